@@ -1,0 +1,14 @@
+"""Collectives: moves arrays between MPI ranks, with algorithms one can read, prove and measure.
+
+    comm = collectives.world()
+    comm.all_reduce(x)              # x: a torch tensor or a NumPy array, in place
+
+Importing this package starts nothing; `world()` starts MPI.
+"""
+
+from collectives.communicator import Communicator, world
+from collectives.diagnosis import on_all_ranks
+from collectives.mesh import Mesh
+from collectives.work import Work
+
+__all__ = ["Communicator", "Mesh", "Work", "on_all_ranks", "world"]

@@ -1,0 +1,103 @@
+"""Errors that concern more than one rank: raised on all of them together, or ending the job with a name."""
+
+import builtins
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+
+def on_all_ranks(error: BaseException) -> bool:
+    """Whether every rank raised this error (see `Communicator.together`): one of them may print it and all may leave in peace."""
+    return getattr(error, "_raised_on_all_ranks", False)
+
+
+@contextmanager
+def together(mpi: Any, doing: str) -> Iterator[None]:
+    """An exception that leaves the block on any rank of `mpi` leaves it on every rank, of the same type and with the same text.
+
+    The block must hold no collective: a rank that raises would not take part in it.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    reports = mpi.allgather(None if error is None else (type(error).__module__, type(error).__qualname__, str(error)))
+    failed = [rank for rank, report in enumerate(reports) if report]
+    if not failed:
+        return
+    module, name, text = reports[failed[0]]
+    others = {reports[rank][2] for rank in failed} - {text}
+    who = (
+        ""
+        if len(failed) == mpi.size
+        else f" [rank {', '.join(map(str, failed[:8]))}{', ...' if failed[8:] else ''} of {mpi.size}]"
+    )
+    more = f" (and {len(others)} other errors)" if others else ""
+    joint = _make(module, name, f"{doing}: {text}{more}{who}" if doing else f"{text}{more}{who}")
+    joint._raised_on_all_ranks = True  # type: ignore[attr-defined]
+    raise joint from error
+
+
+def _make(module: str, name: str, text: str) -> Exception:
+    """An exception of the named type, or RuntimeError where this rank does not know it or it takes other arguments."""
+    kind = getattr(sys.modules.get(module, builtins), name, RuntimeError)
+    try:
+        made = kind(text)
+        return made if isinstance(made, Exception) else RuntimeError(text)
+    except TypeError:
+        return RuntimeError(f"{name}: {text}")
+
+
+def compare_calls(mpi: Any, call: str) -> None:
+    """Checked mode: ValueError on all ranks unless `call`, a line that describes the collective at hand, is the same on all of them."""
+    calls = mpi.allgather((call, _call_site()))
+    if all(other == call for other, _ in calls):
+        return
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, key in enumerate(calls):
+        groups.setdefault(key, []).append(rank)
+    lines = [f"  rank {', '.join(map(str, ranks))}: {what}  at {site}" for (what, site), ranks in groups.items()]
+    error = ValueError(
+        "the ranks call different collectives, or the same with different arguments:\n" + "\n".join(lines)
+    )
+    error._raised_on_all_ranks = True  # type: ignore[attr-defined]
+    raise error
+
+
+def _call_site() -> str:
+    """file:line of the nearest caller outside this package."""
+    here = os.path.dirname(__file__)
+    frame = sys._getframe(1)
+    while frame.f_back and os.path.dirname(frame.f_code.co_filename) == here:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def abort_on_uncaught(mpi: Any) -> None:
+    """From now on an uncaught exception on one rank prints its rank and traceback and ends the whole job with exit code 1.
+
+    Otherwise the other ranks would wait for ever in their next collective.
+    """
+    main_hook = sys.excepthook
+
+    def end_job(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        lines = traceback.format_exception(kind, error, trace)
+        text = "".join(f"[rank {mpi.rank}] {line}" for chunk in lines for line in chunk.splitlines(keepends=True))
+        sys.stdout.flush()
+        print(text, file=sys.stderr, end="", flush=True)
+        mpi.Abort(1)
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if on_all_ranks(error):
+            main_hook(kind, error, trace)
+        else:
+            end_job(kind, error, trace)
+
+    sys.excepthook = on_exception
+    threading.excepthook = lambda args: end_job(args.exc_type, args.exc_value, args.exc_traceback)

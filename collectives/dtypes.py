@@ -1,0 +1,89 @@
+"""The one table of element types: array <-> MPI <-> NCCL, and what a reduction computes in.
+
+A type that is not in the table raises: a wrong guess here would add bit patterns instead of numbers.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+ARITHMETIC = frozenset({"sum", "prod", "max", "min"})
+OPS = ARITHMETIC | {"avg"}
+
+
+@dataclass(frozen=True)
+class DType:
+    """One element type.
+
+    `mpi` names mpi4py's datatype that the MPI library can reduce; None where MPI has no such type (it then travels as bytes
+    and only our own algorithms, or a detour over `accumulate`, reduce it). `accumulate` is what a reduction adds in.
+    """
+
+    name: str
+    numpy: np.dtype
+    mpi: str | None
+    nccl: str | None
+    accumulate: np.dtype
+    ops: frozenset[str]
+
+    @property
+    def itemsize(self) -> int:
+        return self.numpy.itemsize
+
+    @property
+    def is_half(self) -> bool:
+        """Whether reductions widen this type (fp16, bf16) before they add."""
+        return self.accumulate != self.numpy
+
+
+def _row(name: str, mpi: str | None, nccl: str | None, accumulate: str | None = None) -> DType:
+    numpy = np.dtype(getattr(ml_dtypes, name) if name == "bfloat16" else name)
+    floating = "float" in name
+    return DType(name, numpy, mpi, nccl, np.dtype(accumulate or numpy), OPS if floating else ARITHMETIC)
+
+
+TABLE: dict[str, DType] = {
+    row.name: row
+    for row in (
+        _row("float64", "DOUBLE", "NCCL_FLOAT64"),
+        _row("float32", "FLOAT", "NCCL_FLOAT32"),
+        _row("float16", None, "NCCL_FLOAT16", accumulate="float32"),
+        _row("bfloat16", None, "NCCL_BFLOAT16", accumulate="float32"),
+        _row("int64", "INT64_T", "NCCL_INT64"),
+        _row("int32", "INT32_T", "NCCL_INT32"),
+        _row("int16", "INT16_T", None),
+        _row("int8", "INT8_T", "NCCL_INT8"),
+        _row("uint64", "UINT64_T", "NCCL_UINT64"),
+        _row("uint32", "UINT32_T", "NCCL_UINT32"),
+        _row("uint16", "UINT16_T", None),
+        _row("uint8", "UINT8_T", "NCCL_UINT8"),
+        # Truth values: sum and max are "any", prod and min are "all". One byte, always 0 or 1, so uint8's max and min are exact.
+        _row("bool", "UINT8_T", None),
+    )
+}
+
+
+def dtype_of(dtype: object) -> DType:
+    """The table's row for a NumPy or torch dtype, a dtype's name, or a scalar type; TypeError if it is not in the table."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in TABLE:
+        with suppress(TypeError):
+            name = np.dtype(dtype).name  # type: ignore[call-overload]
+    if name not in TABLE:
+        raise TypeError(f"dtype {dtype} is not supported; expected one of {', '.join(TABLE)}")
+    return TABLE[name]
+
+
+def effective_op(dtype: DType, op: str) -> str:
+    """The operation to carry out on the raw elements; ValueError or TypeError if `op` is unknown or has no meaning for `dtype`."""
+    if op not in OPS:
+        raise ValueError(f"op {op!r} is unknown; expected one of {', '.join(sorted(OPS))}")
+    if op not in dtype.ops:
+        raise TypeError(
+            f"op {op!r} is not defined for {dtype.name}; use a floating dtype, or op='sum' and divide yourself"
+        )
+    if dtype.name == "bool":
+        return {"sum": "max", "prod": "min"}.get(op, op)
+    return op

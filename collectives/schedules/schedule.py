@@ -1,0 +1,54 @@
+"""What a schedule is: for each rank a list of steps over numbered chunks of one buffer.
+
+A step's send and receive go on at the same time; a rank begins its next step when both have ended. Chunks are numbers here: the
+executor (collectives/transports/mpi.py) decides which elements chunk i holds, so that uneven cuts need no other schedule.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+
+class Send(NamedTuple):
+    """Send chunk `chunk` as it is at the beginning of the step to rank `peer`."""
+
+    peer: int
+    chunk: int
+
+
+class Recv(NamedTuple):
+    """Receive chunk `chunk` from rank `peer`: `reduce` adds it to what stands there, otherwise it takes its place."""
+
+    peer: int
+    chunk: int
+    reduce: bool
+
+
+class Step(NamedTuple):
+    send: Send | None = None
+    recv: Recv | None = None
+
+
+class Cost(NamedTuple):
+    """`rounds`: steps on the longest chain of dependencies. `traffic`: what the busiest rank sends, in whole buffers."""
+
+    rounds: int
+    traffic: Fraction
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An algorithm for one operation on `size` ranks.
+
+    `program(rank)` gives the steps of a rank; nothing is laid out for ranks that nobody asks about. `cost` is the formula from the
+    literature, which `schedules.check` compares with what the steps really do (chunks of equal size).
+    """
+
+    operation: str
+    algorithm: str
+    size: int
+    root: int
+    num_chunks: int
+    program: Callable[[int], tuple[Step, ...]]
+    cost: Cost
