@@ -1,0 +1,41 @@
+"""The norm of gradients that are spread over ranks."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from mpitrain.sharding.fully_shard import communicator
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale all gradients of a model so that their common 2-norm is at most `max_norm`; returns the norm before that.
+
+    Collective on a sharded model: each rank adds the squares of its shards in float64, one all-reduce adds the ranks, so that the
+    norm does not depend on how many there are (but for rounding). What is on every rank alike (`ignored_params`) counts once. A
+    plain model works too. The norm is a float64 scalar on the host; a non-finite norm scales nothing.
+    """
+    comm = communicator(model)
+    shards = [p for p in model.parameters() if hasattr(p, "shard_box")]
+    others = [p for p in model.parameters() if not hasattr(p, "shard_box")]
+    squares = _squares(shards)
+    if comm is not None:
+        comm.all_reduce(squares)
+    norm = (squares + _squares(others)).sqrt()
+    scale = max_norm / (norm.item() + 1e-6)
+    if scale < 1:
+        for param in (*shards, *others):
+            if param.grad is not None:
+                param.grad.mul_(scale)
+    return norm
+
+
+def _squares(params: Iterable[nn.Parameter]) -> torch.Tensor:
+    """The sum of the squares of all gradients, a float64 scalar on the host."""
+    total = torch.zeros((), dtype=torch.float64)
+    for param in params:
+        if param.grad is not None and param.grad.numel():
+            # Per parameter in float32 (fast, and short enough), across parameters and ranks in float64.
+            total += torch.linalg.vector_norm(param.grad, dtype=torch.float32).double().cpu() ** 2
+    return total

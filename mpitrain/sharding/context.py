@@ -1,0 +1,158 @@
+"""What the units of one model share: the order of events in a step, the fences, the gradient buffer.
+
+[Note: fences] With resident units a rank's shards are rows of parameters that its neighbours read. A shard is therefore written only
+between the fence that closes every forward and backward of the outermost module and the fence that opens the next forward; the
+optimizer, `load` and whoever else writes shards does it there and nowhere else. A fence is a barrier of the ranks of the node: past the
+opening one all have finished writing, past the closing one all have finished reading.
+
+[Note: order] Reductions are collective, so all ranks issue them in one order: that of the modules, backwards. A unit whose gradients
+are complete earlier waits for those before it; what was not used at all on this rank is reduced, as zeros, at the end of the backward.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+
+from collectives import Communicator
+from mpitrain.sharding.unit import Unit
+
+if TYPE_CHECKING:
+    from mpitrain.sharding.state import State
+
+
+class Phase(Enum):
+    """Where the model is in a step."""
+
+    IDLE = "idle"  # shards may be written
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Context:
+    """The sharded modules under one outermost module, in the order of `modules()`. Made on all ranks alike (collective)."""
+
+    def __init__(self, states: list["State"], comm: Communicator) -> None:
+        self.comm = comm
+        self.states = states
+        self.units = [unit for state in states for unit in state.units]
+        self.phase = Phase.IDLE
+        self.comm_s = 0.0
+        """Seconds spent in communication and in waiting for other ranks, since the beginning."""
+        self._resident = [unit for unit in self.units if unit.resident]
+        self._backward_order = list(reversed(states))
+        self._next_to_reduce = 0
+        self._had_grad: dict[int, bool] = {}  # by position of a parameter among all: used on this rank in this backward
+        self._fresh: dict[int, bool] = {}  # ... and had no gradient left from before
+        self._grad_buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        for state in states:
+            state.context = self
+        self._allocate_grad_buffers()
+
+    def _allocate_grad_buffers(self) -> None:
+        """One buffer for each dtype, as long as its longest unit; where units are resident, in memory that peers can read."""
+        longest: dict[torch.dtype, int] = {}
+        for unit in self._resident:
+            if unit.trained:
+                longest[unit.reduce_dtype] = max(longest.get(unit.reduce_dtype, 0), unit.layout.numel)
+        for dtype, numel in longest.items():
+            self._grad_buffers[dtype, torch.device("cpu")] = self.comm.empty(numel, dtype)
+
+    def _grad_buffer(self, unit: Unit) -> torch.Tensor:
+        if unit.resident:
+            return self._grad_buffers[unit.reduce_dtype, unit.device]
+        return torch.empty(unit.layout.numel, dtype=unit.reduce_dtype, device=unit.device)
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Count the time of the block as communication."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.comm_s += time.perf_counter() - start
+
+    # Fences
+
+    def open(self) -> None:
+        """Before the outermost forward: see [Note: fences]. What an exception left behind goes first."""
+        if self.phase is not Phase.IDLE:
+            self.reset()
+        self.phase = Phase.FORWARD
+        if self._resident:
+            with self.communicating():
+                for unit in self._resident:
+                    unit.publish()
+                self.comm.barrier()
+
+    def close(self) -> None:
+        """After the outermost forward, and after a backward."""
+        self.phase = Phase.IDLE
+        if self._resident:
+            with self.communicating():
+                self.comm.barrier()
+
+    def reset(self) -> None:
+        """Back to idle after an exception in the middle of a step. No communication: the ranks may be anywhere."""
+        for state in self.states:
+            state.reset()
+        self._next_to_reduce = 0
+        self.phase = Phase.IDLE
+
+    # Backward
+
+    def begin_backward(self) -> None:
+        """At the first gradient that reaches an output of a sharded module."""
+        if self.phase is Phase.BACKWARD:
+            return
+        self.phase = Phase.BACKWARD
+        self._next_to_reduce = 0
+        self._had_grad.clear()
+        self._fresh.clear()
+        for state in self.states:
+            state.complete = False
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def reduce_complete(self) -> None:
+        """Reduce what is complete and next in order: see [Note: order]."""
+        while self._next_to_reduce < len(self._backward_order):
+            state = self._backward_order[self._next_to_reduce]
+            if not state.complete:
+                return
+            self._next_to_reduce += 1
+            if state.sync_gradients:
+                for unit in state.units:
+                    if unit.trained:
+                        self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        fresh = [param.shard.grad is None for param in unit.params]
+        with self.communicating():
+            had_grad = unit.reduce_grads(self._grad_buffer(unit))
+        for param, was_fresh, had in zip(unit.params, fresh, had_grad, strict=True):
+            self._fresh[id(param)] = was_fresh
+            self._had_grad[id(param)] = had
+
+    def end_backward(self) -> None:
+        """Called by the autograd engine when all gradients of a backward are there."""
+        for state in self.states:
+            state.end_backward()
+        self.reduce_complete()
+        self._forget_unused()
+        self._next_to_reduce = 0
+        self.close()
+
+    def _forget_unused(self) -> None:
+        """A parameter that no rank used has no gradient, as in plain torch: an optimizer leaves it alone."""
+        if not self._had_grad:
+            return
+        params = [param for unit in self.units for param in unit.params if id(param) in self._had_grad]
+        used = torch.tensor([self._had_grad[id(param)] for param in params], dtype=torch.uint8)
+        with self.communicating():
+            self.comm.all_reduce(used, "max")
+        for param, anywhere in zip(params, used.tolist(), strict=True):
+            if not anywhere and self._fresh[id(param)]:
+                param.shard.grad = None
