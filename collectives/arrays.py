@@ -35,14 +35,15 @@ def as_numpy(x: Any, *, writable: bool = False, name: str = "x") -> np.ndarray:
     elif is_torch(x):
         if x.layout != sys.modules["torch"].strided:
             raise TypeError(f"{name} is a {x.layout} tensor; expected a dense one")
-        if x.device.type != "cpu":
+        if not x.is_cpu:
             raise TypeError(f"{name} is on {x.device}; expected host memory")
         dtype = dtype_of(x.dtype)
         if not x.is_contiguous():
             raise ValueError(
                 f"{name} is not contiguous (shape {tuple(x.shape)}, strides {x.stride()}); pass {name}.contiguous()"
             )
-        x = x.detach()
+        if x.requires_grad:
+            x = x.detach()
         if dtype.name == "bfloat16":
             view = x.view(sys.modules["torch"].int16).numpy().view(dtype.numpy)
         else:
@@ -66,7 +67,7 @@ class Buffer:
 
     def __init__(self, x: Any, name: str, *, writable: bool = False) -> None:
         self._device_tensor = None
-        if is_torch(x) and x.device.type == "cuda":
+        if is_torch(x) and x.is_cuda:
             if not x.is_contiguous():
                 raise ValueError(f"{name} is not contiguous (shape {tuple(x.shape)}); pass {name}.contiguous()")
             self._device_tensor = x.detach() if writable else None

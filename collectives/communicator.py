@@ -10,15 +10,16 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from collectives import diagnosis
 from collectives.arrays import Buffer, like
-from collectives.dtypes import DType, dtype_of, effective_op
+from collectives.dtypes import dtype_of, effective_op
 from collectives.reduction import divide
-from collectives.schedules import BUILDERS, Schedule
+from collectives.schedules import BUILDERS, Step
 from collectives.selection import choose
 from collectives.work import Work
 
@@ -54,12 +55,13 @@ class Communicator:
         self.size: int = mpi.size
         self.checked = os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0") if checked is None else checked
         self._transport: Any = transport  # a module that starts MPI when it is imported: only now
-        self._schedules: dict[tuple[str, str, int], Schedule] = {}
+        self._programs: dict[tuple[str, str, int], tuple[int, tuple[Step, ...]]] = {}
         if _node is None:
             _node = Communicator(mpi.Split_type(MPI.COMM_TYPE_SHARED), checked=self.checked, _node=self)
             self.num_nodes: int = mpi.allreduce(1 if _node.rank == 0 else 0)
             self.node: Communicator = _node
-            self._memory: NodeMemory = _node._memory if self.num_nodes == 1 else NodeMemory(MPI.COMM_SELF)
+            # None on several nodes: there is no memory that all these ranks see.
+            self._memory: NodeMemory | None = _node._memory if self.num_nodes == 1 else None
         else:
             self.num_nodes = 1
             self.node = self
@@ -71,7 +73,11 @@ class Communicator:
     # Groups
 
     def split(self, color: int, key: int = 0) -> "Communicator":
-        """The ranks that pass the same `color`, ordered by (`key`, rank here). Collective."""
+        """The ranks that pass the same `color` (0 or more), ordered by (`key`, rank here). Collective."""
+        if color < 0:
+            raise ValueError(f"split: color {color}; expected 0 or more")
+        if self.checked:
+            diagnosis.compare_calls(self.mpi, "split")
         return Communicator(self.mpi.Split(color, key), checked=self.checked)
 
     def free(self) -> None:
@@ -88,7 +94,7 @@ class Communicator:
         A torch tensor for a torch dtype, else a NumPy array; zeros. All ranks pass the same shape and dtype. On a communicator of
         several nodes it is ordinary memory. OSError on all ranks if the node's shared memory is full.
         """
-        return self._allocate(self._memory.empty, shape, dtype)
+        return self._allocate("empty", shape, dtype)
 
     def shared(self, shape: int | Sequence[int], dtype: object) -> Any:
         """One array, the same memory on every rank: `comm.node.shared(...)`. Collective. Zeros.
@@ -100,15 +106,21 @@ class Communicator:
             raise ValueError(
                 f"shared: these {self.size} ranks are on {self.num_nodes} nodes; call comm.node.shared(...)"
             )
-        return self._allocate(self._memory.shared, shape, dtype)
+        return self._allocate("shared", shape, dtype)
 
-    def _allocate(self, allocate: Callable[[int], np.ndarray], shape: int | Sequence[int], dtype: object) -> Any:
+    def _allocate(self, kind: str, shape: int | Sequence[int], dtype: object) -> Any:
         row = dtype_of(dtype)
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        count = int(np.prod(shape, dtype=np.int64))
+        shape = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+        if any(length < 0 for length in shape):
+            raise ValueError(f"{kind}: shape {shape}; expected lengths of at least 0")
+        nbytes = prod(map(int, shape)) * row.itemsize
         if self.checked:
-            diagnosis.compare_calls(self.mpi, f"{allocate.__name__}({shape}, {row.name})")
-        return like(allocate(count * row.itemsize).view(row.numpy), dtype).reshape(shape)
+            diagnosis.compare_calls(self.mpi, f"{kind}({shape}, {row.name})")
+        if self._memory is None:
+            flat = np.zeros(nbytes, np.uint8)
+        else:
+            flat = self._memory.shared(nbytes) if kind == "shared" else self._memory.empty(nbytes)
+        return like(flat.view(row.numpy), dtype).reshape(shape)
 
     # Collectives
 
@@ -120,18 +132,20 @@ class Communicator:
         """
         b = Buffer(x, "x", writable=True)
         raw = effective_op(b.dtype, op)
-        algorithm = self._begin("all_reduce", b, algorithm, op=op, shared=self._memory.is_readable(b.flat))
+        readable = self._memory is not None and self._memory.is_readable(b.flat)
+        algorithm = self._begin("all_reduce", b, algorithm, op=op, in_node_memory=readable)
         if algorithm == "mpi":
-            request, finish = self._transport.all_reduce(self.mpi, b.flat, raw, b.dtype, async_op)
-            return self._end(x, async_op, request, finish, b)
+            started = self._transport.all_reduce(self.mpi, b.flat, raw, b.dtype, async_op)
+            return self._end(x, b, async_op, *started)
         if algorithm == "shared":
+            assert self._memory is not None
             self._memory.all_reduce(b.flat, raw, b.dtype)
         else:
-            schedule = self._schedule("all_reduce", algorithm)
-            self._execute(schedule, _cut(b.flat, schedule.num_chunks), raw, b.dtype)
+            num_chunks, steps = self._program("all_reduce", algorithm)
+            self._transport.execute(steps, self.mpi, _cut(b.flat, num_chunks), raw, b.dtype)
             if op == "avg":
                 divide(b.flat, self.size, b.dtype)
-        return self._end(x, async_op, None, None, b)
+        return self._end(x, b, async_op)
 
     def all_gather(
         self, out: Any, x: Any, *, counts: Sequence[int] | None = None, algorithm: str = "auto", async_op: bool = False
@@ -143,21 +157,21 @@ class Communicator:
         """
         src, dst = Buffer(x, "x"), Buffer(out, "out", writable=True)
         counts = self._counts("all_gather", counts, part=("x", src), whole=("out", dst))
-        algorithm = self._begin("all_gather", dst, algorithm, counts=counts, shared=self._memory.is_shared(dst.flat))
-        if algorithm == "mpi":
-            start = sum(counts[: self.rank])
-            place = dst.flat[start : start + src.flat.size]
-            # MPI forbids overlapping buffers; where x stands in its place already, hand over a copy of it.
-            flat = src.flat.copy() if place.size and place.ctypes.data == src.flat.ctypes.data else src.flat
-            request, _ = self._transport.all_gather(self.mpi, dst.flat, flat, counts, async_op)
-            return self._end(out, async_op, request, None, dst, keep=flat)
+        in_place = self._in_place("all_gather", counts, part=("x", src), whole=("out", dst))
+        shared = self._memory is not None and self._memory.is_shared(dst.flat)
+        algorithm = self._begin("all_gather", dst, algorithm, counts=counts, in_node_memory=shared)
         if algorithm == "shared":
+            assert self._memory is not None
             self._memory.all_gather(dst.flat, src.flat, counts)
-        else:
-            chunks = _cut(dst.flat, counts=counts)
+            return self._end(out, dst, async_op)
+        chunks = _cut(dst.flat, counts=counts)
+        if not in_place:
             chunks[self.rank][...] = src.flat
-            self._execute(self._schedule("all_gather", algorithm), chunks, "sum", dst.dtype)
-        return self._end(out, async_op, None, None, dst)
+        if algorithm == "mpi":
+            return self._end(out, dst, async_op, self._transport.all_gather(self.mpi, dst.flat, counts, async_op))
+        _, steps = self._program("all_gather", algorithm)
+        self._transport.execute(steps, self.mpi, chunks, "sum", dst.dtype)
+        return self._end(out, dst, async_op)
 
     def reduce_scatter(
         self,
@@ -171,38 +185,40 @@ class Communicator:
     ) -> Any:
         """`out` becomes this rank's part of the reduction of all ranks' `x`. Returns `out`, or a Work with `async_op`.
 
-        `counts`: elements of each rank's part where they differ. `x` is left as it is, and may be written again after the call.
+        `counts`: elements of each rank's part where they differ. `out` may be its own place in `x`; else `x` is left as it is.
+        `x` may be written again after the call.
         """
         src, dst = Buffer(x, "x"), Buffer(out, "out", writable=True)
         raw = effective_op(src.dtype, op)
         counts = self._counts("reduce_scatter", counts, part=("out", dst), whole=("x", src))
-        algorithm = self._begin(
-            "reduce_scatter", src, algorithm, op=op, counts=counts, shared=self._memory.is_readable(src.flat)
-        )
+        in_place = self._in_place("reduce_scatter", counts, part=("out", dst), whole=("x", src))
+        readable = self._memory is not None and self._memory.is_readable(src.flat)
+        algorithm = self._begin("reduce_scatter", src, algorithm, op=op, counts=counts, in_node_memory=readable)
         if algorithm == "mpi":
-            request, finish = self._transport.reduce_scatter(
-                self.mpi, dst.flat, src.flat, raw, counts, src.dtype, async_op
-            )
-            return self._end(out, async_op, request, finish, dst, keep=src)
+            flat = src.flat.copy() if in_place else src.flat  # MPI forbids overlapping buffers
+            started = self._transport.reduce_scatter(self.mpi, dst.flat, flat, raw, counts, src.dtype, async_op)
+            return self._end(out, dst, async_op, *started)
         if algorithm == "shared":
+            assert self._memory is not None
             self._memory.reduce_scatter(dst.flat, src.flat, raw, counts, src.dtype)
         else:
-            chunks = _cut(src.flat.copy(), counts=counts)
-            self._execute(self._schedule("reduce_scatter", algorithm), chunks, raw, src.dtype)
+            chunks = _cut(src.flat.copy(), counts=counts)  # they come to hold partial sums
+            _, steps = self._program("reduce_scatter", algorithm)
+            self._transport.execute(steps, self.mpi, chunks, raw, src.dtype)
             dst.flat[...] = chunks[self.rank]
             if op == "avg":
                 divide(dst.flat, self.size, dst.dtype)
-        return self._end(out, async_op, None, None, dst)
+        return self._end(out, dst, async_op)
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Any:
         """Every rank's `x` becomes the root's. In place; returns `x`, or a Work with `async_op`."""
-        b = Buffer(x, "x", writable=True)
+        b = Buffer(x, "x", writable=self.rank != root)
         algorithm = self._begin("broadcast", b, algorithm, root=root)
         if algorithm == "mpi":
-            request, _ = self._transport.broadcast(self.mpi, b.flat, root, async_op)
-            return self._end(x, async_op, request, None, b)
-        self._execute(self._schedule("broadcast", algorithm, root), [b.flat], "sum", b.dtype)
-        return self._end(x, async_op, None, None, b)
+            return self._end(x, b, async_op, self._transport.broadcast(self.mpi, b.flat, root, async_op))
+        _, steps = self._program("broadcast", algorithm, root)
+        self._transport.execute(steps, self.mpi, [b.flat], "sum", b.dtype)
+        return self._end(x, b, async_op)
 
     def reduce(self, x: Any, root: int = 0, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False) -> Any:
         """The root's `x` becomes the reduction of all ranks' `x`; the others' stay as they are. Returns `x`, or a Work."""
@@ -210,34 +226,51 @@ class Communicator:
         raw = effective_op(b.dtype, op)
         algorithm = self._begin("reduce", b, algorithm, op=op, root=root)
         if algorithm == "mpi":
-            request, finish = self._transport.reduce(self.mpi, b.flat, raw, root, b.dtype, async_op)
-            return self._end(x, async_op, request, finish, b)
+            started = self._transport.reduce(self.mpi, b.flat, raw, root, b.dtype, async_op)
+            return self._end(x, b, async_op, *started)
         # Inner ranks of the tree keep partial sums: not in the caller's array.
         flat = b.flat if self.rank == root else b.flat.copy()
-        self._execute(self._schedule("reduce", algorithm, root), [flat], raw, b.dtype)
+        _, steps = self._program("reduce", algorithm, root)
+        self._transport.execute(steps, self.mpi, [flat], raw, b.dtype)
         if op == "avg" and self.rank == root:
             divide(b.flat, self.size, b.dtype)
-        return self._end(x, async_op, None, None, b)
+        return self._end(x, b, async_op)
 
     def gather(self, out: Any, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Any:
-        """The root's `out` becomes all ranks' `x` in order of rank; the others pass None. Returns `out`, or a Work."""
+        """The root's `out` becomes all ranks' `x` in order of rank; the others pass None. Returns `out`, or a Work.
+
+        The root's `x` may be its own place in `out`.
+        """
         src = Buffer(x, "x")
-        dst = Buffer(out, "out", writable=True) if self.rank == root else None
-        if dst is not None:
-            self._counts("gather", None, part=("x", src), whole=("out", dst))
+        dst, counts, in_place = None, [src.flat.size] * self.size, False
+        if self.rank == root:
+            dst = Buffer(out, "out", writable=True)
+            self._counts("gather", counts, part=("x", src), whole=("out", dst))
+            in_place = self._in_place("gather", counts, part=("x", src), whole=("out", dst))
         self._begin("gather", src, algorithm, root=root)
-        request, _ = self._transport.gather(self.mpi, None if dst is None else dst.flat, src.flat, root, async_op)
-        return self._end(out, async_op, request, None, dst, keep=src)
+        if dst is not None and not in_place:
+            _cut(dst.flat, counts=counts)[root][...] = src.flat
+        flat = None if dst is None else dst.flat
+        request = self._transport.gather(self.mpi, flat, src.flat, root, async_op)
+        return self._end(out, dst, async_op, request, keep=src)
 
     def scatter(self, out: Any, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Any:
-        """Every rank's `out` becomes its part of the root's `x`; the others pass None for it. Returns `out`, or a Work."""
+        """Every rank's `out` becomes its part of the root's `x`; the others pass None for it. Returns `out`, or a Work.
+
+        The root's `out` may be its own place in `x`.
+        """
         dst = Buffer(out, "out", writable=True)
-        src = Buffer(x, "x") if self.rank == root else None
-        if src is not None:
-            self._counts("scatter", None, part=("out", dst), whole=("x", src))
+        src, counts, in_place = None, [dst.flat.size] * self.size, False
+        if self.rank == root:
+            src = Buffer(x, "x")
+            self._counts("scatter", counts, part=("out", dst), whole=("x", src))
+            in_place = self._in_place("scatter", counts, part=("out", dst), whole=("x", src))
         self._begin("scatter", dst, algorithm, root=root)
-        request, _ = self._transport.scatter(self.mpi, dst.flat, None if src is None else src.flat, root, async_op)
-        return self._end(out, async_op, request, None, dst, keep=src)
+        if src is not None and not in_place:
+            dst.flat[...] = _cut(src.flat, counts=counts)[root]
+        flat = None if src is None else src.flat
+        request = self._transport.scatter(self.mpi, dst.flat, flat, root, async_op)
+        return self._end(out, dst, async_op, request, keep=src)
 
     def all_to_all(self, out: Any, x: Any, *, algorithm: str = "auto", async_op: bool = False) -> Any:
         """Part i of `x` goes to rank i; part i of `out` comes from rank i. Equal parts. Returns `out`, or a Work."""
@@ -247,28 +280,29 @@ class Communicator:
                 f"all_to_all: x has {src.flat.size} elements of {src.dtype.name}, out {dst.flat.size} of {dst.dtype.name}; "
                 f"expected the same dtype and number, divisible by {self.size} ranks"
             )
+        if np.may_share_memory(src.flat, dst.flat):
+            raise ValueError("all_to_all: x and out overlap; pass two separate arrays")
         self._begin("all_to_all", src, algorithm)
-        request, _ = self._transport.all_to_all(self.mpi, dst.flat, src.flat, async_op)
-        return self._end(out, async_op, request, None, dst, keep=src)
+        request = self._transport.all_to_all(self.mpi, dst.flat, src.flat, async_op)
+        return self._end(out, dst, async_op, request, keep=src)
 
     # Point to point
 
     def send(self, x: Any, peer: int, tag: int = 0) -> None:
         """Send `x` to rank `peer`. Returns when `x` may be written again."""
-        self._check_peer("send", peer)
+        self._check_peer("send", peer, tag)
         self.mpi.Send(self._transport.message(Buffer(x, "x").flat), peer, _USER_TAG + tag)
 
     def recv(self, x: Any, peer: int, tag: int = 0) -> Any:
         """Receive into `x` what rank `peer` sends with `tag`; returns `x`. ValueError if the message has another size."""
-        self._check_peer("recv", peer)
+        self._check_peer("recv", peer, tag)
         b = Buffer(x, "x", writable=True)
         status = self._transport.MPI.Status()
         self.mpi.Probe(peer, _USER_TAG + tag, status)
         nbytes = status.Get_count(self._transport.MPI.BYTE)
         if nbytes != b.flat.nbytes:
-            self.mpi.Recv(
-                bytearray(nbytes), peer, _USER_TAG + tag
-            )  # take it off the line, so that the next one is not mistaken
+            # Take it off the line, so that it is not mistaken for the next one.
+            self.mpi.Recv(bytearray(nbytes), peer, _USER_TAG + tag)
             raise ValueError(f"recv: rank {peer} sent {nbytes} bytes, but x has {b.flat.nbytes}")
         self.mpi.Recv(self._transport.message(b.flat), peer, _USER_TAG + tag)
         b.flush()
@@ -284,10 +318,14 @@ class Communicator:
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """The root's `obj`, on every rank. Pickled: for small control messages, never for data."""
+        if self.checked:
+            diagnosis.compare_calls(self.mpi, f"broadcast_object(root={root})")
         return self.mpi.bcast(obj, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's `obj` in order of rank. Pickled: for small control messages, never for data."""
+        if self.checked:
+            diagnosis.compare_calls(self.mpi, "all_gather_object")
         return self.mpi.allgather(obj)
 
     def together(self, doing: str = "") -> AbstractContextManager[None]:
@@ -296,6 +334,8 @@ class Communicator:
         The same type and text on all, naming the ranks that failed, and `collectives.on_all_ranks(error)` is true of it.
         The block must hold no collective.
         """
+        if self.checked:
+            diagnosis.compare_calls(self.mpi, f"together({doing!r})")
         return diagnosis.together(self.mpi, doing)
 
     # Parts of the operations above
@@ -306,36 +346,34 @@ class Communicator:
         b: Buffer,
         algorithm: str,
         *,
-        op: str = "",
+        op: str | None = None,
         root: int | None = None,
-        counts: Sequence[int] = (),
-        shared: bool = False,
+        counts: Sequence[int] | None = None,
+        in_node_memory: bool = False,
     ) -> str:
         """Check what all ranks must agree on, and choose the algorithm."""
         if root is not None and not 0 <= root < self.size:
             raise ValueError(f"{operation}: root {root} is outside the {self.size} ranks of this communicator")
         if self.checked:
-            what = ", ".join(
-                f"{k}={v}"
-                for k, v in {"op": op, "root": root, "counts": tuple(counts)}.items()
-                if v not in ("", None, ())
-            )
-            place = "node memory" if shared else "private memory"
-            diagnosis.compare_calls(
-                self.mpi, f"{operation}({b.flat.size} x {b.dtype.name}, {what or 'no options'}, {algorithm}, {place})"
-            )
-        return choose(operation, algorithm, dtype=b.dtype, nbytes=b.flat.nbytes, in_node_memory=shared)
+            options = {"op": op, "root": root, "counts": counts and tuple(counts), "algorithm": algorithm}
+            said = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
+            place = self._memory.place(b.flat) if self._memory is not None and in_node_memory else "private memory"
+            diagnosis.compare_calls(self.mpi, f"{operation}({b.flat.size} x {b.dtype.name}, {said}, in {place})")
+        return choose(operation, algorithm, dtype=b.dtype, nbytes=b.flat.nbytes, in_node_memory=in_node_memory)
 
     def _end(
         self,
         result: Any,
-        async_op: bool,
-        request: Any,
-        finish: Callable[[], None] | None,
         written: Buffer | None,
+        async_op: bool,
+        request: Any = None,
+        finish: Callable[[], None] | None = None,
         keep: Any = None,
     ) -> Any:
-        """The operation's Work, waited for unless the caller does. `keep`: what MPI reads until then."""
+        """The operation's `result`, or with `async_op` its Work.
+
+        `finish`: what remains to be done once `request` has ended. `keep`: what MPI reads until then, besides `written`.
+        """
 
         def complete(_keep: Any = keep) -> None:
             if finish is not None:
@@ -343,8 +381,10 @@ class Communicator:
             if written is not None:
                 written.flush()
 
-        work = Work(result, request, complete)
-        return work if async_op else work.wait()
+        if async_op:
+            return Work(result, request, complete)
+        complete()
+        return result
 
     def _counts(
         self, operation: str, counts: Sequence[int] | None, *, part: tuple[str, Buffer], whole: tuple[str, Buffer]
@@ -366,21 +406,37 @@ class Communicator:
             raise ValueError(f"{operation}: {part_name} is {small.dtype.name}, but {whole_name} is {large.dtype.name}")
         return counts
 
-    def _check_peer(self, operation: str, peer: int) -> None:
+    def _in_place(
+        self, operation: str, counts: Sequence[int], *, part: tuple[str, Buffer], whole: tuple[str, Buffer]
+    ) -> bool:
+        """Whether `part` is this rank's place in `whole`; ValueError if it overlaps `whole` elsewhere."""
+        (part_name, small), (whole_name, large) = part, whole
+        if not np.may_share_memory(small.flat, large.flat):
+            return False
+        place = large.flat[sum(counts[: self.rank]) :]
+        if place.ctypes.data != small.flat.ctypes.data:
+            raise ValueError(
+                f"{operation}: {part_name} overlaps {whole_name}, but is not rank {self.rank}'s place in it; pass that, or a copy"
+            )
+        return True
+
+    def _check_peer(self, operation: str, peer: int, tag: int) -> None:
         if not 0 <= peer < self.size or peer == self.rank:
             raise ValueError(f"{operation}: peer {peer} is not another one of the {self.size} ranks")
+        if not 0 <= tag < _NUM_USER_TAGS:
+            raise ValueError(f"{operation}: tag {tag}; expected 0 to {_NUM_USER_TAGS - 1}")
 
-    def _schedule(self, operation: str, algorithm: str, root: int = 0) -> Schedule:
+    def _program(self, operation: str, algorithm: str, root: int = 0) -> tuple[int, tuple[Step, ...]]:
+        """The number of chunks of the operation's schedule, and this rank's steps of it."""
         key = (operation, algorithm, root)
-        if key not in self._schedules:
-            self._schedules[key] = BUILDERS[operation][algorithm](self.size, root)
-        return self._schedules[key]
-
-    def _execute(self, schedule: Schedule, chunks: Sequence[np.ndarray], op: str, dtype: DType) -> None:
-        self._transport.execute(schedule, self.mpi, chunks, op, dtype)
+        if key not in self._programs:
+            schedule = BUILDERS[operation][algorithm](self.size, root)
+            self._programs[key] = (schedule.num_chunks, schedule.program(self.rank))
+        return self._programs[key]
 
 
 _USER_TAG = 1 << 8  # tags below are the library's own
+_NUM_USER_TAGS = (1 << 15) - _USER_TAG  # MPI guarantees tags up to 32767
 
 
 def _cut(flat: np.ndarray, num_chunks: int = 1, *, counts: Sequence[int] | None = None) -> list[np.ndarray]:

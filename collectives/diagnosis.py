@@ -1,12 +1,11 @@
 """Errors that concern more than one rank: raised on all of them together, or ending the job with a name."""
 
 import builtins
-import os
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -40,22 +39,28 @@ def together(mpi: Any, doing: str) -> Iterator[None]:
     )
     more = f" (and {len(others)} other errors)" if others else ""
     joint = _make(module, name, f"{doing}: {text}{more}{who}" if doing else f"{text}{more}{who}")
-    joint._raised_on_all_ranks = True  # type: ignore[attr-defined]
-    raise joint from error
+    raise _raised_on(mpi, joint) from error
+
+
+def _raised_on(mpi: Any, error: Exception) -> Exception:
+    """Mark an error that all ranks of `mpi` raise; where these are only some of the job's, the others must still hear of it."""
+    from mpi4py import MPI
+
+    error._raised_on_all_ranks = mpi.size == MPI.COMM_WORLD.size  # type: ignore[attr-defined]
+    return error
 
 
 def _make(module: str, name: str, text: str) -> Exception:
     """An exception of the named type, or RuntimeError where this rank does not know it or it takes other arguments."""
-    kind = getattr(sys.modules.get(module, builtins), name, RuntimeError)
-    try:
-        made = kind(text)
-        return made if isinstance(made, Exception) else RuntimeError(text)
-    except TypeError:
-        return RuntimeError(f"{name}: {text}")
+    kind = getattr(sys.modules.get(module, builtins), name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with suppress(Exception):
+            return kind(text)
+    return RuntimeError(f"{name}: {text}")
 
 
 def compare_calls(mpi: Any, call: str) -> None:
-    """Checked mode: ValueError on all ranks unless `call`, a line that describes the collective at hand, is the same on all of them."""
+    """Checked mode: ValueError on all ranks unless `call`, which describes the collective at hand, is the same on all of them."""
     calls = mpi.allgather((call, _call_site()))
     if all(other == call for other, _ in calls):
         return
@@ -63,18 +68,16 @@ def compare_calls(mpi: Any, call: str) -> None:
     for rank, key in enumerate(calls):
         groups.setdefault(key, []).append(rank)
     lines = [f"  rank {', '.join(map(str, ranks))}: {what}  at {site}" for (what, site), ranks in groups.items()]
-    error = ValueError(
-        "the ranks call different collectives, or the same with different arguments:\n" + "\n".join(lines)
+    raise _raised_on(
+        mpi,
+        ValueError("the ranks call different collectives, or the same with different arguments:\n" + "\n".join(lines)),
     )
-    error._raised_on_all_ranks = True  # type: ignore[attr-defined]
-    raise error
 
 
 def _call_site() -> str:
     """file:line of the nearest caller outside this package."""
-    here = os.path.dirname(__file__)
     frame = sys._getframe(1)
-    while frame.f_back and os.path.dirname(frame.f_code.co_filename) == here:
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -99,5 +102,9 @@ def abort_on_uncaught(mpi: Any) -> None:
         else:
             end_job(kind, error, trace)
 
+    def on_thread_exception(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is not SystemExit:  # which ends its thread alone, as Python's own hook has it
+            end_job(args.exc_type, args.exc_value, args.exc_traceback)
+
     sys.excepthook = on_exception
-    threading.excepthook = lambda args: end_job(args.exc_type, args.exc_value, args.exc_traceback)
+    threading.excepthook = on_thread_exception

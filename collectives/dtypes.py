@@ -65,14 +65,24 @@ TABLE: dict[str, DType] = {
 }
 
 
+# What `dtype_of` has answered: naming a NumPy dtype takes microseconds, as much as a small collective.
+_answers: dict[object, DType] = {}
+
+
 def dtype_of(dtype: object) -> DType:
     """The table's row for a NumPy or torch dtype, a dtype's name, or a scalar type; TypeError if it is not in the table."""
+    try:
+        return _answers[dtype]
+    except (KeyError, TypeError):  # not asked before, or nothing that a dict can hold, and no dtype then
+        pass
     name = str(dtype).removeprefix("torch.")
-    if name not in TABLE:
-        with suppress(TypeError):
+    if name not in TABLE and dtype is not None:  # NumPy takes None for float64
+        with suppress(TypeError, ValueError):
             name = np.dtype(dtype).name  # type: ignore[call-overload]
     if name not in TABLE:
         raise TypeError(f"dtype {dtype} is not supported; expected one of {', '.join(TABLE)}")
+    with suppress(TypeError):
+        _answers[dtype] = TABLE[name]
     return TABLE[name]
 
 

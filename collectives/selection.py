@@ -20,7 +20,7 @@ SHORT_BYTES = 32 << 10
 
 
 def choose(operation: str, algorithm: str, *, dtype: DType, nbytes: int, in_node_memory: bool) -> str:
-    """The algorithm to run. `in_node_memory`: the buffers are this communicator's `empty` or `node.shared` arrays.
+    """The algorithm to run. `in_node_memory`: the buffers lie in this communicator's `empty` or `node.shared` arrays.
 
     ValueError if `algorithm` is unknown or cannot work on these buffers.
     """
@@ -36,6 +36,8 @@ def choose(operation: str, algorithm: str, *, dtype: DType, nbytes: int, in_node
         return "mpi"
     if algorithm not in known:
         raise ValueError(f"{operation}: algorithm {algorithm!r} is unknown; expected auto, {', '.join(known)}")
+    if algorithm == "shared" and nbytes == 0:
+        return "mpi"  # nothing to move, and nothing to tell where it lies
     if algorithm == "shared" and not in_node_memory:
         raise ValueError(
             f"{operation}: algorithm 'shared' works on arrays made by this communicator's empty() or node.shared(), "

@@ -32,6 +32,8 @@ def check(schedule: Schedule) -> Cost:
         _check_step(schedule, rank, step)
         begun_at[rank] = finished_at[rank]
         if step.send:
+            if not held[rank][step.send.chunk]:
+                raise ScheduleError(f"rank {rank} sends chunk {step.send.chunk} before anything stands in it")
             posted[rank, step.send.peer] = (step.send.chunk, held[rank][step.send.chunk], begun_at[rank])
             open_parts[rank].add("send")
             sent[rank] += 1
@@ -68,6 +70,8 @@ def check(schedule: Schedule) -> Cost:
                 f"rank {receiver} expects chunk {receive.chunk} of rank {receive.peer}, which sends {chunk}"
             )
         if receive.reduce:
+            if not held[receiver][chunk]:
+                raise ScheduleError(f"rank {receiver} adds to chunk {chunk} before anything stands in it")
             if held[receiver][chunk] & contributions:
                 raise ScheduleError(f"rank {receiver} adds a contribution twice to chunk {chunk}")
             contributions |= held[receiver][chunk]
@@ -92,6 +96,8 @@ def _initial(schedule: Schedule) -> list[list[int]]:
 
 
 def _check_step(schedule: Schedule, rank: int, step: Step) -> None:
+    if not (step.send or step.recv):
+        raise ScheduleError(f"rank {rank} has a step that neither sends nor receives")
     for part in (step.send, step.recv):
         if part and not (
             0 <= part.peer < schedule.size and part.peer != rank and 0 <= part.chunk < schedule.num_chunks

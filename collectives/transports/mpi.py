@@ -1,20 +1,27 @@
 """MPI: the executor of schedules over point-to-point, and the MPI library's own collectives. On flat host arrays.
 
-`mpi` is an mpi4py communicator throughout. The library functions return (request, finish): with `async_op` a request to wait for,
-and what remains to be done once the operation has ended.
+`mpi` is an mpi4py communicator throughout. With `async_op` the library's functions return a request to wait for, else None.
+The caller keeps the arrays alive until then: mpi4py's requests hold only some of them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.dtypes import DType
 from collectives.reduction import divide, reduce_into
-from collectives.schedules import Schedule
+from collectives.schedules import Step
 
-Started = tuple[Any, Callable[[], None] | None]
+
+class Started(NamedTuple):
+    """A reduction under way: the request, what to do once it has ended, and a temporary array to keep alive until then."""
+
+    request: Any
+    finish: Callable[[], None] | None
+    keep: np.ndarray
+
 
 # Data travels as opaque elements of its size: MPI has no bf16, and counts stay small.
 _MOVES = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
@@ -22,19 +29,17 @@ _OPS = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min":
 _TAG = 1  # of our own schedules; every communicator is a private clone, so no user's message can be mistaken for one
 
 
-def message(flat: np.ndarray, counts: Sequence[int] | None = None) -> list[Any]:
-    """mpi4py's description of a message that moves `flat`."""
-    kind = _MOVES[flat.itemsize]
-    raw = flat.view(np.uint8) if flat.size else np.empty(0, np.uint8)
-    return [raw, flat.size, kind] if counts is None else [raw, tuple(counts), kind]
+def message(flat: np.ndarray, counts: list[int] | int | None = None) -> list[Any]:
+    """mpi4py's description of a message that moves `flat`. `counts`: of each rank's part, where it is made of such."""
+    return [flat.view(np.uint8), flat.size if counts is None else counts, _MOVES[flat.itemsize]]
 
 
-def execute(schedule: Schedule, mpi: Any, chunks: Sequence[np.ndarray], op: str, dtype: DType) -> None:
-    """Carry out this rank's steps of `schedule` on `chunks` (1-D parts of one buffer, the same lengths on all ranks), in place.
+def execute(steps: Sequence[Step], mpi: Any, chunks: Sequence[np.ndarray], op: str, dtype: DType) -> None:
+    """Carry out `steps`, this rank's program of a schedule, on `chunks`, in place.
 
-    Between hops the element type travels; each hop adds in `dtype.accumulate` and rounds, as NCCL does.
+    `chunks`: 1-D parts of one buffer, of the same lengths on all ranks. Between hops the element type travels; each hop adds in
+    `dtype.accumulate` and rounds, as NCCL does.
     """
-    steps = schedule.program(mpi.rank)
     longest = max((chunks[step.recv.chunk].size for step in steps if step.recv and step.recv.reduce), default=0)
     incoming = np.empty(longest, dtype.numpy)
     for send, recv in steps:
@@ -59,69 +64,78 @@ def _reducible(flat: np.ndarray, dtype: DType) -> tuple[np.ndarray, Any]:
     return flat.view(np.uint8) if dtype.name == "bool" else flat, getattr(MPI, dtype.mpi)
 
 
-def _narrow(wide: np.ndarray, flat: np.ndarray, op: str, size: int, dtype: DType) -> None:
-    """The end of a reduction: divide for an average and round once into `flat`, which `wide` may already be."""
-    if dtype.is_half:
+def _narrow(wide: np.ndarray, flat: np.ndarray, op: str, size: int, dtype: DType) -> Callable[[], None] | None:
+    """What ends a reduction: round `wide` once into `flat` where it is another array, and divide for an average. None: nothing."""
+
+    def round_once() -> None:
         with np.errstate(over="ignore", invalid="ignore"):
             flat[...] = wide / np.float32(size) if op == "avg" else wide
-    elif op == "avg":
-        divide(flat, size, dtype)
+
+    if dtype.is_half:
+        return round_once
+    return (lambda: divide(flat, size, dtype)) if op == "avg" else None
 
 
 def all_reduce(mpi: Any, flat: np.ndarray, op: str, dtype: DType, async_op: bool) -> Started:
     wide, kind = _reducible(flat, dtype)
     issue = mpi.Iallreduce if async_op else mpi.Allreduce
-    return issue(MPI.IN_PLACE, [wide, wide.size, kind], _OPS[op]), lambda: _narrow(wide, flat, op, mpi.size, dtype)
+    request = issue(MPI.IN_PLACE, [wide, wide.size, kind], _OPS[op])
+    return Started(request, _narrow(wide, flat, op, mpi.size, dtype), wide)
 
 
 def reduce(mpi: Any, flat: np.ndarray, op: str, root: int, dtype: DType, async_op: bool) -> Started:
     wide, kind = _reducible(flat, dtype)
     issue = mpi.Ireduce if async_op else mpi.Reduce
     if mpi.rank != root:
-        return issue([wide, wide.size, kind], None, _OPS[op], root), None
-    return issue(MPI.IN_PLACE, [wide, wide.size, kind], _OPS[op], root), lambda: _narrow(
-        wide, flat, op, mpi.size, dtype
-    )
+        return Started(issue([wide, wide.size, kind], None, _OPS[op], root), None, wide)
+    request = issue(MPI.IN_PLACE, [wide, wide.size, kind], _OPS[op], root)
+    return Started(request, _narrow(wide, flat, op, mpi.size, dtype), wide)
 
 
 def reduce_scatter(
     mpi: Any, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType, async_op: bool
 ) -> Started:
+    """`out` must not overlap `flat`."""
     wide, kind = _reducible(flat, dtype)
     mine = np.empty(out.size, wide.dtype) if dtype.is_half else out.view(wide.dtype)
     if len(set(counts)) == 1:
         issue = mpi.Ireduce_scatter_block if async_op else mpi.Reduce_scatter_block
-        request = issue([wide, wide.size, kind], [mine, mine.size, kind], _OPS[op])
+        request = issue([wide, out.size, kind], [mine, out.size, kind], _OPS[op])
     else:
         issue = mpi.Ireduce_scatter if async_op else mpi.Reduce_scatter
         request = issue([wide, wide.size, kind], [mine, mine.size, kind], tuple(counts), _OPS[op])
-    return request, lambda: _narrow(mine, out, op, mpi.size, dtype)
+    return Started(request, _narrow(mine, out, op, mpi.size, dtype), wide)
 
 
-def all_gather(mpi: Any, out: np.ndarray, flat: np.ndarray, counts: Sequence[int], async_op: bool) -> Started:
+def all_gather(mpi: Any, out: np.ndarray, counts: Sequence[int], async_op: bool) -> Any:
+    """This rank's part stands in its place in `out` already."""
     if len(set(counts)) == 1:
-        issue = mpi.Iallgather if async_op else mpi.Allgather
-        kind = _MOVES[flat.itemsize]
-        return issue(message(flat), [out.view(np.uint8), counts[0], kind]), None
-    issue = mpi.Iallgatherv if async_op else mpi.Allgatherv
-    return issue(message(flat), message(out, counts)), None
+        return (mpi.Iallgather if async_op else mpi.Allgather)(MPI.IN_PLACE, message(out, counts[0]))
+    # A list: mpi4py would read a tuple of two as (counts, displacements).
+    return (mpi.Iallgatherv if async_op else mpi.Allgatherv)(MPI.IN_PLACE, message(out, list(counts)))
 
 
-def broadcast(mpi: Any, flat: np.ndarray, root: int, async_op: bool) -> Started:
-    return (mpi.Ibcast if async_op else mpi.Bcast)(message(flat), root), None
+def broadcast(mpi: Any, flat: np.ndarray, root: int, async_op: bool) -> Any:
+    return (mpi.Ibcast if async_op else mpi.Bcast)(message(flat), root)
 
 
-def gather(mpi: Any, out: np.ndarray | None, flat: np.ndarray, root: int, async_op: bool) -> Started:
-    part = [None if out is None else out.view(np.uint8), flat.size, _MOVES[flat.itemsize]]
-    return (mpi.Igather if async_op else mpi.Gather)(message(flat), None if out is None else part, root), None
+def gather(mpi: Any, out: np.ndarray | None, flat: np.ndarray, root: int, async_op: bool) -> Any:
+    """`out`: on the root alone, whose part stands in its place there already."""
+    issue = mpi.Igather if async_op else mpi.Gather
+    if out is None:
+        return issue(message(flat), None, root)
+    return issue(MPI.IN_PLACE, message(out, flat.size), root)
 
 
-def scatter(mpi: Any, out: np.ndarray, flat: np.ndarray | None, root: int, async_op: bool) -> Started:
-    part = None if flat is None else [flat.view(np.uint8), out.size, _MOVES[out.itemsize]]
-    return (mpi.Iscatter if async_op else mpi.Scatter)(part, message(out), root), None
+def scatter(mpi: Any, out: np.ndarray, flat: np.ndarray | None, root: int, async_op: bool) -> Any:
+    """`flat`: on the root alone, which has taken its part itself."""
+    issue = mpi.Iscatter if async_op else mpi.Scatter
+    if flat is None:
+        return issue(None, message(out), root)
+    return issue(message(flat, out.size), MPI.IN_PLACE, root)
 
 
-def all_to_all(mpi: Any, out: np.ndarray, flat: np.ndarray, async_op: bool) -> Started:
-    count, kind = flat.size // mpi.size, _MOVES[flat.itemsize]
-    issue = mpi.Ialltoall if async_op else mpi.Alltoall
-    return issue([flat.view(np.uint8), count, kind], [out.view(np.uint8), count, kind]), None
+def all_to_all(mpi: Any, out: np.ndarray, flat: np.ndarray, async_op: bool) -> Any:
+    """The two must not overlap."""
+    count = flat.size // mpi.size
+    return (mpi.Ialltoall if async_op else mpi.Alltoall)(message(flat, count), message(out, count))

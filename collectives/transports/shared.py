@@ -32,13 +32,17 @@ def folder() -> Path:
     return Path(chosen if "MPITRAIN_SHM_DIR" in os.environ or os.path.isdir(chosen) else gettempdir())
 
 
+def _address(flat: np.ndarray) -> int:
+    return flat.__array_interface__["data"][0]
+
+
 @dataclass(frozen=True)
 class _Segment:
     """One mapped file. `stride` is the bytes from one rank's array to the next; 0 where all share one array."""
 
-    mapping: weakref.ref[
-        mmap.mmap
-    ]  # weak: the arrays keep the mapping alive, and the memory goes when the last of them does
+    number: int  # in order of allocation: the same on every rank
+    # Weak: the arrays keep the mapping alive, and the memory goes when the last of them does.
+    mapping: weakref.ref[mmap.mmap]
     address: int
     length: int
     stride: int
@@ -50,6 +54,7 @@ class NodeMemory:
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
         self._segments: list[_Segment] = []
+        self._num_allocated = 0
 
     def shared(self, nbytes: int) -> np.ndarray:
         """`nbytes` bytes of zeros that are the same memory on every rank."""
@@ -63,28 +68,36 @@ class NodeMemory:
 
     def _map(self, nbytes: int, stride: int) -> np.ndarray:
         mpi, length = self._mpi, max(nbytes, 1)
-        path = mpi.bcast(str(folder() / f"mpitrain-{os.getpid()}-{uuid4().hex}") if mpi.rank == 0 else None)
-        with together(mpi, "cannot share node memory"):
-            if mpi.rank == 0:
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        proposal = folder() / f"mpitrain-{os.getpid()}-{uuid4().hex}"
+        path, length_0 = mpi.bcast((str(proposal), length))
         fd = -1
         try:
-            with together(mpi, f"cannot share {nbytes / 1e6:.1f} MB of node memory in {folder()}"):
-                fd = os.open(path, os.O_RDWR)
+            doing = f"cannot share {nbytes / 1e6:.1f} MB of node memory in {os.path.dirname(path)}"
+            with together(mpi, doing):
+                if length != length_0:
+                    raise ValueError(f"{length} bytes asked for here, {length_0} on rank 0")
+                if mpi.rank == 0:
+                    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                    os.ftruncate(fd, length)
+            with together(mpi, doing):
+                fd = os.open(path, os.O_RDWR) if fd < 0 else fd
                 # Each rank reserves the part it will touch most, so that the pages lie near its cores. Reserving turns a full
                 # file system into an error here; a plain write to a mapping would end the process with SIGBUS later.
                 begin, end = (length * (mpi.rank + i) // mpi.size for i in (0, 1))
                 self._reserve(fd, begin, end - begin)
-            mapping = mmap.mmap(fd, length)
+                mapping = mmap.mmap(fd, length)
         finally:
             # `together` has brought all ranks here: everyone has opened the file or failed.
             if fd >= 0:
                 os.close(fd)
             if mpi.rank == 0:
-                os.unlink(path)
+                Path(path).unlink(missing_ok=True)
         flat = np.frombuffer(mapping, np.uint8)
         self._segments = [segment for segment in self._segments if segment.mapping() is not None]
-        self._segments.append(_Segment(weakref.ref(mapping), flat.ctypes.data, length, stride))
+        self._num_allocated += 1
+        self._segments.append(
+            _Segment(self._num_allocated, weakref.ref(mapping), _address(flat), length, stride),
+        )
         return flat
 
     @staticmethod
@@ -101,8 +114,10 @@ class NodeMemory:
             ) from None
 
     def _find(self, flat: np.ndarray) -> tuple[_Segment, int] | None:
-        """The segment that holds all of `flat`, and where in it."""
-        address = flat.ctypes.data
+        """The segment that holds all of `flat`, and where in it. None for an empty array: it has no address to go by."""
+        if not self._segments or not flat.size:
+            return None
+        address = _address(flat)
         for segment in self._segments:
             at = address - segment.address
             if at >= 0 and at + flat.nbytes <= segment.length and segment.mapping() is not None:
@@ -119,6 +134,14 @@ class NodeMemory:
         found = self._find(flat)
         return found is not None and found[0].stride > 0
 
+    def place(self, flat: np.ndarray) -> str:
+        """Where `flat` lies, in words that are the same on all ranks that pass the same place of the same allocation."""
+        found = self._find(flat)
+        if found is None:
+            return "private memory"
+        segment, at = found
+        return f"node memory {segment.number} + {at % segment.stride if segment.stride else at} bytes"
+
     def _peers(self, flat: np.ndarray) -> list[np.ndarray]:
         """Every rank's array at the place of `flat`, this rank's own included, in order of rank."""
         found = self._find(flat)
@@ -132,14 +155,15 @@ class NodeMemory:
             for rank in range(self._mpi.size)
         ]
 
-    # Collectives. All ranks pass arrays from the same allocation; selection.py sees to it.
+    # Collectives. Never of empty arrays. All ranks pass arrays from the same allocation; selection.py sees to it.
 
     def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
         """`out` is one array for the node: each rank writes its part, unless it already stands there."""
         start = sum(counts[: self._mpi.rank])
         mine = out[start : start + flat.size]
-        if mine.ctypes.data != flat.ctypes.data:
-            self._mpi.Barrier()  # nobody still reads what stood here
+        # Both barriers always: whether a part already stands in its place may differ from rank to rank.
+        self._mpi.Barrier()  # nobody still reads what stood here
+        if flat.size and _address(mine) != _address(flat):
             mine[...] = flat
         self._mpi.Barrier()
 

@@ -1,0 +1,160 @@
+"""Looking into a checkpoint without MPI and torch: `ckpt.open(path)` maps names to entries that read what is asked of them."""
+
+import operator
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+
+from ckpt.folder import parse_manifest, read_manifest
+from ckpt.layout import Box, Shape
+from ckpt.manifest import Manifest, Tensor
+from ckpt.reader import Reader
+from collectives.dtypes import TABLE
+
+Index = int | slice | EllipsisType
+
+
+class TensorEntry:
+    """One tensor of a checkpoint. Nothing is read before `read` or an index asks for it: `entry[:10]`, `numpy.asarray(entry)`."""
+
+    def __init__(self, folder: Path, manifest: Manifest, tensor: Tensor) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._tensor = tensor
+
+    @property
+    def name(self) -> str:
+        return self._tensor.name
+
+    @property
+    def shape(self) -> Shape:
+        return self._tensor.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """NumPy's; `ml_dtypes.bfloat16` for bf16."""
+        return TABLE[self._tensor.dtype].numpy
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.nbytes
+
+    @property
+    def blocks(self) -> list[tuple[str, Box]]:
+        """Where it lies: the file of each block, and the block's box."""
+        return [(self._manifest.files[block.file].name, block.box) for block in self._tensor.blocks]
+
+    def read(self, where: Box | Index | tuple[Index, ...] | None = None, *, verify: bool = True) -> np.ndarray:
+        """The whole tensor, a `Box` of it, or the part that integers and slices of step 1 select, as a new NumPy array.
+
+        Only the blocks it touches are read. An integer drops its dimension, as in NumPy. `verify`: compare the chunks read with
+        their checksums. IndexError or ValueError for an index that does not fit, CheckpointError for damage.
+        """
+        box, shape = _box_of(where, self.shape)
+        out = np.empty(box.shape, self.dtype)
+        with Reader(self._folder, self._manifest, verify=verify) as reader:
+            reader.fill(out, self._tensor, box)
+        return out.reshape(shape)
+
+    def __getitem__(self, where: Index | tuple[Index, ...]) -> np.ndarray:
+        return self.read(where)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(f"tensor {self.name!r} lies in a file: an array of it is always a copy")
+        return self.read().astype(self.dtype if dtype is None else dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"TensorEntry({self.name!r}, {self._tensor.dtype}, shape={self.shape}, blocks={len(self._tensor.blocks)})"
+        )
+
+
+class Checkpoint(Mapping[str, TensorEntry]):
+    """A checkpoint on disk: a mapping from the names of its tensors, sorted, to `TensorEntry`. Made by `ckpt.open`."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self._manifest = manifest
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What was given to `save` as `meta`."""
+        return self._manifest.meta
+
+    @property
+    def names(self) -> list[str]:
+        return list(self)
+
+    @property
+    def saved(self) -> float:
+        """When it was saved, in seconds since the epoch."""
+        return self._manifest.saved
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._manifest.tensors.values())
+
+    @property
+    def files(self) -> dict[str, int]:
+        """The files and their sizes in bytes."""
+        return {file.name: file.nbytes for file in self._manifest.files}
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        return TensorEntry(self.path, self._manifest, self._manifest.tensors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._manifest.tensors)
+
+    def __len__(self) -> int:
+        return len(self._manifest.tensors)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, {len(self)} tensors, {self.nbytes} bytes)"
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Look into the checkpoint `path`: reads its manifest and checks that its files are there, nothing more.
+
+    CheckpointError if it is missing, incomplete, damaged or of a newer format.
+    """
+    folder = Path(os.path.abspath(path))
+    return Checkpoint(folder, parse_manifest(folder, read_manifest(folder)))
+
+
+def _box_of(where: Box | Index | tuple[Index, ...] | None, shape: Shape) -> tuple[Box, Shape]:
+    """The box that an index selects of a tensor of `shape`, and the shape of the result without the dimensions integers drop."""
+    if where is None:
+        return Box.full(shape), shape
+    if isinstance(where, Box):
+        if not where.inside(shape):
+            raise IndexError(f"the box {where} does not lie inside the shape {shape}")
+        return where, where.shape
+    parts = list(where) if isinstance(where, tuple) else [where]
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+    parts += [slice(None)] * (len(shape) - len(parts))
+    if len(parts) != len(shape):
+        raise IndexError(f"{len(parts)} indices for a tensor of shape {shape}")
+    offset, sizes, result = [], [], []
+    for part, n in zip(parts, shape, strict=True):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(n)
+            if step != 1:
+                raise ValueError(f"the slice {part} has step {step}; expected 1")
+            offset.append(min(start, n))
+            sizes.append(max(0, stop - start))
+            result.append(sizes[-1])
+        else:
+            i = operator.index(part)  # type: ignore[arg-type]
+            if not -n <= i < n:
+                raise IndexError(f"index {i} is out of range for a dimension of {n}")
+            offset.append(i % n)
+            sizes.append(1)
+    return Box(tuple(offset), tuple(sizes)), tuple(result)

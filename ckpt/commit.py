@@ -1,0 +1,198 @@
+"""How a checkpoint comes to be all at once, or not at all. Only rank 0 does what is here.
+
+    .NAME.staging    being written; a dead job's is removed at the next save
+    NAME             complete: it got its name by one rename, after everything in it was flushed to disk
+    .NAME.replaced   the old one, while a new one takes its name
+    .NAME.removed    on its way out: hidden first, so that nobody finds half of it
+
+After Orbax's `path/atomicity.py`: the rename is the commit.
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import shutil
+import socket
+import time
+import uuid
+import warnings
+from pathlib import Path
+
+from ckpt.folder import LATEST_NAME, info, newest_first
+from ckpt.writer import flush, write_file
+
+_OWNER_NAME = ".owner"
+_ABANDONED_S = (
+    3600.0  # a stage of another host whose process cannot be asked counts as dead after this time without a change
+)
+
+
+class Stage:
+    """The folder in which one checkpoint is being made: `open`, fill, then `publish` or `discard`."""
+
+    def __init__(self, final: Path) -> None:
+        self.final = final
+        self.path = final.parent / f".{final.name}.staging"
+        self._token = uuid.uuid4().hex
+
+    @classmethod
+    def open(cls, final: Path, *, overwrite: bool) -> "Stage":
+        """Make the stage of checkpoint `final`, after removing what dead jobs left in its folder.
+
+        FileExistsError if `final` exists (and `overwrite` is not given), or if a live process of this host is writing it.
+        """
+        stage = cls(final)
+        stage._refuse_existing(overwrite)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _clean(final.parent, except_for=stage.path)
+        if stage.path.exists():
+            if (owner := _owner(stage.path)) and owner["pid"] != os.getpid() and _is_alive(owner):
+                raise FileExistsError(
+                    errno.EEXIST, f"process {owner['pid']} is writing this checkpoint", str(stage.path)
+                )
+            shutil.rmtree(stage.path)
+        stage.path.mkdir()
+        owner = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "start": _start_time(os.getpid()),
+            "token": stage._token,
+        }
+        write_file(stage.path / _OWNER_NAME, json.dumps(owner).encode())
+        return stage
+
+    def publish(self, *, overwrite: bool) -> None:
+        """Give the finished stage its final name: this is the moment from which the checkpoint exists."""
+        owner = _owner(self.path)
+        if owner is None or owner["token"] != self._token:
+            raise FileExistsError(errno.EEXIST, "another job took this checkpoint over", str(self.path))
+        self._refuse_existing(overwrite)
+        flush(self.path)
+        parent = self.final.parent
+        if self.final.exists():
+            if _exchange(self.path, self.final):
+                flush(parent)
+                _remove(self.path)
+            else:
+                replaced = parent / f".{self.final.name}.replaced"
+                os.rename(self.final, replaced)
+                os.rename(self.path, self.final)
+                flush(parent)
+                _remove(replaced)
+        else:
+            os.rename(self.path, self.final)
+            flush(parent)
+        # Not before the rename: a stage without an owner counts as a dead one's.
+        with contextlib.suppress(OSError):
+            os.unlink(self.final / _OWNER_NAME)
+        _write_latest(self.final)
+
+    def discard(self) -> None:
+        """Remove the stage, if it still is one. Never raises: there is an error on its way already."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _refuse_existing(self, overwrite: bool) -> None:
+        if os.path.lexists(self.final) and not overwrite:
+            raise FileExistsError(
+                errno.EEXIST, "this checkpoint exists; pass overwrite=True to replace it", str(self.final)
+            )
+
+
+def next_sequence(folder: Path) -> int:
+    """One more than the newest checkpoint's number in `folder`."""
+    return max((header.sequence for _, header in newest_first(folder)), default=0) + 1
+
+
+def retain(final: Path, keep: int) -> None:
+    """Remove the oldest checkpoints beside `final` beyond the newest `keep` complete ones. `final` itself is never removed."""
+    complete = 0
+    for path, _ in newest_first(final.parent):
+        if complete >= keep and path != final:
+            try:
+                _remove(path)
+            except OSError as error:
+                # The new checkpoint stands: no reason to end a run.
+                warnings.warn(f"the old checkpoint {path} could not be removed: {error}", RuntimeWarning, stacklevel=2)
+        elif info(path, path.name).complete:
+            complete += 1
+
+
+def _remove(path: Path) -> None:
+    hidden = path.parent / f".{path.name.strip('.')}.removed"
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.rename(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _clean(folder: Path, *, except_for: Path) -> None:
+    """Finish what dead jobs began in `folder`."""
+    for entry in list(os.scandir(folder)):
+        path = folder / entry.name
+        if not entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False) or path == except_for:
+            continue
+        if entry.name.endswith(".replaced"):
+            original = folder / entry.name[1:].removesuffix(".replaced")
+            if original.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.rename(path, original)
+        elif entry.name.endswith(".removed") or (entry.name.endswith(".staging") and _is_abandoned(path)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_abandoned(stage: Path) -> bool:
+    owner = _owner(stage)
+    if owner is None:  # its process died before it could sign
+        return True
+    if owner["host"] == socket.gethostname():
+        return owner["pid"] == os.getpid() or not _is_alive(owner)
+    try:
+        changed = max(entry.stat().st_mtime for entry in [*os.scandir(stage), stage])
+    except OSError:
+        return False
+    return time.time() - changed > _ABANDONED_S
+
+
+def _owner(stage: Path) -> dict | None:
+    try:
+        owner = json.loads((stage / _OWNER_NAME).read_bytes())
+        return owner if {"host", "pid", "start", "token"} <= owner.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _is_alive(owner: dict) -> bool:
+    """Whether a stage's process runs on this host: the number alone may belong to another one by now."""
+    return (
+        owner["host"] == socket.gethostname()
+        and owner["start"] is not None
+        and _start_time(owner["pid"]) == owner["start"]
+    )
+
+
+def _start_time(pid: int) -> str | None:
+    try:
+        # The process's name, in parentheses, may hold spaces: count from behind it.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchange two folders in one step, so that neither name is ever missing. False where kernel or file system cannot (NFS)."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    at_fdcwd, rename_exchange = -100, 2
+    return (
+        renameat2 is not None
+        and renameat2(at_fdcwd, os.fsencode(a), at_fdcwd, os.fsencode(b), ctypes.c_uint(rename_exchange)) == 0
+    )
+
+
+def _write_latest(final: Path) -> None:
+    temporary = final.parent / f".{LATEST_NAME}.tmp"
+    temporary.unlink(missing_ok=True)
+    write_file(temporary, f"{final.name}\n".encode())
+    os.rename(temporary, final.parent / LATEST_NAME)
+    flush(final.parent)

@@ -1,0 +1,139 @@
+"""A folder of checkpoints: which there are, which are complete, which is the newest.
+
+A checkpoint is a folder with a manifest. It got its name by one rename when all of it was on disk, so what has the name is
+complete, unless somebody damaged it since: the manifest's checksum and the sizes of the files tell. Names that begin with a dot
+are work in progress (see commit.py).
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.guard import Header, check_files, decode, decode_header, open_regular, verified_lines
+from ckpt.manifest import FILE_NAME, CheckpointError, Manifest
+
+LATEST_NAME = "latest"
+_MAX_HEADER_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One checkpoint of a folder. `problem` says why an incomplete one cannot be used; `saved` is in seconds since the epoch.
+
+    `step`: the number its name ends with, if any. `sequence` and `saved` are None where the manifest cannot be read.
+    """
+
+    path: Path
+    name: str
+    step: int | None
+    problem: str | None
+    nbytes: int
+    num_tensors: int | None
+    sequence: int | None
+    saved: float | None
+
+    @property
+    def complete(self) -> bool:
+        return self.problem is None
+
+
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointInfo]:
+    """The checkpoints in `folder`, oldest first, incomplete ones included. FileNotFoundError if there is no such folder."""
+    found = [info(path, name) for path, name in _candidates(Path(folder))]
+    return sorted(found, key=lambda c: (-1 if c.sequence is None else c.sequence, c.saved or 0.0, c.name))
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in `folder`, or None. Found by looking; the file `latest` there is for people and scripts."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return None
+    return next((path for path, _ in newest_first(folder) if info(path, path.name).complete), None)
+
+
+def newest_first(folder: Path) -> list[tuple[Path, Header]]:
+    """The checkpoints of `folder` whose header can be read, newest first. They may be incomplete."""
+    found = []
+    for path, name in _candidates(folder):
+        try:
+            header = _read_header(path)
+        except (CheckpointError, OSError):
+            continue
+        found.append((header.sequence, header.saved, name, path, header))
+    return [(path, header) for *_, path, header in sorted(found, key=lambda entry: entry[:3], reverse=True)]
+
+
+def info(path: Path, name: str) -> CheckpointInfo:
+    """What there is to say about the checkpoint at `path`, called `name`."""
+    number = re.search(r"\d+$", name)
+    step = int(number[0]) if number else None
+    header, problem = None, None
+    try:
+        header = _read_header(path)
+        check_files(path, header.files)
+        verified_lines(_read(path))
+    except CheckpointError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"the manifest cannot be read: {error}"
+    sequence, saved = (header.sequence, header.saved) if header else (None, None)
+    return CheckpointInfo(
+        path, name, step, problem, _folder_bytes(path), header.num_tensors if header else None, sequence, saved
+    )
+
+
+def read_manifest(path: Path) -> bytes:
+    """The bytes of a checkpoint's manifest, after a look at its files. CheckpointError if there is none or files do not fit."""
+    try:
+        data = _read(path)
+    except FileNotFoundError:
+        what = "has no manifest.jsonl: it is no complete checkpoint" if path.is_dir() else "does not exist"
+        raise CheckpointError(f"{path} {what}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: the manifest cannot be read: {error}") from error
+    try:
+        check_files(path, decode_header(verified_lines(data)[0]).files)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return data
+
+
+def parse_manifest(path: Path, data: bytes) -> Manifest:
+    """`decode`, with the checkpoint's path in its error."""
+    try:
+        return decode(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _candidates(folder: Path) -> list[tuple[Path, str]]:
+    found = []
+    for entry in os.scandir(folder):
+        if not entry.is_dir():
+            continue
+        name = entry.name
+        if name.startswith("."):
+            # Where the kernel cannot exchange two folders, a replaced checkpoint has only this name for an instant, or
+            # for longer if the job died in that instant.
+            original = name[1:].removesuffix(".replaced")
+            if not name.endswith(".replaced") or (folder / original).exists():
+                continue
+            name = original
+        if any((folder / entry.name / part).exists() for part in (FILE_NAME, "index.h5", "rank-00000.h5")):
+            found.append((folder / entry.name, name))
+    return found
+
+
+def _read(path: Path) -> bytes:
+    with open(open_regular(path / FILE_NAME), "rb") as file:
+        return file.read()
+
+
+def _read_header(path: Path) -> Header:
+    with open(open_regular(path / FILE_NAME), "rb") as file:
+        return decode_header(file.readline(_MAX_HEADER_BYTES))
+
+
+def _folder_bytes(path: Path) -> int:
+    return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))

@@ -1,0 +1,90 @@
+"""Loading: match what is asked for with what is stored, then read each rank's boxes into its arrays."""
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from ckpt.folder import parse_manifest, read_manifest
+from ckpt.manifest import CheckpointError, Manifest
+from ckpt.ranks import Ranks, Solo
+from ckpt.reader import Reader
+from ckpt.tensors import Local, inspect
+
+_MAX_NAMES = 5  # in one message
+
+
+def load(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    *,
+    comm: Ranks | None = None,
+    strict: bool = True,
+    only: str | Sequence[str] | None = None,
+    verify: bool = True,
+) -> dict[str, Any]:
+    """Fill `tensors` in place from the checkpoint `path` and return its `meta`. Collective over `comm`; None is a process alone.
+
+    `tensors`: name -> a writable contiguous array for the whole tensor, or a `Shard`: any box of it, whatever boxes it was
+    saved in and by however many ranks. The ranks may ask for different tensors.
+    `strict`: names asked for but not stored, or stored but not asked for, are an error; otherwise the former stay as they are and
+    the latter are passed over. `only`: a pattern such as "model/*", or several; stored tensors whose name none matches do not count.
+    `verify`: compare every chunk read with its checksum.
+
+    Raises CheckpointError on all ranks if the checkpoint is missing, damaged or does not fit in names, shapes or dtypes. Names,
+    shapes and dtypes are checked before an array is touched; damage found later leaves the arrays partly overwritten.
+    """
+    comm = Solo() if comm is None else comm
+    folder = Path(os.path.abspath(path))
+    data = None
+    with comm.together("ckpt.load"):
+        if comm.rank == 0:
+            data = read_manifest(folder)
+    # One rank reads it: thousands that do are a burden for the file system.
+    data = comm.broadcast_object(data)
+    with comm.together("ckpt.load"):
+        manifest = parse_manifest(folder, data)
+        wanted = _match(folder, manifest, inspect(tensors, writable=True), strict=strict, only=only)
+    with comm.together("ckpt.load"), Reader(folder, manifest, verify=verify) as reader:
+        for local in wanted:
+            reader.fill(local.array, manifest.tensors[local.name], local.box)
+    return manifest.meta
+
+
+def _match(
+    folder: Path, manifest: Manifest, asked: list[Local], *, strict: bool, only: str | Sequence[str] | None
+) -> list[Local]:
+    """Those of `asked` that are stored; CheckpointError unless names (if `strict`), shapes and dtypes fit."""
+    patterns = ("*",) if only is None else (only,) if isinstance(only, str) else only
+    stored = {name for name in manifest.tensors if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    if strict:
+        names = {local.name for local in asked}
+        problems = []
+        if missing := sorted(names - stored):
+            problems.append(f"it does not hold {_listed(missing, stored)}")
+        if extra := sorted(stored - names):
+            problems.append(f"it holds {_listed(extra, names)}, which nobody asked for (strict=False passes over them)")
+        if problems:
+            raise CheckpointError(f"{folder}: " + "; ".join(problems))
+    wanted = [local for local in asked if local.name in stored]
+    for local in wanted:
+        tensor = manifest.tensors[local.name]
+        if (tensor.shape, tensor.dtype) != (local.shape, local.dtype):
+            raise CheckpointError(
+                f"{folder}: tensor {local.name!r} is {tensor.dtype} {tensor.shape} there; "
+                f"expected {local.dtype} {local.shape}"
+            )
+    return wanted
+
+
+def _listed(names: list[str], others: Iterable[str]) -> str:
+    """Up to five of `names`, each with the nearest of `others` in case it is a slip of the pen."""
+    others = list(others)
+    parts = []
+    for name in names[:_MAX_NAMES]:
+        near = difflib.get_close_matches(name, others, n=1, cutoff=0.8)
+        parts.append(f"{name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
+    more = len(names) - _MAX_NAMES
+    return ", ".join(parts) + (f" and {more} more" if more > 0 else "")

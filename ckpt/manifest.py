@@ -1,0 +1,166 @@
+"""The manifest: what a checkpoint holds and where each byte of it lies.
+
+`manifest.jsonl` is one JSON object a line. Line 1, the header: format, version, files with their sizes and datasets. Line 2:
+the user's `meta`. Then one line a tensor, in the order of the names. The last line is the XXH3-64 of all bytes before it, so a
+cut or altered manifest is always noticed, and listing a folder needs no parsing beyond the header.
+
+Here: what it says, how it is written, and which names tensors may have. Reading one is guard.py's work.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import xxhash
+
+from ckpt.layout import Box, Shape
+from collectives.dtypes import TABLE
+
+FORMAT = "mpitrain-ckpt"
+VERSION = (
+    1  # raise it when an older reader would misread; readers keep reading every older version and refuse newer ones
+)
+FILE_NAME = "manifest.jsonl"
+CHUNK_BYTES = 4 << 20  # a checksum each; what verifying one block of any size needs as memory
+MAX_NDIM = 32  # HDF5's limit
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged, of another format, or does not fit what was asked of it."""
+
+
+class Dataset(NamedTuple):
+    """A 1-D dataset of a rank's file: its first byte in the file, and its length in elements."""
+
+    offset_bytes: int
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file of the checkpoint, with its contiguous datasets by the name of their dtype."""
+
+    name: str
+    nbytes: int
+    datasets: Mapping[str, Dataset]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A box of a tensor as it lies in a file: from element `start` of the dataset named like the tensor's dtype.
+
+    `file`: index into the manifest's files. `checksums`: XXH3-64 of each `chunk_bytes` of the block, in order.
+    """
+
+    file: int
+    start: int
+    box: Box
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor: its name, dtype's name, full shape, and the blocks that cover it exactly."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    blocks: tuple[Block, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * TABLE[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known about a checkpoint. `sequence` counts the checkpoints of a folder and orders them, whatever the clocks say."""
+
+    files: tuple[File, ...]
+    tensors: Mapping[str, Tensor]
+    meta: dict[str, Any] = field(default_factory=dict)
+    sequence: int = 0
+    saved: float = 0.0
+    chunk_bytes: int = CHUNK_BYTES
+
+
+def encode_meta(meta: Mapping[str, Any]) -> str:
+    """`meta` as one line of JSON. TypeError if it is no JSON-like value: a key that is no string would come back as one."""
+
+    def check(value: Any, where: str) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                if not isinstance(key, str):
+                    raise TypeError(f"{where} has the key {key!r}; JSON knows only strings as keys")
+                check(item, f"{where}[{key!r}]")
+        elif isinstance(value, list | tuple):
+            for i, item in enumerate(value):
+                check(item, f"{where}[{i}]")
+        elif not (value is None or isinstance(value, str | int | float)):
+            raise TypeError(
+                f"{where} is a {type(value).__name__}; expected str, int, float, bool, None, or lists and dicts of them"
+            )
+
+    if not isinstance(meta, Mapping):
+        raise TypeError(f"meta is a {type(meta).__name__}; expected a dict")
+    check(meta, "meta")
+    return json.dumps(meta, separators=(",", ":"))
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as the bytes of its file."""
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "byteorder": sys.byteorder,
+        "sequence": manifest.sequence,
+        "saved": manifest.saved,
+        "chunk_bytes": manifest.chunk_bytes,
+        "tensors": len(manifest.tensors),
+        "files": [{"name": f.name, "bytes": f.nbytes, "datasets": f.datasets} for f in manifest.files],
+    }
+    lines = [json.dumps(header, separators=(",", ":")), encode_meta(manifest.meta)]
+    for name in sorted(manifest.tensors):
+        tensor = manifest.tensors[name]
+        blocks = [
+            {
+                "file": block.file,
+                "start": block.start,
+                "offset": block.box.offset,
+                "shape": block.box.shape,
+                "xxh3": "".join(f"{checksum:016x}" for checksum in block.checksums),
+            }
+            for block in tensor.blocks
+        ]
+        line = {"name": name, "dtype": tensor.dtype, "shape": tensor.shape, "blocks": blocks}
+        lines.append(json.dumps(line, separators=(",", ":")))
+    body = ("\n".join(lines) + "\n").encode()
+    return body + f'{{"xxh3":"{xxhash.xxh3_64_hexdigest(body)}"}}\n'.encode()
+
+
+def name_error(name: object) -> str | None:
+    """Why `name` cannot name a tensor, or None. Names are paths of HDF5 groups, which "/" separates."""
+    if not isinstance(name, str):
+        return f"the name {name!r} is no string"
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return f"the name {name!r} is no valid Unicode"
+    # What is not printable could also play tricks on the terminal that lists it.
+    if not name.isprintable() or any(part in ("", ".", "..") for part in name.split("/")):
+        return f"the name {name!r} is no path of groups: it has an empty part, '.', '..' or a control character"
+    return None
+
+
+def nesting_error(names: Iterable[str]) -> str | None:
+    """Why `names` cannot stand side by side, or None: a name cannot be both a tensor and a group of tensors."""
+    names = set(names)
+    for name in names:
+        parts = name.split("/")
+        for i in range(1, len(parts)):
+            if (group := "/".join(parts[:i])) in names:
+                return f"the name {group!r} is a tensor and also the group of {name!r}"
+    return None

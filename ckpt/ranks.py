@@ -1,0 +1,45 @@
+"""What `ckpt` asks of a communicator, and the one of a process alone. `collectives.Communicator` fits as it is."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+
+class Ranks(Protocol):
+    """The five things of a communicator that saving and loading need: control messages only, never data."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def barrier(self) -> None: ...
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any: ...
+
+    def all_gather_object(self, obj: Any) -> list[Any]: ...
+
+    def together(self, doing: str = "") -> AbstractContextManager[None]:
+        """A block without collectives; what one rank raises in it, all ranks raise at its end."""
+        ...
+
+
+class Solo:
+    """One process alone, without MPI."""
+
+    rank = 0
+    size = 1
+
+    def barrier(self) -> None:
+        pass
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        return obj
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return [obj]
+
+    @contextmanager
+    def together(self, doing: str = "") -> Iterator[None]:
+        yield

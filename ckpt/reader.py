@@ -1,0 +1,165 @@
+"""Copies boxes of stored tensors into arrays: raw bytes by the manifest, never through HDF5 or its virtual datasets.
+
+A virtual dataset whose source is missing reads as fill without an error; here everything is checked, and read straight into the
+memory where it belongs, wherever the bytes stand there in the same order. Otherwise a chunk at a time goes through a buffer: so
+memory stays bounded however large a tensor is.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import xxhash
+
+from ckpt.guard import open_regular
+from ckpt.layout import Box, flat_index, rectangles, single_run
+from ckpt.manifest import Block, CheckpointError, Manifest, Tensor
+from collectives.dtypes import TABLE
+
+_MAX_OPEN_FILES = 64
+
+
+class Reader:
+    """The files of one checkpoint, opened when needed. A context manager: leaving it closes them."""
+
+    def __init__(self, folder: Path, manifest: Manifest, *, verify: bool) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._verify = verify
+        self._fds: OrderedDict[int, int] = OrderedDict()
+        self._chunk_buffer = np.empty(0, np.uint8)
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    def fill(self, target: np.ndarray, tensor: Tensor, box: Box) -> None:
+        """Copy `box` of `tensor` into `target`: contiguous, of the box's shape and the tensor's dtype.
+
+        CheckpointError, with `target` partly overwritten, if a file is missing, cut off or damaged.
+        """
+        assert target.shape == box.shape and target.dtype == TABLE[tensor.dtype].numpy and target.flags.c_contiguous
+        try:
+            for block in tensor.blocks:
+                inner = block.box.intersect(box)
+                if inner is None:
+                    continue
+                if single_run(inner, block.box.shape, box.shape):
+                    self._copy_run(target, tensor, block, inner, box)
+                else:
+                    self._copy_rectangles(target, tensor, block, inner, box)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._folder}: tensor {tensor.name!r}: {error}") from None
+
+    def _copy_run(self, target: np.ndarray, tensor: Tensor, block: Block, inner: Box, box: Box) -> None:
+        """`inner` is one range of bytes in the block and one in the target: read it in place."""
+        itemsize = target.dtype.itemsize
+        start = flat_index(inner.relative_to(block.box.offset).offset, block.box.shape) * itemsize
+        stop = start + inner.size * itemsize
+        at = flat_index(inner.relative_to(box.offset).offset, box.shape) * itemsize
+        memory = target.reshape(-1).view(np.uint8).data[at : at + stop - start]
+        if not self._verify:
+            self._read(block.file, self._position(tensor, block) + start, memory)
+            return
+        for i, first, last in self._chunks(tensor, block, start, stop):
+            if start <= first and last <= stop:
+                self._read_chunk(tensor, block, i, memory[first - start : last - start])
+            else:  # a checksum covers a whole chunk: the ends of the range, where it holds half of one, take the detour
+                buffer = self._buffer(last - first)
+                self._read_chunk(tensor, block, i, buffer)
+                low, high = max(start, first), min(stop, last)
+                memory[low - start : high - start] = buffer[low - first : high - first]
+
+    def _copy_rectangles(self, target: np.ndarray, tensor: Tensor, block: Block, inner: Box, box: Box) -> None:
+        """Chunk by chunk through a buffer; a chunk is a few rectangles of the block, cut with what is wanted of it."""
+        itemsize = target.dtype.itemsize
+        wanted = inner.relative_to(block.box.offset)
+        last_wanted = tuple(o + n - 1 for o, n in zip(wanted.offset, wanted.shape, strict=True))
+        start = flat_index(wanted.offset, block.box.shape) * itemsize
+        stop = (flat_index(last_wanted, block.box.shape) + 1) * itemsize
+        for i, first, last in self._chunks(tensor, block, start, stop):
+            pieces = []
+            begin = 0
+            for rectangle in rectangles(block.box.shape, first // itemsize, last // itemsize):
+                if part := rectangle.intersect(wanted):
+                    pieces.append((begin, rectangle, part))
+                begin += rectangle.size
+            if not pieces:
+                continue
+            buffer = self._buffer(last - first)
+            self._read_chunk(tensor, block, i, buffer)
+            elements = np.frombuffer(buffer, np.uint8).view(target.dtype)
+            for begin, rectangle, part in pieces:
+                source = elements[begin : begin + rectangle.size].reshape(rectangle.shape)
+                # The part, counted from the block, as counted from the target.
+                there = Box(
+                    tuple(p + b - t for p, b, t in zip(part.offset, block.box.offset, box.offset, strict=True)),
+                    part.shape,
+                )
+                target[there.slices] = source[part.relative_to(rectangle.offset).slices]
+
+    def _chunks(self, tensor: Tensor, block: Block, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The block's chunks that bytes `start:stop` touch: number, first byte, end."""
+        size = self._manifest.chunk_bytes
+        end = block.box.size * TABLE[tensor.dtype].itemsize
+        for i in range(start // size, -(-stop // size)):
+            yield i, i * size, min((i + 1) * size, end)
+
+    def _read_chunk(self, tensor: Tensor, block: Block, i: int, memory: memoryview) -> None:
+        position = self._position(tensor, block) + i * self._manifest.chunk_bytes
+        self._read(block.file, position, memory)
+        # Hashed while it still is in the processor's cache.
+        if self._verify and xxhash.xxh3_64_intdigest(memory) != block.checksums[i]:
+            name = self._manifest.files[block.file].name
+            raise CheckpointError(
+                f"{name} is damaged: bytes {position} to {position + len(memory)} do not match their checksum"
+            )
+
+    def _position(self, tensor: Tensor, block: Block) -> int:
+        dataset = self._manifest.files[block.file].datasets[tensor.dtype]
+        return dataset.offset_bytes + block.start * TABLE[tensor.dtype].itemsize
+
+    def _buffer(self, nbytes: int) -> memoryview:
+        if self._chunk_buffer.size < nbytes:
+            self._chunk_buffer = np.empty(nbytes, np.uint8)
+        return self._chunk_buffer.data[:nbytes]
+
+    def _read(self, file: int, position: int, memory: memoryview) -> None:
+        fd = self._open(file)
+        name = self._manifest.files[file].name
+        done = 0
+        while done < len(memory):
+            try:
+                count = os.preadv(fd, [memory[done:]], position + done)
+            except OSError as error:
+                raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
+            if count == 0:
+                raise CheckpointError(f"{name} ends at byte {position + done}, before its data: it is truncated")
+            done += count
+
+    def _open(self, file: int) -> int:
+        if file in self._fds:
+            self._fds.move_to_end(file)
+            return self._fds[file]
+        expected = self._manifest.files[file]
+        try:
+            fd = open_regular(self._folder / expected.name)
+        except OSError as error:
+            raise CheckpointError(f"{expected.name} cannot be opened: {error.strerror}") from None
+        if len(self._fds) >= _MAX_OPEN_FILES:
+            os.close(self._fds.popitem(last=False)[1])
+        self._fds[file] = fd
+        size = os.fstat(fd).st_size
+        if size != expected.nbytes:
+            raise CheckpointError(
+                f"{expected.name} has {size} bytes instead of {expected.nbytes}: it is truncated or altered"
+            )
+        return fd

@@ -1,0 +1,78 @@
+"""What a caller hands in: a whole array, or a `Shard` of one. Looked at here once, for saving and for loading alike."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckpt.layout import Box, Shape
+from ckpt.manifest import MAX_NDIM, name_error, nesting_error
+from collectives.arrays import as_numpy
+from collectives.dtypes import dtype_of
+
+
+class Shard:
+    """This rank's box of a tensor: `data`, a NumPy array or torch CPU tensor, at `offset` in a tensor of full `shape`.
+
+    `data` may be empty (0 rows) but has as many dimensions as the tensor. What the box must satisfy is checked when it is used.
+    """
+
+    __slots__ = ("data", "offset", "shape")
+
+    def __init__(self, data: Any, shape: Sequence[int], offset: Sequence[int]) -> None:
+        self.data = data
+        self.shape: Shape = tuple(int(n) for n in shape)
+        self.offset: Shape = tuple(int(n) for n in offset)
+
+    def __repr__(self) -> str:
+        return f"Shard(data of {tuple(self.data.shape)}, shape={self.shape}, offset={self.offset})"
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What this rank holds of one tensor: `array` is the `box` of a tensor of `shape`; `whole` if all ranks hold all of it."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    box: Box
+    whole: bool
+    array: np.ndarray
+
+    @property
+    def description(self) -> tuple[str, str, Shape, bool]:
+        """What all ranks must agree on when they save."""
+        return self.name, self.dtype, self.shape, self.whole
+
+    @property
+    def bytes(self) -> memoryview:
+        """The array's memory, as bytes."""
+        return self.array.reshape(-1).view(np.uint8).data
+
+
+def inspect(tensors: Mapping[str, Any], *, writable: bool = False) -> list[Local]:
+    """The tensors sorted by name, viewed without a copy. TypeError or ValueError naming the tensor that cannot be used."""
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors is a {type(tensors).__name__}; expected a dict of name -> array or Shard")
+    for name in tensors:
+        if problem := name_error(name):
+            raise ValueError(problem)
+    if problem := nesting_error(tensors):
+        raise ValueError(problem)
+    return [_local(name, tensors[name], writable) for name in sorted(tensors)]
+
+
+def _local(name: str, value: Any, writable: bool) -> Local:
+    data = value.data if isinstance(value, Shard) else value
+    array = as_numpy(data, writable=writable, name=f"tensor {name!r}")
+    shape = value.shape if isinstance(value, Shard) else array.shape
+    offset = value.offset if isinstance(value, Shard) else (0,) * array.ndim
+    box = Box(offset, array.shape)
+    if not box.inside(shape):
+        raise ValueError(
+            f"tensor {name!r}: a shard of shape {array.shape} at offset {offset} does not lie inside the full shape {shape}"
+        )
+    if len(shape) > MAX_NDIM:
+        raise ValueError(f"tensor {name!r} has {len(shape)} dimensions; HDF5 knows at most {MAX_NDIM}")
+    return Local(name, dtype_of(array.dtype).name, shape, box, not isinstance(value, Shard), array)

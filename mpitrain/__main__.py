@@ -1,0 +1,11 @@
+"""`python -m mpitrain`."""
+
+from mpitrain.train import stop
+
+# First of all: until a handler is there, a request to stop would end the process.
+stop.listen()
+
+from mpitrain.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,85 @@
+"""The command line: `mpirun -np N python -m mpitrain [train|sample] [settings]`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import collectives
+
+USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train (under mpirun; --help shows all settings)
+       python -m mpitrain sample --checkpoint DIR               let a checkpoint write (one process, no mpirun)
+       python -m mpitrain bench [--peers none,ddp,fsdp]         time a step beside its peers (under mpirun)
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code. Errors that all ranks have are one line, on rank 0."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words.pop(0) if words and not words[0].startswith("-") else "train"
+    if command == "sample":
+        return _sample(words)
+    comm = collectives.world()
+    asked_for_help = command == "help" or (command == "train" and {"-h", "--help"} & set(words))
+    if asked_for_help and comm.rank != 0:
+        return 0
+    try:
+        if command == "train":
+            _train(words, comm, show_usage=bool(asked_for_help))
+        elif command == "bench":
+            from mpitrain import bench
+
+            bench.main(words, comm)
+        elif command == "help":
+            print(USAGE, end="")
+        else:
+            with comm.together():
+                raise ValueError(f"unknown command {command!r}; expected train, sample or bench")
+    except Exception as error:
+        if not collectives.on_all_ranks(error):
+            raise  # ends the job, with this rank's traceback
+        if comm.rank == 0:
+            print(f"mpitrain: error: {error}", file=sys.stderr, flush=True)
+        comm.barrier()  # let the line out before the first rank that leaves makes mpirun end the others
+        return 1
+    return 0
+
+
+def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool) -> None:
+    from mpitrain.config import parse
+
+    if show_usage:
+        print(USAGE)
+        parse(words)  # prints all settings and exits
+    with comm.together():
+        config = parse(words)
+    from mpitrain.train.trainer import Trainer  # torch comes in here: settings are known to be right by now
+
+    Trainer(config, comm).fit()
+
+
+def _sample(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m mpitrain sample", description="Let a checkpoint write, in one process."
+    )
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's folder: its newest one"
+    )
+    parser.add_argument("--prompt", default="def ", help="what the text begins with (default: %(default)r)")
+    parser.add_argument("--bytes", type=int, default=400, help="how many bytes to write (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="higher is bolder, 0 the likeliest (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="another seed, another text (default: %(default)s)")
+    options = parser.parse_args(words)
+    from mpitrain.train.sampling import sample
+
+    try:
+        for text in sample(
+            options.checkpoint, options.prompt, num=options.bytes, temperature=options.temperature, seed=options.seed
+        ):
+            print(text, end="", flush=True)
+    except ValueError as error:
+        print(f"mpitrain: error: {error}", file=sys.stderr)
+        return 1
+    print()
+    return 0

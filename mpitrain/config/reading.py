@@ -1,0 +1,219 @@
+"""Settings from flags and TOML files. One small typed reader serves both, so that every mistake is one clear line.
+
+tyro could read flags too, but answers mistakes with boxes of several lines and an exit; here it only draws `--help`, and
+is loaded for that alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import is_dataclass, replace
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from mpitrain.config.settings import Config, ConfigError
+
+
+def parse(argv: Sequence[str], defaults: Config | None = None) -> Config:
+    """Settings from the command line's arguments (without the program's name).
+
+    Flags: `--section.name value` or `--section.name=value`, with - or _ within a name; a bool takes no value
+    (`--train.eval-only`, `--train.no-eval-only`); several values follow one another (`--data.path a b`); `none` unsets
+    what may be unset; the last of repeated flags counts. `--help` prints all settings and exits with 0.
+
+    Args:
+        argv: the arguments.
+        defaults: what holds where neither file nor flags say anything.
+
+    Raises:
+        ConfigError: an unknown setting, a wrong type, a value out of range, or a file that cannot be read.
+    """
+    base = defaults or Config()
+    if "-h" in argv or "--help" in argv:
+        _print_help(base)
+        raise SystemExit(0)
+    flags = _read_flags(argv)
+    file = flags.pop("config", None)
+    return _build(base, ({} if file is None else _read_toml(file)) | flags)
+
+
+def from_toml(path: str | os.PathLike[str], defaults: Config | None = None) -> Config:
+    """Settings from a TOML file with the sections of `Config`; raises ConfigError as `parse`."""
+    return _build(defaults or Config(), _read_toml(path))
+
+
+def from_text(text: str, source: str) -> Config:
+    """Settings from the text that `to_toml` made; raises ConfigError, naming `source`, as `parse`."""
+    return _build(Config(), _read_text(text, source))
+
+
+def _types() -> dict[str, Any]:
+    """The type of every setting by its full name."""
+    types: dict[str, Any] = {}
+    for name, kind in get_type_hints(Config).items():
+        types |= {f"{name}.{k}": t for k, t in get_type_hints(kind).items()} if is_dataclass(kind) else {name: kind}
+    return types
+
+
+def _build(base: Config, changes: Mapping[str, Any]) -> Config:
+    """The settings with some replaced, all at once, so that values are checked against each other only in the end."""
+    tops: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        section, _, key = name.rpartition(".")
+        (sections.setdefault(section, {}) if section else tops)[key] = value
+    return replace(base, **tops, **{name: replace(getattr(base, name), **new) for name, new in sections.items()})
+
+
+def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
+    """Values of the flags by full name, `config` among them."""
+    types = _types() | {"config": str}
+    values: dict[str, Any] = {}
+    words = list(argv)
+    while words:
+        flag, equals, word = words.pop(0).partition("=")
+        if not flag.startswith("--") or flag == "--":
+            raise ConfigError(f"unexpected {flag + equals + word!r}: settings are given as --section.name value")
+        name, on = flag[2:].replace("-", "_"), True
+        positive = name.replace("no_", "", 1)
+        if name not in types and types.get(positive) is bool:
+            name, on = positive, False
+        if name not in types:
+            raise ConfigError(f"unknown setting {flag}: {_hint(name, types, '--{}')}")
+        kind = types[name]
+        many = get_origin(kind) is tuple
+        given = [word] if equals else []
+        while not equals and words and not words[0].startswith("--") and (many or not given):
+            if kind is bool and (not on or words[0].lower() not in ("true", "false")):
+                break
+            given.append(words.pop(0))
+        if not on and given:
+            raise ConfigError(f"{flag}: expected no value, got {given[0]!r}")
+        if kind is bool and not given:
+            values[name] = on
+        elif many:
+            values[name] = _checked([_read_word(w, get_args(kind)[0]) for w in given], kind, flag)
+        elif given:
+            values[name] = _checked(_read_word(given[0], kind), kind, flag)
+        else:
+            raise ConfigError(f"{flag}: expected {_wanted(kind)} after it, got nothing")
+    return values
+
+
+def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Values of a TOML file by full name."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except OSError as error:
+        raise ConfigError(f"settings file {os.fspath(path)}: {error.strerror or error}") from None
+    except ValueError as error:  # bytes that are not UTF-8
+        raise ConfigError(f"settings file {os.fspath(path)} is not valid TOML: {error}") from None
+    return _read_text(text, f"settings file {os.fspath(path)}")
+
+
+def _read_text(text: str, source: str) -> dict[str, Any]:
+    """Values of a TOML document by full name; errors name `source`."""
+    try:
+        document = tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}") from None
+    types = _types()
+    sections = {name.partition(".")[0] for name in types if "." in name}
+    values: dict[str, Any] = {}
+    for top, content in document.items():
+        if top in sections:
+            if not isinstance(content, dict):
+                raise ConfigError(f"{top} in {source}: expected a section [{top}], got {content!r}")
+            entries = {f"{top}.{key}": value for key, value in content.items()}
+        elif isinstance(content, dict) and top not in types:
+            raise ConfigError(f"unknown section [{top}] in {source}: {_hint(top, sections, '[{}]')}")
+        else:
+            entries = {top: content}
+        for name, value in entries.items():
+            if name not in types:
+                raise ConfigError(f"unknown setting {name} in {source}: {_hint(name, types, '{}')}")
+            values[name] = _checked(value, types[name], f"{name} in {source}")
+    return values
+
+
+def _read_word(word: str, kind: Any) -> Any:
+    """A flag's text as the value TOML would have given, or the text itself where it is no such value."""
+    if get_origin(kind) is UnionType:
+        return None if word.lower() == "none" else _read_word(word, get_args(kind)[0])
+    if kind is bool and word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    if kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            return word
+    return word
+
+
+def _checked(value: Any, kind: Any, name: str) -> Any:
+    """The value if it is of the type (a whole number also where a float is wanted); raises ConfigError if not."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _checked(value, arguments[0], name)
+    if origin is tuple and isinstance(value, list):
+        if arguments[-1] is Ellipsis or len(value) == len(arguments):
+            return tuple(_checked(v, arguments[0], name) for v in value)
+    elif origin is Literal:
+        if value in arguments:
+            return value
+    elif kind is float and type(value) in (int, float):
+        return float(value)
+    elif type(value) is kind:
+        if kind is str and any("\ud800" <= c <= "\udfff" for c in value):  # stand-ins of bytes that are not UTF-8
+            raise ConfigError(f"{name}: expected text in UTF-8, which a TOML file can hold, got {value!r}")
+        return value
+    raise ConfigError(f"{name}: expected {_wanted(kind)}, got {value!r}")
+
+
+def _wanted(kind: Any) -> str:
+    """A type in words."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return f"{_wanted(arguments[0])} or none"
+    if origin is Literal:
+        return f"one of {', '.join(arguments)}"
+    if origin is tuple:
+        number = "any number of values" if arguments[-1] is Ellipsis else f"{len(arguments)} values"
+        return f"{number}, each {_wanted(arguments[0])}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
+
+
+def _hint(name: str, known: Iterable[str], form: str) -> str:
+    """What the user may have meant: a setting of that name in another section, else the one spelt most like it."""
+    names = sorted(known)
+    if inside := [n for n in names if n.startswith(f"{name}.")]:
+        return f"{name} is a section; its settings are {', '.join(_shown(n, form) for n in inside)}"
+    leaf = _leaf(name)
+    if same := [n for n in names if _leaf(n) == leaf]:
+        near = difflib.get_close_matches(name, same, n=1, cutoff=0)
+    else:
+        near = difflib.get_close_matches(name, names, n=1)
+    if not near:
+        leaves = difflib.get_close_matches(leaf, map(_leaf, names), n=1)
+        near = [n for n in names if _leaf(n) in leaves]
+    return f"did you mean {_shown(near[0], form)}?" if near else "--help shows all settings"
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _shown(name: str, form: str) -> str:
+    """A name as the user would write it in a flag or a file."""
+    return form.format(name.replace("_", "-") if form.startswith("--") else name)
+
+
+def _print_help(config: Config) -> None:
+    import tyro  # 70 ms that only --help pays
+
+    about = "Train a model. Settings: built-in defaults, then a TOML file (--config FILE), then the flags below."
+    tyro.cli(Config, prog="python -m mpitrain", description=about, args=["--help"], default=config)

@@ -1,0 +1,239 @@
+"""What can be set, and what it may be: frozen dataclasses that check themselves. Text is none of this file's matter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+from mpitrain.models.sizes import GPTConfig, resolve
+
+
+class ConfigError(ValueError):
+    """A setting that is unknown, of the wrong type or out of range. Its message is one line for the user."""
+
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model: a named size, any of whose numbers can be replaced."""
+
+    size: str = "tiny"
+    """A named size: tiny, small (GPT-2's 124 M), medium, large, xl."""
+    width: int | None = None
+    """Length of a token's vector, instead of the named size's."""
+    layers: int | None = None
+    """Number of blocks, instead of the named size's."""
+    heads: int | None = None
+    """Attention heads per block, instead of the named size's."""
+    context: int | None = None
+    """Tokens in a sequence, instead of the named size's."""
+    vocab: int | None = None
+    """Number of different tokens, instead of the named size's; data are bytes, so 256 is enough."""
+    tied: bool = True
+    """The head shares the embedding's weight."""
+
+    def __post_init__(self) -> None:
+        if self.resolve().vocab < 256:
+            raise ConfigError(f"model.vocab: expected at least 256, for the data are bytes, got {self.vocab}")
+
+    def resolve(self) -> GPTConfig:
+        """The model's numbers.
+
+        Raises:
+            ConfigError: an unknown size, or numbers that do not fit together.
+        """
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "size"}
+        try:
+            return resolve(self.size, **numbers)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What the model reads."""
+
+    path: tuple[str, ...] = ()
+    """Files and folders of your own; without any: the sources of Python's standard library."""
+    suffixes: tuple[str, ...] = ()
+    """Which files of a folder are taken, such as .py .md; without any: all that look like text."""
+    heldout: float = 0.05
+    """Share of the data kept for evaluation."""
+
+    def __post_init__(self) -> None:
+        _expect("data.heldout", self.heldout, 0, below=1)
+        if "" in self.path or "" in self.suffixes:
+            raise ConfigError("data.path and data.suffixes: expected no empty text among them")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the work is spread over ranks, memory and cores."""
+
+    storage: Literal["auto", "resident", "private"] = "auto"
+    """Where full parameters live: once per node in memory its ranks share, or gathered by each rank when needed."""
+    param_dtype: Dtype = "float32"
+    """What forward and backward compute in; the optimizer's parameters are always float32."""
+    reduce_dtype: Dtype = "float32"
+    """What gradients travel in between ranks."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after forward and gather them again for backward: less memory, more traffic."""
+    threads: int | None = None
+    """Torch's threads per rank; default: the node's cores over its ranks."""
+    bind: bool = True
+    """Bind each rank to its own cores."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the ranks compute; auto takes the GPUs if there are any."""
+
+    def __post_init__(self) -> None:
+        _expect("parallel.threads", self.threads, 1)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its learning rate: a linear warm-up, then a cosine."""
+
+    lr: float = 3e-3
+    """Highest learning rate."""
+    min_lr_ratio: float = 0.1
+    """Learning rate of the last step, as a share of the highest."""
+    warmup_steps: int = 50
+    """Steps over which the learning rate rises."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the running means of gradients and of their squares."""
+    eps: float = 1e-8
+    """Added to the divisor."""
+    weight_decay: float = 0.1
+    """Decay of matrices; norms and biases have none."""
+    clip_norm: float = 1.0
+    """Longest gradient, as a global norm; 0 clips nothing."""
+
+    def __post_init__(self) -> None:
+        _expect("optim.lr", self.lr, 0)
+        _expect("optim.min_lr_ratio", self.min_lr_ratio, 0, most=1)
+        _expect("optim.warmup_steps", self.warmup_steps, 0)
+        for beta in self.betas:
+            _expect("optim.betas", beta, 0, below=1)
+        _expect("optim.eps", self.eps, 0)
+        _expect("optim.weight_decay", self.weight_decay, 0)
+        _expect("optim.clip_norm", self.clip_norm, 0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, on how much at once, and what is shown for it."""
+
+    steps: int = 1000
+    """Steps of the optimizer."""
+    batch: int = 12
+    """Sequences in a global batch, all ranks and micro-batches together."""
+    accumulate: int = 1
+    """Micro-batches per step."""
+    seed: int = 0
+    """Decides initial values, order of the data, and the sample."""
+    eval_every: int = 250
+    """Steps between evaluations; 0: only at the end."""
+    eval_batches: int = 20
+    """Held-out batches per evaluation; 0 evaluates never."""
+    eval_only: bool = False
+    """Evaluate the checkpoint and train nothing."""
+    sample_bytes: int = 400
+    """Length of the text printed at the end; 0 prints none."""
+    sample_prompt: str = "def "
+    """What that text begins with."""
+    sample_temperature: float = 0.8
+    """Higher is bolder; 0 always takes the likeliest byte."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulate"):
+            _expect(f"train.{name}", getattr(self, name), 1)
+        for name in ("seed", "eval_every", "eval_batches", "sample_bytes", "sample_temperature"):
+            _expect(f"train.{name}", getattr(self, name), 0)
+        if self.sample_bytes and not self.sample_prompt:
+            raise ConfigError("train.sample_prompt: expected at least one character, got none")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the run is saved. It always is at its end and when it is told to stop."""
+
+    every: int = 500
+    """Steps between checkpoints; 0: only at the end or stop."""
+    keep: int = 3
+    """Checkpoints kept; older ones are deleted."""
+
+    def __post_init__(self) -> None:
+        _expect("checkpoint.every", self.every, 0)
+        _expect("checkpoint.keep", self.keep, 1)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is printed."""
+
+    every: int = 10
+    """Steps between lines."""
+
+    def __post_init__(self) -> None:
+        _expect("log.every", self.every, 1)
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a run."""
+
+    run: str = "runs/default"
+    """The run's folder: settings, metrics and checkpoints."""
+    resume: str = "auto"
+    """auto: go on from the run's last checkpoint if there is one; never: start anew; or the path of a checkpoint."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("run", "resume"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name}: expected a text that is not empty")
+
+
+def check_ranks(config: Config, num_ranks: int) -> None:
+    """Check what depends on the number of ranks.
+
+    Raises:
+        ConfigError: a global batch that ranks and micro-batches do not divide.
+    """
+    batch, accumulate = config.train.batch, config.train.accumulate
+    factor = num_ranks * accumulate
+    if batch % factor:
+        fitting = [str(n) for n in (batch // factor * factor, (batch // factor + 1) * factor) if n]
+        raise ConfigError(
+            f"train.batch: expected a multiple of {factor} = {num_ranks} ranks x {accumulate} (train.accumulate), "
+            f"got {batch}; nearest that fit: {' or '.join(fitting)}"
+        )
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every setting by its full name, those without a section first."""
+    values: dict[str, Any] = {}
+    for top in fields(config):
+        value = getattr(config, top.name)
+        if is_dataclass(value):
+            values |= {f"{top.name}.{f.name}": getattr(value, f.name) for f in fields(value)}
+        else:
+            values[top.name] = value
+    return values
+
+
+def _expect(name: str, value: float | None, least: float, *, most: float = math.inf, below: float = math.inf) -> None:
+    """Raise ConfigError unless the value is unset or a finite number in the range."""
+    if value is None or (math.isfinite(value) and least <= value <= most and value < below):
+        return
+    limit = f" and at most {most}" if most < math.inf else f" and less than {below}" if below < math.inf else ""
+    raise ConfigError(f"{name}: expected at least {least}{limit}, got {value}")

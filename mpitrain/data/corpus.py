@@ -1,0 +1,205 @@
+"""Which bytes a run trains on: the files, their order, and the split into train and held-out.
+
+The default corpus is the source of Python's own standard library: real text that every machine with Python has. Folders
+called `test`, `tests` and `idle_test` are left out, because Linux distributions ship Python without them.
+
+Files are taken as they are, as bytes; a token is a byte. Each file is followed by one zero byte, which text does not
+contain, so that a model sees where a file ends. `scan` only lists; `read_into` reads, into memory the caller chose, so that
+one rank per node can fill an array that all the node's ranks see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+SEPARATOR = 0
+"""The token after each file."""
+
+MIN_FILES_TO_HASH = 20
+"""With fewer files than this the split is a tail of the bytes: whole files would miss the wanted share by far."""
+
+_SNIFFED_BYTES = 4096
+_STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+
+class Piece(NamedTuple):
+    """A run of bytes of one file."""
+
+    name: str
+    """The path as it counts for order, split and fingerprint: relative to the folder that was named."""
+    path: Path
+    """Where the file lies on this machine."""
+    file_bytes: int
+    """Size of the whole file when it was listed."""
+    begin: int
+    """First byte taken."""
+    end: int
+    """Byte after the last one taken."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One side of the split: pieces of files in order, each followed by the separator when read."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that `read_into` writes: the pieces' bytes and one separator after each."""
+        return sum(piece.end - piece.begin + 1 for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A corpus before it is read: what it is made of, and how it is split."""
+
+    train: Part
+    heldout: Part
+    fingerprint: str
+    """Hash of the files' names and sizes and of the split: kept with a checkpoint, it tells that the data changed."""
+
+
+def scan(paths: Sequence[str], suffixes: Sequence[str] = (), heldout: float = 0.05) -> Listing:
+    """List a corpus and split it. Reads names and sizes, of unknown files in folders also the first 4 KiB.
+
+    A file goes to the held-out side if the hash of its name says so: adding or removing other files does not move it.
+    With fewer than `MIN_FILES_TO_HASH` files, the held-out side is the last part of all the bytes laid end to end.
+
+    Args:
+        paths: files and folders; empty: the standard library. A folder is taken with all below it, except hidden files
+            and folders and `__pycache__`; links to folders are not followed. A file that is named is always taken.
+        suffixes: of the files in folders, those whose names end so, such as (".py", ".md"). Empty: those that look like
+            text (no zero byte in the first 4 KiB); of the standard library `.py`.
+        heldout: the held-out share of the data, 0 up to, but not including, 1.
+
+    Raises:
+        ValueError: a path that is missing or not readable, nothing found, or a share out of range.
+    """
+    if not 0 <= heldout < 1:
+        raise ValueError(f"data.heldout: expected at least 0 and less than 1, got {heldout}")
+    files = _list_files(paths, suffixes)
+    if not files:
+        where = ", ".join(paths) or _stdlib()
+        wanted = f"files ending in {', '.join(suffixes)}" if suffixes else "text files"
+        raise ValueError(f"data.path: expected {wanted} that are not empty, found none in {where}")
+    digest = hashlib.blake2b(f"{heldout!r}".encode(), digest_size=16)
+    for file in files:
+        digest.update(f"{file.name}\0{file.file_bytes}\0".encode(errors="surrogateescape"))
+    if len(files) < MIN_FILES_TO_HASH:
+        train, held = _split_tail(files, heldout)
+    else:
+        held = [file for file in files if _share(file.name) < heldout]
+        train = [file for file in files if _share(file.name) >= heldout]
+    return Listing(Part(tuple(train)), Part(tuple(held)), digest.hexdigest())
+
+
+def read_into(part: Part, buffer: np.ndarray) -> None:
+    """Read one side of a listing.
+
+    Args:
+        part: `listing.train` or `listing.heldout`.
+        buffer: 1-D uint8 array of exactly `part.num_tokens`, filled in place.
+
+    Raises:
+        ValueError: a buffer of another shape or dtype, or a file that is not as it was when listed.
+    """
+    if buffer.dtype != np.uint8 or buffer.shape != (part.num_tokens,) or not buffer.flags.c_contiguous:
+        got = f"{buffer.dtype} of shape {buffer.shape}, strides {buffer.strides}"
+        raise ValueError(f"buffer: expected contiguous uint8 of shape ({part.num_tokens},), got {got}")
+    at = 0
+    for piece in part.pieces:
+        count = piece.end - piece.begin
+        try:
+            with open(piece.path, "rb") as file:
+                if os.fstat(file.fileno()).st_size != piece.file_bytes:
+                    raise ValueError(f"{piece.path} changed its size while it was read; start again when it is at rest")
+                file.seek(piece.begin)
+                num_read = file.readinto(buffer[at : at + count].data)
+        except OSError as error:
+            raise ValueError(f"{piece.path} cannot be read: {error.strerror or error}") from error
+        if num_read != count:
+            raise ValueError(f"{piece.path} ended after {num_read} of {count} bytes; start again when it is at rest")
+        buffer[at + count] = SEPARATOR
+        at += count + 1
+
+
+def _stdlib() -> str:
+    return sysconfig.get_paths()["stdlib"]
+
+
+def _list_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[Piece]:
+    """The files that are taken, whole, in order: paths as given, within a folder by name; empty files are dropped."""
+    default = not paths
+    files: dict[Path, Piece] = {}
+    for given in paths or (_stdlib(),):
+        root = Path(given).expanduser()
+        _check_there(root)
+        if root.is_dir():
+            wanted = tuple(suffixes) or ((".py",) if default else ())
+            found = sorted((str(path.relative_to(root)), path) for path in _walk(root, default))
+            found = [(name, path) for name, path in found if (name.endswith(wanted) if wanted else _is_text(path))]
+        else:
+            found = [(root.name, root)]
+        for name, path in found:
+            if not os.access(path, os.R_OK):
+                raise ValueError(f"data.path: {path} cannot be read: permission denied")
+            size = path.stat().st_size
+            if size:  # a file reached twice, by two paths, counts once
+                files.setdefault(path.resolve(), Piece(name, path, size, 0, size))
+    return list(files.values())
+
+
+def _check_there(path: Path) -> None:
+    try:
+        if not path.exists():
+            raise ValueError(f"data.path: {path} does not exist")
+    except OSError as error:
+        raise ValueError(f"data.path: {path} cannot be read: {error.strerror or error}") from error
+    if not (path.is_file() or path.is_dir()):
+        raise ValueError(f"data.path: {path} is neither a file nor a folder")
+
+
+def _walk(root: Path, stdlib: bool) -> Iterator[Path]:
+    def fail(error: OSError) -> None:
+        raise ValueError(f"data.path: {error.filename} cannot be read: {error.strerror or error}") from error
+
+    for folder, below, names in os.walk(root, onerror=fail):
+        skipped = _STDLIB_SKIPPED if stdlib else frozenset()
+        below[:] = [b for b in below if not b.startswith(".") and b != "__pycache__" and b not in skipped]
+        yield from (Path(folder, n) for n in names if not n.startswith(".") and Path(folder, n).is_file())
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return b"\0" not in file.read(_SNIFFED_BYTES)
+    except OSError as error:
+        raise ValueError(f"data.path: {path} cannot be read: {error.strerror or error}") from error
+
+
+def _share(name: str) -> float:
+    """A number in [0, 1) that depends on the name alone."""
+    digest = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8, person=b"mpitrain.split").digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def _split_tail(files: list[Piece], heldout: float) -> tuple[list[Piece], list[Piece]]:
+    """Cut all bytes laid end to end once: the first part trains, the rest is held out."""
+    num_train = round(sum(file.file_bytes for file in files) * (1 - heldout))
+    train, held = [], []
+    for file in files:
+        cut = min(max(num_train, 0), file.file_bytes)
+        if cut:
+            train.append(file._replace(end=cut))
+        if cut < file.file_bytes:
+            held.append(file._replace(begin=cut))
+        num_train -= file.file_bytes
+    return train, held

@@ -1,0 +1,37 @@
+"""A corpus in the memory of the node: read once, seen by all its ranks."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from collectives import Communicator
+from mpitrain.config import DataConfig
+from mpitrain.data.corpus import Part, read_into, scan
+
+
+class Corpus(NamedTuple):
+    """Tokens are bytes: 1-D uint8, shared by the ranks of a node and not to be written."""
+
+    train: np.ndarray
+    heldout: np.ndarray
+    num_files: int
+    fingerprint: str  # of names, sizes and split
+
+
+def load_corpus(config: DataConfig, comm: Communicator) -> Corpus:
+    """List the files on rank 0, read them on one rank of each node. Collective; ValueError on all ranks if that fails."""
+    listing = None
+    with comm.together():
+        if comm.rank == 0:
+            listing = scan(config.path, config.suffixes, config.heldout)
+    listing = comm.broadcast_object(listing)
+
+    def read(part: Part) -> np.ndarray:
+        tokens = comm.node.shared(part.num_tokens, np.uint8)
+        with comm.together():
+            if comm.node.rank == 0:
+                read_into(part, tokens)
+        return tokens
+
+    num_files = len({piece.path for part in (listing.train, listing.heldout) for piece in part.pieces})
+    return Corpus(read(listing.train), read(listing.heldout), num_files, listing.fingerprint)

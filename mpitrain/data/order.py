@@ -1,0 +1,173 @@
+"""Which tokens stand where: a pure function of (seed, step, index in the global batch).
+
+The tokens are cut into windows of `context` tokens, and one more as the last target. Every window is seen once per epoch,
+in an order of its own per epoch; each epoch also moves the grid of cuts, so that a window's edges differ between epochs.
+The order is a keyed permutation that is computed, not stored: a Feistel network over the next power of four, walked on
+until it lands inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). So a position is all that
+a checkpoint needs to keep, and any rank finds any sample of any step in constant time and memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+_ROUNDS = 6
+"""Rounds of the Feistel network: 4 make it a permutation without pattern; 2 more cost little."""
+
+
+def permute(indices: np.ndarray, num: int, keys: np.ndarray) -> np.ndarray:
+    """Images of some indices under a permutation of [0, num).
+
+    Args:
+        indices: integers in [0, num), any shape.
+        num: size of the permuted range, 1 to 2**62.
+        keys: uint64, one per round; they choose the permutation.
+
+    Returns:
+        int64 of the same shape.
+    """
+    half = np.uint64(max(1, ((num - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    images = np.array(indices, np.uint64)
+    outside = np.ones(images.shape, bool)
+    while outside.any():  # cycle walking: at most 4 tries on average, for the range is at least a quarter of the domain
+        left, right = images[outside] >> half, images[outside] & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right + key) & mask)
+        images[outside] = left << half | right
+        outside = images >= num
+    return images.astype(np.int64)
+
+
+def sample_starts(positions: np.ndarray, *, seed: int, num_windows: int, context: int, num_shifts: int) -> np.ndarray:
+    """Where the samples at some positions begin in the tokens.
+
+    Args:
+        positions: 1-D integers, samples counted since the start of the run: step * batch + index.
+        seed: the run's seed.
+        num_windows: windows per epoch.
+        context: tokens from one window to the next.
+        num_shifts: the grid of an epoch begins at a token in [0, num_shifts).
+
+    Returns:
+        int64, as many.
+    """
+    positions = np.asarray(positions, np.int64)
+    starts = np.empty_like(positions)
+    epochs = positions // num_windows
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        text = f"{seed}/{epoch}".encode()
+        digest = hashlib.blake2b(text, digest_size=8 * (_ROUNDS + 1), person=b"mpitrain.order").digest()
+        shift, *keys = np.frombuffer(digest, "<u8").astype(np.uint64)
+        windows = permute(positions[here] % num_windows, num_windows, np.array(keys))
+        starts[here] = windows * context + int(shift) % num_shifts
+    return starts
+
+
+class Batches:
+    """Training batches of a run, without end.
+
+    Args:
+        tokens: 1-D uint8, the training part; not copied.
+        context: tokens that the model sees of a sample.
+        batch: samples in a global batch.
+        seed: the run's seed.
+
+    Raises:
+        ValueError: fewer tokens than one batch needs.
+    """
+
+    def __init__(self, tokens: np.ndarray, *, context: int, batch: int, seed: int) -> None:
+        _check_tokens(tokens)
+        # One window's length is left free for the shifts, unless there is but one window.
+        self.num_windows = max(len(tokens) // context - 1, min(1, (len(tokens) - 1) // context))
+        if self.num_windows < batch:
+            needed = context + 1 if batch == 1 else (batch + 1) * context
+            raise ValueError(
+                f"data.path: a batch of {batch} windows of {context} tokens needs {needed} training tokens, got "
+                f"{len(tokens)}; take more data, or lower train.batch or model.context"
+            )
+        self.tokens, self.context, self.batch, self.seed = tokens, context, batch, seed
+        self._num_shifts = min(context, len(tokens) - self.num_windows * context)
+
+    def get(self, step: int, lo: int, hi: int) -> np.ndarray:
+        """Rows lo to hi of the global batch of a step (0, 1, ...).
+
+        Returns:
+            (hi - lo, context + 1) int64: the tokens seen, and in the last column the last target.
+        """
+        _check_rows(lo, hi, self.batch)
+        positions = step * self.batch + np.arange(lo, hi, dtype=np.int64)
+        starts = sample_starts(
+            positions,
+            seed=self.seed,
+            num_windows=self.num_windows,
+            context=self.context,
+            num_shifts=self._num_shifts,
+        )
+        return _rows(self.tokens, starts, self.context)
+
+    def epoch(self, step: int) -> float:
+        """Epochs seen before a step, with fraction."""
+        return step * self.batch / self.num_windows
+
+
+class HeldoutBatches:
+    """Batches for evaluation: fixed windows, evenly spaced over the held-out tokens, without overlap.
+
+    All batches are full, so every rank has the same number of rows whatever the number of ranks.
+
+    Args:
+        tokens: 1-D uint8, the held-out part; not copied.
+        context: tokens that the model sees of a sample.
+        batch: samples in a global batch.
+        num_batches: batches wanted; there are fewer (`num_batches` tells) if the tokens do not suffice.
+
+    Raises:
+        ValueError: fewer tokens than one batch needs.
+    """
+
+    def __init__(self, tokens: np.ndarray, *, context: int, batch: int, num_batches: int) -> None:
+        _check_tokens(tokens)
+        num_windows = max(len(tokens) - 1, 0) // context
+        self.num_batches = min(num_batches, num_windows // batch)
+        if self.num_batches < min(num_batches, 1):
+            raise ValueError(
+                f"data.heldout: a batch of {batch} windows of {context} tokens needs {batch * context + 1} held-out "
+                f"tokens, got {len(tokens)}; take more data, raise data.heldout, lower train.batch, or evaluate never "
+                "by train.eval_batches = 0"
+            )
+        self.tokens, self.context, self.batch = tokens, context, batch
+        num = self.num_batches * batch
+        self._starts = np.arange(num, dtype=np.int64) * num_windows // max(num, 1) * context
+
+    def get(self, index: int, lo: int, hi: int) -> np.ndarray:
+        """Rows lo to hi of evaluation batch `index`, 0 to num_batches - 1; shaped as those of `Batches.get`."""
+        _check_rows(lo, hi, self.batch)
+        if not 0 <= index < self.num_batches:
+            raise ValueError(f"expected an evaluation batch from 0 to {self.num_batches - 1}, got {index}")
+        return _rows(self.tokens, self._starts[index * self.batch + lo : index * self.batch + hi], self.context)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """A hash of 64-bit numbers: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _rows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
+    return tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
+
+
+def _check_tokens(tokens: np.ndarray) -> None:
+    if tokens.dtype != np.uint8 or tokens.ndim != 1:
+        raise ValueError(f"tokens: expected one dimension of uint8, got {tokens.dtype} of shape {tokens.shape}")
+
+
+def _check_rows(lo: int, hi: int, batch: int) -> None:
+    if not 0 <= lo <= hi <= batch:
+        raise ValueError(f"expected rows within a batch of {batch}, got {lo} to {hi}")

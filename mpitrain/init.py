@@ -1,0 +1,150 @@
+"""Initial values of parameters: a function of (seed, parameter name, element index) and of nothing else.
+
+Any rank can therefore fill any box of rows of any parameter by itself, and the values are the same bits for every number
+of ranks, sharded or not. A parameter is seen flattened and cut into blocks of `BLOCK` elements; each block has a
+counter-based generator of its own (Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) whose
+key is a hash of (seed, name, block). A rank draws the blocks that its box touches, the last one only as far as needed.
+
+What the values *are* (which law for which name) is the model's matter: see `GPT.init_rule`. NumPy keeps the stream of a
+bit generator for ever, but may change how normals are drawn from it: values are the same on every machine of a job, and
+across releases of NumPy only as long as NumPy leaves `standard_normal` as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+BLOCK = 1 << 16
+"""Elements per generator. Part of what defines the values: another size gives other values."""
+
+
+class Init(Protocol):
+    """The law of a parameter's initial values."""
+
+    def draw(self, generator: np.random.Generator, out: np.ndarray) -> None:
+        """Fill `out` (1-D float32) with the next values; a shorter `out` gets the same values, only fewer."""
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal values of mean 0."""
+
+    std: float
+    """Standard deviation."""
+
+    def draw(self, generator: np.random.Generator, out: np.ndarray) -> None:
+        """Fill `out` (1-D float32) in place."""
+        generator.standard_normal(out=out, dtype=np.float32)
+        out *= np.float32(self.std)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value everywhere."""
+
+    value: float
+    """That value."""
+
+    def draw(self, generator: np.random.Generator, out: np.ndarray) -> None:
+        """Fill `out` (1-D float32) in place."""
+        out.fill(self.value)
+
+
+def fill_(
+    tensor: torch.Tensor,
+    init: Init,
+    *,
+    seed: int,
+    name: str,
+    shape: Sequence[int] | None = None,
+    offset: Sequence[int] | None = None,
+) -> None:
+    """Fill a parameter, or a box of whole rows of it, with its initial values, in place.
+
+    Values are drawn in float32 and cast to the tensor's dtype.
+
+    Args:
+        tensor: the box: the whole parameter, or rows of the first dimension that is longer than 1. Any dtype, any device
+            but meta; may be empty.
+        init: the law.
+        seed: the run's seed.
+        name: the parameter's full name, the same on all ranks.
+        shape: the full parameter's shape; default: the tensor is the whole parameter.
+        offset: where the box begins in the full parameter; default: at its beginning.
+
+    Raises:
+        ValueError: a meta tensor, or a box that does not lie in the full shape or is not made of whole rows.
+    """
+    if tensor.is_meta:
+        raise ValueError(f"parameter {name!r} is on the meta device and has no memory to fill; materialise it first")
+    count = tensor.numel()
+    if count == 0:
+        return
+    first = _first_element(tuple(tensor.shape), shape, offset, name)
+    with torch.no_grad():
+        flat = tensor.detach()
+        flat = flat.view(-1) if flat.is_contiguous() else torch.empty(count, dtype=tensor.dtype, device=tensor.device)
+        for block in range(first // BLOCK, (first + count - 1) // BLOCK + 1):
+            start = block * BLOCK
+            stop = min(start + BLOCK, first + count)
+            values = np.empty(stop - start, np.float32)
+            init.draw(_generator(seed, name, block), values)
+            begin = max(start, first)
+            flat[begin - first : stop - first].copy_(torch.from_numpy(values[begin - start :]))
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.shape))
+
+
+def initialize(model: nn.Module, rule: Callable[[str], Init] | None = None, *, seed: int = 0) -> None:
+    """Give every parameter of a model its initial values, in place; each rank fills what it holds, no rank waits.
+
+    Tied parameters are drawn once, under the first of their names. A parameter that is a shard says so by an attribute
+    `shard_box` with the full parameter's `full_shape` and the shard's `offset` in it.
+
+    Args:
+        model: a module, plain or sharded, its parameters not on the meta device.
+        rule: the law for a parameter's name; default: the model's own `init_rule`.
+        seed: the run's seed.
+
+    Raises:
+        TypeError: no rule given and the model has none.
+        ValueError: as `fill_`.
+    """
+    if rule is None:
+        rule = getattr(model, "init_rule", None)
+    if rule is None:
+        raise TypeError(f"{type(model).__name__} has no init_rule(name); pass rule=, a function of a parameter's name")
+    for name, parameter in model.named_parameters():
+        box = getattr(parameter, "shard_box", None)
+        shape, offset = (None, None) if box is None else (box.full_shape, box.offset)
+        fill_(parameter, rule(name), seed=seed, name=name, shape=shape, offset=offset)
+
+
+def _first_element(box: tuple[int, ...], shape: Sequence[int] | None, offset: Sequence[int] | None, name: str) -> int:
+    """Index of the box's first element in the flattened parameter; checks that the box is one run of elements."""
+    full = box if shape is None else tuple(shape)
+    begin = (0,) * len(full) if offset is None else tuple(offset)
+    cut = next((d for d, length in enumerate(full) if length > 1), 0)
+    whole = len(box) == len(begin) == len(full) and all(
+        b == 0 and n == length for d, (b, n, length) in enumerate(zip(begin, box, full, strict=True)) if d != cut
+    )
+    if not whole or (full and not 0 <= begin[cut] <= begin[cut] + box[cut] <= full[cut]):
+        raise ValueError(
+            f"parameter {name!r}: expected a box of whole rows within the full shape {full}, "
+            f"got shape {box} at offset {begin}"
+        )
+    return begin[cut] * math.prod(full[cut + 1 :]) if full else 0
+
+
+def _generator(seed: int, name: str, block: int) -> np.random.Generator:
+    text = f"{seed}/{block}/{name}".encode()
+    key = hashlib.blake2b(text, digest_size=16, person=b"mpitrain.init").digest()
+    return np.random.Generator(np.random.Philox(key=np.frombuffer(key, "<u8").astype(np.uint64)))

@@ -1,0 +1,34 @@
+"""The models that come along: the GPT, its named sizes, sampling. Importing this imports no torch; using `GPT` does."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mpitrain.models.sizes import SIZES, GPTConfig, flops_per_token, num_parameters, resolve
+
+if TYPE_CHECKING:
+    from mpitrain.models.decay import decay_groups
+    from mpitrain.models.gpt import GPT
+    from mpitrain.models.sampling import generate, sample_tokens
+
+__all__ = [
+    "GPT",
+    "SIZES",
+    "GPTConfig",
+    "decay_groups",
+    "flops_per_token",
+    "generate",
+    "num_parameters",
+    "resolve",
+    "sample_tokens",
+]
+
+# Settings are checked against the named sizes before torch is loaded, which takes seconds on a cold file system.
+_WITH_TORCH = {"GPT": "gpt", "decay_groups": "decay", "generate": "sampling", "sample_tokens": "sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_TORCH:
+        return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,85 @@
+"""The shape of a GPT: its numbers, the named sizes, and what can be counted from them. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The numbers that make a GPT.
+
+    Raises:
+        ValueError: a number below 1, or a width that the heads do not divide.
+    """
+
+    vocab: int
+    """Number of different tokens; 256 for bytes."""
+    context: int
+    """Most tokens it can look back on, itself included."""
+    width: int
+    """Length of a token's vector."""
+    layers: int
+    """Number of blocks."""
+    heads: int
+    """Attention heads per block; width / heads is a head's width."""
+    tied: bool = True
+    """The head shares the embedding's weight."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "tied" and value < 1:
+                raise ValueError(f"model.{field.name}: expected at least 1, got {value}")
+        if self.width % self.heads:
+            below = self.width // self.heads * self.heads
+            nearest = " or ".join(str(n) for n in (below, below + self.heads) if n)
+            raise ValueError(
+                f"model.width: expected a multiple of model.heads = {self.heads}, got {self.width}; nearest: {nearest}"
+            )
+
+
+SIZES = {
+    # 1.4 M parameters: what two cores can teach something in two minutes. Many small steps beat few large ones there.
+    "tiny": GPTConfig(vocab=256, context=128, width=192, layers=3, heads=3),
+    # GPT-2's four (Radford et al. 2019): 124 M, 355 M, 774 M and 1558 M parameters with the head tied.
+    "small": GPTConfig(vocab=50257, context=1024, width=768, layers=12, heads=12),
+    "medium": GPTConfig(vocab=50257, context=1024, width=1024, layers=24, heads=16),
+    "large": GPTConfig(vocab=50257, context=1024, width=1280, layers=36, heads=20),
+    "xl": GPTConfig(vocab=50257, context=1024, width=1600, layers=48, heads=25),
+}
+"""The named sizes: `--model.size NAME`."""
+
+
+def resolve(size: str, **numbers: int | bool | None) -> GPTConfig:
+    """A named size with some of its numbers replaced; None keeps the named size's own.
+
+    Raises:
+        ValueError: an unknown name, or numbers that do not fit together.
+    """
+    if size not in SIZES:
+        raise ValueError(f"model.size: expected one of {', '.join(SIZES)}, got {size!r}")
+    given: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
+    return replace(SIZES[size], **given)
+
+
+def num_parameters(config: GPTConfig) -> int:
+    """Number of parameters of the model, tied ones counted once."""
+    width = config.width
+    norm = 2 * width
+    attention = (width * 3 * width + 3 * width) + (width * width + width)
+    mlp = (width * 4 * width + 4 * width) + (4 * width * width + width)
+    embeddings = config.vocab * width + config.context * width
+    head = 0 if config.tied else config.vocab * width
+    return embeddings + config.layers * (2 * norm + attention + mlp) + norm + head
+
+
+def flops_per_token(config: GPTConfig) -> int:
+    """Floating-point operations per token of a full sequence, forward and backward, for the model's FLOP/s utilisation.
+
+    6 N + 12 layers x width x context, where N are the parameters that a token is multiplied with: embeddings that are
+    only looked up do not count. Recomputed activations do not count either (PaLM, Chowdhery et al. 2022, appendix B).
+    """
+    looked_up = config.context * config.width + (0 if config.tied else config.vocab * config.width)
+    return 6 * (num_parameters(config) - looked_up) + 12 * config.layers * config.width * config.context

@@ -1,0 +1,217 @@
+"""Model and optimizer <-> checkpoint: which name each tensor bears there, and which box of it this rank holds.
+
+`model/NAME` are parameters and buffers, `optimizer/KEY/NAME` what the optimizer keeps for a parameter under KEY. A tensor of the
+shard's shape is this rank's box of one of the parameter's full shape; all others (Adam's step) are the same on all ranks.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import ckpt
+from collectives import Communicator
+from mpitrain.sharding import communicator, sharded_params
+from mpitrain.sharding.layout import Box
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    meta: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a checkpoint of a model, sharded or not, and its optimizer. Collective over the model's ranks.
+
+    `meta`: a JSON-like dict of one's own. `tensors`: further ones, as `ckpt.save` takes them. `keep`, `overwrite` and the errors
+    are those of `ckpt.save`.
+    """
+    comm = communicator(model)
+    everything = {**_model_tensors(model), **(tensors or {})}
+    described = dict(meta or {})
+    if optimizer is not None:
+        names = _names(model, optimizer)
+        numbers: dict[str, dict[str, Any]] = {}
+        for param, name in names.items():
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor):
+                    everything[f"optimizer/{key}/{name}"] = _held(value, param)
+                else:
+                    numbers.setdefault(name, {})[key] = value
+        described["optimizer"] = {"groups": _hyperparameters(optimizer), "state": numbers}
+    ckpt.save(path, _on_host(everything), comm=comm, meta=described, keep=keep, overwrite=overwrite)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    tensors: Mapping[str, Any] | None = None,
+    hyperparameters: bool = True,
+) -> dict[str, Any]:
+    """Fill a model, sharded or not, and its optimizer from a checkpoint of any number of ranks; returns its meta. Collective.
+
+    `tensors`: further ones to fill, as `ckpt.load` takes them. `hyperparameters`: also take over the optimizer's settings (lr and
+    the like). What the model and `tensors` name must be there, and the optimizer's state if one is given; other things in the
+    checkpoint are passed over.
+    Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model.
+    """
+    comm = communicator(model)
+    wanted = {**_model_tensors(model), **(tensors or {})}
+    only = ["model/*", *(tensors or {})]
+    state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+    names = {} if optimizer is None else _names(model, optimizer)
+    if optimizer is not None:
+        only.append("optimizer/*")
+        stored = _stored_state(path, comm)
+        for param, name in names.items():
+            for key, shape, dtype in stored.get(name, ()):
+                value = _zeros(param, shape, getattr(torch, dtype))
+                state.setdefault(param, {})[key] = value
+                wanted[f"optimizer/{key}/{name}"] = _held(value, param)
+    copies = _on_host(wanted)
+    meta = ckpt.load(path, copies, comm=comm, only=only)
+    with torch.no_grad():
+        for name, value in wanted.items():
+            target, source = _data(value), _data(copies[name])
+            if isinstance(target, torch.Tensor) and target.data_ptr() != source.data_ptr():
+                target.copy_(source)
+    if optimizer is not None:
+        saved = meta.get("optimizer") or {"groups": [], "state": {}}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                numbers = saved["state"].get(names[param], {})
+                if param in state or numbers:
+                    # Adam's step stays on the host unless the whole step runs on the device.
+                    all_there = group.get("fused") or group.get("capturable")
+                    tensors_of = state.get(param, {}).items()
+                    moved = {k: v.to(param.device) if v.ndim or all_there else v for k, v in tensors_of}
+                    optimizer.state[param] = {**moved, **numbers}
+        if hyperparameters:
+            for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+                group.update(values)
+    return meta
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The unsharded state dict of a sharded model, on the host, on rank 0; an empty dict on the others. Collective.
+
+    One tensor after the other: a rank other than 0 needs memory for the largest parameter only.
+    """
+    comm = communicator(model)
+    if comm is None:
+        return {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    full: dict[str, torch.Tensor] = {}
+    shards = dict(model.named_parameters(remove_duplicate=False))
+    shapes = {id(param.shard): param.full.shape for param in sharded_params(model)}
+    for name, value in model.state_dict().items():
+        box: Box | None = getattr(shards.get(name), "shard_box", None)
+        whole = value.detach().cpu().contiguous()
+        if box is not None:
+            boxes = comm.all_gather_object(box)
+            whole = torch.empty(sum(b.numel for b in boxes), dtype=value.dtype)
+            comm.all_gather(whole, value.detach().cpu().contiguous().view(-1), counts=[b.numel for b in boxes])
+            whole = whole.view(shapes[id(shards[name])])
+        if comm.rank == 0:
+            full[name] = whole
+    return full
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Any]:
+    """Parameters (tied ones under all their names, one storage: all are loaded alike) and persistent buffers."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[int, str] = {}
+    tensors: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name in params and first.setdefault(id(params[name]), name) != name:
+            continue
+        tensors[f"model/{name}"] = _held(value, params.get(name))
+    return tensors
+
+
+def _held(value: torch.Tensor, param: nn.Parameter | None) -> Any:
+    """What `ckpt` is given of `value`, which belongs to `param`: a box if it has the shard's shape, else an array alike everywhere."""
+    box: Box | None = getattr(param, "shard_box", None)
+    data = value.detach()
+    if box is None or tuple(value.shape) != box.shape:
+        return data
+    return ckpt.Shard(data, box.full_shape, box.offset)
+
+
+def _data(value: Any) -> Any:
+    return value.data if isinstance(value, ckpt.Shard) else value
+
+
+def _on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The same tensors where `ckpt` can use them: contiguous, in host memory; no copy of what is so already."""
+
+    def moved(data: Any) -> Any:
+        return data.cpu().contiguous() if isinstance(data, torch.Tensor) else data
+
+    return {
+        name: ckpt.Shard(moved(value.data), value.shape, value.offset)
+        if isinstance(value, ckpt.Shard)
+        else moved(value)
+        for name, value in tensors.items()
+    }
+
+
+def _stored_state(
+    path: str | os.PathLike[str], comm: Communicator | None
+) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
+    """For each parameter's name the keys of its optimizer state in a checkpoint, with shapes and dtypes. Collective."""
+
+    def look() -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
+        found: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
+        for entry in ckpt.open(path).values():
+            kind, _, rest = entry.name.partition("/")
+            if kind == "optimizer":
+                key, _, name = rest.partition("/")
+                found.setdefault(name, []).append((key, tuple(entry.shape), str(entry.dtype)))
+        return found
+
+    if comm is None:
+        return look()
+    stored = None
+    with comm.together("mpitrain.load"):
+        if comm.rank == 0:
+            stored = look()
+    return comm.broadcast_object(stored)
+
+
+def _zeros(param: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for an optimizer's tensor of full `shape`: this rank's box of it if it is of the parameter's shape."""
+    box: Box | None = getattr(param, "shard_box", None)
+    return torch.zeros(box.shape if box is not None and shape == box.full_shape else shape, dtype=dtype)
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
+    """The model's names of the optimizer's parameters."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        if id(param) not in names:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(param.shape)} that the model does not have; "
+                "make the optimizer after fully_shard, from model.parameters()"
+            )
+    return {param: names[id(param)] for param in params}
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    plain = (bool, int, float, str, type(None))
+    return [
+        {
+            key: value
+            for key, value in group.items()
+            if isinstance(value, plain) or (isinstance(value, tuple) and all(isinstance(v, plain) for v in value))
+        }
+        for group in optimizer.param_groups
+    ]

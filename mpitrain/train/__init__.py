@@ -1,0 +1,1 @@
+"""The main job: a training run from its settings to its last checkpoint."""

@@ -1,0 +1,118 @@
+"""What a run tells about itself: one JSON object a step in `metrics.jsonl`, and lines or a live bar on the terminal."""
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class StepMetrics(NamedTuple):
+    """One step, as rank 0 saw it. Written with these names."""
+
+    step: int
+    loss: float  # nats per token, mean over the global batch
+    lr: float
+    grad_norm: float
+    tokens_per_s: float  # all ranks
+    step_s: float
+    comm_s: float  # in communication, waiting for other ranks included
+    data_s: float
+    memory_bytes: (
+        int  # of this rank: resident set (pages shared on the node included), on a GPU what torch holds at most
+    )
+    mfu: float  # share of what a large matrix product reached on the same ranks at the start
+
+
+def memory_bytes(device: torch.device) -> int:
+    """What this rank holds now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class MetricsFile:
+    """`metrics.jsonl` of a run: lines of steps and of evaluations, in order of step."""
+
+    def __init__(self, path: Path, *, steps_done: int) -> None:
+        """Open it to go on after `steps_done` steps: lines of later ones, from before a crash, go."""
+        kept = []
+        if path.exists():
+            for line in path.read_text().splitlines():
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    continue  # the last line of a killed process may be cut off
+                if entry["step"] <= steps_done:
+                    kept.append(line + "\n")
+        self._file: TextIO = path.open("w")
+        self._file.writelines(kept)
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Add a line, seen by readers at once."""
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """No more lines."""
+        self._file.close()
+
+
+class Terminal:
+    """Rank 0's voice: a live bar on a terminal, plain lines elsewhere. The other ranks make none."""
+
+    def __init__(self, *, every: int, steps: int, num_ranks: int) -> None:
+        # mpirun stands between a rank and the terminal, and may give it a terminal of its own where it writes to a file itself:
+        # a rank can only be told. mpirun/train tells what it saw.
+        told = os.environ.get("MPITRAIN_TTY", "1" if num_ranks == 1 and sys.stdout.isatty() else "0")
+        live = told == "1"
+        self.console = Console(force_terminal=live, highlight=False, soft_wrap=not live)
+        self._every, self._steps = every, steps
+        self._progress: Progress | None = None
+        if live:
+            self._progress = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=self.console,
+                refresh_per_second=4,
+            )
+            self._task = self._progress.add_task("", total=steps)
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar if there is one."""
+        self.console.print(text, markup=False)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show a step: the bar at once, a line every so often."""
+        text = describe(metrics)
+        if self._progress is not None:
+            if not self._progress.live.is_started:
+                self._progress.start()
+            self._progress.update(self._task, completed=metrics.step, description=text)
+        elif metrics.step % self._every == 0 or metrics.step in (1, self._steps):
+            self.say(f"step {metrics.step}/{self._steps}  {text}")
+
+    def close(self) -> None:
+        """End the bar."""
+        if self._progress is not None and self._progress.live.is_started:
+            self._progress.stop()
+
+
+def describe(metrics: StepMetrics) -> str:
+    """Loss, speed and costs of a step in one short line."""
+    return (
+        f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s  {metrics.step_s * 1e3:.0f} ms  "
+        f"comm {metrics.comm_s / metrics.step_s:.0%}  {metrics.memory_bytes / 1e6:,.0f} MB a rank"
+    )

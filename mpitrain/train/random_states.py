@@ -1,0 +1,46 @@
+"""The random generators that a user's model may draw from, as one row of bytes a rank."""
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+_WORDS = 625  # 32-bit words of a Mersenne Twister's state and its position
+
+
+def seed_all(seed: int, rank: int) -> None:
+    """Seed torch, NumPy and Python differently on every rank."""
+    digest = hashlib.blake2b(f"{seed}/{rank}".encode(), digest_size=8, person=b"mpitrain.random").digest()
+    number = int.from_bytes(digest, "little")
+    torch.manual_seed(number)
+    np.random.seed(number % 2**32)
+    random.seed(number)
+
+
+def pack(device: torch.device) -> np.ndarray:
+    """The states of torch (host and `device`), NumPy's global generator and Python's: (1, n) uint8, n the same on all ranks."""
+    numpy: Any = np.random.get_state(legacy=True)
+    _, words, _ = random.getstate()
+    parts = [
+        torch.get_rng_state().numpy(),
+        np.array([*numpy[1], numpy[2]], np.uint32).view(np.uint8),
+        np.array(words, np.uint32).view(np.uint8),
+    ]
+    if device.type == "cuda":
+        parts.append(torch.cuda.get_rng_state(device).numpy())
+    return np.concatenate(parts)[None]
+
+
+def unpack(row: np.ndarray, device: torch.device) -> None:
+    """Put the states of `pack` back. Normals that NumPy and Python draw in pairs begin with a new pair."""
+    size = torch.get_rng_state().numel()
+    flat = row.reshape(-1)
+    numpy, python = flat[size : size + 4 * _WORDS], flat[size + 4 * _WORDS : size + 8 * _WORDS]
+    torch.set_rng_state(torch.from_numpy(flat[:size].copy()))
+    words = numpy.copy().view(np.uint32)
+    np.random.set_state(("MT19937", words[:-1], int(words[-1]), 0, 0.0))
+    random.setstate((3, tuple(python.copy().view(np.uint32).tolist()), None))
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(torch.from_numpy(flat[size + 8 * _WORDS :].copy()), device)

@@ -1,0 +1,41 @@
+"""Text from a checkpoint of the main job, in one process, without MPI."""
+
+import codecs
+from collections.abc import Iterator
+
+import torch
+
+import ckpt
+from mpitrain import state
+from mpitrain.config import from_text
+from mpitrain.models import GPT, sample_tokens
+from mpitrain.train.run import find_checkpoint
+
+
+def sample(path: str, prompt: str, *, num: int, temperature: float, seed: int) -> Iterator[str]:
+    """The prompt and what the model makes of it, piece by piece.
+
+    `path`: a checkpoint, or a run's folder, of which the newest is taken. `num`: bytes to draw.
+    ValueError if there is no checkpoint, if it is damaged or not of the main job, or if an argument is out of range.
+    """
+    if not prompt or num < 0:
+        raise ValueError(f"expected a prompt and a number of bytes of at least 0, got {prompt!r} and {num}")
+    folder = find_checkpoint(path)
+    meta = ckpt.open(folder).meta
+    if "config" not in meta:
+        raise ckpt.CheckpointError(f"{folder} was not written by the main job: its meta has no settings of a model")
+    model = GPT(from_text(meta["config"], str(folder)).model.resolve())
+    state.load(folder, model)
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    yield prompt
+    drawn = sample_tokens(
+        model,
+        torch.tensor(list(prompt.encode())),
+        num=num,
+        context=model.config.context,
+        temperature=temperature,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    for token in drawn:
+        yield decoder.decode(bytes([token % 256]))
+    yield decoder.decode(b"", final=True)

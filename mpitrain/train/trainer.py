@@ -1,0 +1,310 @@
+"""The main job: trains a GPT on bytes, sharded over all ranks; saves, stops, goes on."""
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import ckpt
+from collectives import Communicator
+from mpitrain import state
+from mpitrain.config import Config, ConfigError, check_ranks, differences, from_text, to_toml
+from mpitrain.data import Batches, HeldoutBatches
+from mpitrain.data.loading import load_corpus
+from mpitrain.init import initialize
+from mpitrain.models import GPT, decay_groups, flops_per_token, num_parameters, sample_tokens
+from mpitrain.sharding import MixedPrecisionPolicy, clip_grad_norm_, communication_s, fully_shard
+from mpitrain.train import random_states, stop
+from mpitrain.train.lr import learning_rate
+from mpitrain.train.metrics import MetricsFile, StepMetrics, Terminal, memory_bytes
+from mpitrain.train.placement import Placement, matmul_flops_per_s, place
+from mpitrain.train.run import Run
+
+BITS_PER_NAT = 1 / math.log(2)
+
+
+def make_model(config: Config, comm: Communicator, device: torch.device) -> GPT:
+    """The GPT of the settings, each block and the rest a unit, sharded over all ranks, with its initial values."""
+    with torch.device("meta"):
+        model = GPT(config.model.resolve())
+    parallel = config.parallel
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, parallel.param_dtype), reduce_dtype=getattr(torch, parallel.reduce_dtype)
+    )
+    for module in (*model.blocks, model):
+        fully_shard(
+            module,
+            comm,
+            reshard_after_forward=parallel.reshard_after_forward,
+            mp_policy=policy,
+            storage=parallel.storage,
+            device=device,
+        )
+    initialize(model, seed=config.train.seed)
+    return model
+
+
+class Trainer:
+    """A run in progress on this rank. All methods are collective."""
+
+    def __init__(self, config: Config, comm: Communicator) -> None:
+        self.config, self.comm = config, comm
+        self.run = Run(config)
+        with comm.together():
+            check_ranks(config, comm.size)
+        with comm.together():
+            # Looked at on every node before anything collective depends on it.
+            if config.parallel.device == "cuda" and not torch.cuda.is_available():
+                raise ConfigError("parallel.device: cuda was asked for, but torch sees no GPU here; take auto or cpu")
+        self.placement: Placement = place(comm, config.parallel)
+        begin: tuple[Path | None, str] | None = None
+        with comm.together():
+            if comm.rank == 0:
+                begin = self.run.begin(config)
+        self.start, self.beginning = comm.broadcast_object(begin)
+
+        self.corpus = load_corpus(config.data, comm)
+        sizes = config.model.resolve()
+        with comm.together():
+            batch, seed = config.train.batch, config.train.seed
+            self.batches = Batches(self.corpus.train, context=sizes.context, batch=batch, seed=seed)
+            self.heldout = HeldoutBatches(
+                self.corpus.heldout, context=sizes.context, batch=batch, num_batches=config.train.eval_batches
+            )
+        self.model = make_model(config, comm, self.placement.device)
+        optim = config.optim
+        self.optimizer = torch.optim.AdamW(
+            decay_groups(self.model, optim.weight_decay), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
+        )
+        self.step = 0
+        self._own_comm_s = 0.0
+        random_states.seed_all(config.train.seed, comm.rank)
+
+    # What a rank takes of a global batch
+
+    def _rows(self, micro: int) -> tuple[int, int]:
+        """Its rows of micro-batch `micro`: a run of neighbours, so that ranks in turn make the global batch."""
+        count = self.config.train.batch // (self.comm.size * self.config.train.accumulate)
+        first = (self.comm.rank * self.config.train.accumulate + micro) * count
+        return first, first + count
+
+    def _loss(self, rows: np.ndarray) -> torch.Tensor:
+        tokens = torch.from_numpy(rows).to(self.placement.device, non_blocking=True)
+        logits = self.model(tokens[:, :-1])
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    # A step
+
+    def train_step(self) -> tuple[StepMetrics, bool]:
+        """One step of the optimizer; returns its metrics and whether any rank was asked to stop."""
+        config, began, comm_before = self.config, time.perf_counter(), self._comm_s()
+        data_s = 0.0
+        lr = learning_rate(config.optim, self.step, config.train.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.placement.device)
+        for micro in range(config.train.accumulate):
+            at = time.perf_counter()
+            rows = self.batches.get(self.step, *self._rows(micro))
+            data_s += time.perf_counter() - at
+            loss = self._loss(rows) / config.train.accumulate
+            loss.backward()
+            total += loss.detach()
+        grad_norm = clip_grad_norm_(self.model, config.optim.clip_norm or math.inf).item()
+        # Sums, one message: the loss of the global batch, and who was asked to stop.
+        mean, asked = self._sum(total.item() / self.comm.size, float(stop.requested()))
+        if not math.isfinite(mean) or not math.isfinite(grad_norm):
+            with self.comm.together():  # every rank has the same numbers
+                raise FloatingPointError(
+                    f"step {self.step + 1}: loss {mean}, gradient norm {grad_norm}; no step was taken. "
+                    "Go on from the last checkpoint with a lower optim.lr or optim.clip_norm"
+                )
+        self.optimizer.step()
+        self.step += 1
+        step_s = time.perf_counter() - began
+        tokens = config.train.batch * self.model.config.context
+        metrics = StepMetrics(
+            step=self.step,
+            loss=mean,
+            lr=lr,
+            grad_norm=grad_norm,
+            tokens_per_s=tokens / step_s,
+            step_s=step_s,
+            comm_s=self._comm_s() - comm_before,
+            data_s=data_s,
+            memory_bytes=memory_bytes(self.placement.device),
+            mfu=tokens / step_s * flops_per_token(self.model.config) / self._peak_flops_per_s,
+        )
+        return metrics, asked > 0
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over the held-out batches, in nats per byte; the same for any number of ranks, but for rounding."""
+        total = 0.0
+        count = self.config.train.batch // self.comm.size
+        for index in range(self.heldout.num_batches):
+            total += self._loss(self.heldout.get(index, self.comm.rank * count, (self.comm.rank + 1) * count)).item()
+        (mean,) = self._sum(total / self.heldout.num_batches / self.comm.size)
+        return mean
+
+    def sample(self) -> str:
+        """Text that the model writes after the prompt."""
+        train = self.config.train
+        prompt = torch.tensor(list(train.sample_prompt.encode()), device=self.placement.device)
+        generator = torch.Generator().manual_seed(train.seed)
+        drawn = sample_tokens(
+            self.model,
+            prompt,
+            num=train.sample_bytes,
+            context=self.model.config.context,
+            temperature=train.sample_temperature,
+            generator=generator,
+        )
+        return train.sample_prompt + bytes(t % 256 for t in drawn).decode(errors="replace")
+
+    # Checkpoints
+
+    def save(self) -> None:
+        """Save the state after the steps so far, unless that has been done."""
+        path = self.run.checkpoint(self.step)
+        exists = self.comm.broadcast_object(path.exists() if self.comm.rank == 0 else None)
+        if exists:
+            return
+        meta = {
+            "step": self.step,
+            "config": to_toml(self.config),
+            "num_ranks": self.comm.size,
+            "data": {
+                "fingerprint": self.corpus.fingerprint,
+                "seed": self.config.train.seed,
+                "next_sample": self.step * self.config.train.batch,
+            },
+        }
+        states = random_states.pack(self.placement.device)
+        shard = ckpt.Shard(states, (self.comm.size, states.shape[1]), (self.comm.rank, 0))
+        keep = self.config.checkpoint.keep
+        state.save(path, self.model, self.optimizer, meta=meta, tensors={"random/states": shard}, keep=keep)
+
+    def load(self, path: Path) -> Iterator[str]:
+        """Take up the state of a checkpoint; yields lines about what is different from when it was saved."""
+        meta: dict[str, Any] | None = None
+        with self.comm.together():
+            if self.comm.rank == 0:
+                meta = ckpt.open(path).meta
+                _check_meta(meta, path)
+        meta = self.comm.broadcast_object(meta)
+        assert meta is not None
+        states = random_states.pack(self.placement.device)
+        same_ranks = meta["num_ranks"] == self.comm.size
+        random = ckpt.Shard(states, (self.comm.size, states.shape[1]), (self.comm.rank, 0))
+        optimizer = None if self.config.train.eval_only else self.optimizer
+        state.load(
+            path, self.model, optimizer, tensors={"random/states": random} if same_ranks else {}, hyperparameters=False
+        )
+        self.step = meta["step"]
+        if same_ranks:
+            random_states.unpack(states, self.placement.device)
+        else:
+            random_states.seed_all(self.config.train.seed + self.step, self.comm.rank)
+            yield f"it was saved by {meta['num_ranks']} ranks, now {self.comm.size}: random generators are seeded anew"
+        if meta["data"]["fingerprint"] != self.corpus.fingerprint:
+            yield "the data have changed since it was saved: the order of samples is another one from here on"
+        for line in differences(from_text(meta["config"], str(path)), self.config):
+            if not line.startswith(("run:", "resume:", "log.", "train.eval_only")):
+                yield f"setting changed: {line}"
+
+    # The whole
+
+    def fit(self) -> None:
+        """Go on to the last step, or until a rank is asked to stop; evaluate, save and report on the way."""
+        config, rank0 = self.config, self.comm.rank == 0
+        terminal = (
+            Terminal(every=config.log.every, steps=config.train.steps, num_ranks=self.comm.size) if rank0 else None
+        )
+
+        def say(text: str) -> None:
+            if terminal is not None:
+                terminal.say(text)
+
+        say(self._heading())
+        if self.start is not None:
+            for line in self.load(self.start):
+                say(line)
+        if config.train.eval_only:
+            say(self._evaluation(self.evaluate()))
+            return
+        device = self.placement.device
+        self._peak_flops_per_s = self._sum(matmul_flops_per_s(device, getattr(torch, config.parallel.param_dtype)))[0]
+        file: MetricsFile | None = None
+        with self.comm.together():
+            if rank0:
+                file = MetricsFile(self.run.metrics, steps_done=self.step)
+
+        stopped = False
+        while self.step < config.train.steps and not stopped:
+            metrics, stopped = self.train_step()
+            if terminal is not None and file is not None:
+                file.write(metrics._asdict())
+                terminal.step(metrics)
+            last = self.step == config.train.steps
+            due = config.train.eval_every and self.step % config.train.eval_every == 0
+            if self.heldout.num_batches and (due or last) and not stopped:
+                heldout = self.evaluate()
+                if file is not None:
+                    file.write(
+                        {"step": self.step, "heldout_loss": heldout, "heldout_bits_per_byte": heldout * BITS_PER_NAT}
+                    )
+                say(f"step {self.step}  {self._evaluation(heldout)}")
+            if stopped or last or (config.checkpoint.every and self.step % config.checkpoint.every == 0):
+                self.save()
+                if stopped or last:
+                    say(f"saved {self.run.checkpoint(self.step)}")
+        if terminal is not None:
+            terminal.close()
+        if file is not None:
+            file.close()
+        if stopped and self.step < config.train.steps:
+            say(f"stopped after step {self.step} as asked; the same command goes on from there")
+        elif config.train.sample_bytes:
+            say("sample:\n" + self.sample())
+
+    def _heading(self) -> str:
+        sizes, place = self.model.config, self.placement
+        where = "GPU" if place.device.type == "cuda" else f"CPU, {place.threads} thread{'s' * (place.threads > 1)} each"
+        held = sum(p.numel() for p in self.model.parameters())
+        return (
+            f"{self.comm.size} rank{'s' * (self.comm.size > 1)} on {self.comm.num_nodes} node{'s' * (self.comm.num_nodes > 1)}, "
+            f"{where}\n"
+            f"model {self.config.model.size}: {num_parameters(sizes) / 1e6:.2f} M parameters, {held / 1e6:.2f} M on rank 0\n"
+            f"data: {self.corpus.num_files} files, {len(self.corpus.train) / 1e6:.1f} MB to train on, "
+            f"{len(self.corpus.heldout) / 1e6:.2f} MB held out\n"
+            f"run {self.run.folder} {self.beginning}"
+        )
+
+    def _evaluation(self, loss: float) -> str:
+        return f"held-out {loss:.4f} nats, {loss * BITS_PER_NAT:.4f} bits per byte ({self.heldout.num_batches} batches)"
+
+    def _sum(self, *values: float) -> list[float]:
+        """The sum of each value over the ranks, the same bits on all."""
+        began = time.perf_counter()
+        total = self.comm.all_reduce(np.array(values)).tolist()
+        self._own_comm_s += time.perf_counter() - began
+        return total
+
+    def _comm_s(self) -> float:
+        return communication_s(self.model) + self._own_comm_s
+
+
+def _check_meta(meta: dict[str, Any], path: Path) -> None:
+    missing = [key for key in ("step", "config", "num_ranks", "data") if key not in meta]
+    if missing:
+        raise ckpt.CheckpointError(
+            f"{path} was not written by the main job: its meta lacks {', '.join(missing)}; "
+            "load it with mpitrain.load or ckpt.load"
+        )

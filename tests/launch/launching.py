@@ -1,0 +1,180 @@
+"""Starting real jobs in tests, and sending them signals.
+
+    result = launch(2, "-m", "mpitrain", "--train.steps", "5", timeout_s=60)
+    assert result.returncode == 0, str(result)
+
+    result = launch(2, "-m", "mpitrain", when="step 30", send=signal.SIGUSR1)      # to mpirun, once that text appears
+
+`launch` runs `mpirun -np N python ARGS...` with the mpirun and the settings of ./mpirun/train (from mpirun/lib.sh), for
+Open MPI and MPICH alike; `run` runs any command in the same way. Each command is the leader of a session of its own.
+At the timeout all processes of that session are killed, by their ids, and the test fails with what was printed.
+"""
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What a launcher tells its ranks. A child that inherits it takes itself for a rank, and brings the job down.
+MPI_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPIR_CVAR_")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command that has ended left."""
+
+    returncode: int  # as subprocess has it: -N when signal N ended the command itself
+    stdout: str
+    stderr: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"exit code {self.returncode} after {self.seconds:.1f} s"
+            f"\n-- stdout --\n{self.stdout}\n-- stderr --\n{self.stderr}"
+        )
+
+
+def launch(num_ranks: int, *args: str, env: Mapping[str, str] | None = None, **options: object) -> Result:
+    """`mpirun -np num_ranks python args...`. `env` is added to the environment; the other options are `run`'s."""
+    mpirun, settings = job_environment(num_ranks)
+    command = [mpirun, "-np", str(num_ranks), sys.executable, *args]
+    return run(command, env={**settings, **(env or {})}, **options)  # type: ignore[arg-type]
+
+
+def run(
+    command: Sequence[str | Path],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    timeout_s: float = 60.0,
+    when: str | None = None,
+    after_s: float | None = None,
+    send: int = signal.SIGUSR1,
+) -> Result:
+    """Run `command` to its end. `env` is added to this process's environment, less what an MPI launcher put there.
+
+    Signal `send` goes to the command once the text `when` stands in its output, or `after_s` seconds after its start.
+    """
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        env={**clean_environment(), **(env or {})},
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    output = [bytearray(), bytearray()]
+    seen = threading.Event()
+
+    def read(stream: IO[bytes], into: bytearray) -> None:
+        while chunk := os.read(stream.fileno(), 65536):
+            into += chunk
+            if when is not None and when.encode() in into:
+                seen.set()
+
+    readers = [
+        threading.Thread(target=read, args=pair, daemon=True)
+        for pair in zip((process.stdout, process.stderr), output, strict=True)
+    ]
+    for reader in readers:
+        reader.start()
+
+    failure = None
+    try:
+        if after_s is not None:
+            time.sleep(after_s)
+        if when is not None:
+            while not seen.wait(0.01) and process.poll() is None:
+                if time.monotonic() - start > timeout_s:
+                    break
+            # what was printed last may not have been read yet when the command has already ended
+            if not seen.wait(1.0):
+                failure = f"{when!r} did not appear"
+        if failure is None and (when is not None or after_s is not None):
+            process.send_signal(send)
+        process.wait(max(0.0, timeout_s - (time.monotonic() - start)) if failure is None else 0.0)
+    except subprocess.TimeoutExpired:
+        failure = failure or f"not ended after {timeout_s:g} s"
+    finally:
+        if process.poll() is None:
+            end_session(process)
+    for reader in readers:
+        reader.join(5.0)
+    seconds = time.monotonic() - start
+    process.stdout.close()
+    process.stderr.close()
+    stdout, stderr = (bytes(part).decode(errors="replace") for part in output)
+    result = Result(process.returncode, stdout, stderr, seconds)
+    if failure is not None:
+        pytest.fail(f"{failure}: {' '.join(map(str, command))}\n{result}")
+    return result
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without the variables by which an MPI launcher speaks to its ranks."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(MPI_PREFIXES)}
+
+
+@functools.cache
+def job_environment(num_ranks: int) -> tuple[str, dict[str, str]]:
+    """The mpirun that setup chose, and the environment that ./mpirun/train would start `num_ranks` ranks with."""
+    script = '. "$1"; load_mpi; mpi_environment "$2"; printf "%s\\0" "$mpirun"; env -0'
+    command = ["bash", "-c", script, "bash", str(ROOT / "mpirun/lib.sh"), str(num_ranks)]
+    answer = subprocess.run(
+        command, env=clean_environment(), capture_output=True, text=True, check=True, timeout=20
+    ).stdout
+    mpirun, *pairs = answer.rstrip("\0").split("\0")
+    return mpirun, dict(pair.split("=", 1) for pair in pairs)
+
+
+def is_open_mpi() -> bool:
+    """Whether that mpirun is Open MPI's."""
+    mpirun, settings = job_environment(1)
+    return (
+        "Open MPI"
+        in subprocess.run([mpirun, "--version"], env=settings, capture_output=True, text=True, timeout=20).stdout
+    )
+
+
+def session_processes(session: int) -> list[int]:
+    """The ids of the processes in the session that process `session` leads.
+
+    Open MPI's ranks are in mpirun's. MPICH's are each in one of their own, but end when their mpirun is gone.
+    """
+    ids = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # pid (name) state ppid pgrp session ...; a name may hold blanks and brackets
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            ids.append(int(stat.parent.name))
+    return ids
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill `process`, which leads a session, and all processes of it."""
+    process.terminate()  # mpirun then removes its own files
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(3.0)
+    for pid in session_processes(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()

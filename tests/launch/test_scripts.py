@@ -1,0 +1,205 @@
+"""./mpirun/setup, train and test themselves. train runs a stand-in for mpitrain here, so it is the script that is tested."""
+
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import ROOT, Result, clean_environment, is_open_mpi, run, session_processes
+
+# What a rank does about signals, as mpitrain does: a handler first, then one look for an earlier request.
+STAND_IN = """
+import os, signal, sys, time
+asked = []
+signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
+signal.signal(signal.SIGUSR2, lambda *_: print("record", flush=True))
+if os.path.exists(os.environ["MPITRAIN_STOP_FILE"]):
+    asked.append(1)
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+print(f"ready {world.rank} of {world.size} {sys.argv[1:]} tty={os.environ['MPITRAIN_TTY']}", flush=True)
+deadline = time.monotonic() + 30
+while not world.allreduce(len(asked)) and time.monotonic() < deadline:
+    time.sleep(0.02)
+while "--stubborn" in sys.argv:
+    time.sleep(0.1)
+if asked or world.size > 1 and time.monotonic() < deadline:
+    print(f"checkpoint {world.rank}", flush=True)
+world.barrier()
+sys.exit(7 if "--fail" in sys.argv else 0)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout whose set-up is done: our scripts, this environment, and a folder `mpitrain` that holds the stand-in."""
+    (tmp_path / "mpirun").mkdir()
+    for name in ("train", "test", "lib.sh"):
+        shutil.copy(ROOT / "mpirun" / name, tmp_path / "mpirun" / name)
+    setup = tmp_path / "mpirun/setup"
+    setup.write_text("#!/bin/sh\n")
+    setup.chmod(0o755)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "mpitrain").mkdir()
+    (tmp_path / "mpitrain/__main__.py").write_text(STAND_IN)
+    return tmp_path
+
+
+def train(checkout: Path, *args: str, **options: object) -> Result:
+    return run([checkout / "mpirun/train", *args], cwd=checkout, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("request_stop", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_to_train_lets_the_ranks_save_and_end(checkout: Path, request_stop: signal.Signals) -> None:
+    result = train(checkout, "--a", "b c", when="ready 1", send=request_stop)
+    assert result.returncode == 0, str(result)
+    assert "ready 0 of 2 ['--a', 'b c'] tty=0" in result.stdout, str(result)
+    # counted, not compared by lines: MPICH's mpirun may join lines of two ranks
+    assert [result.stdout.count(f"checkpoint {rank}") for rank in range(2)] == [1, 1], str(result)
+
+
+# from before mpirun is there, over the ranks' start, to after it
+@pytest.mark.parametrize("after_s", [0.1, 0.2, 0.3, 0.5, 0.8])
+def test_a_signal_while_the_ranks_start_is_not_lost(checkout: Path, after_s: float) -> None:
+    result = train(checkout, after_s=after_s, send=signal.SIGTERM)
+    # before train has its own handler the signal ends it, as any script
+    assert result.returncode == 0 or (result.returncode == -signal.SIGTERM and not result.stdout), str(result)
+    assert result.returncode != 0 or "checkpoint 0" in result.stdout, str(result)
+
+
+@pytest.mark.skipif(not is_open_mpi(), reason="MPICH's mpirun does not pass SIGUSR2 on")
+def test_train_passes_on_sigusr2(checkout: Path) -> None:
+    command = [checkout / "mpirun/train"]
+    with subprocess.Popen(command, cwd=checkout, env=clean_environment(), stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert {job.stdout.readline()[:7] for _ in range(2)} == {"ready 0", "ready 1"}
+        job.send_signal(signal.SIGUSR2)
+        assert [job.stdout.readline() for _ in range(2)] == ["record\n", "record\n"]
+        job.send_signal(signal.SIGTERM)
+        assert "checkpoint 0" in job.communicate(timeout=30)[0]
+        assert job.returncode == 0
+
+
+def test_train_returns_the_exit_code_of_the_ranks(checkout: Path) -> None:
+    result = train(checkout, "-np", "3", "--fail", when="ready 2", send=signal.SIGTERM)
+    assert result.returncode == 7, str(result)
+
+
+def test_train_leaves_nothing_in_the_temporary_folder(checkout: Path) -> None:
+    folder = checkout / "temporary"
+    folder.mkdir()
+    result = train(checkout, "-n", "1", when="ready 0", send=signal.SIGTERM, env={"TMPDIR": str(folder)})
+    assert result.returncode == 0, str(result)
+    assert list(folder.glob("mpitrain*")) == [], str(result)
+
+
+def test_ctrl_c_at_a_terminal_saves_and_a_second_one_ends_at_once(checkout: Path) -> None:
+    """With a real terminal, as the kernel then sends SIGINT to all of the terminal's foreground group."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(checkout)
+        os.execve(checkout / "mpirun/train", ["train", "--stubborn"], clean_environment())
+    printed = read_until(terminal, b"ready 1")
+    assert b"tty=1" in printed
+    ranks = [other for other in descendants(pid) if b"mpitrain" in Path(f"/proc/{other}/cmdline").read_bytes()]
+    assert len(ranks) >= 2
+    sessions = {os.getsid(other) for other in ranks}
+    os.write(terminal, b"\x03")
+    read_until(terminal, b"stopping")
+    time.sleep(1.0)
+    assert all(Path(f"/proc/{other}").exists() for other in ranks), "one Ctrl-C must not end the ranks"
+    start = time.monotonic()
+    os.write(terminal, b"\x03")
+    read_until(terminal, b"ending now")
+    read_until(terminal, None)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) != 0
+    assert time.monotonic() - start < 15
+    deadline = time.monotonic() + 5
+    while any(session_processes(session) for session in sessions) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [session_processes(session) for session in sessions] == [[]] * len(sessions)
+    os.close(terminal)
+
+
+def read_until(terminal: int, text: bytes | None) -> bytes:
+    """What the terminal shows, up to `text` or (None) to its end."""
+    shown = b""
+    while text is None or text not in shown:
+        try:
+            chunk = os.read(terminal, 4096)
+        except OSError:  # the other side was closed
+            chunk = b""
+        if not chunk:
+            assert text is None, f"{text!r} did not appear in {shown!r}"
+            break
+        shown += chunk
+    return shown
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below `pid`, which may be in other sessions."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    below = [pid]
+    for parent in below:
+        below += [child for child, its_parent in parents.items() if its_parent == parent]
+    return below[1:]
+
+
+@pytest.mark.parametrize("ranks", ["0", "x", "-1", ""])
+def test_train_refuses_what_is_no_number_of_ranks(checkout: Path, ranks: str) -> None:
+    result = train(checkout, "-np", ranks)
+    assert result.returncode == 1, str(result)
+    assert result.stderr == f"train: -np wants a number of ranks from 1, not '{ranks}'\n"
+
+
+def test_test_refuses_an_unknown_part(checkout: Path) -> None:
+    result = run([checkout / "mpirun/test", "units"], cwd=checkout)
+    assert result.returncode == 1, str(result)
+    assert "expected lint, types, unit, mpi or launch" in result.stderr
+
+
+def test_test_says_which_part_failed_and_runs_the_others(checkout: Path) -> None:
+    (checkout / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    (checkout / "tests/unit").mkdir(parents=True)
+    (checkout / "tests/unit/test_a.py").write_text("def test_a():\n    assert False\n")
+    (checkout / "tests/mpi").mkdir()
+    (checkout / "tests/mpi/test_b.py").write_text("def test_b():\n    pass\n")
+    result = run([checkout / "mpirun/test", "unit", "mpi"], cwd=checkout, env={"MPITRAIN_TEST_NP": "1"})
+    assert result.returncode == 1, str(result)
+    assert "1 failed in" in result.stdout, str(result)
+    assert "1 passed in" in result.stdout, str(result)
+    assert result.stderr.endswith("test: FAILED: unit\n"), str(result)
+
+
+def test_setup_refuses_an_old_python(checkout: Path) -> None:
+    for name in ("setup", "hdf5.sh"):
+        shutil.copy(ROOT / "mpirun" / name, checkout / "mpirun" / name)
+    (checkout / ".venv").unlink()
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, checkout / name)
+    python = checkout / "python3.9"
+    python.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2 || exit 1\n')
+    python.chmod(0o755)
+    result = run([checkout / "mpirun/setup"], env={"PYTHON": str(python)})
+    assert result.returncode == 1, str(result)
+    assert "Python 3.11 or later is needed" in result.stderr
+    assert "Python 3.9.2" in result.stderr
+
+
+@pytest.mark.skipif(not (ROOT / ".venv/stamp").exists(), reason="this .venv was not made by ./mpirun/setup")
+def test_a_second_setup_costs_under_a_second() -> None:
+    run([ROOT / "mpirun/setup"], timeout_s=110)
+    result = run([ROOT / "mpirun/setup"])
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", ""), str(result)
+    assert result.seconds < 1.0

@@ -1,0 +1,213 @@
+"""Saving and loading between ranks: any N to any M bit for bit, and every error raised on all ranks."""
+
+import resource
+
+import h5py
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ckpt
+import collectives
+
+DTYPES = ("float32", "bfloat16", "int64", "bool")
+
+
+def full_tensors():
+    """The same on all ranks: random bits in several shapes, few rows and many."""
+    rng = np.random.default_rng(3)
+    tensors = {}
+    for dtype in DTYPES:
+        kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        for label, shape in {"long": (37,), "wide": (2, 30), "cube": (5, 4, 6), "none": (0, 3), "one": (1, 1)}.items():
+            bits = rng.bytes(int(np.prod(shape)) * kind.itemsize)
+            array = np.frombuffer(bits, kind).reshape(shape)
+            tensors[f"{dtype}/{label}"] = (
+                array if dtype != "bool" else np.frombuffer(bits, "u1").reshape(shape) % 2 == 1
+            )
+    return tensors
+
+
+def shard(array, rank, size, axis):
+    """This rank's near-equal part along `axis`, which may be empty."""
+    axis = min(axis, array.ndim - 1)
+    low, high = array.shape[axis] * rank // size, array.shape[axis] * (rank + 1) // size
+    where = tuple(slice(low, high) if d == axis else slice(None) for d in range(array.ndim))
+    offset = tuple(low if d == axis else 0 for d in range(array.ndim))
+    return ckpt.Shard(np.ascontiguousarray(array[where]), array.shape, offset)
+
+
+@pytest.fixture(scope="module")
+def first(comm):
+    """For each n up to the number of ranks: the communicator of the first n ranks (for the others: of the rest)."""
+    groups = {n: comm.split(int(comm.rank >= n)) for n in range(1, comm.size + 1)}
+    yield groups
+    for group in groups.values():
+        group.free()
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, 1), (1, 0), (1, 2)])
+def test_any_number_of_ranks_reloads_what_any_other_saved(comm, first, shared_tmp, axes):
+    tensors = full_tensors()
+    replicated = {"step": np.array(17), "rng": np.arange(200, dtype="u1"), "scale": np.array(2.5, "f4")}
+    save_axis, load_axis = axes
+    for n in range(1, comm.size + 1):
+        if comm.rank < n:
+            mine = {name: shard(array, comm.rank, n, save_axis) for name, array in tensors.items()} | replicated
+            if comm.rank % 2:  # the order of a dict means nothing
+                mine = dict(reversed(mine.items()))
+            ckpt.save(shared_tmp / f"n{n}", mine, comm=first[n], meta={"n": n})
+    comm.barrier()
+    for n in range(1, comm.size + 1):
+        for m in range(1, comm.size + 1):
+            if comm.rank < m:
+                out = {name: shard(np.zeros_like(a), comm.rank, m, load_axis) for name, a in tensors.items()}
+                others = {name: np.zeros_like(array) for name, array in replicated.items()}
+                assert ckpt.load(shared_tmp / f"n{n}", out | others, comm=first[m]) == {"n": n}
+                for name, array in tensors.items():
+                    expected = shard(array, comm.rank, m, load_axis).data
+                    assert out[name].data.tobytes() == expected.tobytes(), (n, m, name)
+                assert all(np.array_equal(others[name], array) for name, array in replicated.items())
+    # and one process, and another tool
+    checkpoint = ckpt.open(shared_tmp / f"n{comm.size}")
+    with h5py.File(shared_tmp / f"n{comm.size}" / "index.h5") as index:
+        for name, array in tensors.items():
+            assert checkpoint[name].read().tobytes() == array.tobytes()
+            assert np.array_equal(index[name][...], array.astype(index[name].dtype), equal_nan="float" in name)
+
+
+def test_replicated_tensors_are_written_once_and_spread(comm, shared_tmp):
+    tensors = {f"x{i}": np.full(1000 + i, i) for i in range(8)}
+    path = ckpt.save(shared_tmp / "a", tensors, comm=comm)
+    blocks = [entry.blocks for entry in ckpt.open(path).values()]
+    assert all(len(found) == 1 for found in blocks)
+    used = [found[0][0] for found in blocks]
+    assert set(used) == {f"rank-{rank:05d}.h5" for rank in range(comm.size)}
+    assert max(map(used.count, used)) - min(map(used.count, used)) <= 1
+
+
+def test_ranks_may_ask_for_different_parts(comm, shared_tmp):
+    x = np.arange(60.0).reshape(12, 5)
+    path = ckpt.save(shared_tmp / "a", {"x": shard(x, comm.rank, comm.size, 0), "y": np.ones(3)}, comm=comm)
+    out = np.zeros((2 + comm.rank, 3))
+    wanted = {"x": ckpt.Shard(out, x.shape, (comm.rank, 1))}
+    if comm.rank == 0:
+        wanted["y"] = np.zeros(3)
+    ckpt.load(path, wanted, comm=comm, strict=False)
+    assert np.array_equal(out, x[comm.rank : 2 * comm.rank + 2, 1:4])
+    if comm.rank == 0:
+        assert (wanted["y"] == 1).all()
+
+
+# Errors
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def refused(comm, error, message, action):
+    """`action` raises the same `error` on all ranks; returns its text."""
+    with pytest.raises(error, match=message) as caught:
+        action()
+    assert collectives.on_all_ranks(caught.value) or comm.size == 1
+    texts = comm.all_gather_object(str(caught.value))
+    assert len(set(texts)) == 1
+    return texts[0]
+
+
+def disagreements(rank):
+    """What the last rank brings, against {"x": array of 4 floats, in shards of (4, 2)} of the others."""
+    return {
+        "name": ({"y": np.zeros(4)}, "has 'x'.*has not|has 'y'.*has not"),
+        "dtype": ({"x": np.zeros(4, "f4")}, r"'x' is float64 \(4,\) on rank 0, but float32 \(4,\) on rank"),
+        "shape": ({"x": np.zeros(5)}, r"'x' is float64 \(4,\) on rank 0, but float64 \(5,\)"),
+        "kind": ({"x": ckpt.Shard(np.zeros(4), (4,), (0,))}, r"but float64 \(4,\) in shards on rank"),
+        "bad": ({"x": np.zeros((4, 4))[:, 1]}, "tensor 'x' is not contiguous"),
+    }
+
+
+@pytest.mark.parametrize("case", ["name", "dtype", "shape", "kind", "bad"])
+def test_a_rank_that_disagrees_stops_all_before_anything_is_written(comm, shared_tmp, case):
+    if comm.size == 1:
+        pytest.skip("takes two ranks to disagree")
+    tensors, message = {"x": np.zeros(4)}, disagreements(comm.rank)[case][1]
+    if comm.rank == comm.size - 1:
+        tensors = disagreements(comm.rank)[case][0]
+    refused(comm, ValueError, message, lambda: ckpt.save(shared_tmp / "a", tensors, comm=comm))
+    assert names(shared_tmp) == []
+
+
+def test_gaps_and_overlaps_are_found(comm, shared_tmp):
+    rows = 3
+    full = (rows * comm.size + 1, 2)
+    gap = {"x": ckpt.Shard(np.zeros((rows, 2)), full, (rows * comm.rank, 0))}
+    message = rf"tensor 'x': no rank holds element \({rows * comm.size}, 0\)"
+    refused(comm, ValueError, message, lambda: ckpt.save(shared_tmp / "a", gap, comm=comm))
+    if comm.size > 1:
+        overlap = {"x": ckpt.Shard(np.zeros((rows + 1, 2)), full, (rows * comm.rank, 0))}
+        refused(
+            comm, ValueError, "rank 0's box .* and rank 1's", lambda: ckpt.save(shared_tmp / "a", overlap, comm=comm)
+        )
+        scalar = {"x": ckpt.Shard(np.zeros(()), (), ())}
+        refused(comm, ValueError, "overlap", lambda: ckpt.save(shared_tmp / "a", scalar, comm=comm))
+    assert names(shared_tmp) == []
+
+
+def test_a_write_that_fails_on_one_rank_fails_on_all_and_loses_nothing(comm, shared_tmp):
+    old = np.arange(20.0)
+    ckpt.save(shared_tmp / "a", {"x": old}, comm=comm)
+    rows = np.zeros((1 << 16, 1))
+    tensors = {"x": ckpt.Shard(rows, (rows.size * comm.size, 1), (rows.size * comm.rank, 0))}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if comm.rank == comm.size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        message = rf"\.b\.staging/rank-{comm.size - 1:05d}\.h5"
+        refused(comm, OSError, message, lambda: ckpt.save(shared_tmp / "b", tensors, comm=comm, keep=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    comm.barrier()
+    assert names(shared_tmp) == ["a", "latest"]
+    out = np.zeros(20)
+    ckpt.load(ckpt.latest(shared_tmp), {"x": out}, comm=comm)
+    assert np.array_equal(out, old)
+    # and the next one succeeds
+    ckpt.save(shared_tmp / "b", tensors, comm=comm, keep=1)
+    comm.barrier()
+    assert names(shared_tmp) == ["b", "latest"]
+
+
+def test_an_existing_name_is_refused_on_all(comm, shared_tmp):
+    ckpt.save(shared_tmp / "a", {"x": np.zeros(2)}, comm=comm)
+    refused(comm, FileExistsError, "overwrite=True", lambda: ckpt.save(shared_tmp / "a", {"x": np.ones(2)}, comm=comm))
+    ckpt.save(shared_tmp / "a", {"x": np.ones(2)}, comm=comm, overwrite=True)
+    out = np.zeros(2)
+    ckpt.load(shared_tmp / "a", {"x": out}, comm=comm)
+    assert (out == 1).all()
+
+
+def test_a_missing_checkpoint_is_an_error_on_all(comm, shared_tmp):
+    refused(comm, ckpt.CheckpointError, "does not exist", lambda: ckpt.load(shared_tmp / "a", {}, comm=comm))
+
+
+def test_damage_that_one_rank_finds_is_an_error_on_all(comm, shared_tmp):
+    x = np.arange(40.0).reshape(40, 1) * comm.size
+    tensors = {"x": shard(x, comm.rank, comm.size, 0)}
+    path = ckpt.save(shared_tmp / "a", tensors, comm=comm)
+    comm.barrier()
+    if comm.rank == 0:
+        file = path / f"rank-{comm.size - 1:05d}.h5"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    comm.barrier()
+    message = rf"tensor 'x': rank-{comm.size - 1:05d}\.h5 is damaged"
+    refused(comm, ckpt.CheckpointError, message, lambda: ckpt.load(path, tensors, comm=comm))
+
+
+def test_a_name_that_one_rank_misses_is_an_error_on_all(comm, shared_tmp):
+    path = ckpt.save(shared_tmp / "a", {"x": np.zeros(2)}, comm=comm)
+    wanted = {"y" if comm.rank == comm.size - 1 else "x": np.ones(2)}
+    refused(comm, ckpt.CheckpointError, "does not hold 'y'", lambda: ckpt.load(path, wanted, comm=comm))
+    assert all((array == 1).all() for array in wanted.values())

@@ -1,0 +1,352 @@
+"""Groups of ranks, messages between two, control messages, and errors: local ones before anything is sent, joint ones on all."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from collectives import Communicator, Mesh, on_all_ranks
+
+# Groups
+
+
+def test_rank_size_and_node(comm: Communicator) -> None:
+    assert (comm.rank, comm.size) == (comm.mpi.rank, comm.mpi.size)
+    assert comm.num_nodes == 1
+    assert (comm.node.rank, comm.node.size) == (comm.rank, comm.size)
+    assert comm.node.node is comm.node
+    assert repr(comm) == f"Communicator(rank={comm.rank}, size={comm.size}, num_nodes=1)"
+
+
+def test_split_groups_by_color_in_order_of_key(comm: Communicator) -> None:
+    odd = comm.rank % 2
+    group = comm.split(odd, key=-comm.rank)
+    members = [rank for rank in range(comm.size) if rank % 2 == odd][::-1]
+    assert group.all_gather_object(comm.rank) == members
+    assert (group.rank, group.size) == (members.index(comm.rank), len(members))
+    x = torch.tensor([comm.rank])
+    assert group.all_reduce(x).item() == sum(members)
+    memory = group.empty(3, torch.float32)
+    memory[:] = comm.rank
+    assert group.all_reduce(memory, algorithm="shared").tolist() == [sum(members)] * 3
+    group.free()
+    with pytest.raises(ValueError, match="split: color -1; expected 0 or more"):
+        comm.split(-1)
+
+
+def factors(n: int) -> list[dict[str, int]]:
+    return {
+        1: [{"dp": 1}, {"dp": 1, "tp": 1}],
+        2: [{"dp": 2}, {"dp": 1, "tp": 2}, {"dp": -1, "tp": 1}],
+        3: [{"dp": 3, "tp": 1}, {"pp": 1, "dp": -1, "tp": 1}],
+        4: [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": -1, "tp": 1}],
+    }[n]
+
+
+def test_mesh_axes_are_groups_and_the_last_one_is_of_neighbours(comm: Communicator) -> None:
+    for axes in factors(comm.size):
+        mesh = Mesh(comm, axes)
+        assert list(mesh.axes) == list(axes)
+        grid = np.arange(comm.size).reshape(list(mesh.axes.values()))
+        assert grid[tuple(mesh.coordinates.values())] == comm.rank
+        for axis, name in enumerate(axes):
+            # along one axis the other coordinates stay
+            place: list[Any] = list(mesh.coordinates.values())
+            place[axis] = slice(None)
+            assert mesh[name].all_gather_object(comm.rank) == grid[tuple(place)].tolist()
+            assert mesh[name].rank == mesh.coordinates[name]
+        assert repr(mesh) == f"Mesh({', '.join(f'{name}={size}' for name, size in mesh.axes.items())})"
+        with pytest.raises(KeyError, match=f"mesh has no axis 'x'; it has {', '.join(axes)}"):
+            mesh["x"]
+        mesh.free()
+
+
+def test_mesh_that_does_not_fit_shows_every_factor(comm: Communicator) -> None:
+    n = comm.size
+    for axes, text in [
+        ({"dp": 2, "tp": n}, f"mesh dp=2 x tp={n} makes {2 * n} ranks, but the communicator has {n}"),
+        ({"dp": -1, "tp": n + 1}, f"mesh dp=-1 x tp={n + 1} makes {n + 1} ranks, but the communicator has {n}"),
+        ({"dp": 0}, "mesh dp=0: expected sizes of at least 1, one of them may be -1"),
+        ({"dp": -1, "tp": -1}, "mesh dp=-1 x tp=-1: expected sizes of at least 1"),
+        ({}, r"mesh \(no axes\): expected sizes"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            Mesh(comm, axes)
+
+
+# Two nodes
+
+
+class TwoNodes:
+    """An mpi4py communicator whose ranks seem to be on two nodes: the even ones and the odd ones."""
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi = mpi
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mpi, name)
+
+    def Split_type(self, kind: int) -> Any:  # noqa: N802
+        return self._mpi.Split(self._mpi.rank % 2)
+
+
+def test_on_several_nodes_memory_is_the_node_s_and_collectives_reach_all(comm: Communicator) -> None:
+    if comm.size == 1:
+        pytest.skip("two nodes need two ranks")
+    two = Communicator(TwoNodes(comm.mpi.Dup()))
+    members = list(range(comm.rank % 2, comm.size, 2))
+    assert (two.num_nodes, two.node.size) == (2, len(members))
+    with pytest.raises(ValueError, match=rf"shared: these {comm.size} ranks are on 2 nodes; call comm.node.shared"):
+        two.shared(4, np.float32)
+    mine = two.empty(4, np.float32)  # ordinary memory: reductions on it must still reach the other node
+    mine[:] = comm.rank
+    assert two.all_reduce(mine).tolist() == [sum(range(comm.size))] * 4
+    with pytest.raises(ValueError, match="algorithm 'shared' works on arrays made by this communicator"):
+        two.all_reduce(mine, algorithm="shared")
+    of_node = two.node.empty(4, np.float32)
+    of_node[:] = comm.rank
+    assert two.node.all_reduce(of_node).tolist() == [sum(members)] * 4
+    of_node[:] = comm.rank
+    assert two.all_reduce(of_node).tolist() == [sum(range(comm.size))] * 4
+    whole = two.node.shared(len(members), np.int64)
+    two.node.all_gather(whole, np.array([comm.rank]), algorithm="shared")
+    assert whole.tolist() == members
+    two.free()
+
+
+# Two ranks
+
+
+def test_send_and_recv_around_a_ring(comm: Communicator) -> None:
+    if comm.size == 1:
+        pytest.skip("a message needs two ranks")
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for x in (np.arange(5.0) + comm.rank, torch.arange(5, dtype=torch.bfloat16) + comm.rank, np.zeros(0)):
+        into = x.clone() if isinstance(x, torch.Tensor) else x.copy()
+        # even ranks send first, else all would wait for a receiver
+        for turn in range(2):
+            if comm.rank % 2 == turn % 2:
+                comm.send(x, right, tag=3)
+            if left % 2 == turn % 2:
+                assert comm.recv(into, left, tag=3) is into
+        assert into.tolist() == [value - comm.rank + left for value in x.tolist()]
+
+
+def test_recv_of_another_size_says_both_and_leaves_the_line_clear(comm: Communicator) -> None:
+    if comm.size == 1:
+        pytest.skip("a message needs two ranks")
+    if comm.rank == 0:
+        comm.send(np.arange(3, dtype=np.int32), 1)
+        comm.send(np.arange(4, dtype=np.int32), 1)
+    elif comm.rank == 1:
+        x = np.zeros(4, np.int32)
+        with pytest.raises(ValueError, match="recv: rank 0 sent 12 bytes, but x has 16"):
+            comm.recv(x, 0)
+        assert x.tolist() == [0, 0, 0, 0]
+        assert comm.recv(x, 0).tolist() == [0, 1, 2, 3]
+
+
+def test_peers_and_tags_are_checked(comm: Communicator) -> None:
+    x = np.zeros(1)
+    for peer in (-1, comm.rank, comm.size):
+        for call in (comm.send, comm.recv):
+            with pytest.raises(ValueError, match=f"peer {peer} is not another one of the {comm.size} ranks"):
+                call(x, peer)
+    if comm.size > 1:
+        for tag in (-1, 1 << 20):
+            with pytest.raises(ValueError, match=f"send: tag {tag}; expected 0 to 32511"):
+                comm.send(x, (comm.rank + 1) % comm.size, tag)
+
+
+# Control
+
+
+def test_objects(comm: Communicator) -> None:
+    for root in range(comm.size):
+        assert comm.broadcast_object({"from": comm.rank, "none": None}, root) == {"from": root, "none": None}
+    assert comm.all_gather_object((comm.rank, "x")) == [(rank, "x") for rank in range(comm.size)]
+
+
+class AwkwardError(Exception):
+    def __init__(self, first: str, second: int) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def joint(
+    comm: Communicator, error: Exception | None, doing: str = "reading"
+) -> tuple[Exception, list[tuple[str, str]]]:
+    """The error that leaves `together` on this rank, and everyone's type and text of it."""
+
+    def fail() -> None:
+        with comm.together(doing):
+            if error is not None:
+                raise error
+
+    with pytest.raises(Exception) as caught:
+        fail()
+    return caught.value, comm.all_gather_object((type(caught.value).__name__, str(caught.value)))
+
+
+def test_together_raises_one_rank_s_error_on_all(comm: Communicator) -> None:
+    last = comm.size - 1
+    who = f" [rank {last} of {comm.size}]" if comm.size > 1 else ""
+    for kind, text in [(ValueError, "no such column"), (FileNotFoundError, "data.txt"), (MemoryError, "2 GB")]:
+        mine = kind(text) if comm.rank == last else None
+        error, everyone = joint(comm, mine)
+        assert type(error) is kind
+        assert everyone == [(kind.__name__, f"reading: {text}{who}")] * comm.size
+        assert on_all_ranks(error)
+        assert error.__cause__ is mine
+    # a type that takes other arguments keeps its name in the text
+    error, everyone = joint(comm, AwkwardError("left", 3) if comm.rank == last else None)
+    assert everyone == [("RuntimeError", f"AwkwardError: reading: left 3{who}")] * comm.size
+    with comm.together("nothing bad"):
+        pass
+
+
+def test_together_with_several_errors_shows_the_first_and_counts_the_others(comm: Communicator) -> None:
+    _, everyone = joint(comm, ValueError(f"bad row {comm.rank}"), doing="")
+    others = f" (and {comm.size - 1} other errors)" if comm.size > 1 else ""
+    assert everyone == [("ValueError", f"bad row 0{others}")] * comm.size
+    _, everyone = joint(comm, OSError("disk full"), doing="")
+    assert everyone == [("OSError", "disk full")] * comm.size
+
+
+def test_an_error_of_some_ranks_only_is_not_on_all_ranks(comm: Communicator) -> None:
+    group = comm.split(0 if comm.rank == 0 else 1)
+    with pytest.raises(ValueError, match="oops") as caught, group.together():
+        raise ValueError("oops")
+    # else the ranks outside the group would never hear of it
+    assert on_all_ranks(caught.value) == (comm.size == 1)
+    assert not on_all_ranks(ValueError("never shared"))
+    group.free()
+
+
+# Local errors: nothing was sent, and the next collective works
+
+
+def test_local_errors_come_before_anything_is_sent(comm: Communicator) -> None:
+    n = comm.size
+    x, xs = np.zeros(3), np.zeros(3 * n)
+    frozen = np.zeros(3 * n)
+    frozen.flags.writeable = False
+    longer = np.zeros(3 * n + 1)
+    beside = longer[3 * comm.rank + 1 :][:3]  # not this rank's place
+    cases: list[tuple[type[Exception], str, Any]] = [
+        (TypeError, "x is a builtins.list; expected a NumPy array or a torch tensor", lambda: comm.all_reduce([1.0])),
+        (TypeError, "dtype complex128 is not supported", lambda: comm.all_reduce(x.astype(complex))),
+        (TypeError, "op 'avg' is not defined for int64", lambda: comm.all_reduce(np.arange(3), "avg")),
+        (ValueError, "op 'mean' is unknown; expected one of avg, max", lambda: comm.all_reduce(x, "mean")),
+        (ValueError, "algorithm 'magic' is unknown; expected auto, mpi", lambda: comm.all_reduce(x, algorithm="magic")),
+        (ValueError, "algorithm 'shared' works on arrays made by", lambda: comm.all_reduce(x, algorithm="shared")),
+        (ValueError, "x is not contiguous", lambda: comm.all_reduce(np.zeros((3, 2))[:, 0])),
+        (ValueError, "x is not contiguous", lambda: comm.all_reduce(torch.zeros(3, 2).t())),
+        (ValueError, "x is read-only", lambda: comm.all_reduce(frozen)),
+        (ValueError, "out is read-only", lambda: comm.all_gather(frozen, x)),
+        (ValueError, f"root {n} is outside the {n} ranks", lambda: comm.broadcast(x, n)),
+        (ValueError, "root -1 is outside", lambda: comm.reduce(x, -1)),
+        (ValueError, f"and out {3 * n + 1}; expected 3 in x and {3 * n} in out", lambda: comm.all_gather(longer, x)),
+        (ValueError, "all_gather: x is float32, but out is float64", lambda: comm.all_gather(xs, x.astype(np.float32))),
+        (ValueError, f"expected {n} numbers of elements, one a rank", lambda: comm.all_gather(xs, x, counts=[3] * (n + 1))),
+        (ValueError, "one a rank", lambda: comm.reduce_scatter(x, xs, counts=[-3] * n)),
+        (ValueError, "reduce_scatter: out has 3 elements and x", lambda: comm.reduce_scatter(x, np.zeros(3 * n + 1))),
+        (ValueError, "all_gather: x overlaps out, but is not rank", lambda: comm.all_gather(longer[:-1], beside)),
+        (ValueError, "reduce_scatter: out overlaps x, but is not", lambda: comm.reduce_scatter(beside, longer[:-1])),
+        (ValueError, "all_to_all: x and out overlap", lambda: comm.all_to_all(xs, xs)),
+        (ValueError, "all_to_all: x has 3 elements of float64, out", lambda: comm.all_to_all(np.zeros(n + 3), x)),
+        (ValueError, r"empty: shape \(-1,\); expected lengths of at least 0", lambda: comm.empty(-1, np.float32)),
+        (TypeError, "dtype complex64 is not supported", lambda: comm.shared(3, "complex64")),
+    ]  # fmt: skip
+    for kind, text, call in cases:
+        with pytest.raises(kind, match=text):
+            call()
+        # every rank made the same mistake; none of them has left a message behind
+        assert comm.all_reduce(np.ones(2)).tolist() == [n, n]
+
+
+def test_a_read_only_array_can_be_given_where_it_is_only_read(comm: Communicator) -> None:
+    x = np.arange(3.0)
+    if comm.rank == 0:
+        x.flags.writeable = False
+    assert comm.broadcast(x).tolist() == [0, 1, 2]
+    x.flags.writeable = False
+    assert comm.all_gather(np.zeros(3 * comm.size), x).tolist() == [0, 1, 2] * comm.size
+    assert comm.reduce_scatter(np.zeros(1), np.ones(comm.size)).tolist() == [comm.size]
+
+
+# Checked mode
+
+
+@pytest.fixture(scope="module")
+def checked(comm: Communicator) -> Communicator:
+    return Communicator(comm.mpi.Dup(), checked=True)
+
+
+def test_checked_mode_lets_right_programs_pass(checked: Communicator) -> None:
+    n = checked.size
+    x = checked.empty(2 * n, torch.float32)
+    x.fill_(1)
+    assert checked.all_reduce(x).tolist() == [n] * 2 * n
+    assert checked.reduce_scatter(torch.zeros(2), x).tolist() == [n * n] * 2
+    whole = checked.shared((n, 2), np.int32)
+    assert checked.all_gather(whole, np.full(2, checked.rank, np.int32)).sum() == n * (n - 1)
+    group = checked.split(0)
+    assert group.checked
+    assert group.node.checked
+    group.barrier()
+    group.free()
+    with checked.together("nothing"):
+        pass
+    assert checked.broadcast_object(checked.rank) == 0
+    assert checked.all_gather_object(1) == [1] * n
+
+
+def test_checked_mode_names_what_differs_between_ranks(checked: Communicator) -> None:
+    if checked.size == 1:
+        pytest.skip("one rank cannot differ")
+    odd = checked.rank == checked.size - 1
+    x, y = np.zeros(3), np.zeros(4)
+    xs, ys = np.zeros(3 * checked.size), np.zeros(4 * checked.size)
+    of_node, other = (checked.empty(4, np.float64) for _ in range(2))
+    cases: list[tuple[Any, Any, list[str]]] = [
+        # what most ranks do, what the last one does, what the error says
+        (lambda: checked.all_reduce(x), lambda: checked.all_reduce(y), ["3 x float64", "4 x float64"]),
+        (lambda: checked.all_reduce(x), lambda: checked.all_reduce(x.astype("f4")), ["3 x float64", "3 x float32"]),
+        (lambda: checked.all_reduce(x), lambda: checked.all_reduce(x, "max"), ["op=sum", "op=max"]),
+        (lambda: checked.all_reduce(x), lambda: checked.all_reduce(x, algorithm="ring"), ["=auto", "=ring"]),
+        (lambda: checked.broadcast(x, 0), lambda: checked.broadcast(x, 1), ["root=0", "root=1"]),
+        (lambda: checked.all_reduce(x), lambda: checked.broadcast(x), ["all_reduce(3", "broadcast(3"]),
+        (lambda: checked.barrier(), lambda: checked.all_reduce(x), ["barrier", "all_reduce"]),
+        (lambda: checked.all_gather(xs, x), lambda: checked.all_gather(ys, y), ["counts=(3,", "counts=(4,"]),
+        (lambda: checked.all_reduce(y), lambda: checked.all_reduce(of_node), ["in private memory", "in node memory"]),
+        (lambda: checked.all_reduce(of_node), lambda: checked.all_reduce(other), ["+ 0 bytes", "+ 0 bytes"]),
+        (lambda: checked.all_reduce(of_node[:2]), lambda: checked.all_reduce(of_node[2:]), ["+ 0 bytes", "+ 16 bytes"]),
+        (lambda: checked.empty(3, "float32"), lambda: checked.empty(3, "float64"), ["float32", "float64"]),
+        (lambda: checked.empty(3, "float32"), lambda: checked.shared(3, "float32"), ["empty((3,)", "shared((3,)"]),
+        (lambda: checked.all_gather_object(1), lambda: checked.broadcast_object(1), ["all_gather_object", "broadcast_object"]),
+        (lambda: checked.split(0), lambda: checked.together("saving"), ["split", "together('saving')"]),
+    ]  # fmt: skip
+    for most, one, texts in cases:
+        with pytest.raises(ValueError, match="the ranks call different collectives, or the same with diff") as caught:
+            (one if odd else most)()
+        text = str(caught.value)
+        assert on_all_ranks(caught.value)
+        assert len(set(checked.mpi.allgather(text))) == 1, "the same text on all ranks"
+        _, first, second = text.splitlines()
+        assert first.startswith(f"  rank {', '.join(map(str, range(checked.size - 1)))}: ")
+        assert second.startswith(f"  rank {checked.size - 1}: ")
+        assert texts[0] in first, text
+        assert texts[1] in second, text
+        assert "test_communicator.py:" in first, "the call site"
+        assert "test_communicator.py:" in second
+    # and nothing was sent: the next one works
+    assert checked.all_reduce(np.ones(1)).tolist() == [checked.size]
+
+
+def test_checked_mode_by_the_environment(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, expected in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("MPITRAIN_DEBUG", value)
+        other = Communicator(comm.mpi.Dup())
+        assert other.checked == other.node.checked == expected
+        other.free()

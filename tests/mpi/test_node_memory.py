@@ -1,0 +1,151 @@
+"""Memory that the ranks of a node share: what the arrays are, that it comes back, and that nothing is left behind."""
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from collectives import Communicator, on_all_ranks
+from collectives.arrays import as_numpy, is_torch
+from collectives.dtypes import TABLE
+from collectives.transports.shared import folder
+
+
+def mapped() -> list[str]:
+    """This process's mappings of files of ours."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/mpitrain-" in line]
+
+
+def test_shared_is_one_memory_in_the_library_of_the_dtype(comm: Communicator) -> None:
+    for row in TABLE.values():
+        for dtype in (row.numpy, row.name, getattr(torch, row.name)):
+            x = comm.node.shared((comm.size, 2), dtype)
+            assert is_torch(x) == isinstance(dtype, torch.dtype)
+            assert tuple(x.shape) == (comm.size, 2)
+            assert as_numpy(x).dtype == row.numpy
+            assert not x.any(), "zeros"
+            comm.barrier()
+            x[comm.rank] = 1
+            comm.barrier()
+            assert x.all(), "everyone's ones"
+            comm.barrier()
+
+
+def test_empty_is_an_array_of_one_s_own(comm: Communicator) -> None:
+    for dtype in (np.float32, torch.bfloat16):
+        x = comm.empty((3, 5), dtype)
+        assert is_torch(x) == isinstance(dtype, torch.dtype)
+        assert tuple(x.shape) == (3, 5)
+        assert not x.any()
+        assert as_numpy(x).ctypes.data % 64 == 0
+        x[:] = comm.rank + 1
+        comm.barrier()
+        assert (x == comm.rank + 1).all(), "nobody else wrote here"
+
+
+def test_shapes(comm: Communicator) -> None:
+    for allocate in (comm.empty, comm.shared):
+        for shape, expected in [
+            (3, (3,)),
+            ((), ()),
+            ([2, 1], (2, 1)),
+            (0, (0,)),
+            (torch.Size([2]), (2,)),
+            (np.int64(2), (2,)),
+        ]:
+            for dtype in (np.int16, torch.int16):
+                assert tuple(allocate(shape, dtype).shape) == expected
+
+
+def test_parts_of_an_array_are_node_memory_too(comm: Communicator) -> None:
+    n = comm.size
+    x = comm.empty((4, n, 6), torch.float32)
+    x[:] = comm.rank
+    comm.all_reduce(x[1:3], algorithm="shared")
+    assert x[0].unique().tolist() == [comm.rank]
+    assert x[1:3].unique().tolist() == [sum(range(n))]
+    out = comm.empty(6, torch.float32)
+    comm.reduce_scatter(out, x[2], "avg", algorithm="shared")
+    assert out.tolist() == [sum(range(n))] * 6
+    whole = comm.node.shared((3, n, 2), np.int32)
+    comm.all_gather(whole[1], np.full(2, comm.rank + 1, np.int32), algorithm="shared")
+    assert whole.sum(axis=(1, 2)).tolist() == [0, n * (n + 1), 0]
+
+
+def test_all_gather_where_only_some_parts_stand_in_place(comm: Communicator) -> None:
+    """Each rank may pass its own place or another array: the number of barriers must not depend on it."""
+    whole = comm.node.shared((comm.size, 3), torch.float64)
+    for turn in range(4):
+        x = whole[comm.rank] if (comm.rank + turn) % 2 else torch.empty(3, dtype=torch.float64)
+        x.fill_(comm.rank + turn)
+        comm.all_gather(whole, x, algorithm="shared")
+        assert whole[:, 0].tolist() == [float(rank + turn) for rank in range(comm.size)]
+        comm.barrier()
+
+
+def test_another_communicator_s_memory_is_ordinary_memory(comm: Communicator) -> None:
+    group = comm.split(0, key=-comm.rank)
+    x = group.empty(3, np.float32)
+    x[:] = 1
+    with pytest.raises(ValueError, match="made by this communicator's"):
+        comm.all_reduce(x, algorithm="shared")
+    assert comm.all_reduce(x).tolist() == [comm.size] * 3
+    group.free()
+
+
+def test_memory_goes_with_the_last_array_and_survives_its_communicator(comm: Communicator) -> None:
+    gc.collect()
+    before = len(mapped())
+    group = comm.split(0)
+    x, y = group.shared(1 << 16, torch.float32), group.empty(1 << 16, np.float32)
+    part = x[5:7].view(2, 1)
+    assert len(mapped()) == before + 2
+    assert all("(deleted)" in line for line in mapped()), "the files have no name any more"
+    del x, y
+    group.free()
+    assert len(mapped()) == before + 1, "a view keeps its memory"
+    part.fill_(3)
+    assert part.tolist() == [[3.0], [3.0]]
+    del part, group
+    gc.collect()
+    assert len(mapped()) == before
+    comm.barrier()
+
+
+def test_many_allocations_leave_nothing_behind(comm: Communicator) -> None:
+    gc.collect()
+    before, files = len(mapped()), len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(50):
+        comm.all_reduce(comm.empty(100, np.float32), algorithm="shared")
+    assert len(mapped()) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+    comm.barrier()
+    assert not list(folder().glob("mpitrain-*"))
+    comm.barrier()
+
+
+def test_different_lengths_are_an_error_on_all_ranks(comm: Communicator) -> None:
+    if comm.size == 1:
+        pytest.skip("one rank cannot differ")
+    for allocate in (comm.shared, comm.empty):
+        with pytest.raises(ValueError, match=r"bytes asked for here, \d+ on rank 0") as caught:
+            allocate(100 if comm.rank == 0 else 100_000, np.uint8)
+        assert on_all_ranks(caught.value)
+    assert comm.shared(3, np.uint8).tolist() == [0, 0, 0]
+
+
+def test_a_folder_that_cannot_be_used_is_an_error_on_all_ranks(
+    comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPITRAIN_SHM_DIR", str(shared_tmp / "not-there"))
+    with pytest.raises(FileNotFoundError, match=r"cannot share 0.0 MB of node memory in .*not-there: .*No such file"):
+        comm.shared(100, np.uint8)
+    monkeypatch.setenv("MPITRAIN_SHM_DIR", str(shared_tmp))
+    x = comm.shared(100, np.uint8)
+    x[comm.rank] = 1
+    comm.barrier()
+    assert x.sum() == comm.size
+    assert not list(shared_tmp.iterdir())
+    comm.barrier()

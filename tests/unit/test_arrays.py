@@ -1,0 +1,108 @@
+"""One view of NumPy arrays and torch tensors: the same memory, or a clear error."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from collectives.arrays import Buffer, as_numpy, is_torch, like
+from collectives.dtypes import TABLE
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (2, 0, 3)])
+def test_views_share_memory_in_both_libraries(name: str, shape: tuple[int, ...]) -> None:
+    for x in (np.zeros(shape, TABLE[name].numpy), torch.zeros(shape, dtype=getattr(torch, name))):
+        view = as_numpy(x, writable=True)
+        assert view.shape == shape
+        assert view.dtype == TABLE[name].numpy
+        view[...] = 1
+        assert x.sum() == view.size if name != "bool" else bool(x.all())
+        buffer = Buffer(x, "x", writable=True)
+        assert buffer.flat.shape == (view.size,)
+        assert buffer.dtype is TABLE[name]
+        buffer.flat[...] = 0
+        buffer.flush()
+        assert not x.any()
+
+
+def test_bf16_keeps_its_values() -> None:
+    x = torch.tensor([1.5, -2.0, 3e38, float("inf")], dtype=torch.bfloat16)
+    view = as_numpy(x)
+    assert view.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(view.astype(np.float32), x.float().numpy())
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_like_gives_the_library_of_the_dtype_without_a_copy(name: str) -> None:
+    flat = np.zeros(4, TABLE[name].numpy)
+    assert like(flat, TABLE[name].numpy) is flat
+    tensor = like(flat, getattr(torch, name))
+    assert is_torch(tensor)
+    assert tensor.dtype == getattr(torch, name)
+    tensor.fill_(1)
+    assert (flat == 1).all()
+
+
+def test_a_parameter_is_taken_as_its_data() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    as_numpy(parameter, writable=True)[...] = 7
+    assert parameter.detach().tolist() == [7.0, 7.0, 7.0]
+
+
+def test_contiguous_parts_are_fine() -> None:
+    assert as_numpy(np.arange(12).reshape(4, 3)[1:3]).tolist() == [[3, 4, 5], [6, 7, 8]]
+    assert as_numpy(torch.arange(12).view(4, 3)[1:3]).tolist() == [[3, 4, 5], [6, 7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("x", "kind", "text"),
+    [
+        ([1.0], TypeError, "gradient is a builtins.list; expected a NumPy array or a torch tensor"),
+        (np.float32(1), TypeError, "gradient is a numpy.float32; expected a NumPy array or a torch tensor"),
+        (None, TypeError, "gradient is a builtins.NoneType; expected"),
+        (np.zeros(3, np.complex64), TypeError, "dtype complex64 is not supported; expected one of float64"),
+        (torch.zeros(3, dtype=torch.complex64), TypeError, "dtype torch.complex64 is not supported; expected one of"),
+        (np.zeros(3, ">f4"), TypeError, "gradient has byte order '>'; expected the machine's own"),
+        (np.zeros((4, 3))[:, 1], ValueError, "gradient is not contiguous (shape (4,), strides (24,)); pass numpy.asc"),
+        (np.zeros((4, 3)).T, ValueError, "gradient is not contiguous"),
+        (
+            torch.zeros(4, 3).t(),
+            ValueError,
+            "gradient is not contiguous (shape (3, 4), strides (1, 3)); pass gradient.",
+        ),
+        (torch.zeros(1).expand(4), ValueError, "gradient is not contiguous"),
+        (torch.zeros(3, device="meta"), TypeError, "gradient is on meta; expected host memory"),
+        (torch.eye(3).to_sparse(), TypeError, "gradient is a torch.sparse_coo tensor; expected a dense one"),
+    ],
+)
+def test_what_cannot_be_viewed_raises_and_says_what_to_do(x: Any, kind: type[Exception], text: str) -> None:
+    for view in (as_numpy, Buffer):
+        with pytest.raises(kind) as caught:
+            view(x, name="gradient")
+        assert text in str(caught.value)
+
+
+def test_read_only_arrays_can_be_read_but_not_written() -> None:
+    x = np.arange(3)
+    x.flags.writeable = False
+    assert as_numpy(x).tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="out is read-only; pass a writable array"):
+        as_numpy(x, writable=True, name="out")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TABLE)
+def test_gpu_tensors_go_through_a_host_copy(name: str) -> None:
+    x = torch.arange(6, device="cuda").view(2, 3).to(getattr(torch, name))
+    expected = x.cpu()
+    buffer = Buffer(x, "x", writable=True)
+    assert (as_numpy(expected).reshape(-1) == buffer.flat).all()
+    buffer.flat[...] = 1
+    assert (x.cpu() == expected).all()
+    buffer.flush()
+    assert (x == torch.ones_like(x)).all()
+    with pytest.raises(ValueError, match="x is not contiguous"):
+        Buffer(x.t(), "x")

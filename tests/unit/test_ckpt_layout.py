@@ -1,0 +1,160 @@
+"""Boxes, covers, packing and the parts of blocks: pure arithmetic, compared with what NumPy does on small arrays."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.layout import ALIGNMENT_BYTES, Box, assign, cover_error, flat_index, pack, rectangles, single_run
+
+shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+@st.composite
+def boxes_in(draw, shape):
+    """A filled box inside `shape`."""
+    offset = tuple(draw(st.integers(0, n - 1)) for n in shape)
+    return Box(offset, tuple(draw(st.integers(1, n - o)) for o, n in zip(offset, shape, strict=True)))
+
+
+@st.composite
+def partitions(draw, shape):
+    """Boxes that cover `shape` exactly: guillotine cuts, in any order."""
+    todo, done = [Box.full(shape)], []
+    while todo:
+        box = todo.pop()
+        axes = [d for d, n in enumerate(box.shape) if n > 1]
+        if not axes or len(done) + len(todo) > 8 or draw(st.booleans()):
+            done.append(box)
+            continue
+        d = draw(st.sampled_from(axes))
+        cut = draw(st.integers(1, box.shape[d] - 1))
+        first = Box(box.offset, (*box.shape[:d], cut, *box.shape[d + 1 :]))
+        rest = (*box.shape[:d], box.shape[d] - cut, *box.shape[d + 1 :])
+        second = Box((*box.offset[:d], box.offset[d] + cut, *box.offset[d + 1 :]), rest)
+        todo += [first, second]
+    return draw(st.permutations(done))
+
+
+def count(shape, boxes):
+    """How many boxes hold each element."""
+    counts = np.zeros(shape, int)
+    for box in boxes:
+        counts[box.slices] += 1
+    return counts
+
+
+def problem(shape, boxes):
+    return cover_error(shape, boxes, [f"rank {i}" for i in range(len(boxes))])
+
+
+@given(st.data(), shapes)
+def test_intersection_is_what_both_hold(data, shape):
+    a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
+    both = count(shape, [a, b]) == 2
+    inner = a.intersect(b)
+    assert inner == b.intersect(a)
+    assert np.array_equal(count(shape, [inner] if inner else []) == 1, both)
+
+
+@given(st.data(), shapes)
+def test_exact_covers_are_accepted(data, shape):
+    boxes = data.draw(partitions(shape))
+    empty = Box((0,) * len(shape), (0, *shape[1:])) if shape else None
+    assert problem(shape, [*boxes, *([empty] if empty else [])]) is None
+
+
+@given(st.data(), shapes)
+def test_cover_error_agrees_with_counting(data, shape):
+    boxes = data.draw(st.lists(boxes_in(shape), max_size=5))
+    counts = count(shape, boxes)
+    found = problem(shape, boxes)
+    assert (found is None) == bool((counts == 1).all())
+    if found and "no rank holds" in found:
+        # the first gap in flat order
+        gap = np.argwhere(np.atleast_1d(counts) == 0)[0] if shape else ()
+        assert f"element ({', '.join(map(str, gap))}" in found
+    elif found:
+        assert "overlap" in found and (counts > 1).any()
+
+
+def test_cover_errors_name_the_ranks():
+    assert "rank 0's box [0:2, 0:3] and rank 1's box [1:4, 0:3] overlap" in problem(
+        (4, 3), [Box((0, 0), (2, 3)), Box((1, 0), (3, 3))]
+    )
+    assert "no rank holds element (2, 1)" in problem((4, 3), [Box((0, 0), (2, 3)), Box((2, 0), (2, 1))])
+    assert "does not lie inside" in problem((4,), [Box((2,), (3,))])
+    assert problem((0, 4), []) is None
+    assert "no rank holds element ()" in problem((), [])
+
+
+def test_cover_of_many_columns_is_fast():
+    n = 3000
+    assert problem((4, n), [Box((0, i), (4, 1)) for i in range(n)]) is None
+
+
+@given(st.lists(st.integers(1, 1000)), st.sampled_from([1, 2, 4, 8]))
+def test_pack_aligns_and_does_not_overlap(sizes, itemsize):
+    starts, total = pack(sizes, itemsize)
+    end = 0
+    for start, size in zip(starts, sizes, strict=True):
+        assert start * itemsize % ALIGNMENT_BYTES == 0
+        assert end <= start < end + ALIGNMENT_BYTES // itemsize
+        end = start + size
+    assert total == end
+
+
+@given(
+    st.dictionaries(st.text(max_size=4), st.integers(0, 1000)), st.lists(st.integers(0, 1000), min_size=1, max_size=6)
+)
+def test_assign_is_balanced_and_independent_of_order(nbytes, loads):
+    owner = assign(nbytes, loads)
+    assert owner == assign(dict(reversed(nbytes.items())), loads)
+    total = list(loads)
+    for name, rank in owner.items():
+        total[rank] += nbytes[name]
+    # the fullest rank was the emptiest before its last tensor came, unless it was full from the start
+    assert max(total) <= max(max(loads), min(total) + max(nbytes.values(), default=0))
+
+
+@given(st.data(), shapes)
+def test_rectangles_are_the_flat_range_in_order(data, shape):
+    size = int(np.prod(shape))
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    order = np.arange(size).reshape(shape)
+    found = rectangles(shape, start, stop)
+    assert np.concatenate([order[box.slices].reshape(-1) for box in found] or [[]]).tolist() == list(range(start, stop))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+@given(st.data(), shapes)
+def test_single_run_is_contiguous_on_both_sides(data, shape):
+    block = data.draw(boxes_in(shape))
+    target = data.draw(boxes_in(shape))
+    inner = block.intersect(target)
+    if inner is None:
+        return
+
+    def is_contiguous(outer):
+        flat = np.arange(outer.size).reshape(outer.shape)[inner.relative_to(outer.offset).slices].reshape(-1)
+        assert flat[0] == flat_index(inner.relative_to(outer.offset).offset, outer.shape)
+        return bool((np.diff(flat) == 1).all())
+
+    expected = is_contiguous(block) and is_contiguous(target)
+    assert single_run(inner, block.shape, target.shape) == expected
+
+
+@pytest.mark.parametrize(
+    ("box", "shape", "inside"),
+    [
+        (Box((), ()), (), True),
+        (Box((4,), (0,)), (4,), True),
+        (Box((5,), (0,)), (4,), False),
+        (Box((-1,), (2,)), (4,), False),
+        (Box((0,), (-1,)), (4,), False),
+        (Box((0, 0), (1, 1)), (4,), False),
+    ],
+)
+def test_inside(box, shape, inside):
+    assert box.inside(shape) == inside

@@ -1,0 +1,215 @@
+"""What a manifest may say, and that everything else is refused with one clear error."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import xxhash
+
+import ckpt
+from ckpt.guard import decode
+from ckpt.layout import Box
+from ckpt.manifest import (
+    VERSION,
+    Block,
+    CheckpointError,
+    Dataset,
+    File,
+    Manifest,
+    Tensor,
+    encode,
+    encode_meta,
+    name_error,
+    nesting_error,
+)
+
+
+def make():
+    """Two files: `w` in two blocks of rows, `s` a scalar, `e` empty."""
+    files = (
+        File("rank-00000.h5", 4096, {"float32": Dataset(2048, 33)}),
+        File("rank-00001.h5", 4096, {"float32": Dataset(2048, 4), "int64": Dataset(2112, 1)}),
+    )
+    tensors = {
+        "model/w": Tensor(
+            "model/w",
+            "float32",
+            (3, 2),
+            (Block(0, 16, Box((0, 0), (2, 2)), (7,)), Block(1, 0, Box((2, 0), (1, 2)), (8,))),
+        ),
+        "opt/s": Tensor("opt/s", "int64", (), (Block(1, 0, Box((), ()), (9,)),)),
+        "opt/e": Tensor("opt/e", "int64", (0, 5), ()),
+    }
+    return Manifest(files, tensors, {"step": 3, "lr": [0.1, None]}, sequence=4, saved=1.5)
+
+
+def forge(edit, data=None):
+    """A manifest whose lines went through `edit(header, meta, tensors)`, with a checksum that fits again."""
+    lines = [json.loads(line) for line in (data or encode(make())).splitlines()[:-1]]
+    edit(lines[0], lines[1], lines[2:])
+    body = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    return body + f'{{"xxh3":"{xxhash.xxh3_64_hexdigest(body)}"}}\n'.encode()
+
+
+def test_decode_is_the_inverse_of_encode():
+    assert decode(encode(make())) == make()
+
+
+def test_every_altered_byte_is_noticed():
+    data = encode(make())
+    for position in range(len(data)):
+        for bit in (0, 3, 6):
+            altered = bytearray(data)
+            altered[position] ^= 1 << bit
+            with pytest.raises(CheckpointError):
+                decode(bytes(altered))
+
+
+def test_every_truncation_is_noticed():
+    data = encode(make())
+    for length in range(len(data)):
+        with pytest.raises(CheckpointError):
+            decode(data[:length])
+
+
+def test_newer_formats_are_refused_by_name():
+    data = forge(lambda header, meta, tensors: header.update(version=VERSION + 1))
+    with pytest.raises(CheckpointError, match=rf"version {VERSION + 1}, and this program reads up to {VERSION}"):
+        decode(data)
+    # also if a newer format ends otherwise
+    with pytest.raises(CheckpointError, match=f"version {VERSION + 1}"):
+        decode(data.replace(b"xxh3", b"else"))
+
+
+def _set(key, value):
+    return lambda header, meta, tensors: header.update({key: value})
+
+
+def _tensor(**changes):
+    return lambda header, meta, tensors: tensors[0].update(changes)
+
+
+def _block(i=0, **changes):
+    return lambda header, meta, tensors: tensors[0]["blocks"][i].update(changes)
+
+
+def _file(**changes):
+    return lambda header, meta, tensors: header["files"][0].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_set("format", "safetensors"), "format is 'safetensors'"),
+        (_set("version", "1"), "version is '1'"),
+        (_set("version", True), "version is True"),
+        (_set("byteorder", "big"), "byte order 'big'"),
+        (_set("saved", "today"), "time is no number"),
+        (_set("chunk_bytes", 1 << 40), "chunk_bytes"),
+        (_set("chunk_bytes", 65), "chunk_bytes 65"),
+        (_set("tensors", 4), "3 tensors, its header says 4"),
+        (_set("files", {}), "files is {}"),
+        (_file(name="../rank-00000.h5"), "no plain name"),
+        (_file(name="/etc/passwd"), "no plain name"),
+        (_file(name=".."), "no plain name"),
+        (_file(name="a\\b"), "no plain name"),
+        (_file(name="a\0b"), "no plain name"),
+        (_file(name=7), "no plain name"),
+        (_file(name="rank-00001.h5"), "names a file twice"),
+        (_file(bytes=-1), "bytes is -1"),
+        (_file(bytes=2100), "beyond its 2100 bytes"),
+        (_file(datasets={"float32": [2048, 1 << 61]}), "beyond its 4096 bytes"),
+        (_file(datasets={"float32": [0, 40], "int8": [32, 1]}), "overlaps"),
+        (_file(datasets={"object": [0, 1]}), "dtype 'object' is unknown"),
+        (_file(datasets={"float32": [0.5, 1]}), "expected an offset and a length"),
+        (_tensor(name="a//b"), "no path of groups"),
+        (_tensor(name="opt/s"), "appears twice"),
+        (_tensor(name="opt"), "is a tensor and also the group"),
+        (_tensor(name="\x1b[2J"), "control character"),
+        (_tensor(dtype="float128"), "dtype 'float128' is unknown"),
+        (_tensor(dtype="int64"), "beyond its dataset"),
+        (_tensor(shape=[3, -2]), "shape is"),
+        (_tensor(shape=[3, 2.0]), "shape is"),
+        (_tensor(shape=[1] * 33), "at most 32"),
+        (_tensor(shape=[4, 2]), "no rank holds element (3, 0)"),
+        (_tensor(shape=[1 << 40, 1 << 20]), "no rank holds element"),
+        (_tensor(shape=[2, 2]), "does not lie inside"),
+        (_tensor(blocks=[]), "no rank holds element (0, 0)"),
+        (_block(file=2), "file is 2"),
+        (_block(start=30), "beyond its dataset"),
+        (_block(start=-1), "start is -1"),
+        (_block(offset=[0]), "does not lie inside"),
+        (_block(offset=[1, 0]), "overlap"),
+        (_block(shape=[0, 2]), "does not lie inside"),
+        (_block(xxh3="00"), "wrong number of checksums"),
+        (_block(xxh3="x" * 16), "a checksum is no number"),
+        (lambda header, meta, tensors: tensors[0].pop("blocks"), "blocks is None"),
+        (lambda header, meta, tensors: tensors[0]["blocks"].append(7), "a block is no JSON object"),
+    ],
+)
+def test_hostile_manifests_are_refused(edit, message):
+    with pytest.raises(CheckpointError) as caught:
+        decode(forge(edit))
+    assert message in str(caught.value)
+
+
+def test_tensors_that_share_bytes_are_refused():
+    # otherwise a small file could pose as any number of tensors of its size
+    def edit(header, meta, tensors):
+        tensors[0]["blocks"][1].update(file=0, start=17)
+
+    with pytest.raises(CheckpointError, match=r"share bytes of rank-00000\.h5"):
+        decode(forge(edit))
+
+
+def test_deep_json_is_refused():
+    body = b"[" * 200_000
+    with pytest.raises(CheckpointError):
+        decode(body + b"\n{}\n{}\n{}\n")
+
+
+@pytest.mark.parametrize("name", ["", "/a", "a/", "a//b", ".", "a/../b", "a\0", "a\nb", "\ud800", 3, None])
+def test_bad_names(name):
+    assert name_error(name)
+
+
+@pytest.mark.parametrize("name", ["a", "model/blocks.0.attn.qkv.weight", "größe/第一", "a b", "..a", "x/%b"])
+def test_good_names(name):
+    assert name_error(name) is None
+
+
+def test_a_name_cannot_be_tensor_and_group():
+    assert nesting_error(["a/b", "a.b", "ab"]) is None
+    assert "'a' is a tensor and also the group of 'a/b/c'" in nesting_error(["a", "a/b/c"])
+
+
+def test_meta_is_json_or_refused():
+    assert json.loads(encode_meta({"a": (1, 2.5, None, True), "b": {"c": "ü"}})) == {
+        "a": [1, 2.5, None, True],
+        "b": {"c": "ü"},
+    }
+    with pytest.raises(TypeError, match=r"meta\['a'\] has the key 1"):
+        encode_meta({"a": {1: 2}})
+    with pytest.raises(TypeError, match=r"meta\['a'\]\[1\] is a ndarray"):
+        encode_meta({"a": [0, np.zeros(2)]})
+    with pytest.raises(TypeError, match="meta is a list"):
+        encode_meta([])
+
+
+def test_links_and_pipes_instead_of_files_are_refused(tmp_path):
+    path = ckpt.save(tmp_path / "a", {"x": np.arange(10)}, comm=None)
+    file = path / "rank-00000.h5"
+    file.rename(tmp_path / "elsewhere.h5")
+    file.symlink_to(tmp_path / "elsewhere.h5")
+    with pytest.raises(CheckpointError, match=r"rank-00000\.h5 is no regular file"):
+        ckpt.open(path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.h5 is no regular file"):
+        ckpt.open(path)
+    (path / "manifest.jsonl").rename(tmp_path / "manifest")
+    os.mkfifo(path / "manifest.jsonl")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        ckpt.open(path)
+    assert ckpt.latest(tmp_path) is None

@@ -1,0 +1,354 @@
+"""Saving and loading in one process: bit for bit, whatever the dtype, shape, box; damage is found; other tools read the index."""
+
+import shutil
+import subprocess
+from itertools import pairwise
+
+import h5py
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckpt
+import ckpt.reader
+from ckpt import saving, writer
+from ckpt.manifest import FILE_NAME, encode
+from ckpt.tensors import inspect
+from collectives.dtypes import TABLE
+
+needs_h5dump = pytest.mark.skipif(shutil.which("h5dump") is None, reason="needs h5dump (Debian: hdf5-tools)")
+
+
+def random_array(dtype, shape, seed=0):
+    """Random bits: NaNs, infinities and denormals included. For bool, random truth values."""
+    rng = np.random.default_rng(seed)
+    kind = TABLE[dtype].numpy
+    if dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    nbytes = int(np.prod(shape)) * kind.itemsize
+    return np.frombuffer(rng.bytes(nbytes), kind).reshape(shape).copy()
+
+
+def everything():
+    """All dtypes in several shapes, by name."""
+    shapes = {"scalar": (), "vector": (7,), "matrix": (5, 3), "cube": (2, 3, 4), "empty": (0, 3), "ones": (1, 1)}
+    return {
+        f"{dtype}/{label}": random_array(dtype, shape, seed=i)
+        for i, dtype in enumerate(TABLE)
+        for label, shape in shapes.items()
+    }
+
+
+def equal(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Checksums of 64 bytes each, so that small tensors have many."""
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 64)
+    plain = saving.Manifest
+    monkeypatch.setattr(saving, "Manifest", lambda *args: plain(*args, chunk_bytes=64))
+
+
+def test_every_dtype_and_shape_bit_for_bit(tmp_path):
+    tensors = everything()
+    meta = {"step": 5, "nested": {"list": [1, 2.5, None, "ü"]}}
+    path = ckpt.save(tmp_path / "step-5", tensors, comm=None, meta=meta)
+    assert path == tmp_path / "step-5"
+    out = {name: np.zeros_like(array) for name, array in tensors.items()}
+    assert ckpt.load(path, out) == meta
+    assert all(equal(out[name], array) for name, array in tensors.items())
+    checkpoint = ckpt.open(path)
+    assert checkpoint.meta == meta
+    assert checkpoint.names == sorted(tensors)
+    for name, array in tensors.items():
+        entry = checkpoint[name]
+        assert (entry.shape, entry.dtype, entry.nbytes) == (array.shape, array.dtype, array.nbytes)
+        assert equal(entry.read(), array)
+        assert equal(np.asarray(entry), array)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_torch_tensors_fill_in_place(tmp_path, dtype):
+    tensors = {"w": torch.randn(6, 5).to(dtype), "s": torch.tensor(1).to(dtype), "e": torch.empty(0, 2, dtype=dtype)}
+    parameter = torch.nn.Parameter(torch.randn(3, 2))
+    path = ckpt.save(tmp_path / "a", tensors | {"p": parameter}, comm=None)
+    out = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    restored = torch.nn.Parameter(torch.zeros(3, 2))
+    ckpt.load(path, out | {"p": restored})
+    assert all(torch.equal(out[name], tensor) for name, tensor in tensors.items())
+    assert torch.equal(restored, parameter) and restored.requires_grad
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+def test_any_box_is_read_from_any_boxes(tmp_path, small_chunks, data):
+    """Write a tensor as random bands of rows and columns through the rank writer, read a random box of it back."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16", "uint8", "float64"]))
+    verify = data.draw(st.booleans())
+    tensor = random_array(dtype, shape, seed=1)
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    cuts = sorted({0, shape[axis], *data.draw(st.lists(st.integers(0, shape[axis]), max_size=3))})
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    folder.mkdir()
+    reports, held = [], []
+    for rank, (start, stop) in enumerate(pairwise(cuts)):
+        where = tuple(slice(start, stop) if d == axis else slice(None) for d in range(len(shape)))
+        offset = tuple(start if d == axis else 0 for d in range(len(shape)))
+        held = inspect({"t": ckpt.Shard(np.ascontiguousarray(tensor[where]), shape, offset)})
+        reports.append(writer.write_rank_file(folder / f"rank-{rank:05d}.h5", held))
+    saving._describe(folder, held, reports, {}, 1)
+    offset = tuple(data.draw(st.integers(0, n)) for n in shape)
+    box = ckpt.Box(offset, tuple(data.draw(st.integers(0, n - o)) for o, n in zip(offset, shape, strict=True)))
+    entry = ckpt.open(folder)["t"]
+    assert equal(entry.read(box, verify=verify), tensor[box.slices])
+    with h5py.File(folder / "index.h5") as index:
+        assert np.array_equal(index["t"][...], tensor.astype(index["t"].dtype), equal_nan=dtype != "uint8")
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        np.s_[2], np.s_[-1], np.s_[1:3], np.s_[:, 2], np.s_[..., 1], np.s_[1, ..., 2:], np.s_[-3:, 1:100],
+        np.s_[3:1], np.s_[...], np.s_[1, 2, 3], np.s_[()],
+    ],
+)  # fmt: skip
+def test_entries_index_as_numpy_does(tmp_path, index):
+    array = np.arange(5 * 4 * 6).reshape(5, 4, 6)
+    entry = ckpt.open(ckpt.save(tmp_path / "a", {"x": array}, comm=None))["x"]
+    assert equal(entry[index], np.asarray(array[index]))
+
+
+@pytest.mark.parametrize(
+    ("index", "error"), [(5, IndexError), ((0, 0, 0, 0), IndexError), (np.s_[::2], ValueError), ("x", TypeError)]
+)
+def test_bad_indices(tmp_path, index, error):
+    entry = ckpt.open(ckpt.save(tmp_path / "a", {"x": np.zeros((5, 4, 6))}, comm=None))["x"]
+    with pytest.raises(error):
+        entry[index]
+
+
+def test_only_touched_chunks_are_read(tmp_path, small_chunks, monkeypatch):
+    array = np.arange(1600, dtype="u1").reshape(100, 16)  # 25 chunks of 4 rows
+    entry = ckpt.open(ckpt.save(tmp_path / "a", {"x": array}, comm=None))["x"]
+    read = []
+    plain = ckpt.reader.Reader._read
+    monkeypatch.setattr(
+        ckpt.reader.Reader, "_read", lambda self, *args: (read.append(len(args[-1])), plain(self, *args))[1]
+    )
+    assert np.array_equal(entry[4:8], array[4:8])
+    assert read == [64]
+    read.clear()
+    assert np.array_equal(entry[6:13, 2:3], array[6:13, 2:3])
+    assert read == [64] * 3
+    read.clear()
+    assert np.array_equal(entry.read(np.s_[6:7], verify=False), array[6:7])
+    assert read == [16]
+
+
+# Names, shapes, dtypes
+
+
+def test_names_that_do_not_fit(tmp_path):
+    path = ckpt.save(
+        tmp_path / "a", {"model/weight": np.zeros(3), "model/bias": np.ones(2), "step": np.array(1)}, comm=None
+    )
+    weight = np.full(3, 7.0)
+    with pytest.raises(
+        ckpt.CheckpointError, match=r"does not hold 'model/wieght' \(nearest: 'model/weight'\).*it holds"
+    ):
+        ckpt.load(path, {"model/wieght": weight})
+    assert (weight == 7).all()
+    with pytest.raises(ckpt.CheckpointError, match="it holds 'step', which nobody asked for"):
+        ckpt.load(path, {"model/weight": weight, "model/bias": np.zeros(2)})
+    other = np.full(4, 5.0)
+    ckpt.load(path, {"model/weight": weight, "other": other}, strict=False)
+    assert (weight == 0).all() and (other == 5).all()
+    bias = np.zeros(2)
+    ckpt.load(path, {"model/weight": weight, "model/bias": bias}, only="model/*")
+    assert (bias == 1).all()
+    with pytest.raises(ckpt.CheckpointError, match="it holds 'model/bias'"):
+        ckpt.load(path, {"model/weight": weight}, only="model/*")
+    many = {f"name{i}": np.zeros(1) for i in range(9)}
+    with pytest.raises(ckpt.CheckpointError, match="'name4' and 4 more"):
+        ckpt.load(path, many)
+
+
+def test_shapes_and_dtypes_that_do_not_fit(tmp_path):
+    path = ckpt.save(tmp_path / "a", {"x": np.zeros((3, 2))}, comm=None)
+    with pytest.raises(ckpt.CheckpointError, match=r"'x' is float64 \(3, 2\) there; expected float64 \(2, 3\)"):
+        ckpt.load(path, {"x": np.zeros((2, 3))})
+    with pytest.raises(ckpt.CheckpointError, match=r"expected float32 \(3, 2\)"):
+        ckpt.load(path, {"x": np.zeros((3, 2), "f4")})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "message"),
+    [
+        ({"x": np.zeros((4, 4))[:, ::2]}, ValueError, "tensor 'x' is not contiguous"),
+        ({"x": np.zeros(3, object)}, TypeError, "not supported"),
+        ({"x": [1, 2]}, TypeError, "tensor 'x' is a builtins.list"),
+        ({"a//b": np.zeros(1)}, ValueError, "'a//b'"),
+        ({"a": np.zeros(1), "a/b": np.zeros(1)}, ValueError, "is a tensor and also the group"),
+        ({"x": ckpt.Shard(np.zeros((2, 3)), (4, 3), (3, 0))}, ValueError, "does not lie inside"),
+        ({"x": ckpt.Shard(np.zeros(3), (4, 3), (0, 0))}, ValueError, "does not lie inside"),
+        ({"x": ckpt.Shard(np.zeros((2, 3)), (4, 3), (0, 0))}, ValueError, r"no rank holds element \(2, 0\)"),
+        ({"x": np.zeros((1,) * 33)}, ValueError, "33 dimensions"),
+        ([np.zeros(1)], TypeError, "tensors is a list"),
+    ],
+)
+def test_tensors_that_cannot_be_saved(tmp_path, tensors, error, message):
+    with pytest.raises(error, match=message):
+        ckpt.save(tmp_path / "a", tensors, comm=None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_read_only_arrays_cannot_be_loaded_into(tmp_path):
+    array = np.zeros(3)
+    path = ckpt.save(tmp_path / "a", {"x": array}, comm=None)
+    array.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        ckpt.load(path, {"x": array})
+
+
+# Damage
+
+
+def test_every_flipped_bit_of_a_tensor_is_found(tmp_path, small_chunks):
+    arrays = {
+        "a": random_array("float32", (10, 10)),
+        "b": random_array("bfloat16", (33,)),
+        "c": random_array("bool", (40,)),
+    }
+    path = ckpt.save(tmp_path / "a", arrays, comm=None)
+    file = path / "rank-00000.h5"
+    good = file.read_bytes()
+    for name, array in arrays.items():
+        start = good.index(array.tobytes())
+        for position in range(start, start + array.nbytes, 3):
+            damaged = bytearray(good)
+            damaged[position] ^= 1 << position % 8
+            file.write_bytes(damaged)
+            out = {n: np.zeros_like(a) for n, a in arrays.items()}
+            with pytest.raises(ckpt.CheckpointError, match=rf"tensor '{name}': rank-00000\.h5 is damaged"):
+                ckpt.load(path, out)
+            ckpt.load(path, out, verify=False)
+    # a part that does not touch the damaged chunk is still good
+    damaged = bytearray(good)
+    damaged[good.index(arrays["a"].tobytes())] ^= 1
+    file.write_bytes(damaged)
+    assert equal(ckpt.open(path)["a"].read(np.s_[5:]), arrays["a"][5:])
+    with pytest.raises(ckpt.CheckpointError):
+        ckpt.open(path)["a"].read(np.s_[:, 3:5])
+
+
+def test_missing_and_truncated_files_are_named(tmp_path):
+    arrays = {"x": np.arange(1000.0)}
+    path = ckpt.save(tmp_path / "step-1", arrays, comm=None)
+    file = path / "rank-00000.h5"
+    entry = ckpt.open(path)["x"]
+    with file.open("r+b") as f:
+        f.truncate(file.stat().st_size - 1)
+    with pytest.raises(ckpt.CheckpointError, match=r"step-1: rank-00000\.h5 has .* bytes instead of"):
+        ckpt.load(path, arrays)
+    with pytest.raises(ckpt.CheckpointError, match=r"tensor 'x': rank-00000\.h5 has"):
+        entry.read()
+    file.unlink()
+    with pytest.raises(ckpt.CheckpointError, match=r"rank-00000\.h5 is missing"):
+        ckpt.load(path, arrays)
+    with pytest.raises(ckpt.CheckpointError, match=r"tensor 'x': rank-00000\.h5 cannot be opened"):
+        entry.read()
+    (path / FILE_NAME).unlink()
+    with pytest.raises(ckpt.CheckpointError, match=r"has no manifest\.jsonl"):
+        ckpt.load(path, arrays)
+    with pytest.raises(ckpt.CheckpointError, match="does not exist"):
+        ckpt.load(tmp_path / "nowhere", arrays)
+
+
+def test_a_file_cut_while_it_is_read(tmp_path):
+    """The size was right when it was opened; the bytes are gone when they are read."""
+    path = ckpt.save(tmp_path / "a", {"x": np.arange(1000.0)}, comm=None)
+    checkpoint = ckpt.open(path)
+    tensor = checkpoint._manifest.tensors["x"]
+    with ckpt.reader.Reader(path, checkpoint._manifest, verify=True) as reader:
+        reader._open(0)
+        with (path / "rank-00000.h5").open("r+b") as f:
+            f.truncate(3000)
+        with pytest.raises(ckpt.CheckpointError, match=r"tensor 'x': rank-00000\.h5 ends at byte 3000"):
+            reader.fill(np.zeros(1000), tensor, ckpt.Box((0,), (1000,)))
+
+
+def test_encoding_is_stable(tmp_path):
+    """Same tensors, same manifest but for the time: keys in any order."""
+    a = ckpt.save(tmp_path / "1" / "a", {"x": np.zeros(3), "y": np.ones(2)}, comm=None)
+    b = ckpt.save(tmp_path / "2" / "a", {"y": np.ones(2), "x": np.zeros(3)}, comm=None)
+    assert (a / FILE_NAME).read_bytes().splitlines()[1:-1] == (b / FILE_NAME).read_bytes().splitlines()[1:-1]
+    manifest = ckpt.open(a)._manifest
+    assert encode(manifest) == (a / FILE_NAME).read_bytes()
+
+
+# Other tools
+
+
+def test_the_index_shows_plain_tensors_to_h5py(tmp_path, monkeypatch):
+    tensors = everything()
+    path = ckpt.save(tmp_path / "a", tensors, comm=None, meta={"step": 5})
+    monkeypatch.chdir("/")  # sources are found beside the index, not in the current folder
+    with h5py.File(path / "index.h5") as index:
+        assert index.attrs["meta"] == '{"step":5}'
+        for name, array in tensors.items():
+            dataset = index[name]
+            assert dataset.shape == array.shape
+            if array.dtype == ml_dtypes.bfloat16:
+                # an HDF5 float of 16 bits, which h5py widens
+                assert dataset.dtype == np.float32 and dataset.attrs["dtype"] == "bfloat16"
+            else:
+                assert dataset.dtype == array.dtype
+            assert np.array_equal(dataset[()], array.astype(dataset.dtype), equal_nan="float" in dataset.dtype.name)
+            assert dataset.is_virtual == bool(array.shape and array.size)
+    with h5py.File(path / "rank-00000.h5") as file:
+        assert set(file) == set(TABLE)
+
+
+def test_what_is_missing_reads_as_nan(tmp_path):
+    path = ckpt.save(tmp_path / "a", {"x": np.ones((2, 2), "f4"), "b": np.ones(2, ml_dtypes.bfloat16)}, comm=None)
+    (path / "rank-00000.h5").unlink()
+    with h5py.File(path / "index.h5") as index:
+        assert np.isnan(index["x"][...]).all() and np.isnan(index["b"][...]).all()
+
+
+def test_a_large_meta_is_left_to_the_manifest(tmp_path):
+    meta = {"text": "x" * 100_000}
+    path = ckpt.save(tmp_path / "a", {"x": np.ones(2)}, comm=None, meta=meta)
+    assert ckpt.open(path).meta == meta
+    with h5py.File(path / "index.h5") as index:
+        assert "meta" not in index.attrs
+
+
+@needs_h5dump
+@pytest.mark.parametrize(
+    ("dtype", "array", "lines"),
+    [
+        ("float32", [[1.5, -2], [0.25, 3]], ["(0,0): 1.5, -2,", "(1,0): 0.25, 3"]),
+        ("bfloat16", [[1.5, -2], [0.25, 3]], ["(0,0): 1.5, -2,", "(1,0): 0.25, 3"]),
+        ("float16", [[1.5, -2], [0.25, 3]], ["(0,0): 1.5, -2,", "(1,0): 0.25, 3"]),
+        ("bool", [[True, False]], ["(0,0): TRUE, FALSE"]),
+        ("int64", [[1 << 60, -1]], ["(0,0): 1152921504606846976, -1"]),
+        ("bfloat16", 1.5, ["(0): 1.5"]),
+    ],
+)
+def test_h5dump_reads_the_index_and_the_rank_file(tmp_path, dtype, array, lines):
+    value = np.array(array, TABLE[dtype].numpy)
+    path = ckpt.save(tmp_path / "a", {"model/blocks.0.w": value}, comm=None)
+
+    def dump(*args):
+        return subprocess.run(["h5dump", *map(str, args)], capture_output=True, text=True, check=True, cwd="/").stdout
+
+    text = dump("-d", "/model/blocks.0.w", path / "index.h5")
+    assert all(line in text for line in lines)
+    assert f'DATASET "{dtype}"' in dump("-H", path / "rank-00000.h5")

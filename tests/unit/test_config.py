@@ -1,0 +1,214 @@
+"""Settings: defaults < file < flags, exact round trips, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpitrain.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+    check_ranks,
+    differences,
+    from_toml,
+    parse,
+    to_toml,
+)
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+
+
+def test_no_arguments_give_the_defaults() -> None:
+    assert parse([]) == Config()
+
+
+def test_flags_go_before_the_file_and_the_file_before_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('run = "elsewhere"\n[train]\nsteps = 7\nbatch = 4\n[optim]\nlr = 1\n')
+    defaults = replace(Config(), train=TrainConfig(steps=1, seed=9))
+    config = parse(["--train.batch", "6", "--config", str(file)], defaults)
+    assert config.run == "elsewhere"
+    assert config.train == TrainConfig(steps=7, batch=6, seed=9)
+    assert config.optim.lr == 1.0 and type(config.optim.lr) is float
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--train.eval-only"], replace(Config(), train=TrainConfig(eval_only=True))),
+        (["--train.eval_only"], replace(Config(), train=TrainConfig(eval_only=True))),
+        (["--train.eval-only", "false"], Config()),
+        (["--train.eval-only", "--train.no-eval-only"], Config()),
+        (["--model.no-tied"], replace(Config(), model=ModelConfig(tied=False))),
+        (["--train.steps", "3", "--train.steps=4"], replace(Config(), train=TrainConfig(steps=4))),
+        (["--data.path", "a", "b c", "--run=x"], replace(Config(), run="x", data=DataConfig(path=("a", "b c")))),
+        (["--data.path"], Config()),
+        (["--optim.betas", "0.8", "0.9"], replace(Config(), optim=OptimConfig(betas=(0.8, 0.9)))),
+        (["--model.width", "60", "--model.heads", "6"], replace(Config(), model=ModelConfig(width=60, heads=6))),
+        (["--model.width", "60", "--model.width", "none"], Config()),
+        (["--run", "-x"], replace(Config(), run="-x")),
+        (["--train.sample-prompt=--x=1"], replace(Config(), train=TrainConfig(sample_prompt="--x=1"))),
+    ],
+)
+def test_forms_of_flags(argv: list[str], expected: Config) -> None:
+    assert parse(argv) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--train.step", "3"], "unknown setting --train.step: did you mean --train.steps?"),
+        (["--lr", "3"], "unknown setting --lr: did you mean --optim.lr?"),
+        (["--optim.steps", "3"], "unknown setting --optim.steps: did you mean --train.steps?"),
+        (["--train.eval-evry", "3"], "unknown setting --train.eval-evry: did you mean --train.eval-every?"),
+        (["--conf", "x"], "unknown setting --conf: did you mean --config?"),
+        (["--qqqqq"], "unknown setting --qqqqq: --help shows all settings"),
+        (["--log"], "unknown setting --log: log is a section; its settings are --log.every"),
+        (["train"], "unexpected 'train': settings are given as --section.name value"),
+        (["--train.steps"], "--train.steps: expected a whole number after it, got nothing"),
+        (["--train.steps", "ten"], "--train.steps: expected a whole number, got 'ten'"),
+        (["--optim.lr", "x"], "--optim.lr: expected a number, got 'x'"),
+        (["--optim.betas", "0.9"], "--optim.betas: expected 2 values, each a number, got [0.9]"),
+        (["--parallel.device", "gpu"], "--parallel.device: expected one of auto, cpu, cuda, got 'gpu'"),
+        (["--train.eval-only=maybe"], "--train.eval-only: expected true or false, got 'maybe'"),
+        (["--train.no-eval-only=true"], "--train.no-eval-only: expected no value, got 'true'"),
+        (["--train.no-eval-only", "true"], "unexpected 'true': settings are given as --section.name value"),
+        (["--train.steps", "0"], "train.steps: expected at least 1, got 0"),
+        (["--optim.lr", "nan"], "optim.lr: expected at least 0, got nan"),
+        (["--data.heldout", "1"], "data.heldout: expected at least 0 and less than 1, got 1.0"),
+        (["--model.size", "smal"], "model.size: expected one of tiny, small, medium, large, xl, got 'smal'"),
+        (
+            ["--model.width", "100", "--model.heads", "6"],
+            "model.width: expected a multiple of model.heads = 6, got 100; nearest: 96 or 102",
+        ),
+        (["--model.vocab", "100"], "model.vocab: expected at least 256, for the data are bytes, got 100"),
+        (["--config", "/nowhere.toml"], "settings file /nowhere.toml: No such file or directory"),
+        (["--run", "\udcff"], "--run: expected text in UTF-8, which a TOML file can hold, got '\\udcff'"),
+    ],
+)
+def test_mistakes_in_flags(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(argv)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nstep = 3", "unknown setting train.step in FILE: did you mean train.steps?"),
+        ("[trian]\nsteps = 3", "unknown section [trian] in FILE: did you mean [train]?"),
+        ("steps = 3", "unknown setting steps in FILE: did you mean train.steps?"),
+        ("train = 3", "train in FILE: expected a section [train], got 3"),
+        ("[run]\nx = 3", "run in FILE: expected text, got {'x': 3}"),
+        ("[train]\nsteps = 1.0", "train.steps in FILE: expected a whole number, got 1.0"),
+        ("[train]\nsteps = true", "train.steps in FILE: expected a whole number, got True"),
+        ("[optim]\nlr = true", "optim.lr in FILE: expected a number, got True"),
+        ("[data]\npath = 'a'", "data.path in FILE: expected any number of values, each text, got 'a'"),
+        ("[data]\npath = [1]", "data.path in FILE: expected text, got 1"),
+        ("[train", "settings file FILE is not valid TOML: "),
+    ],
+)
+def test_mistakes_in_files(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        from_toml(file)
+    assert str(caught.value).replace(str(file), "FILE").startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_utf8_is_no_valid_toml(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(b'run = "\xff"')
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        from_toml(file)
+
+
+def test_toml_round_trip_of_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(Config()))
+    assert from_toml(file) == Config() == parse(["--config", str(file)])
+
+
+@settings(deadline=None)
+@given(
+    run=TEXT,
+    prompt=TEXT,
+    path=st.lists(TEXT, max_size=3).map(tuple),
+    lr=st.floats(min_value=0, allow_infinity=False),
+    width=st.none() | st.integers(1, 2**40).map(lambda n: 6 * n),
+    tied=st.booleans(),
+)
+def test_toml_round_trip_is_exact(
+    tmp_path_factory: pytest.TempPathFactory,
+    run: str,
+    prompt: str,
+    path: tuple[str, ...],
+    lr: float,
+    width: int | None,
+    tied: bool,
+) -> None:
+    config = Config(
+        run=run,
+        model=ModelConfig(width=width, heads=6, tied=tied),
+        data=DataConfig(path=path),
+        optim=OptimConfig(lr=lr),
+        train=TrainConfig(sample_prompt=prompt),
+    )
+    file = tmp_path_factory.getbasetemp() / "config.toml"
+    file.write_text(to_toml(config), encoding="utf-8")
+    again = from_toml(file)
+    assert again == config
+    assert differences(config, again) == []
+
+
+def test_differences() -> None:
+    other = parse(["--optim.lr", "0.5", "--model.width", "60", "--data.path", "a"])
+    width = Config().model.width
+    assert width is None
+    assert differences(Config(), other) == [
+        "model.width: none -> 60",
+        'data.path: [] -> ["a"]',
+        f"optim.lr: {Config().optim.lr} -> 0.5",
+    ]
+
+
+def test_check_ranks_names_the_factors_and_the_nearest_that_fit() -> None:
+    config = parse(["--train.batch", "16", "--train.accumulate", "2"])
+    check_ranks(config, 4)
+    with pytest.raises(ConfigError) as caught:
+        check_ranks(config, 3)
+    assert str(caught.value) == (
+        "train.batch: expected a multiple of 6 = 3 ranks x 2 (train.accumulate), got 16; nearest that fit: 12 or 18"
+    )
+    with pytest.raises(ConfigError, match=r"got 16; nearest that fit: 40$"):
+        check_ranks(config, 20)
+
+
+def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as caught:
+        parse(["--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    for top in fields(Config):
+        value = getattr(Config(), top.name)
+        names = [f"{top.name}.{f.name}" for f in fields(value)] if is_dataclass(value) else [top.name]
+        for name in names:
+            assert f"--{name.replace('_', '-')}" in shown
+
+
+def test_importing_the_settings_loads_neither_torch_nor_mpi() -> None:
+    code = "import sys, mpitrain.config; print([m for m in ('torch', 'mpi4py', 'tyro') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,86 @@
+"""The house rule: imports point down, mpitrain -> ckpt -> collectives, and each foreign library has one home."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STOREYS = ["collectives", "ckpt", "mpitrain"]  # from the ground up
+
+
+def imports(package: str) -> Iterator[tuple[str, str, bool]]:
+    """(where, the imported top-level name, whether a mere `import package` runs it) of all import statements of a package."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        later = {
+            inner
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or is_type_checking(node)
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [package if node.level else node.module or ""]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("__import__", "importlib.import_module"):
+                names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+            for name in names:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", name.partition(".")[0], node not in later
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+@pytest.mark.parametrize("package", STOREYS)
+def test_every_storey_is_seen(package: str) -> None:
+    assert any(name == "numpy" for _, name, _ in imports(package))
+
+
+def test_imports_point_down() -> None:
+    above = [
+        f"{where} imports {name}"
+        for level, package in enumerate(STOREYS)
+        for where, name, _ in imports(package)
+        if name in STOREYS[level + 1 :]
+    ]
+    assert not above
+
+
+@pytest.mark.parametrize(("library", "home"), [("mpi4py", "collectives"), ("h5py", "ckpt")])
+def test_a_library_has_one_home(library: str, home: str) -> None:
+    assert any(name == library for _, name, _ in imports(home))
+    strangers = [
+        where for package in STOREYS if package != home for where, name, _ in imports(package) if name == library
+    ]
+    assert not strangers
+
+
+def test_torch_is_a_hard_import_in_mpitrain_alone() -> None:
+    hard = [
+        where
+        for package in ("collectives", "ckpt")
+        for where, name, at_once in imports(package)
+        if name == "torch" and at_once
+    ]
+    assert not hard
+
+
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        # importing starts nothing: no MPI, and no second of waiting for torch
+        ("collectives, collectives.cli, collectives.schedules.check", ("mpi4py.MPI", "torch")),
+        ("ckpt", ("mpi4py.MPI", "torch")),
+    ],
+)
+def test_importing_brings_neither_mpi_nor_torch(modules: str, absent: tuple[str, ...]) -> None:
+    script = f"import sys, {modules}; print([name for name in {absent!r} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-W", "error", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (result.stdout.strip(), result.stderr) == ("[]", "")
