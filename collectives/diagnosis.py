@@ -39,14 +39,18 @@ def together(mpi: Any, doing: str) -> Iterator[None]:
     )
     more = f" (and {len(others)} other errors)" if others else ""
     joint = _make(module, name, f"{doing}: {text}{more}{who}" if doing else f"{text}{more}{who}")
-    raise _raised_on(mpi, joint) from error
+    raise _raised_on(mpi, joint, speaker=failed[0]) from error
 
 
-def _raised_on(mpi: Any, error: Exception) -> Exception:
-    """Mark an error that all ranks of `mpi` raise; where these are only some of the job's, the others must still hear of it."""
+def _raised_on(mpi: Any, error: Exception, speaker: int) -> Exception:
+    """Mark an error that all ranks of `mpi` raise; where these are only some of the job's, the others must still hear of it.
+
+    `speaker`: the rank whose traceback tells most.
+    """
     from mpi4py import MPI
 
     error._raised_on_all_ranks = mpi.size == MPI.COMM_WORLD.size  # type: ignore[attr-defined]
+    error._speaks_for_all = mpi.rank == speaker  # type: ignore[attr-defined]
     return error
 
 
@@ -68,10 +72,8 @@ def compare_calls(mpi: Any, call: str) -> None:
     for rank, key in enumerate(calls):
         groups.setdefault(key, []).append(rank)
     lines = [f"  rank {', '.join(map(str, ranks))}: {what}  at {site}" for (what, site), ranks in groups.items()]
-    raise _raised_on(
-        mpi,
-        ValueError("the ranks call different collectives, or the same with different arguments:\n" + "\n".join(lines)),
-    )
+    text = "the ranks call different collectives, or the same with different arguments:\n" + "\n".join(lines)
+    raise _raised_on(mpi, ValueError(text), speaker=0)
 
 
 def _call_site() -> str:
@@ -85,22 +87,25 @@ def _call_site() -> str:
 def abort_on_uncaught(mpi: Any) -> None:
     """From now on an uncaught exception on one rank prints its rank and traceback and ends the whole job with exit code 1.
 
-    Otherwise the other ranks would wait for ever in their next collective.
+    Otherwise the other ranks would wait for ever in their next collective. An error that all ranks have raised together is
+    printed by one of them, and all end by themselves, with exit code 1.
     """
-    main_hook = sys.excepthook
 
-    def end_job(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    def report(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         lines = traceback.format_exception(kind, error, trace)
         text = "".join(f"[rank {mpi.rank}] {line}" for chunk in lines for line in chunk.splitlines(keepends=True))
         sys.stdout.flush()
         print(text, file=sys.stderr, end="", flush=True)
+
+    def end_job(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        report(kind, error, trace)
         mpi.Abort(1)
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if on_all_ranks(error):
-            main_hook(kind, error, trace)
-        else:
+        if not on_all_ranks(error):
             end_job(kind, error, trace)
+        elif error._speaks_for_all:  # type: ignore[attr-defined]
+            report(kind, error, trace)
 
     def on_thread_exception(args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not SystemExit:  # which ends its thread alone, as Python's own hook has it

@@ -96,7 +96,8 @@ def load(
                     optimizer.state[param] = {**moved, **numbers}
         if hyperparameters:
             for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
-                group.update(values)
+                # JSON knows no tuples.
+                group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
     return meta
 
 

@@ -29,6 +29,11 @@ _OPS = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min":
 _TAG = 1  # of our own schedules; every communicator is a private clone, so no user's message can be mistaken for one
 
 
+def library_version() -> str:
+    """The MPI library's name and version, in one line."""
+    return MPI.Get_library_version().strip("\0").splitlines()[0].split(",")[0].strip()
+
+
 def message(flat: np.ndarray, counts: list[int] | int | None = None) -> list[Any]:
     """mpi4py's description of a message that moves `flat`. `counts`: of each rank's part, where it is made of such."""
     return [flat.view(np.uint8), flat.size if counts is None else counts, _MOVES[flat.itemsize]]

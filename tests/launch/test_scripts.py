@@ -15,6 +15,9 @@ from launching import ROOT, Result, clean_environment, is_open_mpi, run, session
 # What a rank does about signals, as mpitrain does: a handler first, then one look for an earlier request.
 STAND_IN = """
 import os, signal, sys, time
+if "--slow" in sys.argv:
+    print("starting", flush=True)
+    time.sleep(1)
 asked = []
 signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
 signal.signal(signal.SIGUSR2, lambda *_: print("record", flush=True))
@@ -70,6 +73,12 @@ def test_a_signal_while_the_ranks_start_is_not_lost(checkout: Path, after_s: flo
     # before train has its own handler the signal ends it, as any script
     assert result.returncode == 0 or (result.returncode == -signal.SIGTERM and not result.stdout), str(result)
     assert result.returncode != 0 or "checkpoint 0" in result.stdout, str(result)
+
+
+def test_a_signal_before_the_ranks_have_a_handler_is_not_lost(checkout: Path) -> None:
+    result = train(checkout, "--slow", when="starting", send=signal.SIGINT)
+    assert result.returncode == 0, str(result)
+    assert "checkpoint 0" in result.stdout, str(result)
 
 
 @pytest.mark.skipif(not is_open_mpi(), reason="MPICH's mpirun does not pass SIGUSR2 on")

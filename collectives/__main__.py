@@ -1,0 +1,5 @@
+import sys
+
+from collectives.cli import main
+
+sys.exit(main())

@@ -1,0 +1,168 @@
+"""`python -m collectives check | info | bench`: prove the schedules, show what this machine offers, measure.
+
+Each prints once, on rank 0. Bad input ends with one line and exit code 2 on all ranks. `check` needs no MPI.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import NoReturn
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from collectives import bench
+from collectives.dtypes import TABLE, dtype_of
+from collectives.schedules import BUILDERS
+from collectives.schedules.check import ScheduleError, check
+from collectives.selection import ALGORITHMS
+
+# Where launchers say which rank this is: to print an error once, before MPI is started or where it cannot be.
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be done; the text is all there is to say."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line `arguments` (sys.argv's by default) and return the exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+        if options.command == "check":
+            return run_check(options.ranks)
+        if options.command == "info":
+            return run_info()
+        return run_bench(options)
+    except (UsageError, OSError) as error:
+        if _is_first_rank():
+            Console(stderr=True, soft_wrap=True, highlight=False).print(f"collectives: {error}", markup=False)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m collectives", description="Collectives between MPI ranks: check, info, bench.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="check | info | bench")
+    checking = commands.add_parser("check", help="prove every schedule for several numbers of ranks (runs without MPI)")
+    checking.add_argument(
+        "--ranks", type=_ranks, default=[1, 2, 3, 4, 7, 8, 16, 64], metavar="N,N,..", help="default: 1,2,3,4,7,8,16,64"
+    )
+    commands.add_parser("info", help="show the MPI library, ranks, nodes, shared memory, dtypes and algorithms")
+    measuring = commands.add_parser("bench", help="time every algorithm beside the MPI library's own (under mpirun)")
+    measuring.add_argument("--op", choices=bench.OPERATIONS, default="all_reduce", help="default: all_reduce")
+    measuring.add_argument(
+        "--sizes",
+        type=_or_usage_error(bench.parse_sizes),
+        default="1KiB..64MiB",
+        help="bytes of the whole array: a range in steps of 4, or a list such as 1KiB,3MiB (default: 1KiB..64MiB)",
+    )
+    measuring.add_argument("--dtype", type=_or_usage_error(lambda name: dtype_of(name).name), default="float32")
+    measuring.add_argument("--rounds", type=_positive, default=30, help="timed calls of each (default: 30)")
+    measuring.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    return parser
+
+
+def _or_usage_error(parse):  # type: ignore[no-untyped-def]  # a decorator of any parser of one string
+    def parsed(text: str):  # type: ignore[no-untyped-def]
+        try:
+            return parse(text)
+        except (TypeError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of at least 1")
+    return int(text)
+
+
+def _ranks(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _is_first_rank() -> bool:
+    return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0") == "0"
+
+
+def run_check(sizes: Sequence[int]) -> int:
+    """Prove every schedule for these numbers of ranks, from the first and the last rank as root; 1 if one is wrong."""
+    table = Table("operation", "algorithm", "ranks", "rounds", "traffic", "formula", "ok", box=box.SIMPLE_HEAD)
+    problems = []
+    for operation, algorithms in BUILDERS.items():
+        for algorithm, build in algorithms.items():
+            for size in sizes:
+                formula = build(size, 0).cost
+                shown = f"{formula.rounds}, {float(formula.traffic):.4g}"
+                try:
+                    costs = {check(build(size, root)) for root in (0, size - 1)}
+                    if costs != {formula}:
+                        raise ScheduleError(f"costs {sorted(costs)}, but the formula says {formula}")
+                except ScheduleError as error:
+                    problems.append(f"{operation} {algorithm}, {size} ranks: {error}")
+                    table.add_row(operation, algorithm, str(size), "", "", shown, "NO", style="bold red")
+                else:
+                    rounds, traffic = str(formula.rounds), f"{float(formula.traffic):.4g}"
+                    table.add_row(operation, algorithm, str(size), rounds, traffic, shown, "yes")
+            table.add_section()
+    if _is_first_rank():
+        console = Console()
+        console.print(table)
+        console.print("rounds: steps on the longest chain; traffic: what the busiest rank sends, in whole arrays")
+        for problem in problems:
+            console.print(problem, style="bold red", markup=False, soft_wrap=True)
+    return 1 if problems else 0
+
+
+def run_info() -> int:
+    """Show what there is here: under mpirun all its ranks, else this process alone."""
+    import collectives
+    from collectives.transports import mpi, shared
+
+    comm = collectives.world()
+    folder = shared.folder()
+    with comm.together(f"shared-memory folder {folder}"):
+        room = os.statvfs(folder)
+    nodes: dict[str, int] = {}
+    for name in comm.all_gather_object(os.uname().nodename):
+        nodes[name] = nodes.get(name, 0) + 1
+    if comm.rank == 0:
+        table = Table(show_header=False, box=box.SIMPLE)
+        table.add_row("MPI library", mpi.library_version())
+        table.add_row("mpi4py", version("mpi4py"))
+        table.add_row("ranks", str(comm.size))
+        table.add_row("nodes", f"{comm.num_nodes} ({', '.join(f'{name}: {n}' for name, n in nodes.items())})")
+        free = bench.show_bytes(room.f_bavail * room.f_frsize)
+        table.add_row("shared memory", f"{folder}, {free} free" + ("" if comm.num_nodes == 1 else " on rank 0's node"))
+        table.add_row("dtypes", ", ".join(TABLE))
+        for operation, algorithms in ALGORITHMS.items():
+            table.add_row(operation, ", ".join(("auto", *algorithms)))
+        Console().print(table)
+    return 0
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """Measure, print the table, and write the JSON file."""
+    import collectives
+
+    comm = collectives.world()
+    if comm.size == 1:
+        raise UsageError("bench needs at least two ranks: mpirun -np 2 python -m collectives bench")
+    if options.json:
+        with comm.together():  # found now rather than when all is measured
+            if comm.rank == 0:
+                open(options.json, "a").close()
+    results = bench.measure(comm, options.op, options.sizes, dtype_of(options.dtype), options.rounds)
+    if comm.rank == 0:
+        Console().print(bench.table(comm, results))
+        if options.json:
+            bench.write_json(options.json, comm, results)
+    return 0

@@ -1,0 +1,250 @@
+"""What only a real job shows: an error on one rank ends it, memory is given back however it ends, and the command line."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from launching import ROOT, Result, launch
+
+# With MPI's start and on a busy machine; a rank that nobody ends would wait until the time-out of `launch`.
+PROMPT_S = 25
+
+
+def job(num_ranks: int, script: str, env: Mapping[str, str] | None = None) -> Result:
+    header = "import numpy as np, torch, collectives\ncomm = collectives.world()\n"
+    return launch(num_ranks, "-c", header + script, cwd=ROOT, env=env, timeout_s=90)
+
+
+# Errors
+
+
+def test_an_uncaught_exception_on_one_rank_ends_the_job_and_names_it() -> None:
+    result = job(3, "if comm.rank == 1:\n    raise LookupError('no such thing')\ncomm.barrier()\n")
+    assert result.returncode != 0, str(result)
+    assert result.seconds < PROMPT_S, str(result)
+    assert "[rank 1] Traceback (most recent call last):" in result.stderr, str(result)
+    assert "[rank 1] LookupError: no such thing" in result.stderr, str(result)
+    assert "[rank 0]" not in result.stderr, str(result)
+
+
+def test_an_uncaught_exception_in_a_thread_ends_the_job_too() -> None:
+    script = """
+import threading
+def work():
+    raise LookupError("in the background")
+if comm.rank == 1:
+    quiet = threading.Thread(target=lambda: exec("raise SystemExit(3)"))  # ends its thread alone
+    quiet.start()
+    quiet.join()
+    threading.Thread(target=work).start()
+comm.barrier() if comm.rank == 0 else comm.recv(np.zeros(1), 0)
+"""
+    result = job(2, script)
+    assert result.returncode != 0, str(result)
+    assert result.seconds < PROMPT_S, str(result)
+    assert "[rank 1] LookupError: in the background" in result.stderr, str(result)
+    assert "SystemExit" not in result.stderr, str(result)
+
+
+def test_an_error_of_all_ranks_is_printed_once_and_they_end_by_themselves() -> None:
+    script = "with comm.together('reading'):\n    if comm.rank == 1:\n        raise LookupError('no such column')\n"
+    result = job(3, script)
+    assert result.returncode != 0, str(result)
+    assert result.seconds < PROMPT_S, str(result)
+    assert result.stderr.count("LookupError: reading: no such column [rank 1 of 3]") == 1, str(result)
+    assert "[rank 1] LookupError: no such column" in result.stderr, "the cause, with its own traceback"
+    assert "MPI_ABORT" not in result.stderr, str(result)
+
+
+def test_an_error_of_one_group_reaches_the_others() -> None:
+    script = "group = comm.split(comm.rank // 2)\nif comm.rank // 2 == 1:\n    with group.together():\n        int('x')\ncomm.barrier()\n"
+    result = job(4, script)
+    assert result.returncode != 0, str(result)
+    assert result.seconds < PROMPT_S, str(result)
+    assert "ValueError: invalid literal" in result.stderr, str(result)
+
+
+# Memory of the node
+
+
+@pytest.fixture
+def small_shm(tmp_path: Path) -> Iterator[Path]:
+    """A shared-memory folder of 1 MiB."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small tmpfs")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_folder_is_a_clear_error_on_all_ranks(small_shm: Path) -> None:
+    script = """
+for allocate in (comm.node.shared, comm.empty):
+    try:
+        allocate(4 << 20, np.uint8)
+    except OSError as error:
+        assert collectives.on_all_ranks(error)
+        print(f"rank {comm.rank}: {error}", flush=True)
+x = comm.node.shared((comm.size, 1 << 17), torch.uint8)  # what still fits works, every page of it
+x[comm.rank] = comm.rank + 1
+comm.barrier()
+assert [int(row.min()) for row in x] == [1, 2], x
+print(f"rank {comm.rank}: done", flush=True)
+"""
+    result = job(2, script, env={"MPITRAIN_SHM_DIR": str(small_shm)})
+    assert result.returncode == 0, str(result)
+    for rank in range(2):
+        lines = [line for line in result.stdout.splitlines() if line.startswith(f"rank {rank}: ")]
+        assert [line.split(" MB of node memory")[0] for line in lines[:2]] == [
+            f"rank {rank}: cannot share 4.2",
+            f"rank {rank}: cannot share 8.4",
+        ], str(result)
+        for line in lines[:2]:
+            assert f"in {small_shm}: No space left on device: " in line, str(result)
+            assert "MB are free; make it larger, or set MPITRAIN_SHM_DIR to a folder in memory that has more" in line
+        assert lines[2:] == [f"rank {rank}: done"], str(result)
+    assert not list(small_shm.iterdir())
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "raise LookupError", "os._exit(0)"])
+def test_nothing_is_left_however_the_job_ends(tmp_path: Path, end: str) -> None:
+    script = f"""
+import os, signal
+from pathlib import Path
+arrays = [comm.node.shared(1 << 20, torch.float32), comm.empty(1 << 20, np.float32)]
+arrays[1] += 1
+comm.all_reduce(arrays[1], algorithm="shared")
+assert (arrays[1] == comm.size).all()
+Path("{tmp_path}", f"was-here-{{comm.rank}}").touch()
+comm.barrier()
+{end}
+"""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    result = job(2, script, env={"MPITRAIN_SHM_DIR": str(folder)})
+    assert len(list(tmp_path.glob("was-here-*"))) == 2, str(result)
+    assert result.seconds < PROMPT_S, str(result)
+    assert not list(folder.iterdir())
+
+
+# The command line
+
+
+def alone(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m collectives` without mpirun."""
+    command = [sys.executable, "-m", "collectives", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "COLUMNS": "100"}, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_check_proves_every_schedule_without_mpi() -> None:
+    result = alone("check", "--ranks", "2,5,33")
+    assert result.returncode == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines()]
+    for name in (["all_reduce", "ring"], ["all_reduce", "tree"], ["all_gather", "ring"], ["broadcast", "tree"]):
+        assert [row[2] for row in rows if row[:2] == name and row[-1] == "yes"] == ["2", "5", "33"], result.stdout
+    assert ["reduce_scatter", "ring", "5", "4", "0.8", "4,", "0.8", "yes"] in rows
+
+
+def test_check_fails_where_a_schedule_is_wrong() -> None:
+    script = """
+import sys
+from dataclasses import replace
+from collectives import cli
+from collectives.schedules import BUILDERS, ring
+def broken(size, root):
+    right = ring.all_reduce(size, root)
+    return replace(right, program=lambda rank: right.program(rank)[: -1 if rank == 2 else None])
+def dear(size, root):
+    right = ring.all_gather(size, root)
+    return replace(right, cost=right.cost._replace(rounds=right.cost.rounds - 1))
+BUILDERS["all_reduce"]["broken"] = broken
+BUILDERS["all_gather"]["dear"] = dear
+sys.exit(cli.main(["check", "--ranks", "2,4"]))
+"""
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1, result.stderr
+    assert "all_reduce broken, 4 ranks: deadlock: ranks" in result.stdout
+    assert "all_reduce broken, 2 ranks" not in result.stdout
+    assert "all_gather dear, 2 ranks: costs" in result.stdout
+
+
+def test_info_with_and_without_mpirun() -> None:
+    for ranks, result in ((1, alone("info")), (2, launch(2, "-m", "collectives", "info", cwd=ROOT))):
+        assert result.returncode == 0, result.stderr
+        rows = dict(line.strip().split(maxsplit=1) for line in result.stdout.splitlines() if line.strip())
+        assert rows["ranks"] == str(ranks)
+        assert rows["nodes"].startswith("1 (")
+        assert "bfloat16" in rows["dtypes"]
+        assert rows["all_reduce"] == "auto, mpi, shared, ring, tree"
+        assert " free" in rows["shared"]
+        assert result.stdout.count("mpi4py") == 1, "printed once"
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "contestants"),
+    [
+        ("all_reduce", "float32", {"raw mpi4py", "auto", "mpi", "shared", "ring", "tree"}),
+        ("all_gather", "bfloat16", {"raw mpi4py", "auto", "mpi", "shared", "ring"}),
+        ("reduce_scatter", "float16", {"auto", "mpi", "shared", "ring"}),
+        ("broadcast", "int64", {"raw mpi4py", "auto", "mpi", "tree"}),
+    ],
+)
+def test_bench_measures_every_contestant(tmp_path: Path, op: str, dtype: str, contestants: set[str]) -> None:
+    file = tmp_path / "figures.json"
+    arguments = ["--op", op, "--dtype", dtype, "--sizes", "1KiB..20KiB", "--rounds", "3", "--json", str(file)]
+    result = launch(2, "-m", "collectives", "bench", *arguments, cwd=ROOT, env={"COLUMNS": "100"}, timeout_s=60)
+    assert result.returncode == 0, str(result)
+    assert result.stdout.count(f"{op}, {dtype}, 2 ranks on 1 node") == 1, str(result)
+    figures = json.loads(file.read_text())
+    assert (figures["ranks"], figures["nodes"]) == (2, 1)
+    for nbytes in (1 << 10, 4 << 10, 16 << 10):
+        group = [row for row in figures["results"] if row["nbytes"] == nbytes]
+        assert {row["algorithm"] for row in group} == contestants
+        for row in group:
+            assert row["memory"] == ("node" if row["algorithm"] == "shared" else "private")
+            assert 0 < row["seconds"] < 1
+            assert row["algbw"] == pytest.approx(nbytes / row["seconds"])
+            factor = {"all_reduce": 1.0, "broadcast": 1.0}.get(op, 0.5)  # 2 ranks
+            assert row["busbw"] == pytest.approx(row["algbw"] * factor)
+            assert f"{row['seconds'] * 1e6:.1f}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["bench", "--sizes", "1kB"], "argument --sizes: size '1kB'; expected bytes, such as 4096, 64KiB"),
+        (["bench", "--sizes", "4KiB..1KiB"], "argument --sizes: sizes '4KiB..1KiB'; expected a range that rises"),
+        (["bench", "--dtype", "complex64"], "argument --dtype: dtype complex64 is not supported; expected one of"),
+        (["bench", "--op", "sing"], "argument --op: invalid choice: 'sing'"),
+        (["bench", "--rounds", "0"], "argument --rounds: '0'; expected a whole number of at least 1"),
+        (["bench", "--json", "/not/there.json"], "No such file or directory: '/not/there.json'"),
+        (["check", "--ranks", "2,x"], "argument --ranks: 'x'; expected a whole number"),
+        (["dance"], "invalid choice: 'dance'"),
+    ],
+)
+def test_bad_input_is_one_line_on_one_rank(arguments: list[str], text: str) -> None:
+    result = launch(2, "-m", "collectives", *arguments, cwd=ROOT)
+    assert result.returncode != 0, str(result)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("collectives: ")]
+    assert len(lines) == 1, str(result)
+    assert text in lines[0], str(result)
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_bench_needs_two_ranks() -> None:
+    result = alone("bench")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "bench needs at least two ranks: mpirun -np 2 python -m collectives bench" in result.stderr
