@@ -67,7 +67,7 @@ class Buffer:
 
     def __init__(self, x: Any, name: str, *, writable: bool = False) -> None:
         self._device_tensor = None
-        if is_torch(x) and x.is_cuda:
+        if not isinstance(x, np.ndarray) and is_torch(x) and x.is_cuda:
             if not x.is_contiguous():
                 raise ValueError(f"{name} is not contiguous (shape {tuple(x.shape)}); pass {name}.contiguous()")
             self._device_tensor = x.detach() if writable else None

@@ -5,9 +5,9 @@ Each prints once, on rank 0. Bad input ends with one line and exit code 2 on all
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -18,6 +18,8 @@ from collectives.dtypes import TABLE, dtype_of
 from collectives.schedules import BUILDERS
 from collectives.schedules.check import ScheduleError, check
 from collectives.selection import ALGORITHMS
+
+T = TypeVar("T")
 
 # Where launchers say which rank this is: to print an error once, before MPI is started or where it cannot be.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -69,8 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _or_usage_error(parse):  # type: ignore[no-untyped-def]  # a decorator of any parser of one string
-    def parsed(text: str):  # type: ignore[no-untyped-def]
+def _or_usage_error(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """`parse` for argparse, which keeps the text of an ArgumentTypeError alone."""
+
+    def parsed(text: str) -> T:
         try:
             return parse(text)
         except (TypeError, ValueError) as error:

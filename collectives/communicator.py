@@ -9,7 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -299,10 +299,10 @@ class Communicator:
         b = Buffer(x, "x", writable=True)
         status = self._transport.MPI.Status()
         self.mpi.Probe(peer, _USER_TAG + tag, status)
-        nbytes = status.Get_count(self._transport.MPI.BYTE)
+        nbytes = status.Get_elements(self._transport.MPI.BYTE)
         if nbytes != b.flat.nbytes:
             # Take it off the line, so that it is not mistaken for the next one.
-            self.mpi.Recv(bytearray(nbytes), peer, _USER_TAG + tag)
+            self.mpi.Recv(self._transport.message(np.empty(nbytes, np.uint8)), peer, _USER_TAG + tag)
             raise ValueError(f"recv: rank {peer} sent {nbytes} bytes, but x has {b.flat.nbytes}")
         self.mpi.Recv(self._transport.message(b.flat), peer, _USER_TAG + tag)
         b.flush()
@@ -375,15 +375,12 @@ class Communicator:
         `finish`: what remains to be done once `request` has ended. `keep`: what MPI reads until then, besides `written`.
         """
 
-        def complete(_keep: Any = keep) -> None:
-            if finish is not None:
-                finish()
-            if written is not None:
-                written.flush()
-
         if async_op:
-            return Work(result, request, complete)
-        complete()
+            return Work(result, request, lambda: self._end(result, written, False, finish=finish, keep=keep))
+        if finish is not None:
+            finish()
+        if written is not None:
+            written.flush()
         return result
 
     def _counts(
@@ -444,5 +441,5 @@ def _cut(flat: np.ndarray, num_chunks: int = 1, *, counts: Sequence[int] | None 
     if counts is None:
         bounds = [flat.size * i // num_chunks for i in range(num_chunks + 1)]
     else:
-        bounds = [0, *np.cumsum(counts).tolist()]
+        bounds = [0, *accumulate(counts)]
     return [flat[begin:end] for begin, end in pairwise(bounds)]

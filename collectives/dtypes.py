@@ -13,7 +13,7 @@ ARITHMETIC = frozenset({"sum", "prod", "max", "min"})
 OPS = ARITHMETIC | {"avg"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each row exists once
 class DType:
     """One element type.
 

@@ -78,7 +78,7 @@ def _sample(words: list[str]) -> int:
             options.checkpoint, options.prompt, num=options.bytes, temperature=options.temperature, seed=options.seed
         ):
             print(text, end="", flush=True)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"mpitrain: error: {error}", file=sys.stderr)
         return 1
     print()

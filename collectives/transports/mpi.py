@@ -4,12 +4,14 @@
 The caller keeps the arrays alive until then: mpi4py's requests hold only some of them.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
+from collectives import selection
 from collectives.dtypes import DType
 from collectives.reduction import divide, reduce_into
 from collectives.schedules import Step
@@ -26,6 +28,7 @@ class Started(NamedTuple):
 # Data travels as opaque elements of its size: MPI has no bf16, and counts stay small.
 _MOVES = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 _OPS = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN}
+_ROW = 1 << 20  # elements of a row of a message too large to count
 _TAG = 1  # of our own schedules; every communicator is a private clone, so no user's message can be mistaken for one
 
 
@@ -36,7 +39,23 @@ def library_version() -> str:
 
 def message(flat: np.ndarray, counts: list[int] | int | None = None) -> list[Any]:
     """mpi4py's description of a message that moves `flat`. `counts`: of each rank's part, where it is made of such."""
-    return [flat.view(np.uint8), flat.size if counts is None else counts, _MOVES[flat.itemsize]]
+    kind = _MOVES[flat.itemsize]
+    if counts is None:
+        counts = flat.size
+    if isinstance(counts, int) and counts > selection.MAX_COUNT:
+        counts, kind = 1, _block(counts, flat.itemsize)
+    return [flat.view(np.uint8), counts, kind]
+
+
+@functools.cache
+def _block(count: int, itemsize: int) -> MPI.Datatype:
+    """One MPI datatype for more elements than MPI can count. Kept for the next message of this size."""
+    num_rows, rest = divmod(count, _ROW)
+    kind = _MOVES[itemsize]
+    rows = kind.Create_vector(num_rows, _ROW, _ROW)
+    block = MPI.Datatype.Create_struct([1, rest], [0, num_rows * _ROW * itemsize], [rows, kind]).Commit()
+    rows.Free()
+    return block
 
 
 def execute(steps: Sequence[Step], mpi: Any, chunks: Sequence[np.ndarray], op: str, dtype: DType) -> None:

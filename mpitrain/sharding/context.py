@@ -6,13 +6,19 @@ optimizer, `load` and whoever else writes shards does it there and nowhere else.
 opening one all have finished writing, past the closing one all have finished reading.
 
 [Note: order] Reductions are collective, so all ranks issue them in one order: that of the modules, backwards. A unit whose gradients
-are complete earlier waits for those before it; what was not used at all on this rank is reduced, as zeros, at the end of the backward.
+are complete earlier waits for those before it; what was not used at all on this rank is reduced, as zeros, at the end of the
+backward.
+
+[Note: gradient buffer] The unit that is next in order moves each gradient into the buffer as soon as autograd has it, while it is in
+the core's cache; any other unit (the root's head, whose gradient comes first and is reduced last) keeps its gradients where autograd
+put them until its turn comes. So the buffer never holds gradients of two units.
 """
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,13 +49,16 @@ class Context:
         self.comm_s = 0.0
         """Seconds spent in communication and in waiting for other ranks, since the beginning."""
         self._resident = [unit for unit in self.units if unit.resident]
-        self._backward_order = list(reversed(states))
-        self._next_to_reduce = 0
+        self._order = [(state, unit) for state in reversed(states) for unit in state.units if unit.trained]
+        self._next = 0  # in that order: the unit to reduce next
         self._had_grad: dict[int, bool] = {}  # by position of a parameter among all: used on this rank in this backward
         self._fresh: dict[int, bool] = {}  # ... and had no gradient left from before
-        self._grad_buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._grad_buffers: dict[torch.dtype, torch.Tensor] = {}  # of resident units
         for state in states:
             state.context = self
+        for state, unit in self._order:
+            for index, param in enumerate(unit.params if unit.resident else ()):
+                param.full.register_post_accumulate_grad_hook(partial(self._on_grad, state, unit, index))
         self._allocate_grad_buffers()
 
     def _allocate_grad_buffers(self) -> None:
@@ -59,12 +68,17 @@ class Context:
             if unit.trained:
                 longest[unit.reduce_dtype] = max(longest.get(unit.reduce_dtype, 0), unit.layout.numel)
         for dtype, numel in longest.items():
-            self._grad_buffers[dtype, torch.device("cpu")] = self.comm.empty(numel, dtype)
+            self._grad_buffers[dtype] = self.comm.empty(numel, dtype)
 
     def _grad_buffer(self, unit: Unit) -> torch.Tensor:
         if unit.resident:
-            return self._grad_buffers[unit.reduce_dtype, unit.device]
+            return self._grad_buffers[unit.reduce_dtype]
         return torch.empty(unit.layout.numel, dtype=unit.reduce_dtype, device=unit.device)
+
+    def _on_grad(self, state: "State", unit: Unit, index: int, full: torch.Tensor) -> None:
+        """Autograd has added up the gradient of a parameter of a resident unit: see [Note: gradient buffer]."""
+        if self._next < len(self._order) and self._order[self._next][1] is unit and state.sync_gradients:
+            unit.place_grad(index, self._grad_buffer(unit))
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
@@ -99,7 +113,7 @@ class Context:
         """Back to idle after an exception in the middle of a step. No communication: the ranks may be anywhere."""
         for state in self.states:
             state.reset()
-        self._next_to_reduce = 0
+        self._next = 0
         self.phase = Phase.IDLE
 
     # Backward
@@ -109,7 +123,7 @@ class Context:
         if self.phase is Phase.BACKWARD:
             return
         self.phase = Phase.BACKWARD
-        self._next_to_reduce = 0
+        self._next = 0
         self._had_grad.clear()
         self._fresh.clear()
         for state in self.states:
@@ -118,15 +132,13 @@ class Context:
 
     def reduce_complete(self) -> None:
         """Reduce what is complete and next in order: see [Note: order]."""
-        while self._next_to_reduce < len(self._backward_order):
-            state = self._backward_order[self._next_to_reduce]
+        while self._next < len(self._order):
+            state, unit = self._order[self._next]
             if not state.complete:
                 return
-            self._next_to_reduce += 1
             if state.sync_gradients:
-                for unit in state.units:
-                    if unit.trained:
-                        self._reduce(unit)
+                self._reduce(unit)
+            self._next += 1
 
     def _reduce(self, unit: Unit) -> None:
         fresh = [param.shard.grad is None for param in unit.params]
@@ -142,7 +154,7 @@ class Context:
             state.end_backward()
         self.reduce_complete()
         self._forget_unused()
-        self._next_to_reduce = 0
+        self._next = 0
         self.close()
 
     def _forget_unused(self) -> None:

@@ -69,6 +69,7 @@ class Unit:
         self.count = self.layout.counts[comm.rank]
         self._first = self.layout.bounds[comm.rank]
         self._shard_grad: torch.Tensor | None = None
+        self._placed: set[int] = set()  # parameters whose gradient stands in the gradient buffer already
 
         if resident:
             self._full = comm.node.shared(self.layout.numel, self.full_dtype)
@@ -137,22 +138,36 @@ class Unit:
     # Gradients
 
     @torch.no_grad()
+    def place_grad(self, index: int, buffer: torch.Tensor) -> None:
+        """Move the full gradient of parameter `index` to its place in the gradient buffer."""
+        grad, part = self.params[index].full.grad, self._part(buffer, index)
+        assert grad is not None
+        if index in self._placed:
+            part += grad.reshape(-1)
+        else:
+            part.copy_(grad.reshape(-1))
+        self._placed.add(index)
+        self.params[index].full.grad = None
+
+    def _part(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        place = self.layout.places[index]
+        return buffer[place.start : place.stop]
+
+    @torch.no_grad()
     def reduce_grads(self, buffer: torch.Tensor) -> list[bool]:
         """Average the full parameters' gradients over the ranks into the shards' and drop them. Collective.
 
         `buffer`: 1-D, of `reduce_dtype`, at least `layout.numel` long. A shard's gradient is added to what `zero_grad` left of
         it. Returns for each parameter whether it had a gradient on this rank.
         """
-        buffer = buffer[: self.layout.numel]
         had_grad = []
-        for param, place in zip(self.params, self.layout.places, strict=True):
-            grad, part = param.full.grad, buffer[place.start : place.stop]
-            had_grad.append(grad is not None)
-            if grad is None:
-                part.zero_()  # unused here; other ranks may have used it
-            else:
-                part.copy_(grad.reshape(-1))
-            param.full.grad = None
+        for index, param in enumerate(self.params):
+            had_grad.append(index in self._placed or param.full.grad is not None)
+            if param.full.grad is not None:
+                self.place_grad(index, buffer)
+            elif index not in self._placed:
+                self._part(buffer, index).zero_()  # unused here; other ranks may have used it
+        self._placed.clear()
 
         if self._shard_grad is None:
             self._shard_grad = torch.zeros(self.count, dtype=self.dtype, device=self.device)
@@ -162,7 +177,7 @@ class Unit:
         adding = any(param.shard.grad is not None for param in self.params)
         direct = not adding and self.reduce_dtype == self.dtype
         mean = self._shard_grad if direct else torch.empty(self.count, dtype=self.reduce_dtype, device=self.device)
-        self.comm.reduce_scatter(mean, buffer, "avg", counts=self.layout.counts)
+        self.comm.reduce_scatter(mean, buffer[: self.layout.numel], "avg", counts=self.layout.counts)
         for param in self.params:
             assert param.grad is not None
             if not direct:
@@ -178,6 +193,7 @@ class Unit:
 
     def drop_grads(self) -> None:
         """Forget full gradients that were not reduced."""
+        self._placed.clear()
         for param in self.params:
             param.full.grad = None
 

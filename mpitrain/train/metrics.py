@@ -4,9 +4,9 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -45,27 +45,53 @@ class MetricsFile:
     """`metrics.jsonl` of a run: lines of steps and of evaluations, in order of step."""
 
     def __init__(self, path: Path, *, steps_done: int) -> None:
-        """Open it to go on after `steps_done` steps: lines of later ones, from before a crash, go."""
-        kept = []
-        if path.exists():
-            for line in path.read_text().splitlines():
-                try:
-                    entry = json.loads(line)
-                except ValueError:
-                    continue  # the last line of a killed process may be cut off
-                if entry["step"] <= steps_done:
-                    kept.append(line + "\n")
-        self._file: TextIO = path.open("w")
-        self._file.writelines(kept)
+        """Open it to go on after `steps_done` steps: lines of later ones, from before a crash, are cut off."""
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
+        self._failure: OSError | None = None
+        # In place: a copy that is written anew would be lost with a process that is killed meanwhile.
+        self._file.truncate(sum(len(line) for line, _ in _lines(path, steps_done)))
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Add a line, seen by readers at once."""
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        """Add a line, seen by readers at once. One that cannot be written (a full disk) goes with the next; see `check`."""
+        self._unwritten += json.dumps(entry).encode() + b"\n"
+        self._failure = None
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            # Not raised here, where only one rank would hear of it, and not worth losing the steps since the last checkpoint.
+            self._failure = error
+
+    def check(self) -> None:
+        """Raise OSError if lines could not be written."""
+        if self._failure is not None:
+            raise OSError(f"{self._path} cannot be written: {self._failure.strerror or self._failure}")
 
     def close(self) -> None:
         """No more lines."""
         self._file.close()
+
+
+def is_evaluated(path: Path, step: int) -> bool:
+    """Whether a `metrics.jsonl` has the evaluation after `step` steps."""
+    return any(entry["step"] == step and "heldout_loss" in entry for _, entry in _lines(path, step))
+
+
+def _lines(path: Path, steps: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines of the first `steps` steps, raw and read. The last line of a killed process may be cut off: it counts as none."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                entry = json.loads(line)
+                if not line.endswith(b"\n") or entry["step"] > steps:
+                    return
+            except (ValueError, TypeError, KeyError):
+                return
+            yield line, entry
 
 
 class Terminal:

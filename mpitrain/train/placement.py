@@ -50,7 +50,8 @@ def place(comm: Communicator, config: ParallelConfig) -> Placement:
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """What a large matrix product reaches on this rank, all ranks at once: the yardstick for a step (its `mfu`)."""
     n = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(n, n, device=device, dtype=dtype)
+    # A generator of its own: measuring must not move those that the checkpoint keeps. Not constants, which GPUs multiply faster.
+    a = torch.randn(n, n, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
     times = []
     for _ in range(5):
         start = _now(device)

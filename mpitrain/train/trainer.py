@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mpitrain.models import GPT, decay_groups, flops_per_token, num_parameters, 
 from mpitrain.sharding import MixedPrecisionPolicy, clip_grad_norm_, communication_s, fully_shard
 from mpitrain.train import random_states, stop
 from mpitrain.train.lr import learning_rate
-from mpitrain.train.metrics import MetricsFile, StepMetrics, Terminal, memory_bytes
+from mpitrain.train.metrics import MetricsFile, StepMetrics, Terminal, is_evaluated, memory_bytes
 from mpitrain.train.placement import Placement, matmul_flops_per_s, place
 from mpitrain.train.run import Run
 
@@ -65,8 +66,16 @@ class Trainer:
         begin: tuple[Path | None, str] | None = None
         with comm.together():
             if comm.rank == 0:
-                begin = self.run.begin(config)
+                begin = self.run.start(config)
         self.start, self.beginning = comm.broadcast_object(begin)
+        with comm.together():
+            if config.train.eval_only and self.start is None and config.resume == "auto":
+                raise ConfigError(
+                    f"train.eval_only: run {self.run.folder} has no checkpoint to evaluate; name another by --run or "
+                    "--resume, or take the initial values by --resume never"
+                )
+            if config.train.eval_only and not config.train.eval_batches:
+                raise ConfigError("train.eval_only: train.eval_batches is 0, so there is nothing to do")
 
         self.corpus = load_corpus(config.data, comm)
         sizes = config.model.resolve()
@@ -82,6 +91,7 @@ class Trainer:
             decay_groups(self.model, optim.weight_decay), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
         )
         self.step = 0
+        self.metrics: MetricsFile | None = None  # on rank 0, while it trains
         self._own_comm_s = 0.0
         random_states.seed_all(config.train.seed, comm.rank)
 
@@ -171,11 +181,7 @@ class Trainer:
     # Checkpoints
 
     def save(self) -> None:
-        """Save the state after the steps so far, unless that has been done."""
-        path = self.run.checkpoint(self.step)
-        exists = self.comm.broadcast_object(path.exists() if self.comm.rank == 0 else None)
-        if exists:
-            return
+        """Save the state after the steps so far. A checkpoint of that name is one that was not gone on from, and is replaced."""
         meta = {
             "step": self.step,
             "config": to_toml(self.config),
@@ -189,7 +195,18 @@ class Trainer:
         states = random_states.pack(self.placement.device)
         shard = ckpt.Shard(states, (self.comm.size, states.shape[1]), (self.comm.rank, 0))
         keep = self.config.checkpoint.keep
-        state.save(path, self.model, self.optimizer, meta=meta, tensors={"random/states": shard}, keep=keep)
+        state.save(
+            self.run.checkpoint(self.step),
+            self.model,
+            self.optimizer,
+            meta=meta,
+            tensors={"random/states": shard},
+            keep=keep,
+            overwrite=True,
+        )
+        with self.comm.together():
+            if self.metrics is not None:
+                self.metrics.check()
 
     def load(self, path: Path) -> Iterator[str]:
         """Take up the state of a checkpoint; yields lines about what is different from when it was saved."""
@@ -200,6 +217,9 @@ class Trainer:
                 _check_meta(meta, path)
         meta = self.comm.broadcast_object(meta)
         assert meta is not None
+        with self.comm.together():
+            saved = from_text(meta["config"], str(path))
+            _check_model(saved, self.config, path)
         states = random_states.pack(self.placement.device)
         same_ranks = meta["num_ranks"] == self.comm.size
         random = ckpt.Shard(states, (self.comm.size, states.shape[1]), (self.comm.rank, 0))
@@ -215,7 +235,7 @@ class Trainer:
             yield f"it was saved by {meta['num_ranks']} ranks, now {self.comm.size}: random generators are seeded anew"
         if meta["data"]["fingerprint"] != self.corpus.fingerprint:
             yield "the data have changed since it was saved: the order of samples is another one from here on"
-        for line in differences(from_text(meta["config"], str(path)), self.config):
+        for line in differences(saved, self.config):
             if not line.startswith(("run:", "resume:", "log.", "train.eval_only")):
                 yield f"setting changed: {line}"
 
@@ -223,56 +243,79 @@ class Trainer:
 
     def fit(self) -> None:
         """Go on to the last step, or until a rank is asked to stop; evaluate, save and report on the way."""
-        config, rank0 = self.config, self.comm.rank == 0
+        config = self.config
+        rank0 = self.comm.rank == 0
         terminal = (
             Terminal(every=config.log.every, steps=config.train.steps, num_ranks=self.comm.size) if rank0 else None
         )
-
-        def say(text: str) -> None:
-            if terminal is not None:
-                terminal.say(text)
-
-        say(self._heading())
+        self._say = terminal.say if terminal is not None else lambda text: None
+        self._say(self._heading())
         if self.start is not None:
             for line in self.load(self.start):
-                say(line)
+                self._say(line)
         if config.train.eval_only:
-            say(self._evaluation(self.evaluate()))
+            self._say(self._evaluation(self.evaluate()))
             return
-        device = self.placement.device
-        self._peak_flops_per_s = self._sum(matmul_flops_per_s(device, getattr(torch, config.parallel.param_dtype)))[0]
-        file: MetricsFile | None = None
+        owed = None
+        with self.comm.together():
+            if rank0 and self.step > 0:
+                owed = self._evaluation_due() and not is_evaluated(self.run.metrics, self.step)
+        owed = self.comm.broadcast_object(owed)
+        if self.step >= config.train.steps and not owed:
+            self._say(
+                f"nothing left to do: {self.step} of {config.train.steps} steps are done; "
+                "a larger --train.steps goes on from here, --resume never starts anew"
+            )
+            return
         with self.comm.together():
             if rank0:
-                file = MetricsFile(self.run.metrics, steps_done=self.step)
+                aside = self.run.prepare(config)
+                if aside is not None:
+                    self._say(f"the earlier run is now {aside}")
+                self.metrics = MetricsFile(self.run.metrics, steps_done=self.step)
+        try:
+            if owed:  # it was stopped between this step and its evaluation
+                self._evaluate_and_report()
+            self._train(terminal)
+        finally:
+            if terminal is not None:
+                terminal.close()
+            if self.metrics is not None:
+                self.metrics.close()
 
+    def _train(self, terminal: Terminal | None) -> None:
+        config, device = self.config, self.placement.device
+        self._peak_flops_per_s = self._sum(matmul_flops_per_s(device, getattr(torch, config.parallel.param_dtype)))[0]
         stopped = False
         while self.step < config.train.steps and not stopped:
             metrics, stopped = self.train_step()
-            if terminal is not None and file is not None:
-                file.write(metrics._asdict())
+            if terminal is not None and self.metrics is not None:
+                self.metrics.write(metrics._asdict())
                 terminal.step(metrics)
+            if self._evaluation_due() and not stopped:
+                self._evaluate_and_report()
             last = self.step == config.train.steps
-            due = config.train.eval_every and self.step % config.train.eval_every == 0
-            if self.heldout.num_batches and (due or last) and not stopped:
-                heldout = self.evaluate()
-                if file is not None:
-                    file.write(
-                        {"step": self.step, "heldout_loss": heldout, "heldout_bits_per_byte": heldout * BITS_PER_NAT}
-                    )
-                say(f"step {self.step}  {self._evaluation(heldout)}")
             if stopped or last or (config.checkpoint.every and self.step % config.checkpoint.every == 0):
                 self.save()
                 if stopped or last:
-                    say(f"saved {self.run.checkpoint(self.step)}")
+                    self._say(f"saved {self.run.checkpoint(self.step)}")
         if terminal is not None:
             terminal.close()
-        if file is not None:
-            file.close()
-        if stopped and self.step < config.train.steps:
-            say(f"stopped after step {self.step} as asked; the same command goes on from there")
+        if stopped:
+            self._say(f"stopped after step {self.step} as asked; the same command goes on from there")
         elif config.train.sample_bytes:
-            say("sample:\n" + self.sample())
+            self._say("sample:\n" + self.sample())
+
+    def _evaluation_due(self) -> bool:
+        every = self.config.train.eval_every
+        at_this_step = self.step == self.config.train.steps or (every and self.step % every == 0)
+        return bool(self.heldout.num_batches and at_this_step)
+
+    def _evaluate_and_report(self) -> None:
+        loss = self.evaluate()
+        if self.metrics is not None:
+            self.metrics.write({"step": self.step, "heldout_loss": loss, "heldout_bits_per_byte": loss * BITS_PER_NAT})
+        self._say(f"step {self.step}  {self._evaluation(loss)}")
 
     def _heading(self) -> str:
         sizes, place = self.model.config, self.placement
@@ -307,4 +350,12 @@ def _check_meta(meta: dict[str, Any], path: Path) -> None:
         raise ckpt.CheckpointError(
             f"{path} was not written by the main job: its meta lacks {', '.join(missing)}; "
             "load it with mpitrain.load or ckpt.load"
+        )
+
+
+def _check_model(saved: Config, config: Config, path: Path) -> None:
+    there, here = asdict(saved.model.resolve()), asdict(config.model.resolve())
+    if different := [f"model.{key} is {there[key]} there, {here[key]} here" for key in here if there[key] != here[key]]:
+        raise ConfigError(
+            f"{path} is of another model: {', '.join(different)}; go on with its own settings, or start another run by --run"
         )

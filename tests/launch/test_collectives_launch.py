@@ -61,7 +61,13 @@ def test_an_error_of_all_ranks_is_printed_once_and_they_end_by_themselves() -> N
 
 
 def test_an_error_of_one_group_reaches_the_others() -> None:
-    script = "group = comm.split(comm.rank // 2)\nif comm.rank // 2 == 1:\n    with group.together():\n        int('x')\ncomm.barrier()\n"
+    script = """
+group = comm.split(comm.rank // 2)
+if comm.rank // 2 == 1:
+    with group.together():
+        int("x")
+comm.barrier()
+"""
     result = job(4, script)
     assert result.returncode != 0, str(result)
     assert result.seconds < PROMPT_S, str(result)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from collectives import Communicator
+from collectives import Communicator, selection
 from collectives.arrays import as_numpy
 from collectives.dtypes import TABLE, DType
 from collectives.reduction import BLOCK
@@ -333,3 +333,33 @@ def test_halves_overflow_to_infinity_without_a_warning(comm: Communicator) -> No
         x = np.full(3, 60000, np.float16)
         comm.all_reduce(x, algorithm=algorithm)
         assert np.isinf(x).all() == (comm.size > 1)
+
+
+def test_messages_of_more_elements_than_mpi_can_count(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if MPI could count to 100, in rows of 8: the same path as beyond 2**31 elements, without the memory."""
+    from collectives.transports import mpi
+
+    monkeypatch.setattr(selection, "MAX_COUNT", 100)
+    monkeypatch.setattr(mpi, "_ROW", 8)
+    mpi._block.cache_clear()
+    n, rank = comm.size, comm.rank
+    for row, maker in makers(comm):
+        make = maker()
+        for size in (100, 101, 104, LARGE):
+            mine = inputs("sum", row, size, rank)
+            whole = np.concatenate([inputs("sum", row, size, r) for r in range(n)])
+            for algorithm in ("auto", "ring", "tree"):
+                x = comm.all_reduce(make(mine), algorithm=algorithm)
+                assert same(x, reduced("sum", row, size, n)), (row.name, size, algorithm)
+            assert same(comm.all_gather(make(size * n), make(mine)), whole)
+            assert same(comm.broadcast(make(mine), n - 1), inputs("sum", row, size, n - 1))
+            gathered = comm.gather(make(size * n) if rank == 0 else None, make(mine))
+            assert gathered is None or same(gathered, whole)
+            assert same(comm.scatter(make(size), make(whole) if rank == 0 else None), whole[rank * size :][:size])
+            assert same(comm.all_to_all(make(size * n), make(np.tile(mine, n))), whole)
+            if n > 1 and rank < 2:
+                if rank == 0:
+                    comm.send(make(mine), 1)
+                else:
+                    assert same(comm.recv(make(size), 0), inputs("sum", row, size, 0))
+    mpi._block.cache_clear()

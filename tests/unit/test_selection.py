@@ -4,7 +4,7 @@ import pytest
 
 from collectives.dtypes import TABLE
 from collectives.schedules import BUILDERS
-from collectives.selection import ALGORITHMS, SHORT_BYTES, choose
+from collectives.selection import ALGORITHMS, MAX_COUNT, SHORT_BYTES, choose
 
 
 def chosen(
@@ -57,3 +57,22 @@ def test_unknown_algorithms_are_named_with_the_known_ones() -> None:
         chosen("broadcast", "ring")
     with pytest.raises(ValueError, match=r"gather: algorithm 'shared' is unknown; expected auto, mpi"):
         chosen("gather", "shared", node=True)
+
+
+def test_what_mpi_cannot_count_goes_by_our_own_algorithms() -> None:
+    for dtype in ("uint8", "float32", "bfloat16"):
+        largest = MAX_COUNT * TABLE[dtype].itemsize
+        for operation, other in (
+            ("all_reduce", "ring"),
+            ("reduce_scatter", "ring"),
+            ("all_gather", "ring"),
+            ("reduce", "tree"),
+        ):
+            assert chosen(operation, "mpi", dtype, largest) == "mpi"
+            assert chosen(operation, "auto", dtype, largest + TABLE[dtype].itemsize) == other
+            with pytest.raises(
+                ValueError,
+                match=rf"takes up to 2147483647 elements, not 2147483648; use auto or {ALGORITHMS[operation][-1]}",
+            ):
+                chosen(operation, "mpi", dtype, largest + TABLE[dtype].itemsize)
+        assert chosen("broadcast", "mpi", dtype, 10 * largest) == "mpi"  # only moved: one large datatype does
