@@ -6,6 +6,7 @@ shard's shape is this rank's box of one of the parameter's full shape; all other
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -70,7 +71,9 @@ def load(
     names = {} if optimizer is None else _names(model, optimizer)
     if optimizer is not None:
         only.append("optimizer/*")
-        stored = _stored_state(path, comm)
+        stored, num_groups = _stored_state(path, comm)
+        with comm.together("mpitrain.load") if comm is not None else nullcontext():
+            _check_groups(path, num_groups, len(optimizer.param_groups), hyperparameters)
         for param, name in names.items():
             for key, shape, dtype in stored.get(name, ()):
                 value = _zeros(param, shape, getattr(torch, dtype))
@@ -84,7 +87,7 @@ def load(
             if isinstance(target, torch.Tensor) and target.data_ptr() != source.data_ptr():
                 target.copy_(source)
     if optimizer is not None:
-        saved = meta.get("optimizer") or {"groups": [], "state": {}}
+        saved = meta["optimizer"]
         for group in optimizer.param_groups:
             for param in group["params"]:
                 numbers = saved["state"].get(names[param], {})
@@ -164,19 +167,23 @@ def _on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _stored_state(
-    path: str | os.PathLike[str], comm: Communicator | None
-) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
-    """For each parameter's name the keys of its optimizer state in a checkpoint, with shapes and dtypes. Collective."""
+Stored = dict[str, list[tuple[str, tuple[int, ...], str]]]
+"""For each parameter's name the keys of its optimizer state in a checkpoint, with shapes and dtypes."""
 
-    def look() -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
-        found: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
-        for entry in ckpt.open(path).values():
+
+def _stored_state(path: str | os.PathLike[str], comm: Communicator | None) -> tuple[Stored, int | None]:
+    """The optimizer state in a checkpoint, and of how many parameter groups; None if it was saved without one. Collective."""
+
+    def look() -> tuple[Stored, int | None]:
+        found: Stored = {}
+        checkpoint = ckpt.open(path)
+        for entry in checkpoint.values():
             kind, _, rest = entry.name.partition("/")
             if kind == "optimizer":
                 key, _, name = rest.partition("/")
                 found.setdefault(name, []).append((key, tuple(entry.shape), str(entry.dtype)))
-        return found
+        optimizer = checkpoint.meta.get("optimizer")
+        return found, None if optimizer is None else len(optimizer["groups"])
 
     if comm is None:
         return look()
@@ -185,6 +192,16 @@ def _stored_state(
         if comm.rank == 0:
             stored = look()
     return comm.broadcast_object(stored)
+
+
+def _check_groups(path: str | os.PathLike[str], there: int | None, here: int, hyperparameters: bool) -> None:
+    if there is None:
+        raise ckpt.CheckpointError(f"{path} was saved without an optimizer; load it without one")
+    if hyperparameters and there != here:
+        raise ckpt.CheckpointError(
+            f"{path}: the optimizer has {there} parameter groups there, {here} here; "
+            "make the same groups, or pass hyperparameters=False to keep the settings of those here"
+        )
 
 
 def _zeros(param: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -34,7 +34,7 @@ _TAG = 1  # of our own schedules; every communicator is a private clone, so no u
 
 def library_version() -> str:
     """The MPI library's name and version, in one line."""
-    return MPI.Get_library_version().strip("\0").splitlines()[0].split(",")[0].strip()
+    return " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split(",")[0].split())
 
 
 def message(flat: np.ndarray, counts: list[int] | int | None = None) -> list[Any]:

@@ -97,10 +97,11 @@ def _lines(path: Path, steps: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
 class Terminal:
     """Rank 0's voice: a live bar on a terminal, plain lines elsewhere. The other ranks make none."""
 
-    def __init__(self, *, every: int, steps: int, num_ranks: int) -> None:
+    def __init__(self, *, every: int, steps: int) -> None:
         # mpirun stands between a rank and the terminal, and may give it a terminal of its own where it writes to a file itself:
         # a rank can only be told. mpirun/train tells what it saw.
-        told = os.environ.get("MPITRAIN_TTY", "1" if num_ranks == 1 and sys.stdout.isatty() else "0")
+        by_itself = not any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"))
+        told = os.environ.get("MPITRAIN_TTY", "1" if by_itself and sys.stdout.isatty() else "0")
         live = told == "1"
         self.console = Console(force_terminal=live, highlight=False, soft_wrap=not live)
         self._every, self._steps = every, steps

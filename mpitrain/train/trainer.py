@@ -245,9 +245,7 @@ class Trainer:
         """Go on to the last step, or until a rank is asked to stop; evaluate, save and report on the way."""
         config = self.config
         rank0 = self.comm.rank == 0
-        terminal = (
-            Terminal(every=config.log.every, steps=config.train.steps, num_ranks=self.comm.size) if rank0 else None
-        )
+        terminal = Terminal(every=config.log.every, steps=config.train.steps) if rank0 else None
         self._say = terminal.say if terminal is not None else lambda text: None
         self._say(self._heading())
         if self.start is not None:

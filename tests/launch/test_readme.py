@@ -1,0 +1,52 @@
+"""The README promises what these tests keep."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, launch, run
+
+README = (ROOT / "README.md").read_text()
+CODE_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_example_is_the_file_and_runs(tmp_path: Path) -> None:
+    example = (ROOT / "examples" / "shard_your_model.py").read_text()
+    code = example.partition('"""\n\n')[2]  # without its docstring
+    assert code in CODE_BLOCKS, "README.md and examples/shard_your_model.py differ"
+    result = launch(2, str(ROOT / "examples" / "shard_your_model.py"), cwd=tmp_path)
+    assert result.returncode == 0, str(result)
+    losses = [float(loss) for loss in re.findall(r"step \d  loss ([\d.]+)", result.stdout)]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    shown = run([sys.executable, "-m", "ckpt", "show", "example-checkpoint", "model/0.linear1.weight"], cwd=tmp_path)
+    assert shown.returncode == 0, str(shown)
+    assert "float32 (2048, 256)" in shown.stdout
+
+
+def test_files_it_links_to_are_there() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        if "://" not in target:
+            assert (ROOT / target).exists(), f"README.md links to {target}, which is not there"
+
+
+def test_settings_it_names_exist() -> None:
+    from mpitrain.config import parse
+
+    lines = [
+        line.partition("#")[0] for line in README.splitlines() if re.search(r" --(train|data|model|parallel)\.", line)
+    ]
+    assert len(lines) >= 3
+    for line in lines:
+        words = line.split()
+        parse(words[next(i for i, word in enumerate(words) if word.startswith("--")) :])
+
+
+@pytest.mark.parametrize(
+    "command", [("-m", "collectives", "check"), ("-m", "collectives", "info"), ("-m", "mpitrain", "--help")]
+)
+def test_commands_it_names_run_without_mpirun(command: tuple[str, ...], tmp_path: Path) -> None:
+    result = run([sys.executable, *command], cwd=tmp_path)
+    assert result.returncode == 0, str(result)
+    assert result.stdout
