@@ -3,6 +3,7 @@
 h5py's low-level interface, because it is some times faster than the other for thousands of small objects.
 """
 
+import errno
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from collectives.dtypes import TABLE
 
 INDEX_NAME = "index.h5"
 _MAX_ATTRIBUTE_BYTES = 60_000  # HDF5 keeps an attribute in its object's header, of at most 64 KiB
+_HEADER_BYTES = 1 << 16  # more than the rest of a rank file: a handful of datasets without any attribute of size
 _VISIBLE_S = 10.0  # how long a folder that rank 0 made may take to appear on another node (NFS)
 
 
@@ -45,6 +47,7 @@ def create_rank_file(path: Path, elements: Mapping[str, int]) -> dict[str, Datas
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     _wait_for(path.parent)
+    _check_room(path, sum(count * TABLE[dtype].itemsize for dtype, count in elements.items()))
     datasets = {}
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_alignment(1, 64)
@@ -59,6 +62,23 @@ def create_rank_file(path: Path, elements: Mapping[str, int]) -> dict[str, Datas
             datasets[dtype] = Dataset(dataset.get_offset(), elements[dtype])
             del dataset
     return datasets
+
+
+def _check_room(path: Path, nbytes: int) -> None:
+    """OSError unless a file of `nbytes` of data can be made at `path`.
+
+    HDF5 1.10 ends the process by a fault of its own when it cannot close a file on a full disk, so it is not let near one.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, bytes(_HEADER_BYTES))  # a full disk, or a quota that is used up
+        os.ftruncate(fd, nbytes + _HEADER_BYTES)  # a limit on the size of files
+        disk = os.fstatvfs(fd)
+        if disk.f_bavail * disk.f_frsize < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(fd)
+        os.unlink(path)
 
 
 def index_image(manifest: Manifest, scalars: Mapping[str, np.ndarray]) -> bytes:

@@ -112,7 +112,7 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"settings file {os.fspath(path)}: {error.strerror or error}") from None
     except ValueError as error:  # bytes that are not UTF-8
         raise ConfigError(f"settings file {os.fspath(path)} is not valid TOML: {error}") from None
-    return _read_text(text, f"settings file {os.fspath(path)}")
+    return _read_text(text, os.fspath(path))
 
 
 def _read_text(text: str, source: str) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _read_text(text: str, source: str) -> dict[str, Any]:
     try:
         document = tomllib.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{source} is not valid TOML: {error}") from None
+        raise ConfigError(f"settings file {source} is not valid TOML: {error}") from None
     types = _types()
     sections = {name.partition(".")[0] for name in types if "." in name}
     values: dict[str, Any] = {}
