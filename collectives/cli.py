@@ -10,10 +10,13 @@ from importlib.metadata import version
 from typing import NoReturn, TypeVar
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
+import collectives
 from collectives import bench
+from collectives.diagnosis import on_all_ranks
 from collectives.dtypes import TABLE, dtype_of
 from collectives.schedules import BUILDERS
 from collectives.schedules.check import ScheduleError, check
@@ -21,7 +24,7 @@ from collectives.selection import ALGORITHMS
 
 T = TypeVar("T")
 
-# Where launchers say which rank this is: to print an error once, before MPI is started or where it cannot be.
+# Where launchers say which rank this is: one of several if any of them is set.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
@@ -44,8 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_info()
         return run_bench(options)
     except (UsageError, OSError) as error:
-        if _is_first_rank():
-            Console(stderr=True, soft_wrap=True, highlight=False).print(f"collectives: {error}", markup=False)
+        line = Text(f"collectives: {error}")
+        if isinstance(error, UsageError) or on_all_ranks(error):
+            _print_once(line, stderr=True)
+        else:
+            _console(stderr=True).print(line)
         return 2
 
 
@@ -93,8 +99,20 @@ def _ranks(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
 
 
-def _is_first_rank() -> bool:
-    return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0") == "0"
+def _print_once(*shown: RenderableType, stderr: bool = False) -> None:
+    """Print on rank 0. Collective where a launcher has started several ranks, and else done without MPI.
+
+    Returns on all ranks when it is printed: a launcher ends the job as soon as one rank has ended with an error.
+    """
+    comm = collectives.world() if any(name in os.environ for name in _RANK_VARIABLES) else None
+    if comm is None or comm.rank == 0:
+        _console(stderr).print(*shown, sep="\n")
+    if comm is not None:
+        comm.barrier()
+
+
+def _console(stderr: bool = False) -> Console:
+    return Console(stderr=stderr, soft_wrap=stderr, highlight=False)
 
 
 def run_check(sizes: Sequence[int]) -> int:
@@ -117,18 +135,13 @@ def run_check(sizes: Sequence[int]) -> int:
                     rounds, traffic = str(formula.rounds), f"{float(formula.traffic):.4g}"
                     table.add_row(operation, algorithm, str(size), rounds, traffic, shown, "yes")
             table.add_section()
-    if _is_first_rank():
-        console = Console()
-        console.print(table)
-        console.print("rounds: steps on the longest chain; traffic: what the busiest rank sends, in whole arrays")
-        for problem in problems:
-            console.print(problem, style="bold red", markup=False, soft_wrap=True)
+    legend = Text("rounds: steps on the longest chain; traffic: what the busiest rank sends, in whole arrays")
+    _print_once(table, legend, *(Text(problem, "bold red") for problem in problems))
     return 1 if problems else 0
 
 
 def run_info() -> int:
     """Show what there is here: under mpirun all its ranks, else this process alone."""
-    import collectives
     from collectives.transports import mpi, shared
 
     comm = collectives.world()
@@ -149,14 +162,12 @@ def run_info() -> int:
         table.add_row("dtypes", ", ".join(TABLE))
         for operation, algorithms in ALGORITHMS.items():
             table.add_row(operation, ", ".join(("auto", *algorithms)))
-        Console().print(table)
+        _console().print(table)
     return 0
 
 
 def run_bench(options: argparse.Namespace) -> int:
     """Measure, print the table, and write the JSON file."""
-    import collectives
-
     comm = collectives.world()
     if comm.size == 1:
         raise UsageError("bench needs at least two ranks: mpirun -np 2 python -m collectives bench")
@@ -166,7 +177,7 @@ def run_bench(options: argparse.Namespace) -> int:
                 open(options.json, "a").close()
     results = bench.measure(comm, options.op, options.sizes, dtype_of(options.dtype), options.rounds)
     if comm.rank == 0:
-        Console().print(bench.table(comm, results))
+        _console().print(bench.table(comm, results))
         if options.json:
             bench.write_json(options.json, comm, results)
     return 0

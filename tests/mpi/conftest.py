@@ -10,6 +10,7 @@ Tests use the fixtures `comm` and `shared_tmp`. All ranks must come to the same 
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,12 @@ from mpi4py import MPI
 # property tests draw the same examples on every rank
 settings.register_profile("ranks", derandomize=True, database=None, deadline=None)
 settings.load_profile("ranks")
+
+# A folder of its own for each rank's temporary ones: at the end of a session pytest removes dead ones, and ranks that do so in
+# the same place at the same time trip over each other.
+_TEMP_ROOT = Path(tempfile.gettempdir(), f"mpitrain-tests-{os.getuid()}", f"rank-{MPI.COMM_WORLD.rank}")
+_TEMP_ROOT.mkdir(parents=True, exist_ok=True)
+os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_TEMP_ROOT)
 
 # How long a rank whose test failed waits for the others to end theirs.
 STRANDED_S = float(os.environ.get("MPITRAIN_TEST_STRANDED_S", "10"))
