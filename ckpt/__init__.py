@@ -11,7 +11,7 @@ shape to other tools; `manifest.jsonl` says where everything lies, with checksum
 
 from ckpt.checkpoint import Checkpoint, TensorEntry
 from ckpt.checkpoint import open_checkpoint as open
-from ckpt.folder import CheckpointInfo, latest, list_checkpoints
+from ckpt.folder import CheckpointInfo, find, latest, list_checkpoints
 from ckpt.layout import Box
 from ckpt.loading import load
 from ckpt.manifest import CheckpointError
@@ -25,6 +25,7 @@ __all__ = [
     "CheckpointInfo",
     "Shard",
     "TensorEntry",
+    "find",
     "latest",
     "list_checkpoints",
     "load",

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt.checkpoint import Checkpoint, TensorEntry, open_checkpoint
-from ckpt.folder import CheckpointInfo, info, latest, list_checkpoints
+from ckpt.folder import CheckpointInfo, find, info, list_checkpoints
 from ckpt.layout import Box
 from ckpt.manifest import FILE_NAME, CheckpointError
 
@@ -30,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     ls = commands.add_parser("ls", help="the checkpoints in a folder: step, size, age, complete or not")
-    ls.add_argument("dir", metavar="DIR", type=Path, help="a folder of checkpoints, or one checkpoint")
+    ls.add_argument("dir", metavar="DIR", type=Path, help="a run, a folder of checkpoints, or one checkpoint")
     ls.set_defaults(run=lambda args: _ls(args.dir, args.json))
     show = commands.add_parser("show", help="what one checkpoint holds, or one tensor of it")
     show.add_argument(
-        "dir", metavar="DIR", type=Path, help="a checkpoint; or a folder of them: the newest complete one"
+        "dir", metavar="DIR", type=Path, help="a checkpoint; or a run or a folder of them: the newest complete one"
     )
     show.add_argument("tensor", metavar="TENSOR", nargs="?", help="the name of a tensor: its blocks and first values")
     show.set_defaults(run=lambda args: _show(args.dir, args.tensor, args.json))
@@ -77,7 +77,7 @@ def _ls(folder: Path, as_json: bool) -> None:
 
 
 def _show(folder: Path, name: str | None, as_json: bool) -> None:
-    path = folder if (folder / FILE_NAME).exists() or not folder.is_dir() else latest(folder) or folder
+    path = find(folder)
     checkpoint = open_checkpoint(path)
     if name is None:
         _show_checkpoint(checkpoint, as_json)

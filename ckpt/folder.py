@@ -14,6 +14,7 @@ from ckpt.guard import Header, check_files, decode, decode_header, open_regular,
 from ckpt.manifest import FILE_NAME, CheckpointError, Manifest
 
 LATEST_NAME = "latest"
+RUN_SUBFOLDER = "checkpoints"  # where a run's folder keeps them, by the main job's and our convention
 _MAX_HEADER_BYTES = 256 << 20
 
 
@@ -39,8 +40,15 @@ class CheckpointInfo:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """The checkpoints in `folder`, oldest first, incomplete ones included. FileNotFoundError if there is no such folder."""
-    found = [info(path, name) for path, name in _candidates(Path(folder))]
+    """The checkpoints in `folder`, or of the run whose folder it is, oldest first, incomplete ones included.
+
+    FileNotFoundError if there is no such folder.
+    """
+    folder = Path(folder)
+    places = _candidates(folder)
+    if not places and (folder / RUN_SUBFOLDER).is_dir():
+        places = _candidates(folder / RUN_SUBFOLDER)
+    found = [info(path, name) for path, name in places]
     return sorted(found, key=lambda c: (-1 if c.sequence is None else c.sequence, c.saved or 0.0, c.name))
 
 
@@ -50,6 +58,22 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     if not folder.is_dir():
         return None
     return next((path for path, _ in newest_first(folder) if info(path, path.name).complete), None)
+
+
+def find(path: str | os.PathLike[str]) -> Path:
+    """The checkpoint that `path` means: itself, or the newest complete one in it or in its `checkpoints` (a run's folder).
+
+    CheckpointError if there is none; of a checkpoint itself, opening it tells what may be wrong with it.
+    """
+    folder = Path(path)
+    if (folder / FILE_NAME).exists():
+        return folder
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist" if not folder.exists() else f"{folder} is not a folder")
+    found = latest(folder) or latest(folder / RUN_SUBFOLDER)
+    if found is None:
+        raise CheckpointError(f"{folder} has no {FILE_NAME}: it is no checkpoint, and holds no complete one")
+    return found
 
 
 def newest_first(folder: Path) -> list[tuple[Path, Header]]:
