@@ -2,11 +2,15 @@
 
 `model/NAME` are parameters and buffers, `optimizer/KEY/NAME` what the optimizer keeps for a parameter under KEY. A tensor of the
 shard's shape is this rank's box of one of the parameter's full shape; all others (Adam's step) are the same on all ranks.
+
+A scalar parameter has a shard of shape (1,) on one rank and (0,) on the others, since no scalar can be empty. In a checkpoint it is
+the scalar that it is in the plain model.
 """
 
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +38,8 @@ def save(
     are those of `ckpt.save`.
     """
     comm = communicator(model)
-    everything = {**_model_tensors(model), **(tensors or {})}
+    scalars = _scalars(model)
+    everything = {**_model_tensors(model, scalars), **(tensors or {})}
     described = dict(meta or {})
     if optimizer is not None:
         names = _names(model, optimizer)
@@ -42,11 +47,15 @@ def save(
         for param, name in names.items():
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
-                    everything[f"optimizer/{key}/{name}"] = _held(value, param)
+                    everything[f"optimizer/{key}/{name}"] = _held(value, param, scalars)
                 else:
                     numbers.setdefault(name, {})[key] = value
         described["optimizer"] = {"groups": _hyperparameters(optimizer), "state": numbers}
-    ckpt.save(path, _on_host(everything), comm=comm, meta=described, keep=keep, overwrite=overwrite)
+    copies = _on_host(everything)
+    for tensor_name, held in everything.items():
+        if isinstance(held, _Scalar) and comm is not None:
+            held.spread(copies[tensor_name], comm)
+    ckpt.save(path, copies, comm=comm, meta=described, keep=keep, overwrite=overwrite)
 
 
 def load(
@@ -65,7 +74,8 @@ def load(
     Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model.
     """
     comm = communicator(model)
-    wanted = {**_model_tensors(model), **(tensors or {})}
+    scalars = _scalars(model)
+    wanted = {**_model_tensors(model, scalars), **(tensors or {})}
     only = ["model/*", *(tensors or {})]
     state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     names = {} if optimizer is None else _names(model, optimizer)
@@ -75,15 +85,18 @@ def load(
         with comm.together("mpitrain.load") if comm is not None else nullcontext():
             _check_groups(path, num_groups, len(optimizer.param_groups), hyperparameters)
         for param, name in names.items():
-            for key, shape, dtype in stored.get(name, ()):
-                value = _zeros(param, shape, getattr(torch, dtype))
+            for key, shape, dtype, has_rows in stored.get(name, ()):
+                box: Box | None = getattr(param, "shard_box", None) if has_rows else None
+                value = torch.zeros(shape if box is None else box.shape, dtype=getattr(torch, dtype))
                 state.setdefault(param, {})[key] = value
-                wanted[f"optimizer/{key}/{name}"] = _held(value, param)
+                wanted[f"optimizer/{key}/{name}"] = _held(value, param, scalars)
     copies = _on_host(wanted)
     meta = ckpt.load(path, copies, comm=comm, only=only)
     with torch.no_grad():
         for name, value in wanted.items():
             target, source = _data(value), _data(copies[name])
+            if isinstance(value, _Scalar):
+                target, source = value.shard, source.expand(value.shard.shape)
             if isinstance(target, torch.Tensor) and target.data_ptr() != source.data_ptr():
                 target.copy_(source)
     if optimizer is not None:
@@ -128,25 +141,44 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return full
 
 
-def _model_tensors(model: nn.Module) -> dict[str, Any]:
-    """Parameters (tied ones under all their names, one storage: all are loaded alike) and persistent buffers."""
+@dataclass(frozen=True)
+class _Scalar:
+    """A rank's part of a scalar parameter, or of what the optimizer keeps for it."""
+
+    shard: torch.Tensor  # (1,) on one rank, (0,) on the others
+
+    def spread(self, value: torch.Tensor, comm: Communicator) -> None:
+        """Fill `value`, of no dimension and on the host, on all ranks. Collective."""
+        owner = comm.all_gather_object(self.shard.numel()).index(1)
+        if comm.rank == owner:
+            value.copy_(self.shard[0])
+        comm.broadcast(value, owner)
+
+
+def _scalars(model: nn.Module) -> set[nn.Parameter]:
+    """The shards of scalar parameters."""
+    return {param.shard for param in sharded_params(model) if param.full.ndim == 0}
+
+
+def _model_tensors(model: nn.Module, scalars: set[nn.Parameter]) -> dict[str, Any]:
+    """Parameters (tied ones under the first of their names) and persistent buffers."""
     params = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     tensors: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if name in params and first.setdefault(id(params[name]), name) != name:
             continue
-        tensors[f"model/{name}"] = _held(value, params.get(name))
+        tensors[f"model/{name}"] = _held(value, params.get(name), scalars)
     return tensors
 
 
-def _held(value: torch.Tensor, param: nn.Parameter | None) -> Any:
-    """What `ckpt` is given of `value`, which belongs to `param`: a box if it has the shard's shape, else an array alike everywhere."""
+def _held(value: torch.Tensor, param: nn.Parameter | None, scalars: set[nn.Parameter]) -> Any:
+    """How to save or load `value`, which belongs to `param`: as a box if it has the shard's shape, else as alike on all ranks."""
     box: Box | None = getattr(param, "shard_box", None)
     data = value.detach()
     if box is None or tuple(value.shape) != box.shape:
         return data
-    return ckpt.Shard(data, box.full_shape, box.offset)
+    return _Scalar(data) if param in scalars else ckpt.Shard(data, box.full_shape, box.offset)
 
 
 def _data(value: Any) -> Any:
@@ -157,6 +189,8 @@ def _on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The same tensors where `ckpt` can use them: contiguous, in host memory; no copy of what is so already."""
 
     def moved(data: Any) -> Any:
+        if isinstance(data, _Scalar):
+            return torch.zeros((), dtype=data.shard.dtype)
         return data.cpu().contiguous() if isinstance(data, torch.Tensor) else data
 
     return {
@@ -167,21 +201,29 @@ def _on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-Stored = dict[str, list[tuple[str, tuple[int, ...], str]]]
-"""For each parameter's name the keys of its optimizer state in a checkpoint, with shapes and dtypes."""
+Stored = dict[str, list[tuple[str, tuple[int, ...], str, bool]]]
+"""For each parameter's name the keys of its optimizer state in a checkpoint, each with shape, dtype and whether it has an element for
+each of the parameter's."""
 
 
 def _stored_state(path: str | os.PathLike[str], comm: Communicator | None) -> tuple[Stored, int | None]:
     """The optimizer state in a checkpoint, and of how many parameter groups; None if it was saved without one. Collective."""
 
     def look() -> tuple[Stored, int | None]:
-        found: Stored = {}
         checkpoint = ckpt.open(path)
+        entries: list[tuple[str, str, tuple[int, ...], str, tuple[int, ...] | None]] = []
         for entry in checkpoint.values():
             kind, _, rest = entry.name.partition("/")
             if kind == "optimizer":
                 key, _, name = rest.partition("/")
-                found.setdefault(name, []).append((key, tuple(entry.shape), str(entry.dtype)))
+                param = checkpoint.get(f"model/{name}")
+                entries.append((name, key, entry.shape, str(entry.dtype), None if param is None else param.shape))
+        # Of a scalar parameter the shape does not tell Adam's step from its means: of others it does.
+        numbers = {"step"} | {key for _, key, shape, _, of_param in entries if not shape and of_param}
+        found: Stored = {}
+        for name, key, shape, dtype, of_param in entries:
+            has_rows = shape == of_param and (bool(shape) or key not in numbers)
+            found.setdefault(name, []).append((key, shape, dtype, has_rows))
         optimizer = checkpoint.meta.get("optimizer")
         return found, None if optimizer is None else len(optimizer["groups"])
 
@@ -202,12 +244,6 @@ def _check_groups(path: str | os.PathLike[str], there: int | None, here: int, hy
             f"{path}: the optimizer has {there} parameter groups there, {here} here; "
             "make the same groups, or pass hyperparameters=False to keep the settings of those here"
         )
-
-
-def _zeros(param: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for an optimizer's tensor of full `shape`: this rank's box of it if it is of the parameter's shape."""
-    box: Box | None = getattr(param, "shard_box", None)
-    return torch.zeros(box.shape if box is not None and shape == box.full_shape else shape, dtype=dtype)
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:

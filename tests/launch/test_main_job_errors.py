@@ -1,0 +1,174 @@
+"""What the main job refuses: one line that says what to do, a non-zero exit of all ranks, within seconds."""
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import ROOT, Result, launch, run
+from main_job import assert_same_end, command, small_disk, tensors, train, trained
+
+import ckpt
+
+pytestmark = pytest.mark.timeout_s(240)
+
+WholeRun = Callable[[int], Path]
+
+# On a free machine an error takes 1 s before torch is loaded and 3 s after; other work on the machine adds to that.
+SECONDS = 30.0
+
+
+def error_line(result: Result) -> str:
+    """The one line of a run that was refused."""
+    assert result.returncode != 0, str(result)
+    assert "Traceback" not in result.stdout + result.stderr, str(result)
+    lines = [line for line in (result.stdout + result.stderr).splitlines() if "mpitrain: error:" in line]
+    assert len(lines) == 1 and lines[0].startswith("mpitrain: error: "), str(result)
+    assert "MPI_ABORT" not in result.stderr, "the ranks did not leave by themselves"
+    assert result.seconds < SECONDS, str(result)
+    return lines[0].strip()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--train.step", "5"], "unknown setting --train.step: did you mean --train.steps?"),
+        (["--train.steps", "five"], "--train.steps: expected a whole number, got 'five'"),
+        (["--train.batch", "13"], "train.batch: expected a multiple of 2 = 2 ranks x 1 (train.accumulate), got 13"),
+        (["--resume", "{tmp}/none"], "{tmp}/none does not exist"),
+        (["--data.path", "{tmp}/none"], "data.path: {tmp}/none does not exist"),
+        (["--data.path", "{tmp}/tiny"], "data.path: a batch of 12 windows of 32 tokens needs 416 training tokens, got"),
+        (["--run", "{tmp}/tiny/run"], "run: the folder {tmp}/tiny/run cannot be written: {tmp}/tiny is no folder"),
+        (["--train.eval-only"], "train.eval_only: run {tmp}/run has no checkpoint to evaluate"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line(args: list[str], message: str, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "tiny").write_text("too short to learn from")
+    result = train(2, tmp_path / "run", corpus, *(arg.format(tmp=tmp_path) for arg in args))
+    assert message.format(tmp=tmp_path) in error_line(result), str(result)
+    assert not (tmp_path / "run").exists(), "it had begun to write before all was checked"
+
+
+def test_an_unknown_command_is_one_line() -> None:
+    assert "unknown command 'trian'; expected train, sample or bench" in error_line(
+        launch(2, "-m", "mpitrain", "trian")
+    )
+
+
+def flip(file: Path) -> None:
+    """Damage a file in the middle, where tensors are."""
+    data = bytearray(file.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 64] = bytes(255 - byte for byte in data[middle : middle + 64])
+    file.write_bytes(data)
+
+
+def test_a_damaged_checkpoint(corpus: Path, tmp_path: Path, whole_run: WholeRun) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run(2), folder)
+    newest, second = folder / "checkpoints/step-00000060", folder / "checkpoints/step-00000040"
+    before = (folder / "metrics.jsonl").read_text()
+
+    flip(newest / "rank-00001.h5")
+    said = error_line(train(2, folder, corpus, "--train.steps", "70"))
+    assert "step-00000060" in said and "rank-00001.h5" in said, said
+    assert (folder / "metrics.jsonl").read_text() == before
+
+    # What can be seen without reading the tensors is passed over: the one before is taken.
+    manifest = newest / "manifest.jsonl"
+    manifest.write_bytes(manifest.read_bytes()[:-200])
+    said = error_line(train(2, folder, corpus, "--resume", str(newest)))
+    assert str(newest) in said, said
+    result = trained(2, folder, corpus)
+    assert f"goes on from {second}; step-00000060 is damaged" in result.stdout, str(result)
+    # The damaged one was replaced by what it should have been.
+    assert_same_end(folder, whole_run(2))
+
+
+def test_a_checkpoint_of_another_model(corpus: Path, tmp_path: Path, whole_run: WholeRun) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run(2), folder)
+    before = (folder / "config.toml").read_text()
+    said = error_line(train(2, folder, corpus, "--model.width", "64", "--train.steps", "70"))
+    assert "step-00000060 is of another model: model.width is 32 there, 64 here" in said
+    assert (folder / "config.toml").read_text() == before
+
+
+def test_a_checkpoint_of_something_else(corpus: Path, tmp_path: Path) -> None:
+    ckpt.save(tmp_path / "other", {}, comm=None, meta={"step": 3})
+    said = error_line(train(2, tmp_path / "run", corpus, "--resume", str(tmp_path / "other")))
+    assert "was not written by the main job: its meta lacks config, num_ranks, data" in said
+
+
+def test_full_shared_memory(corpus: Path, tmp_path: Path) -> None:
+    try:
+        with small_disk(tmp_path / "shm", 64 << 10):
+            result = train(2, tmp_path / "run", corpus, env={"MPITRAIN_SHM_DIR": str(tmp_path / "shm")})
+            assert list((tmp_path / "shm").iterdir()) == []
+    except PermissionError as error:
+        pytest.skip(f"a small file system cannot be mounted here: {error}")
+    said = error_line(result)
+    assert f"in {tmp_path}/shm" in said and "No space left on device" in said and "set MPITRAIN_SHM_DIR" in said
+
+
+def test_a_disk_that_fills_up(corpus: Path, tmp_path: Path, whole_run: WholeRun) -> None:
+    """The save fails on all ranks in one line, the checkpoint before stands, and with more room the run ends as if nothing had been."""
+    one = sum(file.stat().st_size for file in (whole_run(2) / "checkpoints/step-00000040").iterdir())
+    disk = tmp_path / "disk"
+    try:
+        with small_disk(disk, int(2.6 * one)):
+            result = train(2, disk / "run", corpus)
+            said = error_line(result)
+            assert "No space left on device" in said and "ckpt.save" in said
+            newest = ckpt.latest(disk / "run/checkpoints")
+            assert newest is not None and newest.name == "step-00000040", str(result)
+            assert tensors(newest) == tensors(whole_run(2) / "checkpoints/step-00000040")
+            assert sorted(p.name for p in newest.parent.iterdir()) == ["latest", "step-00000020", "step-00000040"]
+            assert run(["mount", "-o", f"remount,size={8 * one}", disk]).returncode == 0
+            trained(2, disk / "run", corpus)
+            assert_same_end(disk / "run", whole_run(2))
+    except PermissionError as error:
+        pytest.skip(f"a small file system cannot be mounted here: {error}")
+
+
+def test_a_loss_that_is_not_finite(corpus: Path, tmp_path: Path) -> None:
+    said = error_line(train(2, tmp_path / "run", corpus, "--optim.lr", "1e30", "--optim.clip-norm", "0"))
+    assert "loss nan" in said and "no step was taken" in said
+
+
+RAISES = """
+import sys
+from mpitrain.train import trainer
+
+take_step = trainer.Trainer.train_step
+
+def train_step(self):
+    if self.comm.rank == 1 and self.step == 2:
+        loss = self._loss
+        def fail(rows):
+            loss(rows)  # in the middle of the step: the others go on to a backward without this rank
+            raise ArithmeticError("something went wrong in the model")
+        self._loss = fail
+    return take_step(self)
+
+trainer.Trainer.train_step = train_step
+from mpitrain.cli import main
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_that_raises_in_the_middle_of_a_step(corpus: Path, tmp_path: Path) -> None:
+    script = tmp_path / "raises.py"
+    script.write_text(RAISES)
+    start = time.monotonic()
+    result = launch(
+        3, str(script), *command(tmp_path / "run", corpus)[2:], env={"PYTHONPATH": str(ROOT)}, timeout_s=SECONDS
+    )
+    assert result.returncode != 0, str(result)
+    assert "[rank 1] ArithmeticError: something went wrong in the model" in result.stderr, str(result)
+    assert "[rank 1] Traceback" in result.stderr and "[rank 0] Traceback" not in result.stderr, str(result)
+    # `launch` returns when mpirun has ended and its pipes are closed: no rank holds them any more.
+    assert time.monotonic() - start < SECONDS
+    assert "step 2/60" in result.stdout and "step 3/60" not in result.stdout

@@ -1,0 +1,281 @@
+"""mpitrain.save and load: what comes back is what was there, bit for bit, in any model and on any number of ranks."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+import mpitrain
+from collectives import Communicator
+from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
+
+STORAGES = ["resident", "private"]
+
+
+class Everything(nn.Module):
+    """Tied weights across blocks, a frozen layer, a scalar, vectors of one element, one parameter never used, buffers, sizes that no
+    number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 7), nn.Linear(7, 6)) for _ in range(2))
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.one = nn.Parameter(torch.ones(1))
+        self.unused = nn.Linear(3, 1)
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        with torch.no_grad():
+            self.calls += 1
+            self.mean.lerp_(torch.full_like(self.mean, float(self.calls)), 0.5)
+        return self.head(self.frozen(x) * self.scale + self.one)
+
+
+def make(seed: int) -> Everything:
+    torch.manual_seed(seed)
+    return Everything()
+
+
+def shard(model: Everything, comm: Communicator, **options: Any) -> Everything:
+    for block in model.blocks:
+        fully_shard(block, comm, **options)
+    fully_shard(model, comm, **options)
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.3}, {"params": others}], lr=1e-2, fused=True)
+
+
+def adam_per_tensor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False, amsgrad=True)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": sgd,
+    "adamw": adamw,
+    "adam": adam_per_tensor,
+}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """The same batch on every rank, so that a step is the same for any number of ranks, but for rounding."""
+    tokens = torch.randint(0, 13, (4, 9), generator=torch.Generator().manual_seed(number))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    optimizer.step()
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+    return copy.deepcopy(dict(model.state_dict())), copy.deepcopy(optimizer.state_dict())
+
+
+def assert_same(mine: Any, other: Any, where: str = "", **tolerance: float) -> None:
+    """Two nests of dicts, lists, tensors and numbers are the same, exactly unless a tolerance is given."""
+    assert type(mine) is type(other), where
+    if isinstance(mine, dict):
+        assert mine.keys() == other.keys(), where
+        for key in mine:
+            assert_same(mine[key], other[key], f"{where}/{key}", **tolerance)
+    elif isinstance(mine, list | tuple):
+        assert len(mine) == len(other), where
+        for index, pair in enumerate(zip(mine, other, strict=True)):
+            assert_same(*pair, f"{where}/{index}", **tolerance)
+    elif isinstance(mine, torch.Tensor):
+        tolerance = tolerance or {"rtol": 0.0, "atol": 0.0}
+        torch.testing.assert_close(mine, other, **tolerance, msg=lambda text: f"{where}: {text}")
+    else:
+        assert mine == other, where
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_sharded_model_and_its_optimizer_come_back(comm, shared_tmp: Path, kind: str, storage: str) -> None:
+    model = shard(make(0), comm, storage=storage)
+    optimizer = OPTIMIZERS[kind](model)
+    for number in range(3):
+        step(model, optimizer, number)
+    optimizer.param_groups[0]["lr"] = 0.123
+    mpitrain.save(shared_tmp / "saved", model, optimizer, meta={"step": 3, "note": ["a", None]})
+    at_save = snapshot(model, optimizer)
+    step(model, optimizer, 3)
+    expected = snapshot(model, optimizer)
+
+    other = shard(make(1), comm, storage=storage)
+    its_optimizer = OPTIMIZERS[kind](other)
+    meta = mpitrain.load(shared_tmp / "saved", other, its_optimizer)
+    assert (meta["step"], meta["note"]) == (3, ["a", None])
+    assert_same(snapshot(other, its_optimizer), at_save)
+    step(other, its_optimizer, 3)
+    assert_same(snapshot(other, its_optimizer), expected)
+
+    # and into the model that has gone on meanwhile
+    mpitrain.load(shared_tmp / "saved", model, optimizer)
+    assert_same(snapshot(model, optimizer), at_save)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_plain_model_comes_back_and_has_the_same_names(comm, tmp_path: Path, kind: str) -> None:
+    """A model that is not sharded is this process's alone: each rank saves and loads by itself."""
+    model = make(0)
+    optimizer = OPTIMIZERS[kind](model)
+    for number in range(2):
+        step(model, optimizer, number)
+    mpitrain.save(tmp_path / "saved", model, optimizer)
+    other = make(1)
+    its_optimizer = OPTIMIZERS[kind](other)
+    mpitrain.load(tmp_path / "saved", other, its_optimizer)
+    assert_same(snapshot(other, its_optimizer), snapshot(model, optimizer))
+    names = {name.removeprefix("model/") for name in ckpt.open(tmp_path / "saved") if name.startswith("model/")}
+    # tied weights are there once, under the first of their names; what is not persistent is not there
+    assert names == set(model.state_dict()) - {"head.weight"}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_saved_by_all_ranks_loaded_by_some_and_by_one(comm, shared_tmp: Path, kind: str) -> None:
+    """From N ranks to groups of N - 1 and 1, and to a plain model; from one rank to N."""
+    model = shard(make(0), comm)
+    optimizer = OPTIMIZERS[kind](model)
+    for number in range(3):
+        step(model, optimizer, number)
+    mpitrain.save(shared_tmp / "by-all", model, optimizer)
+    full = mpitrain.full_state_dict(model)
+
+    part = comm.split(int(comm.rank == 0))  # rank 0 alone, the others together
+    few = shard(make(1), part)
+    its_optimizer = OPTIMIZERS[kind](few)
+    mpitrain.load(shared_tmp / "by-all", few, its_optimizer)
+    # a folder each: two jobs that save into one folder at the same time would both write its `latest`
+    mpitrain.save(shared_tmp / f"{int(comm.rank == 0)}/saved", few, its_optimizer)
+    few_full = mpitrain.full_state_dict(few)
+    comm.barrier()
+
+    saved = ckpt.open(shared_tmp / "by-all")
+    for group in range(2 if comm.size > 1 else 1):
+        other = ckpt.open(shared_tmp / f"{1 - group}/saved")
+        assert other.names == saved.names
+        assert all(other[name].read().tobytes() == saved[name].read().tobytes() for name in other)
+    if comm.rank == 0:
+        assert_same(few_full, full)
+        plain = make(2)
+        plain_optimizer = OPTIMIZERS[kind](plain)
+        mpitrain.load(shared_tmp / "by-all", plain, plain_optimizer)
+        assert_same(dict(plain.state_dict()), full)
+        mpitrain.save(shared_tmp / "plain/saved", plain, plain_optimizer)
+    comm.barrier()
+
+    again = shard(make(3), comm)
+    again_optimizer = OPTIMIZERS[kind](again)
+    mpitrain.load(shared_tmp / "plain/saved", again, again_optimizer)
+    assert_same(snapshot(again, again_optimizer), snapshot(model, optimizer))
+    comm.barrier()
+    part.free()
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_full_state_dict_is_that_of_the_plain_model(comm, storage: str) -> None:
+    model, plain = shard(make(0), comm, storage=storage), make(0)
+    full = mpitrain.full_state_dict(model)
+    if comm.rank == 0:
+        assert_same(full, dict(plain.state_dict()))
+        fresh = make(5)
+        fresh.load_state_dict(full)
+        assert_same(dict(fresh.state_dict()), dict(plain.state_dict()))
+    else:
+        assert full == {}
+    assert_same(mpitrain.full_state_dict(plain), dict(plain.state_dict()))
+
+
+def test_masters_of_a_model_that_computes_in_bf16(comm, shared_tmp: Path) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(make(0), comm, mp_policy=policy)
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    mpitrain.save(shared_tmp / "saved", model, optimizer)
+    assert ckpt.open(shared_tmp / "saved")["model/embedding.weight"].dtype == "float32"
+    other = shard(make(1), comm, mp_policy=policy)
+    its_optimizer = adamw(other)
+    mpitrain.load(shared_tmp / "saved", other, its_optimizer)
+    for number in (1, 2):
+        step(model, optimizer, number)
+        step(other, its_optimizer, number)
+    assert_same(snapshot(other, its_optimizer), snapshot(model, optimizer))
+
+
+def test_weights_alone_and_settings_of_ones_own(comm, shared_tmp: Path) -> None:
+    model = shard(make(0), comm)
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    mpitrain.save(shared_tmp / "saved", model, optimizer)
+    other = shard(make(1), comm)
+    mpitrain.load(shared_tmp / "saved", other)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    its_optimizer = adamw(other)
+    its_optimizer.param_groups[0]["lr"] = 7.0
+    mpitrain.load(shared_tmp / "saved", other, its_optimizer, hyperparameters=False)
+    assert its_optimizer.param_groups[0]["lr"] == 7.0
+    assert_same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_touched(comm, shared_tmp: Path) -> None:
+    early = make(0)
+    optimizer = adamw(early)
+    model = shard(early, comm)
+    with pytest.raises(ValueError, match="make the optimizer after fully_shard"):
+        mpitrain.save(shared_tmp / "saved", model, optimizer)
+    with pytest.raises(ValueError, match="make the optimizer after fully_shard"):
+        mpitrain.load(shared_tmp / "saved", model, optimizer)
+
+    mpitrain.save(shared_tmp / "weights", model)
+    other = shard(make(1), comm)
+    before = copy.deepcopy(dict(other.state_dict()))
+    with pytest.raises(ckpt.CheckpointError, match="was saved without an optimizer"):
+        mpitrain.load(shared_tmp / "weights", other, adamw(other))
+    mpitrain.save(shared_tmp / "one-group", model, sgd(model))
+    with pytest.raises(ckpt.CheckpointError, match="1 parameter groups there, 2 here"):
+        mpitrain.load(shared_tmp / "one-group", other, adamw(other))
+    with pytest.raises(ckpt.CheckpointError, match="does not exist"):
+        mpitrain.load(shared_tmp / "nowhere", other, adamw(other))
+    with pytest.raises(ckpt.CheckpointError, match=r"model/weight"):
+        mpitrain.load(shared_tmp / "weights", fully_shard(nn.Linear(2, 2), comm))
+    assert_same(dict(other.state_dict()), before)
+
+
+def test_an_optimizer_that_has_not_stepped_yet(comm, shared_tmp: Path) -> None:
+    model = shard(make(0), comm)
+    mpitrain.save(shared_tmp / "saved", model, adamw(model))
+    other = shard(make(1), comm)
+    its_optimizer = adamw(other)
+    mpitrain.load(shared_tmp / "saved", other, its_optimizer)
+    assert its_optimizer.state_dict()["state"] == {}
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_tensors_of_ones_own_travel_along(comm, shared_tmp: Path) -> None:
+    model = shard(make(0), comm)
+    mine = torch.full((2, 3), float(comm.rank))
+    shape, offset = (2 * comm.size, 3), (2 * comm.rank, 0)
+    mpitrain.save(shared_tmp / "saved", model, tensors={"ema/x": ckpt.Shard(mine, shape, offset)})
+    back = torch.empty(2, 3)
+    mpitrain.load(shared_tmp / "saved", model, tensors={"ema/x": ckpt.Shard(back, shape, offset)})
+    assert torch.equal(back, mine)

@@ -1,0 +1,77 @@
+"""A run's folder: where it begins, and that looking changes nothing."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckpt
+from mpitrain.config import Config, from_toml
+from mpitrain.train.run import Run, find_checkpoint
+
+
+def config(folder: Path, resume: str = "auto") -> Config:
+    return Config(run=str(folder), resume=resume)
+
+
+def save(folder: Path, step: int) -> Path:
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    return ckpt.save(path, {"x": np.arange(3.0)}, comm=None, meta={"step": step})
+
+
+def test_without_a_checkpoint_it_begins_anew(tmp_path: Path) -> None:
+    for folder in (tmp_path / "run", tmp_path):
+        assert Run(config(folder)).start(config(folder)) == (None, "begins anew")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_auto_takes_the_newest_and_says_what_it_passes_over(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    second, third = save(tmp_path, 2), save(tmp_path, 3)
+    run = Run(config(tmp_path))
+    assert run.start(config(tmp_path)) == (third, f"goes on from {third}")
+    (third / "manifest.jsonl").write_text("")
+    start, said = run.start(config(tmp_path))
+    assert start == second and said.startswith(f"goes on from {second}; step-00000003 is damaged: ")
+    for damaged in (tmp_path / "checkpoints").glob("step-*"):
+        (damaged / "manifest.jsonl").write_text("")
+    with pytest.raises(ckpt.CheckpointError, match="no other checkpoint that is complete"):
+        run.start(config(tmp_path))
+
+
+def test_a_checkpoint_is_found_by_its_run_its_folder_and_itself(tmp_path: Path) -> None:
+    newest = save(tmp_path, 1)
+    for path in (tmp_path, tmp_path / "checkpoints", newest):
+        assert find_checkpoint(str(path)) == newest
+    with pytest.raises(ckpt.CheckpointError, match="does not exist"):
+        find_checkpoint(str(tmp_path / "none"))
+
+
+def test_never_moves_earlier_runs_aside_one_by_one(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for earlier in range(3):
+        never = config(folder, "never")
+        assert Run(never).start(never) == (None, "begins anew")
+        assert Run(never).prepare(never) == (tmp_path / f"run.{earlier}" if earlier else None)
+        save(folder, earlier)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
+    assert [path.name for path in (tmp_path / "run.2/checkpoints").glob("step-*")] == ["step-00000001"]
+
+
+def test_prepare_writes_the_settings_down(tmp_path: Path) -> None:
+    settings = replace(config(tmp_path / "run"), resume="never")
+    Run(settings).prepare(settings)
+    assert from_toml(tmp_path / "run/config.toml") == settings
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "config.toml"]
+
+
+def test_a_folder_that_cannot_be_written_is_found_early(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    inside = config(tmp_path / "file/run")
+    for call in (Run(inside).start, Run(inside).prepare):
+        with pytest.raises(OSError, match=r"the folder .*file/run cannot be written"):
+            call(inside)
+    # evaluating writes nothing, and needs no such folder
+    only = replace(inside, train=replace(inside.train, eval_only=True))
+    assert Run(only).start(only)[0] is None
