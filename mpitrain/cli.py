@@ -1,4 +1,4 @@
-"""The command line: `mpirun -np N python -m mpitrain [train|sample] [settings]`."""
+"""The command line: `mpirun -np N python -m mpitrain [train|sample|bench] [settings]`."""
 
 import argparse
 import sys
@@ -19,12 +19,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "sample":
         return _sample(words)
     comm = collectives.world()
-    asked_for_help = command == "help" or (command == "train" and {"-h", "--help"} & set(words))
+    asked_for_help = bool({"-h", "--help"} & set(words)) or command == "help"
     if asked_for_help and comm.rank != 0:
         return 0
     try:
         if command == "train":
-            _train(words, comm, show_usage=bool(asked_for_help))
+            _train(words, comm, show_usage=asked_for_help)
         elif command == "bench":
             from mpitrain import bench
 
@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not collectives.on_all_ranks(error):
             raise  # ends the job, with this rank's traceback
         if comm.rank == 0:
-            print(f"mpitrain: error: {error}", file=sys.stderr, flush=True)
+            print(
+                "; ".join([f"mpitrain: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True
+            )
         comm.barrier()  # let the line out before the first rank that leaves makes mpirun end the others
         return 1
     return 0

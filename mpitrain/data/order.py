@@ -91,6 +91,7 @@ class Batches:
                 f"{len(tokens)}; take more data, or lower train.batch or model.context"
             )
         self.tokens, self.context, self.batch, self.seed = tokens, context, batch, seed
+        self._first_sample = 0  # of step 0, as far as the steps from now on tell
         self._num_shifts = min(context, len(tokens) - self.num_windows * context)
 
     def get(self, step: int, lo: int, hi: int) -> np.ndarray:
@@ -100,7 +101,7 @@ class Batches:
             (hi - lo, context + 1) int64: the tokens seen, and in the last column the last target.
         """
         _check_rows(lo, hi, self.batch)
-        positions = step * self.batch + np.arange(lo, hi, dtype=np.int64)
+        positions = self.next_sample(step) + np.arange(lo, hi, dtype=np.int64)
         starts = sample_starts(
             positions,
             seed=self.seed,
@@ -110,9 +111,17 @@ class Batches:
         )
         return _rows(self.tokens, starts, self.context)
 
+    def next_sample(self, step: int) -> int:
+        """Samples seen before a step: the position in the data."""
+        return self._first_sample + step * self.batch
+
+    def go_on(self, step: int, next_sample: int) -> None:
+        """Let the global batch of a step begin at a sample: a run may have been saved with another batch size."""
+        self._first_sample = next_sample - step * self.batch
+
     def epoch(self, step: int) -> float:
         """Epochs seen before a step, with fraction."""
-        return step * self.batch / self.num_windows
+        return self.next_sample(step) / self.num_windows
 
 
 class HeldoutBatches:

@@ -41,7 +41,7 @@ class Run:
         if config.resume == "never":
             return None, "begins anew"
         if config.resume != "auto":
-            start = find_checkpoint(config.resume)
+            start = ckpt.find(config.resume)
             return start, f"goes on from {start}"
         found = ckpt.list_checkpoints(self.checkpoints) if self.checkpoints.is_dir() else []
         complete = [checkpoint for checkpoint in found if checkpoint.complete]
@@ -88,15 +88,3 @@ class Run:
 
     def _not_writable(self, why: str) -> OSError:
         return OSError(f"run: the folder {self.folder} cannot be written: {why}")
-
-
-def find_checkpoint(path: str) -> Path:
-    """The checkpoint that `path` means: itself, or the newest of a run's folder or of its `checkpoints`.
-
-    CheckpointError (a ValueError) if there is none.
-    """
-    for folder in (Path(path), Path(path) / "checkpoints"):
-        if (newest := ckpt.latest(folder)) is not None:
-            return newest
-    ckpt.open(path)  # says what is wrong with it
-    return Path(path)

@@ -9,7 +9,7 @@ import ckpt
 from mpitrain import state
 from mpitrain.config import from_text
 from mpitrain.models import GPT, sample_tokens
-from mpitrain.train.run import find_checkpoint
+from mpitrain.train.saving import read_meta
 
 
 def sample(path: str, prompt: str, *, num: int, temperature: float, seed: int) -> Iterator[str]:
@@ -20,11 +20,8 @@ def sample(path: str, prompt: str, *, num: int, temperature: float, seed: int) -
     """
     if not prompt or num < 0:
         raise ValueError(f"expected a prompt and a number of bytes of at least 0, got {prompt!r} and {num}")
-    folder = find_checkpoint(path)
-    meta = ckpt.open(folder).meta
-    if "config" not in meta:
-        raise ckpt.CheckpointError(f"{folder} was not written by the main job: its meta has no settings of a model")
-    model = GPT(from_text(meta["config"], str(folder)).model.resolve())
+    folder = ckpt.find(path)
+    model = GPT(from_text(read_meta(folder)["config"], str(folder)).model.resolve())
     state.load(folder, model)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     yield prompt

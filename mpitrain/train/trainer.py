@@ -2,10 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,41 +10,19 @@ import torch.nn.functional as F  # noqa: N812
 
 import ckpt
 from collectives import Communicator
-from mpitrain import state
-from mpitrain.config import Config, ConfigError, check_ranks, differences, from_text, to_toml
+from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data import Batches, HeldoutBatches
 from mpitrain.data.loading import load_corpus
-from mpitrain.init import initialize
-from mpitrain.models import GPT, decay_groups, flops_per_token, num_parameters, sample_tokens
-from mpitrain.sharding import MixedPrecisionPolicy, clip_grad_norm_, communication_s, fully_shard
-from mpitrain.train import random_states, stop
+from mpitrain.models import flops_per_token, num_parameters, sample_tokens
+from mpitrain.sharding import clip_grad_norm_, communication_s
+from mpitrain.train import random_states, saving, stop
 from mpitrain.train.lr import learning_rate
 from mpitrain.train.metrics import MetricsFile, StepMetrics, Terminal, is_evaluated, memory_bytes
+from mpitrain.train.model import make_model, make_optimizer
 from mpitrain.train.placement import Placement, matmul_flops_per_s, place
 from mpitrain.train.run import Run
 
 BITS_PER_NAT = 1 / math.log(2)
-
-
-def make_model(config: Config, comm: Communicator, device: torch.device) -> GPT:
-    """The GPT of the settings, each block and the rest a unit, sharded over all ranks, with its initial values."""
-    with torch.device("meta"):
-        model = GPT(config.model.resolve())
-    parallel = config.parallel
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, parallel.param_dtype), reduce_dtype=getattr(torch, parallel.reduce_dtype)
-    )
-    for module in (*model.blocks, model):
-        fully_shard(
-            module,
-            comm,
-            reshard_after_forward=parallel.reshard_after_forward,
-            mp_policy=policy,
-            storage=parallel.storage,
-            device=device,
-        )
-    initialize(model, seed=config.train.seed)
-    return model
 
 
 class Trainer:
@@ -86,10 +61,7 @@ class Trainer:
                 self.corpus.heldout, context=sizes.context, batch=batch, num_batches=config.train.eval_batches
             )
         self.model = make_model(config, comm, self.placement.device)
-        optim = config.optim
-        self.optimizer = torch.optim.AdamW(
-            decay_groups(self.model, optim.weight_decay), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
-        )
+        self.optimizer = make_optimizer(self.model, config.optim)
         self.step = 0
         self.metrics: MetricsFile | None = None  # on rank 0, while it trains
         self._own_comm_s = 0.0
@@ -181,63 +153,39 @@ class Trainer:
     # Checkpoints
 
     def save(self) -> None:
-        """Save the state after the steps so far. A checkpoint of that name is one that was not gone on from, and is replaced."""
-        meta = {
-            "step": self.step,
-            "config": to_toml(self.config),
-            "num_ranks": self.comm.size,
-            "data": {
-                "fingerprint": self.corpus.fingerprint,
-                "seed": self.config.train.seed,
-                "next_sample": self.step * self.config.train.batch,
-            },
-        }
-        states = random_states.pack(self.placement.device)
-        shard = ckpt.Shard(states, (self.comm.size, states.shape[1]), (self.comm.rank, 0))
-        keep = self.config.checkpoint.keep
-        state.save(
+        """Save the state after the steps so far."""
+        saving.save(
             self.run.checkpoint(self.step),
             self.model,
             self.optimizer,
-            meta=meta,
-            tensors={"random/states": shard},
-            keep=keep,
-            overwrite=True,
+            config=self.config,
+            comm=self.comm,
+            step=self.step,
+            next_sample=self.batches.next_sample(self.step),
+            fingerprint=self.corpus.fingerprint,
         )
         with self.comm.together():
             if self.metrics is not None:
                 self.metrics.check()
 
-    def load(self, path: Path) -> Iterator[str]:
-        """Take up the state of a checkpoint; yields lines about what is different from when it was saved."""
-        meta: dict[str, Any] | None = None
-        with self.comm.together():
-            if self.comm.rank == 0:
-                meta = ckpt.open(path).meta
-                _check_meta(meta, path)
-        meta = self.comm.broadcast_object(meta)
-        assert meta is not None
-        with self.comm.together():
-            saved = from_text(meta["config"], str(path))
-            _check_model(saved, self.config, path)
-        states = random_states.pack(self.placement.device)
-        same_ranks = meta["num_ranks"] == self.comm.size
-        random = ckpt.Shard(states, (self.comm.size, states.shape[1]), (self.comm.rank, 0))
+    def load(self, path: Path) -> list[str]:
+        """Take up the state of a checkpoint; returns lines about what is different from when it was saved."""
         optimizer = None if self.config.train.eval_only else self.optimizer
-        state.load(
-            path, self.model, optimizer, tensors={"random/states": random} if same_ranks else {}, hyperparameters=False
-        )
-        self.step = meta["step"]
-        if same_ranks:
-            random_states.unpack(states, self.placement.device)
-        else:
-            random_states.seed_all(self.config.train.seed + self.step, self.comm.rank)
-            yield f"it was saved by {meta['num_ranks']} ranks, now {self.comm.size}: random generators are seeded anew"
-        if meta["data"]["fingerprint"] != self.corpus.fingerprint:
-            yield "the data have changed since it was saved: the order of samples is another one from here on"
-        for line in differences(saved, self.config):
-            if not line.startswith(("run:", "resume:", "log.", "train.eval_only")):
-                yield f"setting changed: {line}"
+        try:
+            resumed = saving.load(
+                path,
+                self.model,
+                optimizer,
+                config=self.config,
+                comm=self.comm,
+                fingerprint=self.corpus.fingerprint,
+            )
+        except ckpt.CheckpointError as error:
+            error.add_note(f"--resume PATH takes another checkpoint (python -m ckpt ls {path.parent} shows them)")
+            raise
+        self.step = resumed.step
+        self.batches.go_on(resumed.step, resumed.next_sample)
+        return resumed.remarks
 
     # The whole
 
@@ -340,20 +288,3 @@ class Trainer:
 
     def _comm_s(self) -> float:
         return communication_s(self.model) + self._own_comm_s
-
-
-def _check_meta(meta: dict[str, Any], path: Path) -> None:
-    missing = [key for key in ("step", "config", "num_ranks", "data") if key not in meta]
-    if missing:
-        raise ckpt.CheckpointError(
-            f"{path} was not written by the main job: its meta lacks {', '.join(missing)}; "
-            "load it with mpitrain.load or ckpt.load"
-        )
-
-
-def _check_model(saved: Config, config: Config, path: Path) -> None:
-    there, here = asdict(saved.model.resolve()), asdict(config.model.resolve())
-    if different := [f"model.{key} is {there[key]} there, {here[key]} here" for key in here if there[key] != here[key]]:
-        raise ConfigError(
-            f"{path} is of another model: {', '.join(different)}; go on with its own settings, or start another run by --run"
-        )

@@ -301,3 +301,14 @@ def test_heldout_windows_do_not_overlap_and_are_spread(num: int, context: int, b
 
 def test_no_evaluation_needs_no_heldout_tokens() -> None:
     assert HeldoutBatches(np.empty(0, np.uint8), context=4, batch=2, num_batches=0).num_batches == 0
+
+
+def test_another_batch_size_goes_on_where_the_data_were() -> None:
+    tokens = np.random.default_rng(0).integers(0, 256, 4000, dtype=np.uint8)
+    before = Batches(tokens, context=10, batch=6, seed=1)
+    after = Batches(tokens, context=10, batch=4, seed=1)
+    after.go_on(2, before.next_sample(2))
+    seen = np.concatenate([before.get(0, 0, 6), before.get(1, 0, 6), after.get(2, 0, 4), after.get(3, 0, 4)])
+    expected = np.concatenate([before.get(step, 0, 6) for step in range(4)])
+    assert np.array_equal(seen, expected[: len(seen)])
+    assert after.next_sample(4) == 20

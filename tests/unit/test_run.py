@@ -8,7 +8,7 @@ import pytest
 
 import ckpt
 from mpitrain.config import Config, from_toml
-from mpitrain.train.run import Run, find_checkpoint
+from mpitrain.train.run import Run
 
 
 def config(folder: Path, resume: str = "auto") -> Config:
@@ -43,9 +43,9 @@ def test_auto_takes_the_newest_and_says_what_it_passes_over(tmp_path: Path) -> N
 def test_a_checkpoint_is_found_by_its_run_its_folder_and_itself(tmp_path: Path) -> None:
     newest = save(tmp_path, 1)
     for path in (tmp_path, tmp_path / "checkpoints", newest):
-        assert find_checkpoint(str(path)) == newest
+        assert ckpt.find(path) == newest
     with pytest.raises(ckpt.CheckpointError, match="does not exist"):
-        find_checkpoint(str(tmp_path / "none"))
+        ckpt.find(tmp_path / "none")
 
 
 def test_never_moves_earlier_runs_aside_one_by_one(tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""The model and the optimizer that the settings ask for."""
+
+import torch
+
+from collectives import Communicator
+from mpitrain.config import Config, OptimConfig
+from mpitrain.init import initialize
+from mpitrain.models import GPT, decay_groups
+from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
+
+
+def make_model(config: Config, comm: Communicator, device: torch.device) -> GPT:
+    """The GPT, each block and the rest a unit, sharded over all ranks, with its initial values. Collective."""
+    with torch.device("meta"):
+        model = GPT(config.model.resolve())
+    parallel = config.parallel
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, parallel.param_dtype), reduce_dtype=getattr(torch, parallel.reduce_dtype)
+    )
+    for module in (*model.blocks, model):
+        fully_shard(
+            module,
+            comm,
+            reshard_after_forward=parallel.reshard_after_forward,
+            mp_policy=policy,
+            storage=parallel.storage,
+            device=device,
+        )
+    initialize(model, seed=config.train.seed)
+    return model
+
+
+def make_optimizer(model: GPT, optim: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019) on this rank's shards, without decay on norms and biases."""
+    groups = decay_groups(model, optim.weight_decay)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)

@@ -1,0 +1,117 @@
+"""The checkpoints of the main job: model, optimizer, position in the data, random states, settings."""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import ckpt
+from collectives import Communicator
+from mpitrain import state
+from mpitrain.config import Config, ConfigError, differences, from_text, to_toml
+from mpitrain.models import GPT
+from mpitrain.train import random_states
+
+_RANDOM = "random/states"
+_EXPECTED = ("step", "config", "num_ranks", "data")
+
+
+class Resumed(NamedTuple):
+    """Where a run goes on. `remarks`: lines about what is different from when it was saved."""
+
+    step: int  # steps done
+    next_sample: int  # samples of the training data seen
+    remarks: list[str]
+
+
+def save(
+    path: Path,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    *,
+    config: Config,
+    comm: Communicator,
+    step: int,
+    next_sample: int,
+    fingerprint: str,
+) -> None:
+    """Write the state after `step` steps. Collective. One of that name is one that was not gone on from, and is replaced."""
+    meta = {
+        "step": step,
+        "config": to_toml(config),
+        "num_ranks": comm.size,
+        "data": {"fingerprint": fingerprint, "seed": config.train.seed, "next_sample": next_sample},
+    }
+    rows = random_states.pack(_device(model))
+    states = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
+    keep = config.checkpoint.keep
+    state.save(path, model, optimizer, meta=meta, tensors={_RANDOM: states}, keep=keep, overwrite=True)
+
+
+def load(
+    path: Path,
+    model: GPT,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    config: Config,
+    comm: Communicator,
+    fingerprint: str,
+) -> Resumed:
+    """Take up a state that `save` wrote, on any number of ranks. Collective.
+
+    Learning rate and the like come from `config`, not from the checkpoint. Random states are taken up on the same number of ranks only.
+    ckpt.CheckpointError on all ranks if it is missing, damaged or not of the main job; ConfigError if its model is another one.
+    """
+    meta: dict[str, Any] | None = None
+    with comm.together():
+        if comm.rank == 0:
+            meta = read_meta(path)
+    meta = comm.broadcast_object(meta)
+    assert meta is not None
+    with comm.together():
+        saved = from_text(meta["config"], str(path))
+        _check_model(saved, config, path)
+    remarks = []
+    step, device = meta["step"], _device(model)
+    rows = random_states.pack(device)
+    tensors = {}
+    if meta["num_ranks"] == comm.size:
+        tensors[_RANDOM] = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
+    state.load(path, model, optimizer, tensors=tensors, hyperparameters=False)
+    if tensors:
+        random_states.unpack(rows, device)
+    else:
+        random_states.seed_all(config.train.seed + step, comm.rank)
+        remarks.append(f"it was saved by {meta['num_ranks']} ranks, now {comm.size}: random generators are seeded anew")
+    if meta["data"]["fingerprint"] != fingerprint:
+        remarks.append("the data have changed since it was saved: the order of samples is another one from here on")
+    for line in differences(saved, config):
+        if not line.startswith(("run:", "resume:", "log.", "train.eval_only")):
+            remarks.append(f"setting changed: {line}")
+    return Resumed(step, meta["data"]["next_sample"], remarks)
+
+
+def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `save` noted in a checkpoint. ckpt.CheckpointError if there is none that can be read, or not of the main job."""
+    meta = ckpt.open(path).meta
+    missing = [key for key in _EXPECTED if key not in meta]
+    if missing:
+        raise ckpt.CheckpointError(
+            f"{os.fspath(path)} was not written by the main job: its meta lacks {', '.join(missing)}; "
+            "load it with mpitrain.load or ckpt.load"
+        )
+    return meta
+
+
+def _device(model: GPT) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _check_model(saved: Config, config: Config, path: Path) -> None:
+    there, here = asdict(saved.model.resolve()), asdict(config.model.resolve())
+    if different := [f"model.{key} is {there[key]} there, {here[key]} here" for key in here if there[key] != here[key]]:
+        raise ConfigError(
+            f"{path} is of another model: {', '.join(different)}; go on with its own settings, or start another run by --run"
+        )
