@@ -69,7 +69,7 @@ def main(argv: Sequence[str], comm: Communicator) -> None:
     """Run the comparison and print it on rank 0. ValueError on all ranks for wrong arguments."""
     with comm.together():
         options = _parse(argv)
-    place(comm, ParallelConfig(threads=options.threads))
+    place(comm, ParallelConfig(threads=options.threads, bind=False))
     config = GPTConfig(
         vocab=256, context=options.context, width=options.width, layers=options.layers, heads=options.heads, tied=False
     )
