@@ -13,6 +13,13 @@ ARITHMETIC = frozenset({"sum", "prod", "max", "min"})
 OPS = ARITHMETIC | {"avg"}
 
 
+class DTypeError(TypeError, ValueError):
+    """An element type that is not in the table, or that an operation is not defined for.
+
+    Python's habit calls it a TypeError; who catches other wrong arguments of a collective by ValueError catches it too.
+    """
+
+
 @dataclass(frozen=True, eq=False)  # each row exists once
 class DType:
     """One element type.
@@ -70,7 +77,7 @@ _answers: dict[object, DType] = {}
 
 
 def dtype_of(dtype: object) -> DType:
-    """The table's row for a NumPy or torch dtype, a dtype's name, or a scalar type; TypeError if it is not in the table."""
+    """The table's row for a NumPy or torch dtype, a dtype's name, or a scalar type; DTypeError if it is not in the table."""
     try:
         return _answers[dtype]
     except (KeyError, TypeError):  # not asked before, or nothing that a dict can hold, and no dtype then
@@ -80,18 +87,18 @@ def dtype_of(dtype: object) -> DType:
         with suppress(TypeError, ValueError):
             name = np.dtype(dtype).name  # type: ignore[call-overload]
     if name not in TABLE:
-        raise TypeError(f"dtype {dtype} is not supported; expected one of {', '.join(TABLE)}")
+        raise DTypeError(f"dtype {dtype} is not supported; expected one of {', '.join(TABLE)}")
     with suppress(TypeError):
         _answers[dtype] = TABLE[name]
     return TABLE[name]
 
 
 def effective_op(dtype: DType, op: str) -> str:
-    """The operation to carry out on the raw elements; ValueError or TypeError if `op` is unknown or has no meaning for `dtype`."""
+    """The operation to carry out on the raw elements; ValueError if `op` is unknown, DTypeError if `dtype` has none such."""
     if op not in OPS:
         raise ValueError(f"op {op!r} is unknown; expected one of {', '.join(sorted(OPS))}")
     if op not in dtype.ops:
-        raise TypeError(
+        raise DTypeError(
             f"op {op!r} is not defined for {dtype.name}; use a floating dtype, or op='sum' and divide yourself"
         )
     if dtype.name == "bool":

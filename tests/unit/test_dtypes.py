@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from collectives.dtypes import ARITHMETIC, OPS, TABLE, dtype_of, effective_op
+from collectives.dtypes import ARITHMETIC, OPS, TABLE, DTypeError, dtype_of, effective_op
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -48,7 +48,7 @@ def test_halves_and_only_they_are_reduced_in_fp32() -> None:
 )
 def test_what_is_not_in_the_table_raises(unknown: object) -> None:
     for _ in range(2):
-        with pytest.raises(TypeError, match=r"is not supported; expected one of float64, float32, float16, bfloat16"):
+        with pytest.raises(DTypeError, match=r"is not supported; expected one of float64, float32, float16, bfloat16"):
             dtype_of(unknown)
 
 
@@ -57,7 +57,7 @@ def test_ops() -> None:
         floating = "float" in row.name
         assert row.ops == (OPS if floating else ARITHMETIC)
         if not floating:
-            with pytest.raises(TypeError, match=f"op 'avg' is not defined for {row.name}; use a floating dtype"):
+            with pytest.raises(DTypeError, match=f"op 'avg' is not defined for {row.name}; use a floating dtype"):
                 effective_op(row, "avg")
         with pytest.raises(ValueError, match=r"op 'mean' is unknown; expected one of avg, max, min, prod, sum"):
             effective_op(row, "mean")
@@ -65,3 +65,8 @@ def test_ops() -> None:
             if row.name != "bool":
                 assert effective_op(row, op) == op
     assert [effective_op(TABLE["bool"], op) for op in ("sum", "max", "prod", "min")] == ["max", "max", "min", "min"]
+
+
+def test_a_wrong_dtype_is_both_a_type_and_a_value_error() -> None:
+    assert issubclass(DTypeError, TypeError)
+    assert issubclass(DTypeError, ValueError)
