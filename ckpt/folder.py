@@ -72,6 +72,9 @@ def find(path: str | os.PathLike[str]) -> Path:
         raise CheckpointError(f"{folder} does not exist" if not folder.exists() else f"{folder} is not a folder")
     found = latest(folder) or latest(folder / RUN_SUBFOLDER)
     if found is None:
+        damaged = list_checkpoints(folder)
+        if damaged:
+            raise CheckpointError(f"{damaged[-1].path}: {damaged[-1].problem}; {folder} holds no complete checkpoint")
         raise CheckpointError(f"{folder} has no {FILE_NAME}: it is no checkpoint, and holds no complete one")
     return found
 

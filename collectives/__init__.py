@@ -7,8 +7,18 @@ Importing this package starts nothing; `world()` starts MPI.
 """
 
 from collectives.communicator import Communicator, world
-from collectives.diagnosis import on_all_ranks
+from collectives.diagnosis import leave_together, on_all_ranks
+from collectives.launcher import is_live_terminal, launched_rank
 from collectives.mesh import Mesh
 from collectives.work import Work
 
-__all__ = ["Communicator", "Mesh", "Work", "on_all_ranks", "world"]
+__all__ = [
+    "Communicator",
+    "Mesh",
+    "Work",
+    "is_live_terminal",
+    "launched_rank",
+    "leave_together",
+    "on_all_ranks",
+    "world",
+]

@@ -18,14 +18,12 @@ import collectives
 from collectives import bench
 from collectives.diagnosis import on_all_ranks
 from collectives.dtypes import TABLE, dtype_of
+from collectives.launcher import is_live_terminal, launched_rank
 from collectives.schedules import BUILDERS
 from collectives.schedules.check import ScheduleError, check
 from collectives.selection import ALGORITHMS
 
 T = TypeVar("T")
-
-# Where launchers say which rank this is: one of several if any of them is set.
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 class UsageError(Exception):
@@ -104,7 +102,7 @@ def _print_once(*shown: RenderableType, stderr: bool = False) -> None:
 
     Returns on all ranks when it is printed: a launcher ends the job as soon as one rank has ended with an error.
     """
-    comm = collectives.world() if any(name in os.environ for name in _RANK_VARIABLES) else None
+    comm = collectives.world() if launched_rank() >= 0 else None
     if comm is None or comm.rank == 0:
         _console(stderr).print(*shown, sep="\n")
     if comm is not None:
@@ -112,7 +110,9 @@ def _print_once(*shown: RenderableType, stderr: bool = False) -> None:
 
 
 def _console(stderr: bool = False) -> Console:
-    return Console(stderr=stderr, soft_wrap=stderr, highlight=False)
+    return Console(
+        stderr=stderr, soft_wrap=stderr, highlight=False, force_terminal=None if stderr else is_live_terminal()
+    )
 
 
 def run_check(sizes: Sequence[int]) -> int:

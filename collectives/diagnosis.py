@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 
 def on_all_ranks(error: BaseException) -> bool:
@@ -37,7 +37,7 @@ def together(mpi: Any, doing: str) -> Iterator[None]:
         if len(failed) == mpi.size
         else f" [rank {', '.join(map(str, failed[:8]))}{', ...' if failed[8:] else ''} of {mpi.size}]"
     )
-    more = f" (and {len(others)} other errors)" if others else ""
+    more = f" (and {len(others)} other error{'s' * (len(others) > 1)})" if others else ""
     joint = _make(module, name, f"{doing}: {text}{more}{who}" if doing else f"{text}{more}{who}")
     raise _raised_on(mpi, joint, speaker=failed[0]) from error
 
@@ -84,11 +84,38 @@ def _call_site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+_leaving_together = False
+
+
+def leave_together() -> None:
+    """Say that all ranks are about to end, with whatever exit code: none of them is to end the others."""
+    global _leaving_together
+    _leaving_together = True
+
+
+class _Exit(SystemExit):
+    """A rank that ends by itself with an error ends the job: at the moment when no frame is left that could have caught this."""
+
+    def __init__(self, mpi: Any, code: Any) -> None:
+        super().__init__(code)
+        self._mpi = mpi
+
+    def __del__(self) -> None:
+        try:
+            sys._getframe(1)
+        except ValueError:
+            # Dropped by the interpreter itself on its way out. A caller that catches it is still there, in a frame.
+            shown = f"with exit code {self.code}" if isinstance(self.code, int) else f": {self.code}"
+            print(f"[rank {self._mpi.rank}] ended by sys.exit {shown}", file=sys.stderr, flush=True)
+            self._mpi.Abort(self.code if isinstance(self.code, int) else 1)
+
+
 def abort_on_uncaught(mpi: Any) -> None:
     """From now on an uncaught exception on one rank prints its rank and traceback and ends the whole job with exit code 1.
 
-    Otherwise the other ranks would wait for ever in their next collective. An error that all ranks have raised together is
-    printed by one of them, and all end by themselves, with exit code 1.
+    Otherwise the other ranks would wait for ever in their next collective. So does `sys.exit` with a code other than 0, unless
+    `leave_together` was called. An error that all ranks have raised together is printed by one of them, and all end by themselves,
+    with exit code 1.
     """
 
     def report(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
@@ -111,5 +138,10 @@ def abort_on_uncaught(mpi: Any) -> None:
         if args.exc_type is not SystemExit:  # which ends its thread alone, as Python's own hook has it
             end_job(args.exc_type, args.exc_value, args.exc_traceback)
 
+    def exit_job(code: Any = None) -> NoReturn:
+        # Python calls no hook for SystemExit, and this rank would wait in MPI_Finalize for the others.
+        raise _Exit(mpi, code) if code not in (None, 0) and not _leaving_together else SystemExit(code)
+
+    sys.exit = exit_job
     sys.excepthook = on_exception
     threading.excepthook = on_thread_exception

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from collectives import Communicator
+from collectives import Communicator, is_live_terminal
 from mpitrain.config import ParallelConfig
 from mpitrain.init import initialize
 from mpitrain.models import GPT, GPTConfig, num_parameters
@@ -201,6 +201,6 @@ def _report(rows: Sequence[Row], config: GPTConfig, comm: Communicator, options:
             "" if row.comm_s is None else f"{row.comm_s / row.step_s:.0%}",
             f"{row.state_bytes / 1e6:,.0f} MB",
         )
-    Console(width=100).print(table)
+    Console(width=100, force_terminal=is_live_terminal()).print(table)
     if options.json:
         options.json.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import collectives
 
@@ -42,18 +43,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "; ".join([f"mpitrain: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True
             )
         comm.barrier()  # let the line out before the first rank that leaves makes mpirun end the others
+        collectives.leave_together()
         return 1
     return 0
 
 
 def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool) -> None:
-    from mpitrain.config import parse
+    from mpitrain.config import from_toml, parse
 
     if show_usage:
         print(USAGE)
         parse(words)  # prints all settings and exits
     with comm.together():
         config = parse(words)
+        settings = Path(config.run) / "config.toml"
+        if config.train.eval_only and settings.exists():
+            config = parse(words, from_toml(settings))  # a run is judged on its own data, by its own settings
     from mpitrain.train.trainer import Trainer  # torch comes in here: settings are known to be right by now
 
     Trainer(config, comm).fit()
@@ -73,6 +78,8 @@ def _sample(words: list[str]) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="another seed, another text (default: %(default)s)")
     options = parser.parse_args(words)
+    if collectives.launched_rank() > 0:
+        return 0  # one process is enough, also under mpirun
     from mpitrain.train.sampling import sample
 
     try:

@@ -119,10 +119,6 @@ class Batches:
         """Let the global batch of a step begin at a sample: a run may have been saved with another batch size."""
         self._first_sample = next_sample - step * self.batch
 
-    def epoch(self, step: int) -> float:
-        """Epochs seen before a step, with fraction."""
-        return self.next_sample(step) / self.num_windows
-
 
 class HeldoutBatches:
     """Batches for evaluation: fixed windows, evenly spaced over the held-out tokens, without overlap.

@@ -24,7 +24,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
         comm.all_reduce(squares)
     norm = (squares + _squares(others)).sqrt()
     scale = max_norm / (norm.item() + 1e-6)
-    if scale < 1:
+    if norm.isfinite() and scale < 1:
         for param in (*shards, *others):
             if param.grad is not None:
                 param.grad.mul_(scale)
@@ -36,6 +36,7 @@ def _squares(params: Iterable[nn.Parameter]) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for param in params:
         if param.grad is not None and param.grad.numel():
-            # Per parameter in float32 (fast, and short enough), across parameters and ranks in float64.
-            total += torch.linalg.vector_norm(param.grad, dtype=torch.float32).double().cpu() ** 2
+            # Per parameter in float32 at least (fast, and short enough), across parameters and ranks in float64.
+            dtype = torch.promote_types(param.grad.dtype, torch.float32)
+            total += torch.linalg.vector_norm(param.grad, dtype=dtype).double().cpu() ** 2
     return total

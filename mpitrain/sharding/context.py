@@ -15,6 +15,7 @@ put them until its turn comes. So the buffer never holds gradients of two units.
 """
 
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -56,9 +57,12 @@ class Context:
         self._grad_buffers: dict[torch.dtype, torch.Tensor] = {}  # of resident units
         for state in states:
             state.context = self
-        for state, unit in self._order:
+        # Weak: torch keeps hooks where Python's garbage collector does not look, so that a model whose hooks refer back to it
+        # would stay for ever.
+        this = weakref.ref(self)
+        for position, (_, unit) in enumerate(self._order):
             for index, param in enumerate(unit.params if unit.resident else ()):
-                param.full.register_post_accumulate_grad_hook(partial(self._on_grad, state, unit, index))
+                param.full.register_post_accumulate_grad_hook(partial(_on_grad, this, position, index))
         self._allocate_grad_buffers()
 
     def _allocate_grad_buffers(self) -> None:
@@ -75,9 +79,10 @@ class Context:
             return self._grad_buffers[unit.reduce_dtype]
         return torch.empty(unit.layout.numel, dtype=unit.reduce_dtype, device=unit.device)
 
-    def _on_grad(self, state: "State", unit: Unit, index: int, full: torch.Tensor) -> None:
-        """Autograd has added up the gradient of a parameter of a resident unit: see [Note: gradient buffer]."""
-        if self._next < len(self._order) and self._order[self._next][1] is unit and state.sync_gradients:
+    def on_grad(self, position: int, index: int) -> None:
+        """Autograd has added up the gradient of parameter `index` of a resident unit: see [Note: gradient buffer]."""
+        state, unit = self._order[position]
+        if position == self._next and state.sync_gradients:
             unit.place_grad(index, self._grad_buffer(unit))
 
     @contextmanager
@@ -168,3 +173,9 @@ class Context:
         for param, anywhere in zip(params, used.tolist(), strict=True):
             if not anywhere and self._fresh[id(param)]:
                 param.shard.grad = None
+
+
+def _on_grad(context: "weakref.ref[Context]", position: int, index: int, full: torch.Tensor) -> None:
+    alive = context()
+    if alive is not None:
+        alive.on_grad(position, index)

@@ -4,7 +4,7 @@ ZeRO stage 3 (Rajbhandari et al., "ZeRO: memory optimizations toward training tr
 gradients and optimizer state are each cut over the ranks. The cut by flat units follows torch's FSDP (Zhao et al., VLDB 2023).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,18 @@ class ShardedModule(nn.Module):
     def reshard(self) -> None:
         """Show the shards again and give the memory back."""
         self._sharding.reshard()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """`to`, `double`, `cuda` and the like end here. The full parameters would not follow the shards."""
+        for param in self.parameters():
+            probe = torch.empty(0, dtype=param.dtype, device=param.device)
+            moved = fn(probe)
+            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+                raise TypeError(
+                    f"a sharded model cannot be cast or moved (here from {probe.dtype} on {probe.device} to {moved.dtype} on "
+                    f"{moved.device}); do so before fully_shard, or compute in another dtype by mp_policy"
+                )
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError("a sharded model cannot be copied; copy it before fully_shard, or save it and load the copy")
@@ -166,7 +178,10 @@ def _groups(module: nn.Module, ignored: set[int]) -> list[list[tuple[str, list[t
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, owner in module.named_modules():
         for name, param in owner._parameters.items():
-            if param is None or id(param) in ignored or hasattr(param, "shard_box"):
+            if param is None or hasattr(param, "shard_box") or hasattr(param, "_ignored_by_sharding"):
+                continue
+            if id(param) in ignored:
+                param._ignored_by_sharding = True  # by the units around this one, too
                 continue
             full_name = f"{prefix}.{name}" if prefix else name
             if hasattr(param, "_sharded_as") or id(owner) in inside:
@@ -186,6 +201,22 @@ def _groups(module: nn.Module, ignored: set[int]) -> list[list[tuple[str, list[t
     return list(groups.values())
 
 
+@torch.no_grad()
+def _broadcast_buffers(module: nn.Module, comm: Communicator) -> None:
+    """Let all ranks begin with rank 0's buffers, as torch's DistributedDataParallel does."""
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None or buffer.is_meta:
+                continue
+            values = buffer.detach().contiguous()
+            try:
+                comm.broadcast(torch.view_as_real(values) if values.is_complex() else values)
+            except TypeError as error:
+                raise TypeError(f"buffer {prefix}.{name}: {error}") from error
+            if values.data_ptr() != buffer.data_ptr():
+                owner._buffers[name] = values  # an expanded buffer cannot be written to
+
+
 def _context(module: "ShardedModule") -> Context:
     """The context of a module; made at the first forward, by the outermost module. Collective then."""
     state = module._sharding
@@ -195,10 +226,9 @@ def _context(module: "ShardedModule") -> Context:
             raise RuntimeError(
                 f"a part of this {type(module).__name__} was run alone before the whole; call the whole model first"
             )
-        comm = state.comm
-        for buffer in module.buffers():
-            if not buffer.is_meta:
-                comm.broadcast(buffer)
-        Context(states, comm)
+        # What is allocated now outlives this forward, which may be one of an evaluation in inference mode.
+        with torch.inference_mode(False):
+            _broadcast_buffers(module, state.comm)
+            Context(states, state.comm)
     assert state.context is not None
     return state.context

@@ -33,6 +33,7 @@ class State:
         """Run the module's own forward with full parameters in place. `context` is this module's own."""
         if _in_backward():
             # Activation checkpointing recomputes: not a new forward, and what follows needs the parameters still.
+            context.begin_backward()  # a reentrant one may be the first that is seen of this backward
             self.unshard()
             args, kwargs = self._cast_inputs(args, kwargs)
             return self._cast_outputs(call(*args, **kwargs))

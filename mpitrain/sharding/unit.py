@@ -104,6 +104,11 @@ class Unit:
     def show_full(self) -> None:
         """Let the modules see the full parameters."""
         for param in self.params:
+            if param.shard.requires_grad and not self.trained:
+                raise RuntimeError(
+                    f"{param.name} was frozen when it was sharded and cannot be trained now: "
+                    "set requires_grad before fully_shard"
+                )
             param.full.requires_grad_(param.shard.requires_grad)
             param.show(param.full)
 

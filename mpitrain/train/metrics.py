@@ -1,9 +1,7 @@
 """What a run tells about itself: one JSON object a step in `metrics.jsonl`, and lines or a live bar on the terminal."""
 
 import json
-import os
 import resource
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from collectives import is_live_terminal
 
 
 class StepMetrics(NamedTuple):
@@ -98,11 +98,7 @@ class Terminal:
     """Rank 0's voice: a live bar on a terminal, plain lines elsewhere. The other ranks make none."""
 
     def __init__(self, *, every: int, steps: int) -> None:
-        # mpirun stands between a rank and the terminal, and may give it a terminal of its own where it writes to a file itself:
-        # a rank can only be told. mpirun/train tells what it saw.
-        by_itself = not any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"))
-        told = os.environ.get("MPITRAIN_TTY", "1" if by_itself and sys.stdout.isatty() else "0")
-        live = told == "1"
+        live = is_live_terminal()
         self.console = Console(force_terminal=live, highlight=False, soft_wrap=not live)
         self._every, self._steps = every, steps
         self._progress: Progress | None = None

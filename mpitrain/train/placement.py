@@ -53,7 +53,7 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     # A generator of its own: measuring must not move those that the checkpoint keeps. Not constants, which GPUs multiply faster.
     a = torch.randn(n, n, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
     times = []
-    for _ in range(5):
+    for _ in range(20):
         start = _now(device)
         torch.mm(a, a)
         times.append(_now(device) - start)

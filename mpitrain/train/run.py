@@ -5,18 +5,21 @@ RUN/metrics.jsonl                   a line a step
 RUN/checkpoints/step-00000100/      see ckpt
 """
 
+import fcntl
 import os
+import socket
 from pathlib import Path
 
 import ckpt
-from mpitrain.config import Config, to_toml
+from mpitrain.config import Config, ConfigError, to_toml
 
 
 class Run:
-    """The folder of a run. Made by rank 0 alone."""
+    """The folder of a run. What looks at the disk, or writes there, is rank 0's to call."""
 
     def __init__(self, config: Config) -> None:
         self.folder = Path(config.run)
+        self._lock: int | None = None  # rank 0's hold on the folder, a file descriptor
 
     @property
     def checkpoints(self) -> Path:
@@ -63,18 +66,47 @@ class Run:
         """
         aside: Path | None = None
         try:
+            if self.folder.is_dir():
+                self._take()
             if config.resume == "never" and (self.checkpoints.exists() or self.metrics.exists()):
                 aside = next(
                     p for i in range(1, 10**6) if not (p := self.folder.with_name(f"{self.folder.name}.{i}")).exists()
                 )
                 self.folder.rename(aside)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
+            if aside is not None or self._lock is None:
+                self._take()
             settings = self.folder / ".config.toml.tmp"
             settings.write_text(to_toml(config))
             settings.rename(self.folder / "config.toml")
         except OSError as error:
             raise self._not_writable(error.strerror or str(error)) from None
         return aside
+
+    def release(self) -> None:
+        """Let other jobs into the folder again. The end of the process does, too."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _take(self) -> None:
+        """Keep other jobs out of the folder. Not where the file system knows no locks."""
+        self.release()
+        fd = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(fd, 1000).decode(errors="replace").strip() or "another job"
+            os.close(fd)
+            raise ConfigError(
+                f"run: {self.folder} is being trained by {owner}; wait for it, or name another by --run"
+            ) from None
+        except OSError:
+            os.close(fd)
+            return
+        os.ftruncate(fd, 0)
+        os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._lock = fd
 
     def _check_writable(self) -> None:
         """Early, because what comes before `prepare` may take long on a large job."""

@@ -228,6 +228,7 @@ class Trainer:
                 terminal.close()
             if self.metrics is not None:
                 self.metrics.close()
+            self.run.release()
 
     def _train(self, terminal: Terminal | None) -> None:
         config, device = self.config, self.placement.device
@@ -277,7 +278,7 @@ class Trainer:
         )
 
     def _evaluation(self, loss: float) -> str:
-        return f"held-out {loss:.4f} nats, {loss * BITS_PER_NAT:.4f} bits per byte ({self.heldout.num_batches} batches)"
+        return f"held-out {loss:.4f} nats, {loss * BITS_PER_NAT:.4f} bits per byte, {self.heldout.num_batches} batches"
 
     def _sum(self, *values: float) -> list[float]:
         """The sum of each value over the ranks, the same bits on all."""

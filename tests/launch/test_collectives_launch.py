@@ -254,3 +254,25 @@ def test_bench_needs_two_ranks() -> None:
     result = alone("bench")
     assert (result.returncode, result.stdout) == (2, "")
     assert "bench needs at least two ranks: mpirun -np 2 python -m collectives bench" in result.stderr
+
+
+def test_a_rank_that_exits_by_itself_with_an_error_ends_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "leave.py"
+    script.write_text(
+        "import sys, collectives\n"
+        "comm = collectives.world()\n"
+        "try:\n"
+        "    sys.exit(5)\n"
+        "except SystemExit:\n"
+        "    print('caught', flush=True)\n"
+        "comm.barrier()\n"
+        "if comm.rank == 1 and 'leave' in sys.argv:\n"
+        "    sys.exit(3)\n"
+        "comm.barrier()\n"
+    )
+    left = launch(2, str(script), "leave", timeout_s=30)
+    assert left.returncode != 0, str(left)
+    assert "[rank 1] ended by sys.exit with exit code 3" in left.stderr
+    stayed = launch(2, str(script), timeout_s=30)
+    assert stayed.returncode == 0, str(stayed)
+    assert stayed.stdout.count("caught") == 2

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launching import ROOT, clean_environment, end_session, is_open_mpi, job_environment, run
+from launching import ROOT, clean_environment, end_session, is_open_mpi, job_environment, launch, run
 from main_job import (
     BATCH,
     CONTEXT,
@@ -354,6 +354,9 @@ def test_evaluation_alone(corpus: Path, tmp_path: Path, whole_run: WholeRun) -> 
     result = trained(2, folder, corpus, "--train.eval-only")
     assert f"held-out {heldout_losses(folder)[-1]:.4f} nats" in result.stdout, str(result)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    # without a word about data and model: the run's own
+    alone = launch(2, "-m", "mpitrain", "--run", str(folder), "--train.eval-only")
+    assert f"held-out {heldout_losses(folder)[-1]:.4f} nats" in alone.stdout, str(alone)
 
 
 # Sampling, in one process

@@ -1,6 +1,7 @@
 """fully_shard against the plain model: the same values, gradients and losses for every number of ranks."""
 
 import copy
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -360,3 +361,94 @@ def test_wrong_use_is_refused_with_the_way_out(comm) -> None:
     whole[0](torch.ones(1, 2))
     with pytest.raises(RuntimeError, match="run alone before the whole"):
         whole(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_reentrant_checkpointing_without_a_sharded_root(comm, storage: str) -> None:
+    torch.manual_seed(0)
+    block, plain = nn.Linear(4, 4), nn.Linear(4, 4)
+    plain.load_state_dict(block.state_dict())
+    fully_shard(block, comm, storage=storage)
+    x = torch.arange(12.0).view(3, 4).requires_grad_()
+    for model in (block, plain):
+        torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True).square().sum().backward()
+    assert_same(block, plain, grads=True, rtol=1e-5, atol=1e-6)
+    assert all(hasattr(p, "shard_box") and p.shape == p.shard_box.shape for p in block.parameters())
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_first_forward_in_inference_mode(comm, storage: str) -> None:
+    torch.manual_seed(0)
+    model, plain = Tied(), Tied()
+    plain.load_state_dict(model.state_dict())
+    shard_tied(model, comm, storage=storage)
+    with torch.inference_mode():
+        tied_loss(model, 0, mine(comm))
+    tied_loss(model, 0, mine(comm)).backward()
+    tied_loss(plain, 0, slice(None)).backward()
+    assert_same(model, plain, grads=True, rtol=1e-4, atol=1e-6)
+
+
+def test_memory_of_the_node_goes_with_the_model(comm) -> None:
+    def segments() -> int:
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            return sum("mpitrain-" in line for line in maps)
+
+    comm.barrier()
+    before = segments()
+    for _ in range(3):
+        model = nn.Linear(64, 64)
+        fully_shard(model, comm, storage="resident")
+        model(torch.ones(2, 64)).sum().backward()
+        assert segments() > before
+        del model
+    assert segments() == before
+
+
+def test_clipping_of_infinite_and_of_double_gradients(comm) -> None:
+    model = fully_shard(nn.Linear(4, 4).double(), comm)
+    x = torch.full((1, 4), 1.0, dtype=torch.float64)
+    model(x).sum().backward()
+    assert clip_grad_norm_(model, 0.5).item() == pytest.approx(20**0.5)
+    grads = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum()
+    comm.all_reduce(grads)
+    assert grads.sqrt().item() == pytest.approx(0.5, rel=1e-5)
+    model.zero_grad()
+    model(x * float("inf")).sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    assert clip_grad_norm_(model, 0.5).isinf()
+    assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_buffers_of_any_kind_begin_as_rank_0s(comm) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("rotary", torch.full((3,), complex(comm.rank, 1)))
+    model.register_buffer("expanded", torch.full((1,), float(comm.rank)).expand(4))
+    fully_shard(model, comm)
+    model(torch.ones(1, 2))
+    assert torch.equal(model.rotary, torch.full((3,), complex(0, 1)))
+    assert torch.equal(model.expanded, torch.zeros(4))
+
+
+def test_parameters_ignored_by_a_block_are_ignored_by_the_whole(comm) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    bias = model[0].bias
+    fully_shard(model[0], comm, ignored_params=[bias])
+    fully_shard(model, comm)
+    assert model[0].bias is bias
+    model(torch.ones(1, 4)).sum().backward()
+    assert bias.grad is not None
+
+
+def test_changes_that_the_full_parameters_would_not_follow_are_refused(comm) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].requires_grad_(False)
+    fully_shard(model, comm)
+    with pytest.raises(TypeError, match="cannot be cast or moved"):
+        model.double()
+    assert model.to("cpu") is model
+    model(torch.ones(1, 4)).sum().backward()
+    model[1].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"1\.weight was frozen when it was sharded"):
+        model(torch.ones(1, 4))

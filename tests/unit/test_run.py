@@ -1,5 +1,6 @@
 """A run's folder: where it begins, and that looking changes nothing."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 import ckpt
-from mpitrain.config import Config, from_toml
+from mpitrain.config import Config, ConfigError, from_toml
 from mpitrain.train.run import Run
 
 
@@ -53,7 +54,9 @@ def test_never_moves_earlier_runs_aside_one_by_one(tmp_path: Path) -> None:
     for earlier in range(3):
         never = config(folder, "never")
         assert Run(never).start(never) == (None, "begins anew")
-        assert Run(never).prepare(never) == (tmp_path / f"run.{earlier}" if earlier else None)
+        run = Run(never)
+        assert run.prepare(never) == (tmp_path / f"run.{earlier}" if earlier else None)
+        run.release()
         save(folder, earlier)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
     assert [path.name for path in (tmp_path / "run.2/checkpoints").glob("step-*")] == ["step-00000001"]
@@ -61,9 +64,11 @@ def test_never_moves_earlier_runs_aside_one_by_one(tmp_path: Path) -> None:
 
 def test_prepare_writes_the_settings_down(tmp_path: Path) -> None:
     settings = replace(config(tmp_path / "run"), resume="never")
-    Run(settings).prepare(settings)
+    run = Run(settings)
+    run.prepare(settings)
+    run.release()
     assert from_toml(tmp_path / "run/config.toml") == settings
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "config.toml"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "checkpoints", "config.toml"]
 
 
 def test_a_folder_that_cannot_be_written_is_found_early(tmp_path: Path) -> None:
@@ -75,3 +80,16 @@ def test_a_folder_that_cannot_be_written_is_found_early(tmp_path: Path) -> None:
     # evaluating writes nothing, and needs no such folder
     only = replace(inside, train=replace(inside.train, eval_only=True))
     assert Run(only).start(only)[0] is None
+
+
+def test_a_folder_that_another_job_trains_in_is_refused(tmp_path: Path) -> None:
+    first, second = Run(config(tmp_path)), Run(config(tmp_path))
+    first.prepare(config(tmp_path))
+    with pytest.raises(ConfigError, match=f"is being trained by process {os.getpid()} on "):
+        second.prepare(config(tmp_path))
+    with pytest.raises(ConfigError, match="is being trained"):
+        second.prepare(config(tmp_path, resume="never"))
+    assert tmp_path.is_dir() and not tmp_path.with_name(f"{tmp_path.name}.1").exists()
+    first.release()
+    second.prepare(config(tmp_path))
+    second.release()
