@@ -207,7 +207,7 @@ def test_together_raises_one_rank_s_error_on_all(comm: Communicator) -> None:
 
 def test_together_with_several_errors_shows_the_first_and_counts_the_others(comm: Communicator) -> None:
     _, everyone = joint(comm, ValueError(f"bad row {comm.rank}"), doing="")
-    others = f" (and {comm.size - 1} other errors)" if comm.size > 1 else ""
+    others = f" (and {comm.size - 1} other error{'s' * (comm.size > 2)})" if comm.size > 1 else ""
     assert everyone == [("ValueError", f"bad row 0{others}")] * comm.size
     _, everyone = joint(comm, OSError("disk full"), doing="")
     assert everyone == [("OSError", "disk full")] * comm.size
