@@ -59,6 +59,15 @@ def shard_tied(model: Tied, comm, **options) -> None:
     fully_shard(model, comm, **options)
 
 
+def tied_pair(comm, **options) -> tuple[Tied, Tied]:
+    """A sharded model, and a plain one with the same values."""
+    torch.manual_seed(0)
+    model, plain = Tied(), Tied()
+    plain.load_state_dict(model.state_dict())
+    shard_tied(model, comm, **options)
+    return model, plain
+
+
 def odd_loss(model: nn.Module, step: int, rows: slice) -> torch.Tensor:
     x = torch.randn(12, 5, generator=torch.Generator().manual_seed(step))
     return model(x[rows]).square().mean()
@@ -137,10 +146,7 @@ def test_ten_steps_equal_the_plain_model(comm, case: str, storage: str, reshard_
 @pytest.mark.parametrize("storage", STORAGES)
 def test_accumulation_with_and_without_sync(comm, storage: str) -> None:
     for sync_each in (True, False):
-        torch.manual_seed(0)
-        model, plain = Tied(), Tied()
-        plain.load_state_dict(model.state_dict())
-        shard_tied(model, comm, storage=storage)
+        model, plain = tied_pair(comm, storage=storage)
         for step in range(3):
             model.set_requires_gradient_sync(sync_each or step == 2)
             tied_loss(model, step, mine(comm)).backward()
@@ -150,10 +156,7 @@ def test_accumulation_with_and_without_sync(comm, storage: str) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_two_forwards_before_one_backward(comm, storage: str) -> None:
-    torch.manual_seed(0)
-    model, plain = Tied(), Tied()
-    plain.load_state_dict(model.state_dict())
-    shard_tied(model, comm, storage=storage)
+    model, plain = tied_pair(comm, storage=storage)
     (tied_loss(model, 0, mine(comm)) + tied_loss(model, 1, mine(comm))).backward()
     (tied_loss(plain, 0, slice(None)) + tied_loss(plain, 1, slice(None))).backward()
     assert_same(model, plain, grads=True, rtol=1e-4, atol=1e-6)
@@ -161,10 +164,7 @@ def test_two_forwards_before_one_backward(comm, storage: str) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_activation_checkpointing(comm, storage: str) -> None:
-    torch.manual_seed(0)
-    model, plain = Tied(), Tied()
-    plain.load_state_dict(model.state_dict())
-    shard_tied(model, comm, storage=storage)
+    model, plain = tied_pair(comm, storage=storage)
 
     def loss_of(model: nn.Module, rows: slice) -> torch.Tensor:
         for block in model.blocks:
@@ -182,10 +182,7 @@ def test_activation_checkpointing(comm, storage: str) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 def test_checkpointing_whole_sharded_blocks(comm, storage: str) -> None:
     """The recomputed forward of a sharded block runs within the backward."""
-    torch.manual_seed(0)
-    model, plain = Tied(), Tied()
-    plain.load_state_dict(model.state_dict())
-    shard_tied(model, comm, storage=storage)
+    model, plain = tied_pair(comm, storage=storage)
     tokens = torch.randint(0, 11, (12, 9), generator=torch.Generator().manual_seed(0))
 
     def run(model: nn.Module, rows: slice) -> torch.Tensor:
@@ -206,11 +203,8 @@ def test_checkpointing_whole_sharded_blocks(comm, storage: str) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_bf16_compute_keeps_fp32_masters(comm, storage: str) -> None:
-    torch.manual_seed(0)
-    model, plain = Tied(), Tied()
-    plain.load_state_dict(model.state_dict())
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    shard_tied(model, comm, storage=storage, mp_policy=policy)
+    model, plain = tied_pair(comm, storage=storage, mp_policy=policy)
     half = copy.deepcopy(plain).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
@@ -260,10 +254,7 @@ def test_a_parameter_unused_on_some_ranks_only(comm, storage: str) -> None:
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_the_step_after_an_exception_works(comm, storage: str) -> None:
-    torch.manual_seed(0)
-    model, plain = Tied(), Tied()
-    plain.load_state_dict(model.state_dict())
-    shard_tied(model, comm, storage=storage)
+    model, plain = tied_pair(comm, storage=storage)
 
     class Failure(torch.autograd.Function):
         @staticmethod
@@ -331,10 +322,7 @@ def test_parameters_are_shards_of_the_same_order_on_all_ranks(comm) -> None:
 
 
 def test_evaluation_without_gradients(comm) -> None:
-    torch.manual_seed(0)
-    model, plain = Tied(), Tied()
-    plain.load_state_dict(model.state_dict())
-    shard_tied(model, comm)
+    model, plain = tied_pair(comm)
     with torch.no_grad():
         for step in range(3):
             torch.testing.assert_close(tied_loss(model, step, slice(None)), tied_loss(plain, step, slice(None)))
@@ -378,10 +366,7 @@ def test_reentrant_checkpointing_without_a_sharded_root(comm, storage: str) -> N
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_first_forward_in_inference_mode(comm, storage: str) -> None:
-    torch.manual_seed(0)
-    model, plain = Tied(), Tied()
-    plain.load_state_dict(model.state_dict())
-    shard_tied(model, comm, storage=storage)
+    model, plain = tied_pair(comm, storage=storage)
     with torch.inference_mode():
         tied_loss(model, 0, mine(comm))
     tied_loss(model, 0, mine(comm)).backward()
