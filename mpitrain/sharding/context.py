@@ -52,7 +52,7 @@ class Context:
         self._resident = [unit for unit in self.units if unit.resident]
         self._order = [(state, unit) for state in reversed(states) for unit in state.units if unit.trained]
         self._next = 0  # in that order: the unit to reduce next
-        self._had_grad: dict[int, bool] = {}  # by position of a parameter among all: used on this rank in this backward
+        self._had_grad: dict[int, bool] = {}  # by id of the parameter's `Sharded`: used on this rank in this backward
         self._fresh: dict[int, bool] = {}  # ... and had no gradient left from before
         self._grad_buffers: dict[torch.dtype, torch.Tensor] = {}  # of resident units
         for state in states:

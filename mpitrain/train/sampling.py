@@ -1,4 +1,4 @@
-"""Text from a checkpoint of the main job, in one process, without MPI."""
+"""Text: from the model in training, or from a checkpoint in one process, without MPI."""
 
 import codecs
 from collections.abc import Iterator
@@ -23,11 +23,16 @@ def sample(path: str, prompt: str, *, num: int, temperature: float, seed: int) -
     folder = ckpt.find(path)
     model = GPT(from_text(read_meta(folder)["config"], str(folder)).model.resolve())
     state.load(folder, model)
+    yield from write(model, prompt, num=num, temperature=temperature, seed=seed, device=torch.device("cpu"))
+
+
+def write(model: GPT, prompt: str, *, num: int, temperature: float, seed: int, device: torch.device) -> Iterator[str]:
+    """The prompt and the text of `num` bytes after it, piece by piece. Collective if the model, on `device`, is sharded."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     yield prompt
     drawn = sample_tokens(
         model,
-        torch.tensor(list(prompt.encode())),
+        torch.tensor(list(prompt.encode()), device=device),
         num=num,
         context=model.config.context,
         temperature=temperature,

@@ -13,7 +13,7 @@ from collectives import Communicator
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data import Batches, HeldoutBatches
 from mpitrain.data.loading import load_corpus
-from mpitrain.models import flops_per_token, num_parameters, sample_tokens
+from mpitrain.models import flops_per_token, num_parameters
 from mpitrain.sharding import clip_grad_norm_, communication_s
 from mpitrain.train import random_states, saving, stop
 from mpitrain.train.lr import learning_rate
@@ -21,6 +21,7 @@ from mpitrain.train.metrics import MetricsFile, StepMetrics, Terminal, is_evalua
 from mpitrain.train.model import make_model, make_optimizer
 from mpitrain.train.placement import Placement, matmul_flops_per_s, place
 from mpitrain.train.run import Run
+from mpitrain.train.sampling import write
 
 BITS_PER_NAT = 1 / math.log(2)
 
@@ -137,18 +138,16 @@ class Trainer:
 
     def sample(self) -> str:
         """Text that the model writes after the prompt."""
-        train = self.config.train
-        prompt = torch.tensor(list(train.sample_prompt.encode()), device=self.placement.device)
-        generator = torch.Generator().manual_seed(train.seed)
-        drawn = sample_tokens(
+        train, device = self.config.train, self.placement.device
+        pieces = write(
             self.model,
-            prompt,
+            train.sample_prompt,
             num=train.sample_bytes,
-            context=self.model.config.context,
             temperature=train.sample_temperature,
-            generator=generator,
+            seed=train.seed,
+            device=device,
         )
-        return train.sample_prompt + bytes(t % 256 for t in drawn).decode(errors="replace")
+        return "".join(pieces)
 
     # Checkpoints
 
