@@ -1,7 +1,8 @@
 """What a schedule is: for each rank a list of steps over numbered chunks of one buffer.
 
 A step's send and receive go on at the same time; a rank begins its next step when both have ended. Chunks are numbers here: the
-executor (collectives/transports/mpi.py) decides which elements chunk i holds, so that uneven cuts need no other schedule.
+executor (collectives/transports/mpi.py) decides which elements chunk i holds, so that uneven cuts need no other schedule. One message
+may carry several chunks that follow each other; after the last chunk comes the first again.
 """
 
 from collections.abc import Callable
@@ -11,18 +12,20 @@ from typing import NamedTuple
 
 
 class Send(NamedTuple):
-    """Send chunk `chunk` as it is at the beginning of the step to rank `peer`."""
+    """Send `count` chunks from `chunk` on, as they are at the beginning of the step, to rank `peer`."""
 
     peer: int
     chunk: int
+    count: int = 1
 
 
 class Recv(NamedTuple):
-    """Receive chunk `chunk` from rank `peer`: `reduce` adds it to what stands there, otherwise it takes its place."""
+    """Receive `count` chunks from `chunk` on from rank `peer`: `reduce` adds them to what stands there, otherwise they take its place."""
 
     peer: int
     chunk: int
     reduce: bool
+    count: int = 1
 
 
 class Step(NamedTuple):
