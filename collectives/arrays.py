@@ -63,10 +63,10 @@ class Buffer:
     A tensor on a GPU is copied to the host; `flush()` copies it back after a collective wrote to `flat`. Host arrays need neither.
     """
 
-    __slots__ = ("_device_tensor", "dtype", "flat")
+    __slots__ = ("_device_tensor", "_x", "dtype", "flat")
 
     def __init__(self, x: Any, name: str, *, writable: bool = False) -> None:
-        self._device_tensor = None
+        self._device_tensor, self._x = None, x
         if not isinstance(x, np.ndarray) and is_torch(x) and x.is_cuda:
             if not x.is_contiguous():
                 raise ValueError(f"{name} is not contiguous (shape {tuple(x.shape)}); pass {name}.contiguous()")
@@ -74,6 +74,11 @@ class Buffer:
             x = x.detach().cpu()  # also waits for the kernels that produce x on the current stream
         self.flat = as_numpy(x, writable=writable, name=name).reshape(-1)
         self.dtype: DType = dtype_of(self.flat.dtype)
+
+    def result(self) -> Any:
+        """The array, once `flat` was written: what was written is copied back to the device it came from."""
+        self.flush()
+        return self._x
 
     def flush(self) -> None:
         """Copy what was written to `flat` back to the device it came from."""

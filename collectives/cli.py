@@ -142,10 +142,10 @@ def run_check(sizes: Sequence[int]) -> int:
 
 def run_info() -> int:
     """Show what there is here: under mpirun all its ranks, else this process alone."""
-    from collectives.transports import mpi, shared
+    from collectives.transports import memory, mpi
 
     comm = collectives.world()
-    folder = shared.folder()
+    folder = memory.folder()
     with comm.together(f"shared-memory folder {folder}"):
         room = os.statvfs(folder)
     nodes: dict[str, int] = {}

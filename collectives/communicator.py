@@ -5,10 +5,13 @@ sent: TypeError for what is no array or a dtype outside the table, ValueError fo
 that do not fit each other. What differs between ranks is found in checked mode (`checked=True` or MPITRAIN_DEBUG=1).
 """
 
+import atexit
 import functools
+import logging
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,8 +20,18 @@ import numpy as np
 from collectives import diagnosis
 from collectives.arrays import Buffer, like
 from collectives.dtypes import dtype_of
+from collectives.group import Group
 from collectives.operations import Collectives
-from collectives.schedules import Step
+from collectives.selection import ALGORITHMS
+from collectives.transports.memory import NodeMemory
+from collectives.transports.shared import Shared
+from collectives.transports.two_level import TwoLevel
+from collectives.work import Deferred, Lane, Thread, Transfer, Work
+
+_log = logging.getLogger("collectives")
+
+_USER_TAG = 1 << 8  # tags below are the library's own
+_NUM_USER_TAGS = (1 << 15) - _USER_TAG  # MPI guarantees tags up to 32767
 
 
 @functools.cache
@@ -32,11 +45,21 @@ def world() -> "Communicator":
     clone = MPI.COMM_WORLD.Dup()
     if clone.size > 1:
         diagnosis.abort_on_uncaught(clone)
-    return Communicator(clone)
+    lane = _choose_lane(clone, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+    atexit.register(lane.close)  # runs before mpi4py's own, which ends MPI
+    return Communicator(clone, lane=lane)
 
 
-_USER_TAG = 1 << 8  # tags below are the library's own
-_NUM_USER_TAGS = (1 << 15) - _USER_TAG  # MPI guarantees tags up to 32767
+def _choose_lane(mpi: Any, threads_allowed: bool) -> Lane:
+    """A progress thread if MPITRAIN_PROGRESS_THREAD=1, or unless it is 0 where every rank has two cores or more. Collective."""
+    chosen = os.environ.get("MPITRAIN_PROGRESS_THREAD", "auto")
+    if chosen not in ("0", "1", "auto"):
+        raise ValueError(f"MPITRAIN_PROGRESS_THREAD is {chosen!r}; expected 0, 1 or auto")
+    # Ranks that are bound to cores of their own share no set of cores; others share theirs with all that have the same set.
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    sharing = mpi.allgather((os.uname().nodename, cores, chosen)).count((os.uname().nodename, cores, chosen))
+    wanted = chosen == "1" or (chosen == "auto" and len(cores) >= 2 * sharing)
+    return Thread() if all(mpi.allgather(wanted and threads_allowed)) else Deferred()
 
 
 class Communicator(Collectives):
@@ -45,28 +68,96 @@ class Communicator(Collectives):
     `rank`, `size`; `node`: the Communicator of the ranks that share memory with this one; `num_nodes`; `mpi`: mpi4py's handle.
     """
 
-    def __init__(self, mpi: Any, *, checked: bool | None = None, _node: "Communicator | None" = None) -> None:
+    def __init__(
+        self,
+        mpi: Any,
+        *,
+        lane: Lane | None = None,
+        checked: bool | None = None,
+        _is_node: bool = False,
+        _memory: NodeMemory | None = None,
+    ) -> None:
+        """`_memory`: the node's arrays known to another communicator of the same ranks."""
+        # Modules that start MPI when they are imported: only now.
         from mpi4py import MPI
 
-        from collectives.transports import mpi as transport
-        from collectives.transports.shared import NodeMemory
+        from collectives.transports.executor import Executor
+        from collectives.transports.mpi import Library, message
+        from collectives.transports.scheduled import Scheduled
 
         self.mpi = mpi
         self.rank: int = mpi.rank
         self.size: int = mpi.size
         self.checked = os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0") if checked is None else checked
-        self._transport: Any = transport  # a module that starts MPI when it is imported: only now
-        self._programs: dict[tuple[str, str, int], tuple[int, tuple[Step, ...]]] = {}
-        if _node is None:
-            _node = Communicator(mpi.Split_type(MPI.COMM_TYPE_SHARED), checked=self.checked, _node=self)
-            self.num_nodes: int = mpi.allreduce(1 if _node.rank == 0 else 0)
-            self.node: Communicator = _node
-            # None on several nodes: there is no memory that all these ranks see.
-            self._memory: NodeMemory | None = _node._memory if self.num_nodes == 1 else None
+        self._lane = lane = lane or Deferred()
+        self._group: Group | None = None
+        self._twin: Communicator | None = None  # for the progress thread
+        self._across: Communicator | None = None  # of the ranks of this one's number on the other nodes
+        self._executor = Executor(mpi)
+        self._make_scheduled = partial(Scheduled, self._executor, rank=self.rank, size=self.size)
+        self._message = message
+        self._transports: dict[str, Any] = {"mpi": Library(mpi)}
+        self._infeasible: dict[str, str] = {}  # algorithms that these ranks cannot run, and why
+        # The ranks of each node, in order; and the memory that all ranks see: None on several nodes.
+        self._grid: list[list[int]] = [list(range(self.size))]
+        self._memory: NodeMemory | None = None
+        if _is_node:
+            self.node: Communicator = self
+            self._memory = _memory or NodeMemory(mpi)
+            self._share_memory(self._memory)
         else:
-            self.num_nodes = 1
-            self.node = self
-            self._memory = NodeMemory(mpi)
+            node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
+            self.node = Communicator(node, lane=lane, checked=self.checked, _is_node=True, _memory=_memory)
+            by_leader: dict[int, list[int]] = {}
+            for rank, leader in enumerate(mpi.allgather(node.bcast(self.rank))):
+                by_leader.setdefault(leader, []).append(rank)
+            self._grid = list(by_leader.values())
+            self._join_nodes()
+        self.num_nodes = len(self._grid)
+
+    def _share_memory(self, memory: NodeMemory) -> None:
+        """Of the ranks of a node: what goes through its memory. Where that cannot be had, all else works."""
+        self._infeasible["two_level"] = "it is for several nodes, and these ranks are on one"
+        try:
+            self._transports["shared"] = Shared(self.mpi, memory)
+        except OSError as error:
+            self._infeasible["shared"] = str(error)
+            if self.rank == 0:
+                _log.warning("collectives on this node go through MPI instead of its memory: %s", error)
+
+    def _join_nodes(self) -> None:
+        """Of ranks that may be on several nodes: what the ranks of a node can do together."""
+        if len(self._grid) == 1:
+            self._memory = self.node._memory
+            self._infeasible |= self.node._infeasible
+            if "shared" in self.node._transports:
+                self._transports["shared"] = self.node._transports["shared"]
+            return
+        self._infeasible["shared"] = f"these {self.size} ranks are on {len(self._grid)} nodes"
+        sizes = sorted({len(node) for node in self._grid})
+        if len(sizes) > 1:
+            self._infeasible["two_level"] = (
+                f"it needs as many ranks on every node, and there are {sizes[0]} to {sizes[-1]}"
+            )
+        elif not all(self.mpi.allgather("shared" in self.node._transports)):
+            self._infeasible["two_level"] = "a node has no memory to share, see the log"
+
+    def _transport(self, algorithm: str) -> Any:
+        """The Transport that carries out an algorithm which is feasible here. The first use of "two_level" is collective, as its operations are."""
+        if algorithm not in self._transports:
+            if algorithm == "two_level":
+                number = self.node.rank
+                self._across = Communicator(self.mpi.Split(number), lane=self._lane, checked=self.checked)
+                shared = self.node._transports["shared"]
+                assert isinstance(shared, Shared)
+                self._transports[algorithm] = TwoLevel(self._grid, self.rank, shared, self._across)
+            else:
+                self._transports[algorithm] = self._make_scheduled(algorithm)
+        return self._transports[algorithm]
+
+    def algorithms(self, operation: str) -> tuple[str, ...]:
+        """What `operation` can be asked for on these ranks, besides "auto"."""
+        return tuple(name for name in ALGORITHMS[operation] if name not in self._infeasible)
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, num_nodes={self.num_nodes})"
@@ -77,15 +168,54 @@ class Communicator(Collectives):
         """The ranks that pass the same `color` (0 or more), ordered by (`key`, rank here). Collective."""
         if color < 0:
             raise ValueError(f"split: color {color}; expected 0 or more")
+        self._lane.flush()
         if self.checked:
             diagnosis.compare_calls(self.mpi, "split")
-        return Communicator(self.mpi.Split(color, key), checked=self.checked)
+        return Communicator(self.mpi.Split(color, key), lane=self._lane, checked=self.checked)
 
     def free(self) -> None:
         """Give back the MPI communicators of this one and its `node`. Collective; never done by the garbage collector."""
-        if self.node is not self:
-            self.node.free()
+        self._lane.flush()
+        for other in (self._twin, self._across, self.node if self.node is not self else None):
+            if other is not None:
+                other.free()
+        self._executor.free()
         self.mpi.Free()
+
+    # Several operations
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Operations within `with comm.group():` are carried out at its end, as one: the same ones on all ranks.
+
+        `send` and `recv` within it go on at the same time, so that ranks may exchange messages in any order. Neighbouring all-reduces,
+        broadcasts or reduces of small arrays with the same arguments share one message. Results stand in the arrays after the block;
+        nothing is done if it ends with an exception. ValueError for JAX arrays, whose results would be new arrays.
+        """
+        if self._group is not None:
+            raise ValueError("group: this communicator is within a group already")
+        group = self._group = Group()
+        try:
+            yield
+        finally:
+            self._group = None
+        group.run(self)
+
+    def _later(self, async_op: bool, method: Callable[..., Any], *arguments: Any, result: Any, **options: Any) -> Any:
+        """An operation that is not carried out now: queued, or the `result` of one that its group will carry out."""
+        if self._group is not None:
+            if async_op:
+                raise ValueError("group: operations within a group take no async_op")
+            self._group.add(method, arguments, options)
+            return result
+        comm = self
+        if self._lane.on_thread:
+            if self._twin is None:
+                self._twin = Communicator(
+                    self.mpi.Dup(), lane=self._lane, checked=self.checked, _memory=self.node._memory
+                )
+            comm = self._twin
+        return self._lane.issue(partial(method, comm, *arguments, **options), self.mpi)
 
     # Memory of the node
 
@@ -115,6 +245,7 @@ class Communicator(Collectives):
         if any(length < 0 for length in shape):
             raise ValueError(f"{kind}: shape {shape}; expected lengths of at least 0")
         nbytes = prod(map(int, shape)) * row.itemsize
+        self._lane.flush()
         if self.checked:
             diagnosis.compare_calls(self.mpi, f"{kind}({shape}, {row.name})")
         if self._memory is None:
@@ -128,39 +259,83 @@ class Communicator(Collectives):
     def send(self, x: Any, peer: int, tag: int = 0) -> None:
         """Send `x` to rank `peer`. Returns when `x` may be written again."""
         self._check_peer("send", peer, tag)
-        self.mpi.Send(self._transport.message(Buffer(x, "x").flat), peer, _USER_TAG + tag)
+        if self._group is not None:
+            self._group.add_message(Communicator.isend, x, peer, tag)
+        elif self._lane.pending():
+            self.isend(x, peer, tag).wait()
+        else:
+            self.mpi.Send(self._message(Buffer(x, "x").flat), peer, _USER_TAG + tag)
 
     def recv(self, x: Any, peer: int, tag: int = 0) -> Any:
         """Receive into `x` what rank `peer` sends with `tag`; returns `x`. ValueError if the message has another size."""
         self._check_peer("recv", peer, tag)
+        if self._group is not None:
+            self._group.add_message(Communicator.irecv, x, peer, tag)
+            return x
+        from mpi4py import MPI
+
         b = Buffer(x, "x", writable=True)
-        status = self._transport.MPI.Status()
-        self.mpi.Probe(peer, _USER_TAG + tag, status)
-        nbytes = status.Get_elements(self._transport.MPI.BYTE)
+        status = MPI.Status()
+        incoming = None
+        while self._lane.pending() and incoming is None:
+            incoming = self.mpi.Improbe(peer, _USER_TAG + tag, status)
+            self._lane.advance()
+        if incoming is None:
+            incoming = self.mpi.Mprobe(peer, _USER_TAG + tag, status)
+        nbytes = status.Get_elements(MPI.BYTE)
         if nbytes != b.flat.nbytes:
             # Take it off the line, so that it is not mistaken for the next one.
-            self.mpi.Recv(self._transport.message(np.empty(nbytes, np.uint8)), peer, _USER_TAG + tag)
+            incoming.Recv(self._message(np.empty(nbytes, np.uint8)))
             raise ValueError(f"recv: rank {peer} sent {nbytes} bytes, but x has {b.flat.nbytes}")
-        self.mpi.Recv(self._transport.message(b.flat), peer, _USER_TAG + tag)
-        b.flush()
-        return x
+        incoming.Recv(self._message(b.flat))
+        return b.result()
+
+    def isend(self, x: Any, peer: int, tag: int = 0) -> Work:
+        """`send` as a Work: `x` may be written again after its `wait()`."""
+        self._check_peer("isend", peer, tag)
+        return self._transfer(self.mpi.Isend, "isend", Buffer(x, "x"), peer, tag)
+
+    def irecv(self, x: Any, peer: int, tag: int = 0) -> Work:
+        """`recv` as a Work, whose `wait()` gives `x`. ValueError there if the message has another size."""
+        self._check_peer("irecv", peer, tag)
+        return self._transfer(self.mpi.Irecv, "irecv", Buffer(x, "x", writable=True), peer, tag)
+
+    def _transfer(self, start: Callable[..., Any], operation: str, b: Buffer, peer: int, tag: int) -> Work:
+        from mpi4py import MPI
+
+        status = MPI.Status()
+
+        def end(error: Exception | None) -> Any:
+            nbytes = b.flat.nbytes if operation == "isend" or error else status.Get_elements(MPI.BYTE)
+            if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE:
+                raise ValueError(f"irecv: rank {peer} sent more than the {nbytes} bytes of x") from None
+            if error is not None:
+                raise error
+            if nbytes != b.flat.nbytes:
+                raise ValueError(f"irecv: rank {peer} sent {nbytes} bytes, but x has {b.flat.nbytes}")
+            return b.result()
+
+        return Transfer(self._lane, start(self._message(b.flat), peer, _USER_TAG + tag), status, end)
 
     # Control
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
+        self._lane.flush()
         if self.checked:
             diagnosis.compare_calls(self.mpi, "barrier")
         self.mpi.Barrier()
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """The root's `obj`, on every rank. Pickled: for small control messages, never for data."""
+        self._lane.flush()
         if self.checked:
             diagnosis.compare_calls(self.mpi, f"broadcast_object(root={root})")
         return self.mpi.bcast(obj, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's `obj` in order of rank. Pickled: for small control messages, never for data."""
+        self._lane.flush()
         if self.checked:
             diagnosis.compare_calls(self.mpi, "all_gather_object")
         return self.mpi.allgather(obj)
@@ -171,6 +346,7 @@ class Communicator(Collectives):
         The same type and text on all, naming the ranks that failed, and `collectives.on_all_ranks(error)` is true of it.
         The block must hold no collective.
         """
+        self._lane.flush()
         if self.checked:
             diagnosis.compare_calls(self.mpi, "together")  # `doing` may name a rank's own file
         return diagnosis.together(self.mpi, doing)

@@ -1,56 +1,66 @@
-"""The collectives of a Communicator: check the arguments, choose the algorithm, hand over to a transport.
+"""The collectives of a Communicator: check the arguments, choose the algorithm, hand over to its transport.
 
-Every operation goes the same way: `Buffer` views of its arrays, `_begin`, one of the algorithms of selection.py, `_end`.
+Every operation goes the same way: `Buffer` views of its arrays, `_begin`, the transport of the chosen algorithm, `_end`.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from collectives import diagnosis
 from collectives.arrays import Buffer
-from collectives.dtypes import effective_op
-from collectives.reduction import divide
-from collectives.schedules import BUILDERS, Step
+from collectives.dtypes import TABLE, DType, effective_op
+from collectives.reduction import copy
 from collectives.selection import choose
-from collectives.work import Work
+from collectives.transports.transport import parts
 
 
 class Collectives:
-    """The operations that all ranks call together. Only as a part of `Communicator`, which sets these attributes."""
+    """The operations that all ranks call together. Only as a part of `Communicator`, which sets these attributes.
+
+    Common to all: `algorithm` is "auto" or one of `collectives.selection.ALGORITHMS[operation]`. With `async_op` a Work comes back
+    instead of the result, and errors are raised by its `wait()`. Within `group()` an operation is carried out at the group's end.
+    """
 
     mpi: Any
     rank: int
     size: int
+    num_nodes: int
     checked: bool
-    _transport: Any
     _memory: Any  # a NodeMemory; None on several nodes
-    _programs: dict[tuple[str, str, int], tuple[int, tuple[Step, ...]]]
+    _group: Any
+    _lane: Any
+    _infeasible: Any
+    _later: Any
+    _transport: Any  # of an algorithm
 
-    def all_reduce(self, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False) -> Any:
+    def all_reduce(
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        algorithm: str = "auto",
+        accumulate: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """Every rank's `x` becomes the reduction of all ranks' `x`. In place; returns `x`, or a Work with `async_op`.
 
         `op`: sum, avg, prod, max, min. The same bits on all ranks. fp16 and bf16 are added in fp32: rounded once within a node's
-        memory and by "mpi", at every hop by "ring" and "tree".
+        memory and by "mpi", at every hop by the other algorithms unless `accumulate="fp32"` sends fp32.
         """
+        if async_op or self._group is not None:
+            return self._later(
+                async_op, Collectives.all_reduce, x, op, algorithm=algorithm, accumulate=accumulate, result=x
+            )
         b = Buffer(x, "x", writable=True)
         raw = effective_op(b.dtype, op)
-        readable = self._memory is not None and self._memory.is_readable(b.flat)
-        algorithm = self._begin("all_reduce", b, algorithm, op=op, in_node_memory=readable)
-        if algorithm == "mpi":
-            started = self._transport.all_reduce(self.mpi, b.flat, raw, b.dtype, async_op)
-            return self._end(x, b, async_op, *started)
-        if algorithm == "shared":
-            assert self._memory is not None
-            self._memory.all_reduce(b.flat, raw, b.dtype)
-        else:
-            num_chunks, steps = self._program("all_reduce", algorithm)
-            self._transport.execute(steps, self.mpi, _cut(b.flat, num_chunks), raw, b.dtype)
-            if op == "avg":
-                divide(b.flat, self.size, b.dtype)
-        return self._end(x, b, async_op)
+        algorithm = self._begin("all_reduce", b, algorithm, op=op, accumulate=accumulate)
+        flat, dtype = _wide(b, algorithm, accumulate)
+        self._transport(algorithm).all_reduce(flat, raw, dtype)
+        if dtype is not b.dtype:
+            copy(b.flat, flat)
+        return self._end(b)
 
     def all_gather(
         self, out: Any, x: Any, *, counts: Sequence[int] | None = None, algorithm: str = "auto", async_op: bool = False
@@ -60,23 +70,14 @@ class Collectives:
         `counts`: elements of each rank where they differ. `x` may be its own place in `out`. Where `out` is this communicator's
         `shared` array, a rank writes its part once and that is all.
         """
+        if async_op or self._group is not None:
+            return self._later(async_op, Collectives.all_gather, out, x, counts=counts, algorithm=algorithm, result=out)
         src, dst = Buffer(x, "x"), Buffer(out, "out", writable=True)
         counts = self._counts("all_gather", counts, part=("x", src), whole=("out", dst))
-        in_place = self._in_place("all_gather", counts, part=("x", src), whole=("out", dst))
-        shared = self._memory is not None and self._memory.is_shared(dst.flat)
-        algorithm = self._begin("all_gather", dst, algorithm, counts=counts, in_node_memory=shared)
-        if algorithm == "shared":
-            assert self._memory is not None
-            self._memory.all_gather(dst.flat, src.flat, counts)
-            return self._end(out, dst, async_op)
-        chunks = _cut(dst.flat, counts=counts)
-        if not in_place:
-            chunks[self.rank][...] = src.flat
-        if algorithm == "mpi":
-            return self._end(out, dst, async_op, self._transport.all_gather(self.mpi, dst.flat, counts, async_op))
-        _, steps = self._program("all_gather", algorithm)
-        self._transport.execute(steps, self.mpi, chunks, "sum", dst.dtype)
-        return self._end(out, dst, async_op)
+        self._in_place("all_gather", counts, part=("x", src), whole=("out", dst))
+        algorithm = self._begin("all_gather", dst, algorithm, counts=counts)
+        self._transport(algorithm).all_gather(dst.flat, src.flat, counts)
+        return self._end(dst)
 
     def reduce_scatter(
         self,
@@ -86,99 +87,107 @@ class Collectives:
         *,
         counts: Sequence[int] | None = None,
         algorithm: str = "auto",
+        accumulate: str | None = None,
         async_op: bool = False,
     ) -> Any:
         """`out` becomes this rank's part of the reduction of all ranks' `x`. Returns `out`, or a Work with `async_op`.
 
         `counts`: elements of each rank's part where they differ. `out` may be its own place in `x`; else `x` is left as it is.
-        `x` may be written again after the call.
+        `x` may be written again after the call. `op`, `accumulate`: as of `all_reduce`.
         """
+        if async_op or self._group is not None:
+            options = {"counts": counts, "algorithm": algorithm, "accumulate": accumulate}
+            return self._later(async_op, Collectives.reduce_scatter, out, x, op, **options, result=out)
         src, dst = Buffer(x, "x"), Buffer(out, "out", writable=True)
         raw = effective_op(src.dtype, op)
         counts = self._counts("reduce_scatter", counts, part=("out", dst), whole=("x", src))
-        in_place = self._in_place("reduce_scatter", counts, part=("out", dst), whole=("x", src))
-        readable = self._memory is not None and self._memory.is_readable(src.flat)
-        algorithm = self._begin("reduce_scatter", src, algorithm, op=op, counts=counts, in_node_memory=readable)
-        if algorithm == "mpi":
-            flat = src.flat.copy() if in_place else src.flat  # MPI forbids overlapping buffers
-            started = self._transport.reduce_scatter(self.mpi, dst.flat, flat, raw, counts, src.dtype, async_op)
-            return self._end(out, dst, async_op, *started)
-        if algorithm == "shared":
-            assert self._memory is not None
-            self._memory.reduce_scatter(dst.flat, src.flat, raw, counts, src.dtype)
-        else:
-            chunks = _cut(src.flat.copy(), counts=counts)  # they come to hold partial sums
-            _, steps = self._program("reduce_scatter", algorithm)
-            self._transport.execute(steps, self.mpi, chunks, raw, src.dtype)
-            dst.flat[...] = chunks[self.rank]
-            if op == "avg":
-                divide(dst.flat, self.size, dst.dtype)
-        return self._end(out, dst, async_op)
+        self._in_place("reduce_scatter", counts, part=("out", dst), whole=("x", src))
+        algorithm = self._begin("reduce_scatter", src, algorithm, op=op, counts=counts, accumulate=accumulate)
+        flat, dtype = _wide(src, algorithm, accumulate)
+        mine = dst.flat if dtype is src.dtype else np.empty(dst.flat.size, dtype.numpy)
+        self._transport(algorithm).reduce_scatter(mine, flat, raw, counts, dtype)
+        if dtype is not src.dtype:
+            copy(dst.flat, mine)
+        return self._end(dst)
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Any:
         """Every rank's `x` becomes the root's. In place; returns `x`, or a Work with `async_op`."""
+        if async_op or self._group is not None:
+            return self._later(async_op, Collectives.broadcast, x, root, algorithm=algorithm, result=x)
         b = Buffer(x, "x", writable=self.rank != root)
         algorithm = self._begin("broadcast", b, algorithm, root=root)
-        if algorithm == "mpi":
-            return self._end(x, b, async_op, self._transport.broadcast(self.mpi, b.flat, root, async_op))
-        _, steps = self._program("broadcast", algorithm, root)
-        self._transport.execute(steps, self.mpi, [b.flat], "sum", b.dtype)
-        return self._end(x, b, async_op)
+        self._transport(algorithm).broadcast(b.flat, root)
+        return self._end(b)
 
-    def reduce(self, x: Any, root: int = 0, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False) -> Any:
-        """The root's `x` becomes the reduction of all ranks' `x`; the others' stay as they are. Returns `x`, or a Work."""
+    def reduce(
+        self,
+        x: Any,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        algorithm: str = "auto",
+        accumulate: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """The root's `x` becomes the reduction of all ranks' `x`; the others' stay as they are. Returns `x`, or a Work.
+
+        `op`, `accumulate`: as of `all_reduce`.
+        """
+        if async_op or self._group is not None:
+            return self._later(
+                async_op, Collectives.reduce, x, root, op, algorithm=algorithm, accumulate=accumulate, result=x
+            )
         b = Buffer(x, "x", writable=self.rank == root)
         raw = effective_op(b.dtype, op)
-        algorithm = self._begin("reduce", b, algorithm, op=op, root=root)
-        if algorithm == "mpi":
-            started = self._transport.reduce(self.mpi, b.flat, raw, root, b.dtype, async_op)
-            return self._end(x, b, async_op, *started)
-        # Inner ranks of the tree keep partial sums: not in the caller's array.
-        flat = b.flat if self.rank == root else b.flat.copy()
-        _, steps = self._program("reduce", algorithm, root)
-        self._transport.execute(steps, self.mpi, [flat], raw, b.dtype)
-        if op == "avg" and self.rank == root:
-            divide(b.flat, self.size, b.dtype)
-        return self._end(x, b, async_op)
+        algorithm = self._begin("reduce", b, algorithm, op=op, root=root, accumulate=accumulate)
+        flat, dtype = _wide(b, algorithm, accumulate)
+        self._transport(algorithm).reduce(flat, raw, root, dtype)
+        if dtype is not b.dtype and self.rank == root:
+            copy(b.flat, flat)
+        return self._end(b)
 
     def gather(self, out: Any, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Any:
         """The root's `out` becomes all ranks' `x` in order of rank; the others pass None. Returns `out`, or a Work.
 
         The root's `x` may be its own place in `out`.
         """
+        if async_op or self._group is not None:
+            return self._later(async_op, Collectives.gather, out, x, root, algorithm=algorithm, result=out)
         src = Buffer(x, "x")
         dst, counts, in_place = None, [src.flat.size] * self.size, False
         if self.rank == root:
             dst = Buffer(out, "out", writable=True)
             self._counts("gather", counts, part=("x", src), whole=("out", dst))
             in_place = self._in_place("gather", counts, part=("x", src), whole=("out", dst))
-        self._begin("gather", src, algorithm, root=root)
+        algorithm = self._begin("gather", src, algorithm, root=root)
         if dst is not None and not in_place:
-            _cut(dst.flat, counts=counts)[root][...] = src.flat
-        flat = None if dst is None else dst.flat
-        request = self._transport.gather(self.mpi, flat, src.flat, root, async_op)
-        return self._end(out, dst, async_op, request, keep=src)
+            dst.flat[slice(*parts(counts)[root])] = src.flat
+        self._transport(algorithm).gather(None if dst is None else dst.flat, src.flat, root)
+        return self._end(dst)
 
     def scatter(self, out: Any, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Any:
         """Every rank's `out` becomes its part of the root's `x`; the others pass None for it. Returns `out`, or a Work.
 
         The root's `out` may be its own place in `x`.
         """
+        if async_op or self._group is not None:
+            return self._later(async_op, Collectives.scatter, out, x, root, algorithm=algorithm, result=out)
         dst = Buffer(out, "out", writable=True)
         src, counts, in_place = None, [dst.flat.size] * self.size, False
         if self.rank == root:
             src = Buffer(x, "x")
             self._counts("scatter", counts, part=("out", dst), whole=("x", src))
             in_place = self._in_place("scatter", counts, part=("out", dst), whole=("x", src))
-        self._begin("scatter", dst, algorithm, root=root)
+        algorithm = self._begin("scatter", dst, algorithm, root=root)
         if src is not None and not in_place:
-            dst.flat[...] = _cut(src.flat, counts=counts)[root]
-        flat = None if src is None else src.flat
-        request = self._transport.scatter(self.mpi, dst.flat, flat, root, async_op)
-        return self._end(out, dst, async_op, request, keep=src)
+            dst.flat[...] = src.flat[slice(*parts(counts)[root])]
+        self._transport(algorithm).scatter(dst.flat, None if src is None else src.flat, root)
+        return self._end(dst)
 
     def all_to_all(self, out: Any, x: Any, *, algorithm: str = "auto", async_op: bool = False) -> Any:
         """Part i of `x` goes to rank i; part i of `out` comes from rank i. Equal parts. Returns `out`, or a Work."""
+        if async_op or self._group is not None:
+            return self._later(async_op, Collectives.all_to_all, out, x, algorithm=algorithm, result=out)
         src, dst = Buffer(x, "x"), Buffer(out, "out", writable=True)
         if src.dtype != dst.dtype or src.flat.size != dst.flat.size or src.flat.size % self.size:
             raise ValueError(
@@ -187,9 +196,9 @@ class Collectives:
             )
         if np.may_share_memory(src.flat, dst.flat):
             raise ValueError("all_to_all: x and out overlap; pass two separate arrays")
-        self._begin("all_to_all", src, algorithm)
-        request = self._transport.all_to_all(self.mpi, dst.flat, src.flat, async_op)
-        return self._end(out, dst, async_op, request, keep=src)
+        algorithm = self._begin("all_to_all", src, algorithm)
+        self._transport(algorithm).all_to_all(dst.flat, src.flat)
+        return self._end(dst)
 
     # Parts of the operations above
 
@@ -202,39 +211,33 @@ class Collectives:
         op: str | None = None,
         root: int | None = None,
         counts: Sequence[int] | None = None,
-        in_node_memory: bool = False,
+        accumulate: str | None = None,
     ) -> str:
         """Check what all ranks must agree on, and choose the algorithm."""
         if root is not None and not 0 <= root < self.size:
             raise ValueError(f"{operation}: root {root} is outside the {self.size} ranks of this communicator")
+        if accumulate not in (None, "fp32"):
+            raise ValueError(f"{operation}: accumulate {accumulate!r}; expected 'fp32' or None")
+        if self._lane.pending():
+            self._lane.flush()
+        number = 0 if self._memory is None else self._memory.find(b.flat)[0]
         if self.checked:
-            options = {"op": op, "root": root, "counts": counts and tuple(counts), "algorithm": algorithm}
+            options = {
+                "op": op,
+                "root": root,
+                "counts": counts and tuple(counts),
+                "algorithm": algorithm,
+                "accumulate": accumulate,
+            }
             said = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
-            place = self._memory.place(b.flat) if self._memory is not None and in_node_memory else "private memory"
+            place = self._memory.place(b.flat) if number else "private memory"
             diagnosis.compare_calls(self.mpi, f"{operation}({b.flat.size} x {b.dtype.name}, {said}, in {place})")
-        return choose(operation, algorithm, dtype=b.dtype, nbytes=b.flat.nbytes, in_node_memory=in_node_memory)
+        return choose(
+            operation, algorithm, self._infeasible, dtype=b.dtype, nbytes=b.flat.nbytes, in_node_memory=number > 0
+        )
 
-    def _end(
-        self,
-        result: Any,
-        written: Buffer | None,
-        async_op: bool,
-        request: Any = None,
-        finish: Callable[[], None] | None = None,
-        keep: Any = None,
-    ) -> Any:
-        """The operation's `result`, or with `async_op` its Work.
-
-        `finish`: what remains to be done once `request` has ended. `keep`: what MPI reads until then, besides `written`.
-        """
-
-        if async_op:
-            return Work(result, request, lambda: self._end(result, written, False, finish=finish, keep=keep))
-        if finish is not None:
-            finish()
-        if written is not None:
-            written.flush()
-        return result
+    def _end(self, written: Buffer | None) -> Any:
+        return None if written is None else written.result()
 
     def _counts(
         self, operation: str, counts: Sequence[int] | None, *, part: tuple[str, Buffer], whole: tuple[str, Buffer]
@@ -270,19 +273,11 @@ class Collectives:
             )
         return True
 
-    def _program(self, operation: str, algorithm: str, root: int = 0) -> tuple[int, tuple[Step, ...]]:
-        """The number of chunks of the operation's schedule, and this rank's steps of it."""
-        key = (operation, algorithm, root)
-        if key not in self._programs:
-            schedule = BUILDERS[operation][algorithm](self.size, root)
-            self._programs[key] = (schedule.num_chunks, schedule.program(self.rank))
-        return self._programs[key]
 
-
-def _cut(flat: np.ndarray, num_chunks: int = 1, *, counts: Sequence[int] | None = None) -> list[np.ndarray]:
-    """`flat` in consecutive pieces: of `counts` elements, or `num_chunks` as equal as can be."""
-    if counts is None:
-        bounds = [flat.size * i // num_chunks for i in range(num_chunks + 1)]
-    else:
-        bounds = [0, *accumulate(counts)]
-    return [flat[begin:end] for begin, end in pairwise(bounds)]
+def _wide(b: Buffer, algorithm: str, accumulate: str | None) -> tuple[np.ndarray, DType]:
+    """The array to reduce and its dtype: a copy in fp32 where that is to travel. Within a node and by "mpi" it adds in fp32 anyway."""
+    if accumulate is None or not b.dtype.is_half or algorithm in ("mpi", "shared"):
+        return b.flat, b.dtype
+    wide = np.empty(b.flat.size, np.float32)
+    copy(wide, b.flat)
+    return wide, TABLE["float32"]

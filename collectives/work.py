@@ -1,35 +1,218 @@
-"""Operations in flight."""
+"""Operations in flight: what `async_op=True` returns, and the two ways in which such operations are carried out.
 
+[Note: lanes] Asynchronous operations of a process form one queue, in the order in which they were issued, whatever their communicators.
+- `Thread`: a progress thread carries them out while the caller computes. MPI libraries make no progress by themselves.
+- `Deferred`, where no core is free for that: they are carried out when the caller waits for one, or before its next collective. The
+  same program is right on both, only not overlapped. A `send` or `recv` in between must not wait for a collective that its peer has
+  not come to yet: so issuing also starts an MPI_Ibarrier, whose end says that all ranks have issued the operation, and only then is
+  it carried out while waiting for a message.
+The rule for both: ranks issue their collectives in the same order, also those of different communicators that have ranks in common.
+"""
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 
-class Work:
-    """What `async_op=True` returns: `wait()` gives the operation's result, `done()` tells whether it would return at once.
+class Work(ABC):
+    """An operation in flight: `wait()` gives its result, `done()` tells whether it has ended.
 
-    Buffers stay alive until `wait()`, also where nobody holds the Work: MPI may still write to them. The MPI library's own
-    collectives run as its non-blocking ones; all other algorithms have ended when the call returns, so the same program is right
-    on both, only not overlapped.
+    Its arrays stay alive until it has ended, also where nobody holds the Work.
     """
 
-    _in_flight: ClassVar[set["Work"]] = set()
+    def __init__(self) -> None:
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._ended = False
 
-    def __init__(self, result: Any, request: Any = None, finish: Callable[[], None] | None = None) -> None:
-        self._result, self._request, self._finish = result, request, finish
-        if request is not None:
-            self._in_flight.add(self)
-
+    @abstractmethod
     def done(self) -> bool:
-        """Whether the operation has ended; also gives MPI a chance to progress it."""
-        return self._request is None or bool(self._request.Test())
+        """Whether the operation has ended. Without a progress thread it is carried out here, once all ranks have issued it."""
+
+    @abstractmethod
+    def _finish(self) -> None: ...
 
     def wait(self) -> Any:
-        """Block until the operation has ended and return its result. Errors of the operation are raised here. Idempotent."""
-        if self._request is not None:
-            self._request.Wait()
-            self._request = None
-            self._in_flight.discard(self)
-        if self._finish is not None:
+        """Block until the operation has ended and return its result. Its errors are raised here. Idempotent."""
+        if not self._ended:
             self._finish()
-            self._finish = None
+        if self._error is not None:
+            raise self._error
         return self._result
+
+    def _end(self, operation: Callable[[], Any]) -> None:
+        try:
+            self._result = operation()
+        except BaseException as error:
+            self._error = error
+        self._ended = True
+
+
+class Lane(ABC):
+    """Carries out asynchronous operations in the order in which they were issued [Note: lanes]. One a process."""
+
+    on_thread: bool
+
+    @abstractmethod
+    def issue(self, operation: Callable[[], Any], mpi: Any) -> Work:
+        """Queue `operation`, a collective of `mpi`."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Before a collective of the caller's own: carry out what must come before it."""
+
+    def pending(self) -> bool:
+        """Whether operations are left that only this thread can carry out."""
+        return False
+
+    def advance(self) -> None:  # noqa: B027
+        """While waiting for a message: carry out the next operation if all ranks have issued it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Carry out all that is left, and end. For the end of the process."""
+
+
+class _Deferred(Work):
+    def __init__(self, lane: "Deferred", operation: Callable[[], Any], ready: Any) -> None:
+        super().__init__()
+        self._lane, self._operation, self._ready = lane, operation, ready
+
+    def done(self) -> bool:
+        if not self._ended:
+            self._lane.advance()
+        return self._ended
+
+    def _finish(self) -> None:
+        self._lane.finish(self)
+
+    def is_ready(self) -> bool:
+        return bool(self._ready.Test())
+
+    def carry_out(self) -> None:
+        self._ready.Wait()
+        self._end(self._operation)
+        del self._operation
+
+
+class Deferred(Lane):
+    """Operations are carried out by the caller's thread when it waits."""
+
+    on_thread = False
+
+    def __init__(self) -> None:
+        self._queue: deque[_Deferred] = deque()
+        self._busy = False
+
+    def issue(self, operation: Callable[[], Any], mpi: Any) -> Work:
+        work = _Deferred(self, operation, mpi.Ibarrier())
+        self._queue.append(work)
+        return work
+
+    def pending(self) -> bool:
+        return bool(self._queue) and not self._busy
+
+    def advance(self) -> None:
+        if self.pending() and self._queue[0].is_ready():
+            self._next()
+
+    def finish(self, work: Work) -> None:
+        while not work._ended:
+            self._next()
+
+    def flush(self) -> None:
+        while self._queue and not self._busy:
+            self._next()
+
+    def close(self) -> None:
+        self.flush()
+
+    def _next(self) -> None:
+        self._busy = True  # what is carried out now is itself a collective, and would flush
+        try:
+            self._queue.popleft().carry_out()
+        finally:
+            self._busy = False
+
+
+class _Threaded(Work):
+    def __init__(self, operation: Callable[[], Any]) -> None:
+        super().__init__()
+        self._operation = operation
+        self._event = threading.Event()
+
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    def _finish(self) -> None:
+        self._event.wait()
+
+    def carry_out(self) -> None:
+        self._end(self._operation)
+        del self._operation
+        self._event.set()
+
+
+class Thread(Lane):
+    """Operations are carried out by a thread of their own, on communicators of its own."""
+
+    on_thread = True
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Threaded | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def issue(self, operation: Callable[[], Any], mpi: Any) -> Work:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="collectives-progress", daemon=True)
+            self._thread.start()
+        work = _Threaded(operation)
+        self._queue.put(work)
+        return work
+
+    def flush(self) -> None:
+        """Nothing: the thread's communicators are not the caller's."""
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work.carry_out()
+
+
+class Transfer(Work):
+    """A message in flight: what `isend` and `irecv` return."""
+
+    def __init__(self, lane: Lane, request: Any, status: Any, end: Callable[[Exception | None], Any]) -> None:
+        """`end(error)` gives the result when the message is through, or raises; it keeps the array alive until then."""
+        super().__init__()
+        self._lane, self._request, self._status, self._through = lane, request, status, end
+
+    def done(self) -> bool:
+        """Whether the message is through."""
+        if not self._ended:
+            self._lane.advance()
+            self._poll(self._request.Test)
+        return self._ended
+
+    def _finish(self) -> None:
+        while self._lane.pending() and not self.done():
+            pass
+        if not self._ended:
+            self._poll(self._request.Wait)
+
+    def _poll(self, ended: Callable[[Any], bool]) -> None:
+        error = None
+        try:
+            if not ended(self._status):
+                return
+        except Exception as raised:
+            error = raised
+        self._end(lambda: self._through(error))
+        del self._request, self._through

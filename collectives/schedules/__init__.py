@@ -16,4 +16,11 @@ BUILDERS: dict[str, dict[str, Callable[[int, int], Schedule]]] = {
     "reduce": {"tree": tree.reduce},
 }
 
-__all__ = ["BUILDERS", "Recv", "Schedule", "Send", "Step"]
+
+def build(
+    operation: str, algorithm: str, size: int, *, root: int = 0, per_node: int = 1, num_segments: int = 1
+) -> Schedule:
+    return BUILDERS[operation][algorithm](size, root)
+
+
+__all__ = ["BUILDERS", "Recv", "Schedule", "Send", "Step", "build"]

@@ -20,7 +20,7 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """Receive `count` chunks from `chunk` on from rank `peer`: `reduce` adds them to what stands there, otherwise they take its place."""
+    """Receive `count` chunks from `chunk` on from rank `peer`, to add them to what stands there (`reduce`) or to replace it."""
 
     peer: int
     chunk: int

@@ -1,191 +1,246 @@
-"""Memory that the ranks of a node share: the two allocators, and collectives that read and write it directly.
+"""Collectives of the ranks of one node, which read each other's arrays directly: every element moves once.
 
-- `shared`: one array for the whole node. An all-gather into it is: write your part, barrier.
-- `empty`: one array per rank, whose peers can read it. A reduce-scatter reads each peer's part once and writes 1/N of it.
+Arrays in the node's memory (memory.py) are read where they lie, private ones through the kernel (peer.py), and where it does not
+allow that, through a staging area in the node's memory. Ranks may mix all kinds. Two ideas make all operations:
 
-Files in the node's shared-memory file system, mapped by every rank and unlinked at once: nothing is left behind however the job
-ends. Not MPI windows: those do not survive a dead rank. Every wait here is an MPI barrier, which also orders the memory.
+- `_reduce_parts`: each rank reads all ranks' arrays in the parts it owns, adds in order of rank and rounds once;
+- `_pull`: each rank copies what it wants out of its peers' arrays.
+
+Ranks meet at MPI barriers, which also order the memory. Before the first, each rank writes on the board where its array lies.
 """
 
-import mmap
-import os
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from tempfile import gettempdir
+from collections.abc import Mapping, Sequence
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
-from collectives.diagnosis import together
 from collectives.dtypes import DType
-from collectives.reduction import reduce_into
+from collectives.reduction import reduce_blocks, reduce_into
+from collectives.transports.memory import NodeMemory
+from collectives.transports.peer import PeerReader, peer_readers
+from collectives.transports.transport import even_parts, parts
 
-_ALIGN = mmap.PAGESIZE
+_STAGE_BYTES = 1 << 20  # of a window of the staging area: it stays in the core's cache
+_SLOT = 8  # words of a rank on the board: a cache line of its own
 
-
-def folder() -> Path:
-    """Where the node's shared memory lives: MPITRAIN_SHM_DIR, else /dev/shm, else the folder for temporary files."""
-    chosen = os.environ.get("MPITRAIN_SHM_DIR", "/dev/shm")
-    return Path(chosen if "MPITRAIN_SHM_DIR" in os.environ or os.path.isdir(chosen) else gettempdir())
-
-
-def _address(flat: np.ndarray) -> int:
-    return flat.__array_interface__["data"][0]
+Pull = tuple[int, int, np.ndarray]  # peer, first element of its array, where to copy from there on
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """One mapped file. `stride` is the bytes from one rank's array to the next; 0 where all share one array."""
+class _Source:
+    """A rank's array, as the others see it."""
 
-    number: int  # in order of allocation: the same on every rank
-    # Weak: the arrays keep the mapping alive, and the memory goes when the last of them does.
-    mapping: weakref.ref[mmap.mmap]
-    address: int
-    length: int
-    stride: int
+    __slots__ = ("_address", "_bytes", "_reader")
+
+    def __init__(self, view: np.ndarray | None, reader: PeerReader | None = None, address: int = 0) -> None:
+        self._bytes, self._reader, self._address = view, reader, address
+
+    @property
+    def is_readable(self) -> bool:
+        return self._bytes is not None or self._reader is not None
+
+    def elements(self, start: int, stop: int, scratch: np.ndarray) -> np.ndarray:
+        """These elements of it: where they lie, or read into `scratch`. Of the dtype of `scratch`."""
+        if self._bytes is not None:
+            return self._bytes[start * scratch.itemsize : stop * scratch.itemsize].view(scratch.dtype)
+        scratch = scratch[: stop - start]
+        self.copy(start, scratch)
+        return scratch
+
+    def copy(self, start: int, target: np.ndarray) -> None:
+        """Copy the elements from `start` on to `target`."""
+        if self._reader is not None:
+            if target.size:
+                address = target.__array_interface__["data"][0]
+                self._reader.read(address, self._address + start * target.itemsize, target.nbytes)
+        else:
+            assert self._bytes is not None
+            begin = start * target.itemsize
+            target.view(np.uint8)[...] = self._bytes[begin : begin + target.nbytes]
 
 
-class NodeMemory:
-    """The shared memory of the ranks of `mpi`, all on one node. Allocating is collective."""
+class Shared:
+    """The collectives of the ranks of `mpi`, all on one node. `memory`: the node's arrays that they know. Making it is collective.
 
-    def __init__(self, mpi: Any) -> None:
+    Arrays are flat, of the same length on all ranks unless said. OSError if the node's memory cannot be had.
+    """
+
+    def __init__(self, mpi: Any, memory: NodeMemory) -> None:
         self._mpi = mpi
-        self._segments: list[_Segment] = []
-        self._num_allocated = 0
+        self._rank, self._size = mpi.rank, mpi.size
+        self._memory = memory
+        self._own = NodeMemory(mpi)
+        self._board = memoryview(self._own.shared(8 * _SLOT * mpi.size)).cast("Q")  # type: ignore[arg-type]
+        self._readers = peer_readers(mpi)
+        self._windows: list[list[np.ndarray]] = []  # two staging areas of each rank
 
-    def shared(self, nbytes: int) -> np.ndarray:
-        """`nbytes` bytes of zeros that are the same memory on every rank."""
-        return self._map(nbytes, stride=0)[:nbytes]
+    @property
+    def reads_private(self) -> bool:
+        """Whether the kernel lets these ranks read each other's private memory."""
+        return self._readers is not None
 
-    def empty(self, nbytes: int) -> np.ndarray:
-        """`nbytes` bytes of this rank's own, which its peers can read. Zeros."""
-        stride = max(-(-nbytes // _ALIGN), 1) * _ALIGN
-        start = self._mpi.rank * stride
-        return self._map(stride * self._mpi.size, stride)[start : start + nbytes]
-
-    def _map(self, nbytes: int, stride: int) -> np.ndarray:
-        mpi, length = self._mpi, max(nbytes, 1)
-        proposal = folder() / f"mpitrain-{os.getpid()}-{uuid4().hex}"
-        path, length_0 = mpi.bcast((str(proposal), length))
-        fd = -1
-        try:
-            doing = f"cannot share {nbytes / 1e6:.1f} MB of node memory in {os.path.dirname(path)}"
-            with together(mpi, doing):
-                if length != length_0:
-                    raise ValueError(f"{length} bytes asked for here, {length_0} on rank 0")
-                if mpi.rank == 0:
-                    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-                    os.ftruncate(fd, length)
-            with together(mpi, doing):
-                fd = os.open(path, os.O_RDWR) if fd < 0 else fd
-                # Each rank reserves the part it will touch most, so that the pages lie near its cores. Reserving turns a full
-                # file system into an error here; a plain write to a mapping would end the process with SIGBUS later.
-                begin, end = (length * (mpi.rank + i) // mpi.size for i in (0, 1))
-                self._reserve(fd, begin, end - begin)
-                mapping = mmap.mmap(fd, length)
-        finally:
-            # `together` has brought all ranks here: everyone has opened the file or failed.
-            if fd >= 0:
-                os.close(fd)
-            if mpi.rank == 0:
-                Path(path).unlink(missing_ok=True)
-        flat = np.frombuffer(mapping, np.uint8)
-        self._segments = [segment for segment in self._segments if segment.mapping() is not None]
-        self._num_allocated += 1
-        self._segments.append(
-            _Segment(self._num_allocated, weakref.ref(mapping), _address(flat), length, stride),
-        )
-        return flat
-
-    @staticmethod
-    def _reserve(fd: int, start: int, length: int) -> None:
-        if length == 0:
-            return
-        try:
-            os.posix_fallocate(fd, start, length)
-        except OSError as error:
-            free = os.fstatvfs(fd)
-            raise OSError(
-                f"{error.strerror}: {free.f_bavail * free.f_frsize / 1e6:.1f} MB are free; make it larger, "
-                "or set MPITRAIN_SHM_DIR to a folder in memory that has more"
-            ) from None
-
-    def _find(self, flat: np.ndarray) -> tuple[_Segment, int] | None:
-        """The segment that holds all of `flat`, and where in it. None for an empty array: it has no address to go by."""
-        if not self._segments or not flat.size:
-            return None
-        address = _address(flat)
-        for segment in self._segments:
-            at = address - segment.address
-            if at >= 0 and at + flat.nbytes <= segment.length and segment.mapping() is not None:
-                return segment, at
-        return None
-
-    def is_shared(self, flat: np.ndarray) -> bool:
-        """Whether `flat` lies in an array that is the same memory on every rank."""
-        found = self._find(flat)
-        return found is not None and found[0].stride == 0
-
-    def is_readable(self, flat: np.ndarray) -> bool:
-        """Whether peers can read their own array at the place of `flat`: it lies in this rank's part of an `empty` array."""
-        found = self._find(flat)
-        return found is not None and found[0].stride > 0
-
-    def place(self, flat: np.ndarray) -> str:
-        """Where `flat` lies, in words that are the same on all ranks that pass the same place of the same allocation."""
-        found = self._find(flat)
-        if found is None:
-            return "private memory"
-        segment, at = found
-        return f"node memory {segment.number} + {at % segment.stride if segment.stride else at} bytes"
-
-    def _peers(self, flat: np.ndarray) -> list[np.ndarray]:
-        """Every rank's array at the place of `flat`, this rank's own included, in order of rank."""
-        found = self._find(flat)
-        assert found is not None
-        segment, at = found
-        mapping = segment.mapping()
-        assert mapping is not None
-        within = at - self._mpi.rank * segment.stride
-        return [
-            np.frombuffer(mapping, flat.dtype, flat.size, rank * segment.stride + within)
-            for rank in range(self._mpi.size)
-        ]
-
-    # Collectives. Never of empty arrays. All ranks pass arrays from the same allocation; selection.py sees to it.
-
-    def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
-        """`out` is one array for the node: each rank writes its part, unless it already stands there."""
-        start = sum(counts[: self._mpi.rank])
-        mine = out[start : start + flat.size]
-        # Both barriers always: whether a part already stands in its place may differ from rank to rank.
-        self._mpi.Barrier()  # nobody still reads what stood here
-        if flat.size and _address(mine) != _address(flat):
-            mine[...] = flat
-        self._mpi.Barrier()
-
-    def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
-        """Each rank adds its part of all peers' arrays, in order of rank, rounding once."""
-        start = sum(counts[: self._mpi.rank])
-        parts = [peer[start : start + out.size] for peer in self._peers(flat)]
-        self._mpi.Barrier()  # everyone has written
-        reduce_into(out, parts, op, dtype, divisor=self._mpi.size if op == "avg" else 1)
-        self._mpi.Barrier()  # everyone has read: the caller may write again
+    # The operations
 
     def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
-        """Each rank adds its slice of all peers' arrays into its own, then copies the other slices from their owners."""
-        size, peers = self._mpi.size, self._peers(flat)
-        bounds = [flat.size * rank // size for rank in range(size + 1)]
-        slices = [slice(bounds[rank], bounds[rank + 1]) for rank in range(size)]
-        mine = slices[self._mpi.rank]
-        self._mpi.Barrier()
+        """Each rank adds its slice of all arrays into its own, then copies the other slices from their owners."""
+        bounds = even_parts(flat.size, self._size)
+        sources = self._meet(flat)
         # Nobody else reads this rank's array in its own slice, so the sum may be written there at once.
-        reduce_into(flat[mine], [peer[mine] for peer in peers], op, dtype, divisor=size if op == "avg" else 1)
+        self._reduce_parts(sources, flat, bounds, {self._rank: flat[slice(*bounds[self._rank])]}, op, dtype)
+        pulls = [(peer, begin, flat[begin:end]) for peer, (begin, end) in enumerate(bounds) if peer != self._rank]
+        self._pull(sources, flat, pulls, flat.nbytes)
+
+    def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
+        """Each rank adds its part of all arrays. `out` may be its own place in `flat`."""
+        self.reduce_parts(flat, counts, {self._rank: out}, op, dtype)
+
+    def reduce_parts(
+        self, flat: np.ndarray, counts: Sequence[int], outs: Mapping[int, np.ndarray], op: str, dtype: DType
+    ) -> None:
+        """`flat` is parts of `counts` elements: `outs` are those that this rank is to have the reduction of, by number."""
+        bounds = parts(counts)
+        self._reduce_parts(self._meet(flat), flat, bounds, outs, op, dtype)
+
+    def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
+        """Where `out` is one array for the node, each rank writes its part, unless it stands there already."""
+        self.collect(out, flat, [(peer, 0, out[slice(*part)]) for peer, part in enumerate(parts(counts))])
+
+    def collect(self, out: np.ndarray, flat: np.ndarray, pulls: Sequence[Pull]) -> None:
+        """`pull` from all ranks, this one included, into parts of `out`. Into one array for the node each rank writes its own."""
+        of_node = self._memory.is_one_array(self._memory.find(out)[0])
+        if of_node:
+            # Both barriers always: whether a part already stands in its place may differ from rank to rank.
+            self._mpi.Barrier()  # nobody still reads what stood here
+        for peer, start, target in pulls:
+            if peer == self._rank and target.size:
+                own = flat[start : start + target.size]
+                if own.__array_interface__["data"][0] != target.__array_interface__["data"][0]:
+                    target[...] = own
+        if of_node:
+            self._mpi.Barrier()
+        else:
+            self.pull(flat, [pull for pull in pulls if pull[0] != self._rank])
+
+    def broadcast(self, flat: np.ndarray, root: int) -> None:
+        self.pull(flat, [] if self._rank == root else [(root, 0, flat)])
+
+    def reduce(self, flat: np.ndarray, op: str, root: int, dtype: DType) -> None:
+        """Each rank reduces a slice, which the root then copies. The others' arrays stay as they are."""
+        bounds = even_parts(flat.size, self._size)
+        begin, end = bounds[self._rank]
+        mine = flat[begin:end] if self._rank == root else np.empty(end - begin, flat.dtype)
+        self._reduce_parts(self._meet(flat), flat, bounds, {self._rank: mine}, op, dtype)
+        pulls = [(peer, 0, flat[slice(*part)]) for peer, part in enumerate(bounds) if peer != root]
+        self.pull(mine, pulls if self._rank == root else [])
+
+    def gather(self, out: np.ndarray | None, flat: np.ndarray, root: int) -> None:
+        """`out`: on the root alone, whose part stands in its place there already."""
+        pulls = [] if out is None else [(peer, 0, part) for peer, part in self._others(out)]
+        self.pull(flat, pulls)
+
+    def scatter(self, out: np.ndarray, flat: np.ndarray | None, root: int) -> None:
+        """`flat`: on the root alone, which has taken its part itself."""
+        pulls = [] if self._rank == root else [(root, self._rank * out.size, out)]
+        self.pull(np.empty(0, out.dtype) if flat is None else flat, pulls)
+
+    def all_to_all(self, out: np.ndarray, flat: np.ndarray) -> None:
+        """The two must not overlap."""
+        count = flat.size // self._size
+        mine = slice(self._rank * count, (self._rank + 1) * count)
+        out[mine] = flat[mine]
+        self.pull(flat, [(peer, self._rank * count, part) for peer, part in self._others(out)])
+
+    def pull(self, flat: np.ndarray, pulls: Sequence[Pull]) -> None:
+        """Show `flat` to the others, and copy what `pulls` says from theirs, which may have other lengths."""
+        self._pull(self._meet(flat), flat, pulls, max(self._board[_SLOT * rank + 2] for rank in range(self._size)))
+
+    # The two ideas
+
+    def _meet(self, flat: np.ndarray) -> list[_Source] | None:
+        """Wait for all ranks; every rank's array in order of rank, or None where they must go through the staging area."""
+        board, slots = self._board, range(0, _SLOT * self._size, _SLOT)
+        slot = _SLOT * self._rank
+        board[slot], board[slot + 1] = self._memory.find(flat)
+        board[slot + 2], board[slot + 3] = flat.nbytes, flat.__array_interface__["data"][0]
         self._mpi.Barrier()
-        for rank, part in enumerate(slices):
-            if rank != self._mpi.rank:
-                flat[part] = peers[rank][part]
+        sources = []
+        for rank, at in enumerate(slots):
+            number, place, nbytes, address = board[at : at + 4]
+            if rank == self._rank:
+                sources.append(_Source(flat.view(np.uint8)))
+            elif number and (view := self._memory.view(number, place, nbytes)) is not None:
+                sources.append(_Source(view))
+            else:
+                sources.append(_Source(None, self._readers[rank] if self._readers else None, address))
+        if self._readers is None:
+            board[slot + 4] = any(not source.is_readable for source in sources)
+            self._mpi.Barrier()
+            if any(board[at + 4] for at in slots):
+                return None
+        return sources
+
+    def _reduce_parts(
+        self,
+        sources: list[_Source] | None,
+        flat: np.ndarray,
+        bounds: Sequence[tuple[int, int]],
+        outs: Mapping[int, np.ndarray],
+        op: str,
+        dtype: DType,
+    ) -> None:
+        divisor = self._size if op == "avg" else 1
+        if sources is not None:
+            for part, out in outs.items():
+                begin = bounds[part][0]
+
+                def elements(rank: int, start: int, stop: int, scratch: np.ndarray, begin: int = begin) -> np.ndarray:
+                    return sources[rank].elements(begin + start, begin + stop, scratch)
+
+                reduce_blocks(out, self._size, elements, op, dtype, divisor=divisor)
+        else:
+            # A window holds as much of every part, so that all ranks have something to add.
+            width = max(_STAGE_BYTES // (flat.itemsize * len(bounds)), 1)
+            longest = max(end - begin for begin, end in bounds)
+            for turn, start in enumerate(range(0, longest, width)):
+                windows = [
+                    window.view(flat.dtype) for window in self._staging(turn, width * len(bounds) * flat.itemsize)
+                ]
+                mine = windows[self._rank]
+                for part, (begin, end) in enumerate(bounds):
+                    piece = flat[begin + start : min(begin + start + width, end)]
+                    mine[part * width :][: piece.size] = piece
+                self._mpi.Barrier()
+                for part, out in outs.items():
+                    piece = out[start : start + width]
+                    staged = [window[part * width :][: piece.size] for window in windows]
+                    reduce_into(piece, staged, op, dtype, divisor=divisor)
+        self._mpi.Barrier()  # everyone has read: the caller may write again
+
+    def _pull(self, sources: list[_Source] | None, flat: np.ndarray, pulls: Sequence[Pull], longest: int) -> None:
+        """`longest`: the bytes of the longest rank's array."""
+        if sources is not None:
+            for peer, start, target in pulls:
+                sources[peer].copy(start, target)
+        else:
+            mine = flat.view(np.uint8)
+            for turn, begin in enumerate(range(0, longest, _STAGE_BYTES)):
+                windows = self._staging(turn, _STAGE_BYTES)
+                piece = mine[begin : begin + _STAGE_BYTES]
+                windows[self._rank][: piece.size] = piece
+                self._mpi.Barrier()
+                for peer, start, target in pulls:
+                    first = start * target.itemsize
+                    low, high = max(first, begin), min(first + target.nbytes, begin + _STAGE_BYTES)
+                    if low < high:
+                        target.view(np.uint8)[low - first : high - first] = windows[peer][low - begin : high - begin]
         self._mpi.Barrier()
+
+    def _staging(self, turn: int, nbytes: int) -> list[np.ndarray]:
+        """Each rank's staging area of this turn. There are two in turn, so that one barrier a window is enough."""
+        if not self._windows or self._windows[0][0].size < nbytes:
+            self._windows = [self._own.peers(self._own.empty(max(nbytes, _STAGE_BYTES))) for _ in range(2)]
+        return [window[:nbytes] for window in self._windows[turn % 2]]
+
+    def _others(self, whole: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """The other ranks' equal parts of `whole`."""
+        count = whole.size // self._size
+        return [(peer, whole[peer * count :][:count]) for peer in range(self._size) if peer != self._rank]

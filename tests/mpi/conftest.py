@@ -159,6 +159,27 @@ def comm() -> Any:
     return collectives.world()
 
 
+class TwoNodes:
+    """An mpi4py communicator whose ranks seem to be on two nodes: the even ones and the odd ones."""
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi = mpi
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mpi, name)
+
+    def Split_type(self, kind: int) -> Any:  # noqa: N802
+        return self._mpi.Split(self._mpi.rank % 2)
+
+
+@pytest.fixture(scope="session")
+def two_nodes(comm: Any) -> Any:
+    """All ranks of the run, as if the odd ones were on another node."""
+    import collectives
+
+    return collectives.Communicator(TwoNodes(comm.mpi.Dup()))
+
+
 @pytest.fixture
 def shared_tmp(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """An empty folder that is the same one on all ranks (rank 0's `tmp_path`)."""

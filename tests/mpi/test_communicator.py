@@ -78,23 +78,12 @@ def test_mesh_that_does_not_fit_shows_every_factor(comm: Communicator) -> None:
 # Two nodes
 
 
-class TwoNodes:
-    """An mpi4py communicator whose ranks seem to be on two nodes: the even ones and the odd ones."""
-
-    def __init__(self, mpi: Any) -> None:
-        self._mpi = mpi
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._mpi, name)
-
-    def Split_type(self, kind: int) -> Any:  # noqa: N802
-        return self._mpi.Split(self._mpi.rank % 2)
-
-
-def test_on_several_nodes_memory_is_the_node_s_and_collectives_reach_all(comm: Communicator) -> None:
+def test_on_several_nodes_memory_is_the_node_s_and_collectives_reach_all(
+    comm: Communicator, two_nodes: Communicator
+) -> None:
     if comm.size == 1:
         pytest.skip("two nodes need two ranks")
-    two = Communicator(TwoNodes(comm.mpi.Dup()))
+    two = two_nodes
     members = list(range(comm.rank % 2, comm.size, 2))
     assert (two.num_nodes, two.node.size) == (2, len(members))
     with pytest.raises(ValueError, match=rf"shared: these {comm.size} ranks are on 2 nodes; call comm.node.shared"):
@@ -102,7 +91,7 @@ def test_on_several_nodes_memory_is_the_node_s_and_collectives_reach_all(comm: C
     mine = two.empty(4, np.float32)  # ordinary memory: reductions on it must still reach the other node
     mine[:] = comm.rank
     assert two.all_reduce(mine).tolist() == [sum(range(comm.size))] * 4
-    with pytest.raises(ValueError, match="algorithm 'shared' works on arrays made by this communicator"):
+    with pytest.raises(ValueError, match=f"'shared' cannot be used here: these {comm.size} ranks are on 2 nodes"):
         two.all_reduce(mine, algorithm="shared")
     of_node = two.node.empty(4, np.float32)
     of_node[:] = comm.rank
@@ -112,7 +101,6 @@ def test_on_several_nodes_memory_is_the_node_s_and_collectives_reach_all(comm: C
     whole = two.node.shared(len(members), np.int64)
     two.node.all_gather(whole, np.array([comm.rank]), algorithm="shared")
     assert whole.tolist() == members
-    two.free()
 
 
 # Two ranks
@@ -239,7 +227,8 @@ def test_local_errors_come_before_anything_is_sent(comm: Communicator) -> None:
         (TypeError, "op 'avg' is not defined for int64", lambda: comm.all_reduce(np.arange(3), "avg")),
         (ValueError, "op 'mean' is unknown; expected one of avg, max", lambda: comm.all_reduce(x, "mean")),
         (ValueError, "algorithm 'magic' is unknown; expected auto, mpi", lambda: comm.all_reduce(x, algorithm="magic")),
-        (ValueError, "algorithm 'shared' works on arrays made by", lambda: comm.all_reduce(x, algorithm="shared")),
+        (ValueError, "algorithm 'two_level' cannot be used here: it is for several nodes, and these ranks are on one",
+         lambda: comm.all_reduce(x, algorithm="two_level")),
         (ValueError, "x is not contiguous", lambda: comm.all_reduce(np.zeros((3, 2))[:, 0])),
         (ValueError, "x is not contiguous", lambda: comm.all_reduce(torch.zeros(3, 2).t())),
         (ValueError, "x is read-only", lambda: comm.all_reduce(frozen)),

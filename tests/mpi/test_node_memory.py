@@ -11,7 +11,7 @@ import torch
 from collectives import Communicator, on_all_ranks
 from collectives.arrays import as_numpy, is_torch
 from collectives.dtypes import TABLE
-from collectives.transports.shared import folder
+from collectives.transports.memory import folder
 
 
 def mapped() -> list[str]:
@@ -89,11 +89,19 @@ def test_all_gather_where_only_some_parts_stand_in_place(comm: Communicator) -> 
 def test_another_communicator_s_memory_is_ordinary_memory(comm: Communicator) -> None:
     group = comm.split(0, key=-comm.rank)
     x = group.empty(3, np.float32)
-    x[:] = 1
-    with pytest.raises(ValueError, match="made by this communicator's"):
-        comm.all_reduce(x, algorithm="shared")
-    assert comm.all_reduce(x).tolist() == [comm.size] * 3
+    for algorithm in ("auto", "shared"):
+        x[:] = 1
+        assert comm.all_reduce(x, algorithm=algorithm).tolist() == [comm.size] * 3
     group.free()
+
+
+def test_an_array_that_some_ranks_have_let_go_of(comm: Communicator) -> None:
+    """The first rank passes its part of an `empty` array, the others have dropped theirs and pass private ones."""
+    x = comm.empty(1000, np.float32)
+    if comm.rank:
+        x = np.empty(1000, np.float32)
+    x[:] = comm.rank + 1
+    assert set(comm.all_reduce(x, algorithm="shared").tolist()) == {sum(range(1, comm.size + 1))}
 
 
 def test_memory_goes_with_the_last_array_and_survives_its_communicator(comm: Communicator) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.dtypes import ARITHMETIC, TABLE
-from collectives.reduction import BLOCK, divide, reduce_into
+from collectives.reduction import BLOCK_BYTES, divide, reduce_into
 
 HALVES = [row for row in TABLE.values() if row.is_half]
 
@@ -68,7 +68,7 @@ def test_equals_the_reference_bit_for_bit(name: str, op: str, num_parts: int, si
 
 
 @pytest.mark.parametrize("name", ["float64", "float32", "float16", "bfloat16", "int32"])
-@pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
+@pytest.mark.parametrize("size", [BLOCK_BYTES - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
 def test_borders_of_blocks(name: str, size: int) -> None:
     for num_parts in (1, 2, 3):
         parts = random_parts(name, num_parts, size, seed=size)

@@ -1,0 +1,158 @@
+"""Carries out schedules over MPI point-to-point, on flat host arrays.
+
+A message is cut into segments, so that one is added while the next arrives, and memory beyond the caller's is two segments. What a
+schedule does to an array at a given address is prepared once, as persistent requests, and kept for the next call with it: training
+reduces the same buffers in every step.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from collectives.dtypes import DType
+from collectives.reduction import reduce_into
+from collectives.schedules import Step
+
+_SEGMENT_BYTES = 1 << 19
+_MAX_REQUESTS = 1 << 12  # kept in all
+_TAG = 1  # every communicator is a private clone, so no user's message can be mistaken for one
+
+
+class Chunk(NamedTuple):
+    """Chunk of a schedule: elements `begin` to `end` of the array with this number."""
+
+    array: int
+    begin: int
+    end: int
+
+
+class _Receive(NamedTuple):
+    request: Any
+    place: Chunk
+    incoming: np.ndarray | None  # where it arrives if it is to be added to what stands in `place`
+
+
+class _Prepared(NamedTuple):
+    steps: list[tuple[list[Any], list[_Receive]]]
+    num_requests: int
+
+
+class Executor:
+    """Runs schedules on the ranks of `mpi`. For one thread at a time."""
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi = mpi
+        self._kept: OrderedDict[Hashable, _Prepared] = OrderedDict()
+        self._num_kept = 0
+        self._scratch: np.ndarray | None = None
+
+    def run(
+        self,
+        key: Hashable,
+        arrays: Sequence[np.ndarray],
+        plan: Callable[[], tuple[Sequence[Step], Sequence[Chunk]]],
+        op: str,
+        dtype: DType,
+    ) -> None:
+        """Carry out this rank's steps of a schedule on the chunks of `arrays`, in place.
+
+        `plan` gives the steps and the chunks, cut alike on all ranks; it is asked once for a `key` and arrays of the same addresses.
+        Between hops the element type travels; each hop adds in `dtype.accumulate` and rounds, as NCCL does.
+        """
+        key = (key, dtype.name, *((array.__array_interface__["data"][0], array.size) for array in arrays))
+        prepared = self._kept.pop(key, None)
+        if prepared is None:
+            prepared = self._prepare(arrays, *plan(), dtype)
+        else:
+            self._num_kept -= prepared.num_requests
+        for sends, receives in prepared.steps:
+            if sends:
+                MPI.Prequest.Startall(sends)
+            posted = 0
+            for done, (request, place, incoming) in enumerate(receives):
+                # Two at a time where they go through the scratch memory, which has room for two.
+                while posted < len(receives) and (incoming is None or posted < done + 2):
+                    receives[posted].request.Start()
+                    posted += 1
+                request.Wait()
+                if incoming is not None:
+                    mine = arrays[place.array][place.begin : place.end]
+                    reduce_into(mine, [mine, incoming], op, dtype)
+            if sends:
+                MPI.Request.Waitall(sends)
+        # Not before: an error leaves requests behind that cannot be started again.
+        self._kept[key] = prepared
+        self._num_kept += prepared.num_requests
+        while self._num_kept > _MAX_REQUESTS:
+            self._drop()
+
+    def free(self) -> None:
+        """Give back all requests that are kept."""
+        while self._kept:
+            self._drop()
+
+    def _drop(self) -> None:
+        _, oldest = self._kept.popitem(last=False)
+        self._num_kept -= oldest.num_requests
+        for sends, receives in oldest.steps:
+            for request in (*sends, *(receive.request for receive in receives)):
+                request.Free()
+
+    def _prepare(
+        self, arrays: Sequence[np.ndarray], steps: Sequence[Step], chunks: Sequence[Chunk], dtype: DType
+    ) -> _Prepared:
+        addresses = [array.__array_interface__["data"][0] for array in arrays]
+        segment = _SEGMENT_BYTES // dtype.itemsize
+        prepared, num_requests = [], 0
+
+        def memory(place: Chunk) -> list[Any]:
+            # By address: a request must not keep the caller's array alive.
+            start = addresses[place.array] + place.begin * dtype.itemsize
+            return [MPI.memory.fromaddress(start, (place.end - place.begin) * dtype.itemsize), MPI.BYTE]
+
+        for send, recv in steps:
+            sends, receives = [], []
+            if send is not None:
+                for place in _segments(chunks, send.chunk, send.count, segment):
+                    sends.append(self._mpi.Send_init(memory(place), send.peer, _TAG))
+            if recv is not None:
+                for i, place in enumerate(_segments(chunks, recv.chunk, recv.count, segment)):
+                    incoming = None
+                    if recv.reduce:
+                        incoming = self._incoming(i % 2).view(dtype.numpy)[: place.end - place.begin]
+                        target = [incoming.view(np.uint8), MPI.BYTE]
+                    else:
+                        target = memory(place)
+                    receives.append(_Receive(self._mpi.Recv_init(target, recv.peer, _TAG), place, incoming))
+            prepared.append((sends, receives))
+            num_requests += len(sends) + len(receives)
+        return _Prepared(prepared, num_requests)
+
+    def _incoming(self, half: int) -> np.ndarray:
+        if self._scratch is None:
+            self._scratch = np.empty(2 * _SEGMENT_BYTES, np.uint8)
+        return self._scratch[half * _SEGMENT_BYTES :][:_SEGMENT_BYTES]
+
+
+def _segments(chunks: Sequence[Chunk], first: int, count: int, segment: int) -> Iterator[Chunk]:
+    """The elements of `count` chunks from `first` on, chunk 0 following the last one, in pieces of at most `segment` elements.
+
+    Chunks that are neighbours in memory go together.
+    """
+    array, begin, end = 0, 0, 0
+    for i in range(first, first + count):
+        chunk = chunks[i % len(chunks)]
+        if (chunk.array, chunk.begin) == (array, end):
+            end = chunk.end
+        else:
+            yield from _cut(array, begin, end, segment)
+            array, begin, end = chunk
+    yield from _cut(array, begin, end, segment)
+
+
+def _cut(array: int, begin: int, end: int, segment: int) -> Iterator[Chunk]:
+    for start in range(begin, end, segment):
+        yield Chunk(array, start, min(start + segment, end))

@@ -1,0 +1,92 @@
+"""One of our own algorithms, as its schedules carried out by the executor."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from collectives.dtypes import DType, dtype_of
+from collectives.reduction import divide
+from collectives.schedules import Step, build
+from collectives.transports.executor import Chunk, Executor
+from collectives.transports.transport import even_parts, parts, put_own_part
+
+_PIPELINE_BYTES = 1 << 18  # of a segment of the pipelined algorithms
+_MAX_SEGMENTS = 64
+
+
+class Scheduled:
+    """The operations that `algorithm` of collectives.schedules has, on the ranks of the executor's communicator."""
+
+    def __init__(self, executor: Executor, algorithm: str, *, rank: int, size: int) -> None:
+        self._executor, self._algorithm = executor, algorithm
+        self._rank, self._size = rank, size
+
+    def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
+        self._run("all_reduce", [flat], op, dtype)
+        if op == "avg":
+            divide(flat, self._size, dtype)
+
+    def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
+        partial = flat.copy()  # comes to hold partial sums
+        self._run("reduce_scatter", [partial], op, dtype, counts=counts)
+        begin = sum(counts[: self._rank])
+        out[...] = partial[begin : begin + out.size]
+        if op == "avg":
+            divide(out, self._size, dtype)
+
+    def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
+        put_own_part(out, flat, counts, self._rank)
+        self._run("all_gather", [out], "sum", dtype_of(out.dtype), counts=counts)
+
+    def broadcast(self, flat: np.ndarray, root: int) -> None:
+        self._run("broadcast", [flat], "sum", dtype_of(flat.dtype), root=root)
+
+    def reduce(self, flat: np.ndarray, op: str, root: int, dtype: DType) -> None:
+        partial = flat if self._rank == root else flat.copy()
+        self._run("reduce", [partial], op, dtype, root=root)
+        if op == "avg" and self._rank == root:
+            divide(flat, self._size, dtype)
+
+    def gather(self, out: np.ndarray | None, flat: np.ndarray, root: int) -> None:
+        counts = [flat.size] * self._size
+        if out is None:  # inner ranks of a tree pass on what is not theirs
+            out = np.empty(flat.size * self._size, flat.dtype)
+            put_own_part(out, flat, counts, self._rank)
+        self._run("gather", [out], "sum", dtype_of(flat.dtype), root=root, counts=counts)
+
+    def scatter(self, out: np.ndarray, flat: np.ndarray | None, root: int) -> None:
+        whole = np.empty(out.size * self._size, out.dtype) if flat is None else flat
+        self._run("scatter", [whole], "sum", dtype_of(out.dtype), root=root, counts=[out.size] * self._size)
+        if flat is None:
+            out[...] = whole[self._rank * out.size :][: out.size]
+
+    def all_to_all(self, out: np.ndarray, flat: np.ndarray) -> None:
+        count = flat.size // self._size
+        mine = slice(self._rank * count, (self._rank + 1) * count)
+        out[mine] = flat[mine]
+        self._run("all_to_all", [flat, out], "sum", dtype_of(out.dtype), counts=[count] * self._size)
+
+    def _run(
+        self,
+        operation: str,
+        arrays: Sequence[np.ndarray],
+        op: str,
+        dtype: DType,
+        *,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+    ) -> None:
+        """On each of `arrays`, cut into parts of `counts`, or as equal as can be in as many chunks as the schedule has."""
+        segments = min(max(arrays[0].nbytes // _PIPELINE_BYTES, 1), _MAX_SEGMENTS)
+
+        def plan() -> tuple[Sequence[Step], Sequence[Chunk]]:
+            schedule = build(operation, self._algorithm, self._size, root=root, num_segments=segments)
+            chunks = [
+                Chunk(i, begin, end)
+                for i, array in enumerate(arrays)
+                for begin, end in (parts(counts) if counts is not None else even_parts(array.size, schedule.num_chunks))
+            ]
+            return schedule.program(self._rank), chunks
+
+        key = operation, self._algorithm, root, segments, counts and tuple(counts)
+        self._executor.run(key, arrays, plan, op, dtype)

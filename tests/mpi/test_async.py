@@ -1,0 +1,250 @@
+"""Operations in flight, on the progress thread and without: the same program is right on both. Groups, and a soak of all together."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from collectives import Communicator, Work
+from collectives.work import Deferred, Thread
+
+
+@pytest.fixture(scope="module", params=[Deferred, Thread])
+def flying(request: pytest.FixtureRequest, comm: Communicator) -> Communicator:
+    return Communicator(comm.mpi.Dup(), lane=request.param())
+
+
+def ranks_sum(comm: Communicator) -> int:
+    return sum(range(1, comm.size + 1))
+
+
+def test_results_and_waiting_twice(flying: Communicator) -> None:
+    for algorithm in ("auto", *flying.algorithms("all_reduce")):
+        x = torch.full((77,), flying.rank + 1, dtype=torch.bfloat16)
+        work = flying.all_reduce(x, algorithm=algorithm, async_op=True)
+        assert isinstance(work, Work)
+        assert work.wait() is x
+        assert work.done()
+        assert work.wait() is x, "waiting twice is no error"
+        assert (x == ranks_sum(flying)).all()
+
+
+def test_several_in_flight_end_in_any_order(flying: Communicator) -> None:
+    n, rank = flying.size, flying.rank
+    whole = [np.arange(6.0) + r for r in range(n)]
+    a, b, c, s = whole[rank].copy(), np.empty(6 * n), whole[rank].copy(), np.empty(6)
+    d, e, f = np.empty(6 * n) if rank == 0 else None, np.empty(6), np.empty(6 * n)
+    everything = np.concatenate(whole)
+    works = [
+        flying.broadcast(a, n - 1, async_op=True),
+        flying.all_gather(b, whole[rank], async_op=True),
+        flying.reduce(c, 0, "max", async_op=True),
+        flying.gather(d, whole[rank], async_op=True),
+        flying.scatter(e, everything if rank == 0 else None, async_op=True),
+        flying.all_to_all(f, everything, async_op=True),
+        flying.reduce_scatter(s, everything, async_op=True),
+    ]
+    for work in reversed(works):
+        while not work.done():
+            pass
+        work.wait()
+    assert (a == whole[n - 1]).all()
+    assert (b == everything).all()
+    assert (c == (whole[n - 1] if rank == 0 else whole[rank])).all()
+    assert d is None or (d == everything).all()
+    assert (e == whole[rank]).all()
+    assert (f == np.concatenate([whole[rank]] * n)).all()
+    assert (s == whole[rank] * n).all()
+
+
+def test_a_work_that_nobody_holds_keeps_its_arrays(flying: Communicator) -> None:
+    x = np.full(1 << 16, flying.rank + 1.0)
+    flying.all_reduce(np.full(1 << 16, 1.0), async_op=True)  # dropped at once, and its array with it
+    work = flying.all_reduce(x, async_op=True)
+    garbage = [np.full(1 << 16, -1.0) for _ in range(4)]
+    work.wait()
+    assert (x == ranks_sum(flying)).all()
+    assert all((array == -1.0).all() for array in garbage)
+
+
+def test_errors_are_raised_at_wait(flying: Communicator) -> None:
+    work = flying.all_reduce([1, 2], async_op=True)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="expected"):
+            work.wait()
+    assert work.done()
+    assert flying.all_reduce(np.ones(3), async_op=True).wait().tolist() == [flying.size] * 3
+
+
+def test_synchronous_calls_keep_their_place_among_asynchronous_ones(flying: Communicator) -> None:
+    """Half of the ranks wait before the synchronous call, half after it."""
+    a, b = np.full(5, flying.rank + 1), np.full(7, flying.rank + 1)
+    work = flying.all_reduce(a, async_op=True)
+    if flying.rank % 2:
+        work.wait()
+    flying.all_reduce(b)
+    flying.barrier()
+    assert flying.all_gather_object(flying.rank) == list(range(flying.size))
+    assert (work.wait() == ranks_sum(flying)).all()
+    assert (b == ranks_sum(flying)).all()
+
+
+@pytest.mark.parametrize("nbytes", [8, 1 << 20])  # one that MPI sends at once, one that waits for its receiver
+def test_messages_between_issuing_and_waiting(flying: Communicator, nbytes: int) -> None:
+    """A message may wait for a rank that has not come to the collective yet, or for one that waits in it."""
+    if flying.size == 1:
+        pytest.skip("a message needs two ranks")
+    x, message = np.full(3, flying.rank + 1), np.full(nbytes // 8, float(flying.rank))
+    if flying.rank == 0:
+        work = flying.all_reduce(x, async_op=True)
+        flying.send(message, 1)  # before rank 1 issues its part
+        work.wait()
+        flying.send(message, 1)
+    elif flying.rank == 1:
+        into = np.empty_like(message)
+        assert not flying.recv(into, 0).any()
+        work = flying.all_reduce(x, async_op=True)
+        flying.recv(into, 0)  # before this rank waits: rank 0 sends it after its own wait
+        work.wait()
+    else:
+        flying.all_reduce(x, async_op=True).wait()
+    assert (x == ranks_sum(flying)).all()
+
+
+def test_isend_and_irecv(flying: Communicator) -> None:
+    n, rank = flying.size, flying.rank
+    if n == 1:
+        pytest.skip("a message needs two ranks")
+    right, left = (rank + 1) % n, (rank - 1) % n
+    x, into = torch.full((1 << 15,), float(rank)), torch.empty(1 << 15)
+    receiving, sending = flying.irecv(into, left, tag=2), flying.isend(x, right, tag=2)
+    assert receiving.wait() is into
+    assert sending.wait() is x
+    assert sending.done()
+    assert (into == left).all()
+    if rank == 0:
+        flying.send(np.zeros(2), 1)
+        flying.send(np.zeros(9), 1)
+        flying.send(np.ones(4), 1)
+    elif rank == 1:
+        x4 = np.empty(4)
+        with pytest.raises(ValueError, match="irecv: rank 0 sent 16 bytes, but x has 32"):
+            flying.irecv(x4, 0).wait()
+        with pytest.raises(ValueError, match="irecv: rank 0 sent more than the 32 bytes of x"):
+            flying.irecv(x4, 0).wait()
+        assert flying.irecv(x4, 0).wait().tolist() == [1] * 4
+
+
+def test_group_shares_messages_and_keeps_order(flying: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, rank = flying.size, flying.rank
+    small = [np.full(3 + i, rank + 1.0) for i in range(4)]
+    large, ints = np.full(1 << 17, rank + 1.0), [np.full(2, rank + 1), np.full(3, rank + 1)]
+    flags, halves = np.array([rank == 0]), torch.full((5,), rank, dtype=torch.bfloat16)
+    lowest = np.full(2, rank + 1.0)
+    gathered = np.empty(n)
+    calls = []
+    transport = flying._transports["mpi"]
+    for name in ("all_reduce", "broadcast"):
+        count = getattr(transport, name)
+        monkeypatch.setattr(transport, name, lambda *a, f=count, name=name: (calls.append(name), f(*a)))
+    with flying.group():
+        for x in small:
+            assert flying.all_reduce(x, algorithm="mpi") is x
+        flying.all_reduce(large)
+        flying.all_reduce(lowest, "min", algorithm="mpi")
+        for x in ints:
+            flying.all_reduce(x, algorithm="mpi")
+        flying.broadcast(flags, algorithm="mpi")
+        flying.broadcast(halves, algorithm="mpi")
+        flying.all_gather(gathered, np.array([float(rank)]))
+        assert (small[0] == rank + 1).all(), "nothing is carried out before the end"
+    assert calls.count("all_reduce") - (n == 1) * 0 <= 4, "four small ones in one message, two integer ones in one"
+    assert calls.count("broadcast") == 1, "what is only moved shares a message whatever its type"
+    for x in (*small, large, *ints):
+        assert (x == ranks_sum(flying)).all()
+    assert (lowest == 1).all()
+    assert flags.tolist() == [True]
+    assert (halves == 0).all()
+    assert gathered.tolist() == list(range(n))
+
+
+def test_group_of_messages_in_any_order(flying: Communicator) -> None:
+    n, rank = flying.size, flying.rank
+    peers = [peer for peer in range(n) if peer != rank]
+    into = {peer: np.empty(1 << 16) for peer in peers}
+    with flying.group():  # all send first: without a group that would wait for ever
+        for peer in peers:
+            flying.send(np.full(1 << 16, 10.0 * rank + peer), peer)
+        for peer in peers:
+            flying.recv(into[peer], peer)
+    assert all((x == 10.0 * peer + rank).all() for peer, x in into.items())
+
+
+def test_group_mistakes(flying: Communicator) -> None:
+    x = np.ones(3)
+    with flying.group():
+        with pytest.raises(ValueError, match="within a group take no async_op"):
+            flying.all_reduce(x, async_op=True)
+        with pytest.raises(ValueError, match="within a group already"), flying.group():
+            pass
+    with pytest.raises(KeyError), flying.group():
+        flying.all_reduce(x)
+        raise KeyError("stop")
+    assert x.tolist() == [1, 1, 1], "nothing is done if the block ends with an exception"
+
+
+@pytest.mark.slow
+def test_soak_of_mixed_calls_on_two_communicators(flying: Communicator) -> None:
+    """10,000 operations of all kinds, on arrays of many sizes and types, some in flight, on two communicators in turn."""
+    n, rank = flying.size, flying.rank
+    other = flying.split(0, key=-rank)
+    draw = np.random.default_rng(7)  # the same on all ranks
+    in_flight: list[tuple[Work, Callable[[], Any], int]] = []
+    dtypes = (np.float32, np.float64, np.int32, torch.bfloat16)
+    for turn in range(10_000):
+        comm = (flying, other)[int(draw.integers(2))]
+        me = comm.rank
+        operation = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all")[
+            draw.integers(6)
+        ]
+        dtype, size, root = dtypes[draw.integers(4)], int(2 ** draw.uniform(0, 9)), int(draw.integers(n))
+        choice = ("auto", *comm.algorithms(operation))
+        algorithm, is_async = choice[draw.integers(len(choice))], bool(draw.integers(4) == 0)
+        full = torch.full if isinstance(dtype, torch.dtype) else np.full
+
+        def make(length: int, value: int, full: Any = full, dtype: Any = dtype) -> Any:
+            return full((length,), value, dtype=dtype)
+
+        options = {"algorithm": algorithm, "async_op": is_async}
+        x, total = make(size, me + 1), ranks_sum(comm)
+        match operation:
+            case "all_reduce":
+                result, expected = comm.all_reduce(x, **options), make(size, total)
+            case "all_gather":
+                result = comm.all_gather(make(size * n, 0), x, **options)
+                expected = make(size * n, 0)
+                for r in range(n):
+                    expected[r * size : (r + 1) * size] = r + 1
+            case "reduce_scatter":
+                result, expected = comm.reduce_scatter(x, make(size * n, me + 1), **options), make(size, total)
+            case "broadcast":
+                result, expected = comm.broadcast(x, root, **options), make(size, root + 1)
+            case "reduce":
+                result, expected = comm.reduce(x, root, **options), make(size, total if me == root else me + 1)
+            case _:
+                result, expected = comm.all_to_all(make(size * n, 0), make(size * n, me + 1), **options), None
+                expected = make(size * n, 0)
+                for r in range(n):
+                    expected[r * size : (r + 1) * size] = r + 1
+        if is_async:
+            in_flight.append((result, expected, turn))
+            while len(in_flight) > draw.integers(4):
+                work, expected, issued = in_flight.pop(int(draw.integers(len(in_flight))))
+                assert (work.wait() == expected).all(), issued
+        else:
+            assert (result == expected).all(), (turn, operation, dtype, size, options)
+    for work, expected, issued in in_flight:
+        assert (work.wait() == expected).all(), issued
+    other.free()
