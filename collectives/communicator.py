@@ -143,7 +143,7 @@ class Communicator(Collectives):
             self._infeasible["two_level"] = "a node has no memory to share, see the log"
 
     def _transport(self, algorithm: str) -> Any:
-        """The Transport that carries out an algorithm which is feasible here. The first use of "two_level" is collective, as its operations are."""
+        """The Transport of an algorithm that is feasible here. The first use of "two_level" is collective, as its operations are."""
         if algorithm not in self._transports:
             if algorithm == "two_level":
                 number = self.node.rank

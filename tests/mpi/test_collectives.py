@@ -16,7 +16,6 @@ from collectives import Communicator, selection
 from collectives.arrays import as_numpy
 from collectives.dtypes import TABLE, DType
 from collectives.reduction import BLOCK_BYTES
-from collectives.selection import ALGORITHMS
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 LARGE = 1031  # a prime
@@ -338,6 +337,43 @@ def test_arrays_that_come_and_go_at_the_same_addresses(group: Communicator) -> N
         x[...] = np.arange(x.size) % 5 + rank
         group.all_reduce(x, algorithm=("ring", "tree")[turn % 2])
         assert (x == np.arange(x.size) % 5 * n + sum(range(n))).all(), turn
+
+
+def test_long_arrays_go_in_segments_and_windows(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if segments, windows of the staging area and blocks held a hundred bytes."""
+    from collectives import reduction
+    from collectives.transports import executor, scheduled, shared
+
+    for module, name in ((executor, "_SEGMENT_BYTES"), (scheduled, "_PIPELINE_BYTES"), (shared, "_STAGE_BYTES")):
+        monkeypatch.setattr(module, name, 96)
+    monkeypatch.setattr(reduction, "BLOCK_BYTES", 96)
+    n, rank = comm.size, comm.rank
+    for peer_reads in ("", "0"):
+        monkeypatch.setenv("MPITRAIN_PEER_READS", peer_reads)
+        group = Communicator(comm.mpi.Dup())
+        counts = [LARGE + 7 * r for r in range(n)]
+        mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        for row in (TABLE["float32"], TABLE["bfloat16"], TABLE["int8"]):
+            whole = inputs("sum", row, sum(counts), 0)
+            for algorithm in algorithms(group, "all_reduce"):
+                x = inputs("sum", row, LARGE, rank)
+                assert same(group.all_reduce(x, algorithm=algorithm), reduced("sum", row, LARGE, n)), algorithm
+            for algorithm in algorithms(group, "all_gather"):
+                out = np.empty(sum(counts), row.numpy)
+                group.all_gather(out, whole[mine].copy(), counts=counts, algorithm=algorithm)
+                assert same(out, whole), algorithm
+            for algorithm in algorithms(group, "reduce_scatter"):
+                x, out = inputs("sum", row, sum(counts), rank), np.empty(counts[rank], row.numpy)
+                group.reduce_scatter(out, x, counts=counts, algorithm=algorithm)
+                assert same(out, reduced("sum", row, sum(counts), n)[mine]), algorithm
+            for algorithm in algorithms(group, "broadcast"):
+                x = inputs("sum", row, LARGE, rank)
+                assert same(group.broadcast(x, n - 1, algorithm=algorithm), inputs("sum", row, LARGE, n - 1)), algorithm
+            for algorithm in algorithms(group, "all_to_all"):
+                x = np.concatenate([inputs("sum", row, LARGE, rank + n * r) for r in range(n)])
+                expected = np.concatenate([inputs("sum", row, LARGE, r + n * rank) for r in range(n)])
+                assert same(group.all_to_all(np.empty_like(x), x, algorithm=algorithm), expected), algorithm
+        group.free()
 
 
 def test_messages_of_more_elements_than_mpi_can_count(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:

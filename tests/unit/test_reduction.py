@@ -1,9 +1,11 @@
 """Element-wise reductions against exact arithmetic: halves are added in fp32 and rounded once."""
 
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
+import torch  # noqa: F401 - reductions use its kernels where it is loaded
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,8 +70,14 @@ def test_equals_the_reference_bit_for_bit(name: str, op: str, num_parts: int, si
 
 
 @pytest.mark.parametrize("name", ["float64", "float32", "float16", "bfloat16", "int32"])
-@pytest.mark.parametrize("size", [BLOCK_BYTES - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
-def test_borders_of_blocks(name: str, size: int) -> None:
+@pytest.mark.parametrize("more", [-1, 0, 1, BLOCK_BYTES // 2 + 3])
+@pytest.mark.parametrize("with_torch", [True, False])
+def test_borders_of_blocks(name: str, more: int, with_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves are added by torch's kernels or by NumPy's: the same bits."""
+    assert "torch" in sys.modules
+    if not with_torch:
+        monkeypatch.delitem(sys.modules, "torch")
+    size = BLOCK_BYTES // TABLE[name].itemsize + more
     for num_parts in (1, 2, 3):
         parts = random_parts(name, num_parts, size, seed=size)
         expected = reference(parts, "sum")
