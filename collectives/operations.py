@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from collectives import diagnosis
-from collectives.arrays import Buffer
+from collectives.arrays import Buffer, address_of
 from collectives.dtypes import TABLE, DType, effective_op
 from collectives.reduction import copy
 from collectives.selection import choose
-from collectives.transports.transport import parts
+from collectives.transports.transport import overlap, parts
 
 
 class Collectives:
@@ -194,7 +194,7 @@ class Collectives:
                 f"all_to_all: x has {src.flat.size} elements of {src.dtype.name}, out {dst.flat.size} of {dst.dtype.name}; "
                 f"expected the same dtype and number, divisible by {self.size} ranks"
             )
-        if np.may_share_memory(src.flat, dst.flat):
+        if overlap(src.flat, dst.flat):
             raise ValueError("all_to_all: x and out overlap; pass two separate arrays")
         algorithm = self._begin("all_to_all", src, algorithm)
         self._transport(algorithm).all_to_all(dst.flat, src.flat)
@@ -220,7 +220,8 @@ class Collectives:
             raise ValueError(f"{operation}: accumulate {accumulate!r}; expected 'fp32' or None")
         if self._lane.pending():
             self._lane.flush()
-        number = 0 if self._memory is None else self._memory.find(b.flat)[0]
+        memory = self._memory
+        number = 0 if memory is None or memory.holds_none else memory.find(b.flat)[0]
         if self.checked:
             options = {
                 "op": op,
@@ -246,6 +247,8 @@ class Collectives:
         (part_name, small), (whole_name, large) = part, whole
         if counts is None:
             counts = [small.flat.size] * self.size
+            if large.flat.size == small.flat.size * self.size and small.dtype is large.dtype:
+                return counts
         if len(counts) != self.size or min(counts) < 0:
             raise ValueError(
                 f"{operation}: counts {tuple(counts)}; expected {self.size} numbers of elements, one a rank"
@@ -264,10 +267,9 @@ class Collectives:
     ) -> bool:
         """Whether `part` is this rank's place in `whole`; ValueError if it overlaps `whole` elsewhere."""
         (part_name, small), (whole_name, large) = part, whole
-        if not np.may_share_memory(small.flat, large.flat):
+        if not overlap(small.flat, large.flat):
             return False
-        place = large.flat[sum(counts[: self.rank]) :]
-        if place.ctypes.data != small.flat.ctypes.data:
+        if address_of(small.flat) != address_of(large.flat) + sum(counts[: self.rank]) * small.flat.itemsize:
             raise ValueError(
                 f"{operation}: {part_name} overlaps {whole_name}, but is not rank {self.rank}'s place in it; pass that, or a copy"
             )

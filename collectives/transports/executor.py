@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from collectives.arrays import address_of
 from collectives.dtypes import DType
 from collectives.reduction import reduce_into
 from collectives.schedules import Step
@@ -62,7 +63,7 @@ class Executor:
         `plan` gives the steps and the chunks, cut alike on all ranks; it is asked once for a `key` and arrays of the same addresses.
         Between hops the element type travels; each hop adds in `dtype.accumulate` and rounds, as NCCL does.
         """
-        key = (key, dtype.name, *((array.__array_interface__["data"][0], array.size) for array in arrays))
+        key = (key, dtype.name, *((address_of(array), array.size) for array in arrays))
         prepared = self._kept.pop(key, None)
         if prepared is None:
             prepared = self._prepare(arrays, *plan(), dtype)
@@ -104,7 +105,7 @@ class Executor:
     def _prepare(
         self, arrays: Sequence[np.ndarray], steps: Sequence[Step], chunks: Sequence[Chunk], dtype: DType
     ) -> _Prepared:
-        addresses = [array.__array_interface__["data"][0] for array in arrays]
+        addresses = [address_of(array) for array in arrays]
         segment = _SEGMENT_BYTES // dtype.itemsize
         prepared, num_requests = [], 0
 

@@ -18,6 +18,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from collectives.arrays import address_of
 from collectives.diagnosis import together
 
 _ALIGN = mmap.PAGESIZE
@@ -27,10 +28,6 @@ def folder() -> Path:
     """Where the node's shared memory lives: MPITRAIN_SHM_DIR, else /dev/shm, else the folder for temporary files."""
     chosen = os.environ.get("MPITRAIN_SHM_DIR", "/dev/shm")
     return Path(chosen if "MPITRAIN_SHM_DIR" in os.environ or os.path.isdir(chosen) else gettempdir())
-
-
-def _address(flat: np.ndarray) -> int:
-    return flat.__array_interface__["data"][0]
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ class NodeMemory:
         self._segments = [segment for segment in self._segments if segment.mapping() is not None]
         self._num_allocated += 1
         self._segments.append(
-            _Segment(self._num_allocated, weakref.ref(mapping), _address(flat), length, stride),
+            _Segment(self._num_allocated, weakref.ref(mapping), address_of(flat), length, stride),
         )
         return flat
 
@@ -118,11 +115,15 @@ class NodeMemory:
         views = [self.view(number, rank * stride + within, flat.nbytes) for rank in range(self._mpi.size)]
         return [view for view in views if view is not None]  # which all are: `flat` keeps them alive
 
+    @property
+    def holds_none(self) -> bool:
+        """Whether nothing was allocated here: then no array needs looking for."""
+        return not self._segments
+
     def find(self, flat: np.ndarray) -> tuple[int, int]:
         """(number of the allocation, byte in it) of `flat`, for `view` on any rank; (0, its address) where it is private memory."""
-        address = _address(flat)
-        # An empty array has no address to go by.
-        if flat.size:
+        address = address_of(flat)
+        if flat.size:  # else its address says nothing
             for segment in self._segments:
                 at = address - segment.address
                 if at >= 0 and at + flat.nbytes <= segment.length and segment.mapping() is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives.arrays import address_of
 from collectives.dtypes import DType
 from collectives.reduction import reduce_blocks, reduce_into
 from collectives.transports.memory import NodeMemory
@@ -50,7 +51,7 @@ class _Source:
         """Copy the elements from `start` on to `target`."""
         if self._reader is not None:
             if target.size:
-                address = target.__array_interface__["data"][0]
+                address = address_of(target)
                 self._reader.read(address, self._address + start * target.itemsize, target.nbytes)
         else:
             assert self._bytes is not None
@@ -113,7 +114,7 @@ class Shared:
         for peer, start, target in pulls:
             if peer == self._rank and target.size:
                 own = flat[start : start + target.size]
-                if own.__array_interface__["data"][0] != target.__array_interface__["data"][0]:
+                if address_of(own) != address_of(target):
                     target[...] = own
         if of_node:
             self._mpi.Barrier()
@@ -160,7 +161,7 @@ class Shared:
         board, slots = self._board, range(0, _SLOT * self._size, _SLOT)
         slot = _SLOT * self._rank
         board[slot], board[slot + 1] = self._memory.find(flat)
-        board[slot + 2], board[slot + 3] = flat.nbytes, flat.__array_interface__["data"][0]
+        board[slot + 2], board[slot + 3] = flat.nbytes, address_of(flat)
         self._mpi.Barrier()
         sources = []
         for rank, at in enumerate(slots):

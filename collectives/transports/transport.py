@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
+from collectives.arrays import address_of
 from collectives.dtypes import DType
 
 
@@ -50,9 +51,15 @@ def even_parts(length: int, num_parts: int) -> list[tuple[int, int]]:
     return list(pairwise(length * i // num_parts for i in range(num_parts + 1)))
 
 
+def overlap(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two flat arrays have elements in common."""
+    at, begin = address_of(one), address_of(other)
+    return at < begin + other.nbytes and begin < at + one.nbytes
+
+
 def put_own_part(out: np.ndarray, flat: np.ndarray, counts: Sequence[int], rank: int) -> None:
     """Copy `flat` to its place in `out`, unless it is that place."""
     begin = sum(counts[:rank])
     mine = out[begin : begin + flat.size]
-    if flat.size and mine.__array_interface__["data"][0] != flat.__array_interface__["data"][0]:
+    if flat.size and address_of(mine) != address_of(flat):
         mine[...] = flat
