@@ -95,8 +95,3 @@ def like(flat: np.ndarray, dtype: object) -> Any:
     if dtype == torch.bfloat16:
         return torch.from_numpy(flat.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(flat)
-
-
-def address_of(flat: np.ndarray) -> int:
-    """Where the first element of `flat` lies. An empty array has an address too, but one that says nothing."""
-    return flat.__array_interface__["data"][0]

@@ -26,7 +26,7 @@ from collectives.selection import ALGORITHMS
 from collectives.transports.memory import NodeMemory
 from collectives.transports.shared import Shared
 from collectives.transports.two_level import TwoLevel
-from collectives.work import Deferred, Lane, Thread, Transfer, Work
+from collectives.work import Deferred, Progress, Thread, Transfer, Work
 
 _log = logging.getLogger("collectives")
 
@@ -45,12 +45,12 @@ def world() -> "Communicator":
     clone = MPI.COMM_WORLD.Dup()
     if clone.size > 1:
         diagnosis.abort_on_uncaught(clone)
-    lane = _choose_lane(clone, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
-    atexit.register(lane.close)  # runs before mpi4py's own, which ends MPI
-    return Communicator(clone, lane=lane)
+    progress = _choose_progress(clone, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+    atexit.register(progress.close)  # runs before mpi4py's own, which ends MPI
+    return Communicator(clone, progress=progress)
 
 
-def _choose_lane(mpi: Any, threads_allowed: bool) -> Lane:
+def _choose_progress(mpi: Any, threads_allowed: bool) -> Progress:
     """A progress thread if MPITRAIN_PROGRESS_THREAD=1, or unless it is 0 where every rank has two cores or more. Collective."""
     chosen = os.environ.get("MPITRAIN_PROGRESS_THREAD", "auto")
     if chosen not in ("0", "1", "auto"):
@@ -72,7 +72,7 @@ class Communicator(Collectives):
         self,
         mpi: Any,
         *,
-        lane: Lane | None = None,
+        progress: Progress | None = None,
         checked: bool | None = None,
         _is_node: bool = False,
         _memory: NodeMemory | None = None,
@@ -89,7 +89,7 @@ class Communicator(Collectives):
         self.rank: int = mpi.rank
         self.size: int = mpi.size
         self.checked = os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0") if checked is None else checked
-        self._lane = lane = lane or Deferred()
+        self._progress = progress = progress or Deferred()
         self._group: Group | None = None
         self._twin: Communicator | None = None  # for the progress thread
         self._across: Communicator | None = None  # of the ranks of this one's number on the other nodes
@@ -107,7 +107,7 @@ class Communicator(Collectives):
             self._share_memory(self._memory)
         else:
             node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
-            self.node = Communicator(node, lane=lane, checked=self.checked, _is_node=True, _memory=_memory)
+            self.node = Communicator(node, progress=progress, checked=self.checked, _is_node=True, _memory=_memory)
             by_leader: dict[int, list[int]] = {}
             for rank, leader in enumerate(mpi.allgather(node.bcast(self.rank))):
                 by_leader.setdefault(leader, []).append(rank)
@@ -147,7 +147,7 @@ class Communicator(Collectives):
         if algorithm not in self._transports:
             if algorithm == "two_level":
                 number = self.node.rank
-                self._across = Communicator(self.mpi.Split(number), lane=self._lane, checked=self.checked)
+                self._across = Communicator(self.mpi.Split(number), progress=self._progress, checked=self.checked)
                 shared = self.node._transports["shared"]
                 assert isinstance(shared, Shared)
                 self._transports[algorithm] = TwoLevel(self._grid, self.rank, shared, self._across)
@@ -168,14 +168,14 @@ class Communicator(Collectives):
         """The ranks that pass the same `color` (0 or more), ordered by (`key`, rank here). Collective."""
         if color < 0:
             raise ValueError(f"split: color {color}; expected 0 or more")
-        self._lane.flush()
+        self._progress.flush()
         if self.checked:
             diagnosis.compare_calls(self.mpi, "split")
-        return Communicator(self.mpi.Split(color, key), lane=self._lane, checked=self.checked)
+        return Communicator(self.mpi.Split(color, key), progress=self._progress, checked=self.checked)
 
     def free(self) -> None:
         """Give back the MPI communicators of this one and its `node`. Collective; never done by the garbage collector."""
-        self._lane.flush()
+        self._progress.flush()
         for other in (self._twin, self._across, self.node if self.node is not self else None):
             if other is not None:
                 other.free()
@@ -209,13 +209,13 @@ class Communicator(Collectives):
             self._group.add(method, arguments, options)
             return result
         comm = self
-        if self._lane.on_thread:
+        if self._progress.on_thread:
             if self._twin is None:
                 self._twin = Communicator(
-                    self.mpi.Dup(), lane=self._lane, checked=self.checked, _memory=self.node._memory
+                    self.mpi.Dup(), progress=self._progress, checked=self.checked, _memory=self.node._memory
                 )
             comm = self._twin
-        return self._lane.issue(partial(method, comm, *arguments, **options), self.mpi)
+        return self._progress.issue(partial(method, comm, *arguments, **options), self.mpi)
 
     # Memory of the node
 
@@ -245,7 +245,7 @@ class Communicator(Collectives):
         if any(length < 0 for length in shape):
             raise ValueError(f"{kind}: shape {shape}; expected lengths of at least 0")
         nbytes = prod(map(int, shape)) * row.itemsize
-        self._lane.flush()
+        self._progress.flush()
         if self.checked:
             diagnosis.compare_calls(self.mpi, f"{kind}({shape}, {row.name})")
         if self._memory is None:
@@ -261,7 +261,7 @@ class Communicator(Collectives):
         self._check_peer("send", peer, tag)
         if self._group is not None:
             self._group.add_message(Communicator.isend, x, peer, tag)
-        elif self._lane.pending():
+        elif self._progress.pending():
             self.isend(x, peer, tag).wait()
         else:
             self.mpi.Send(self._message(Buffer(x, "x").flat), peer, _USER_TAG + tag)
@@ -277,9 +277,9 @@ class Communicator(Collectives):
         b = Buffer(x, "x", writable=True)
         status = MPI.Status()
         incoming = None
-        while self._lane.pending() and incoming is None:
+        while self._progress.pending() and incoming is None:
             incoming = self.mpi.Improbe(peer, _USER_TAG + tag, status)
-            self._lane.advance()
+            self._progress.advance()
         if incoming is None:
             incoming = self.mpi.Mprobe(peer, _USER_TAG + tag, status)
         nbytes = status.Get_elements(MPI.BYTE)
@@ -315,27 +315,27 @@ class Communicator(Collectives):
                 raise ValueError(f"irecv: rank {peer} sent {nbytes} bytes, but x has {b.flat.nbytes}")
             return b.result()
 
-        return Transfer(self._lane, start(self._message(b.flat), peer, _USER_TAG + tag), status, end)
+        return Transfer(self._progress, start(self._message(b.flat), peer, _USER_TAG + tag), status, end)
 
     # Control
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self._lane.flush()
+        self._progress.flush()
         if self.checked:
             diagnosis.compare_calls(self.mpi, "barrier")
         self.mpi.Barrier()
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """The root's `obj`, on every rank. Pickled: for small control messages, never for data."""
-        self._lane.flush()
+        self._progress.flush()
         if self.checked:
             diagnosis.compare_calls(self.mpi, f"broadcast_object(root={root})")
         return self.mpi.bcast(obj, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's `obj` in order of rank. Pickled: for small control messages, never for data."""
-        self._lane.flush()
+        self._progress.flush()
         if self.checked:
             diagnosis.compare_calls(self.mpi, "all_gather_object")
         return self.mpi.allgather(obj)
@@ -346,7 +346,7 @@ class Communicator(Collectives):
         The same type and text on all, naming the ranks that failed, and `collectives.on_all_ranks(error)` is true of it.
         The block must hold no collective.
         """
-        self._lane.flush()
+        self._progress.flush()
         if self.checked:
             diagnosis.compare_calls(self.mpi, "together")  # `doing` may name a rank's own file
         return diagnosis.together(self.mpi, doing)

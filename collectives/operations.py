@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from collectives import diagnosis
-from collectives.arrays import Buffer, address_of
+from collectives.arrays import Buffer
 from collectives.dtypes import TABLE, DType, effective_op
 from collectives.reduction import copy
 from collectives.selection import choose
-from collectives.transports.transport import overlap, parts
+from collectives.transports.transport import address_of, parts
 
 
 class Collectives:
@@ -30,7 +30,7 @@ class Collectives:
     checked: bool
     _memory: Any  # a NodeMemory; None on several nodes
     _group: Any
-    _lane: Any
+    _progress: Any
     _infeasible: Any
     _later: Any
     _transport: Any  # of an algorithm
@@ -194,7 +194,7 @@ class Collectives:
                 f"all_to_all: x has {src.flat.size} elements of {src.dtype.name}, out {dst.flat.size} of {dst.dtype.name}; "
                 f"expected the same dtype and number, divisible by {self.size} ranks"
             )
-        if overlap(src.flat, dst.flat):
+        if np.may_share_memory(src.flat, dst.flat):
             raise ValueError("all_to_all: x and out overlap; pass two separate arrays")
         algorithm = self._begin("all_to_all", src, algorithm)
         self._transport(algorithm).all_to_all(dst.flat, src.flat)
@@ -218,8 +218,8 @@ class Collectives:
             raise ValueError(f"{operation}: root {root} is outside the {self.size} ranks of this communicator")
         if accumulate not in (None, "fp32"):
             raise ValueError(f"{operation}: accumulate {accumulate!r}; expected 'fp32' or None")
-        if self._lane.pending():
-            self._lane.flush()
+        if self._progress.pending():
+            self._progress.flush()
         memory = self._memory
         number = 0 if memory is None or memory.holds_none else memory.find(b.flat)[0]
         if self.checked:
@@ -267,7 +267,7 @@ class Collectives:
     ) -> bool:
         """Whether `part` is this rank's place in `whole`; ValueError if it overlaps `whole` elsewhere."""
         (part_name, small), (whole_name, large) = part, whole
-        if not overlap(small.flat, large.flat):
+        if not np.may_share_memory(small.flat, large.flat):
             return False
         if address_of(small.flat) != address_of(large.flat) + sum(counts[: self.rank]) * small.flat.itemsize:
             raise ValueError(

@@ -1,6 +1,6 @@
 """Operations in flight: what `async_op=True` returns, and the two ways in which such operations are carried out.
 
-[Note: lanes] Asynchronous operations of a process form one queue, in the order in which they were issued, whatever their communicators.
+[Note: progress] Asynchronous operations of a process form one queue, in the order in which they were issued, whatever their communicators.
 - `Thread`: a progress thread carries them out while the caller computes. MPI libraries make no progress by themselves.
 - `Deferred`, where no core is free for that: they are carried out when the caller waits for one, or before its next collective. The
   same program is right on both, only not overlapped. A `send` or `recv` in between must not wait for a collective that its peer has
@@ -51,8 +51,8 @@ class Work(ABC):
         self._ended = True
 
 
-class Lane(ABC):
-    """Carries out asynchronous operations in the order in which they were issued [Note: lanes]. One a process."""
+class Progress(ABC):
+    """Carries out asynchronous operations in the order in which they were issued [Note: progress]. One a process."""
 
     on_thread: bool
 
@@ -77,17 +77,17 @@ class Lane(ABC):
 
 
 class _Deferred(Work):
-    def __init__(self, lane: "Deferred", operation: Callable[[], Any], ready: Any) -> None:
+    def __init__(self, progress: "Deferred", operation: Callable[[], Any], ready: Any) -> None:
         super().__init__()
-        self._lane, self._operation, self._ready = lane, operation, ready
+        self._progress, self._operation, self._ready = progress, operation, ready
 
     def done(self) -> bool:
         if not self._ended:
-            self._lane.advance()
+            self._progress.advance()
         return self._ended
 
     def _finish(self) -> None:
-        self._lane.finish(self)
+        self._progress.finish(self)
 
     def is_ready(self) -> bool:
         return bool(self._ready.Test())
@@ -98,7 +98,7 @@ class _Deferred(Work):
         del self._operation
 
 
-class Deferred(Lane):
+class Deferred(Progress):
     """Operations are carried out by the caller's thread when it waits."""
 
     on_thread = False
@@ -156,7 +156,7 @@ class _Threaded(Work):
         self._event.set()
 
 
-class Thread(Lane):
+class Thread(Progress):
     """Operations are carried out by a thread of their own, on communicators of its own."""
 
     on_thread = True
@@ -189,20 +189,20 @@ class Thread(Lane):
 class Transfer(Work):
     """A message in flight: what `isend` and `irecv` return."""
 
-    def __init__(self, lane: Lane, request: Any, status: Any, end: Callable[[Exception | None], Any]) -> None:
+    def __init__(self, progress: Progress, request: Any, status: Any, end: Callable[[Exception | None], Any]) -> None:
         """`end(error)` gives the result when the message is through, or raises; it keeps the array alive until then."""
         super().__init__()
-        self._lane, self._request, self._status, self._through = lane, request, status, end
+        self._progress, self._request, self._status, self._through = progress, request, status, end
 
     def done(self) -> bool:
         """Whether the message is through."""
         if not self._ended:
-            self._lane.advance()
+            self._progress.advance()
             self._poll(self._request.Test)
         return self._ended
 
     def _finish(self) -> None:
-        while self._lane.pending() and not self.done():
+        while self._progress.pending() and not self.done():
             pass
         if not self._ended:
             self._poll(self._request.Wait)

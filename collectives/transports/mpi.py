@@ -13,7 +13,7 @@ from mpi4py import MPI
 from collectives import selection
 from collectives.dtypes import DType
 from collectives.reduction import copy, divide
-from collectives.transports.transport import overlap, put_own_part
+from collectives.transports.transport import put_own_part
 
 # Data travels as opaque elements of its size: MPI has no bf16, and counts stay small.
 _MOVES = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
@@ -86,7 +86,7 @@ class Library:
             _finish(wide, flat, op, self._mpi.size, dtype)
 
     def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
-        if overlap(out, flat):
+        if np.may_share_memory(out, flat):
             flat = flat.copy()  # MPI forbids overlapping buffers
         wide, kind = _reducible(flat, dtype)
         mine = np.empty(out.size, wide.dtype) if dtype.is_half else out.view(wide.dtype)

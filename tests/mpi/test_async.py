@@ -13,7 +13,7 @@ from collectives.work import Deferred, Thread
 
 @pytest.fixture(scope="module", params=[Deferred, Thread])
 def flying(request: pytest.FixtureRequest, comm: Communicator) -> Communicator:
-    return Communicator(comm.mpi.Dup(), lane=request.param())
+    return Communicator(comm.mpi.Dup(), progress=request.param())
 
 
 def ranks_sum(comm: Communicator) -> int:
