@@ -1,6 +1,6 @@
 """Operations in flight: what `async_op=True` returns, and the two ways in which such operations are carried out.
 
-[Note: progress] Asynchronous operations of a process form one queue, in the order in which they were issued, whatever their communicators.
+[Note: progress] Asynchronous operations of a process form one queue in order of issue, whatever their communicators.
 - `Thread`: a progress thread carries them out while the caller computes. MPI libraries make no progress by themselves.
 - `Deferred`, where no core is free for that: they are carried out when the caller waits for one, or before its next collective. The
   same program is right on both, only not overlapped. A `send` or `recv` in between must not wait for a collective that its peer has

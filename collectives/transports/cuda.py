@@ -1,0 +1,171 @@
+"""CUDA-aware MPI: whether the MPI library here takes device addresses, and how to hand it one.
+
+A library that does not, reads the address as host memory and the process dies of it: so support is asked for, never assumed, and
+the first answer is tried out with two bytes. Where it is missing the caller stages through the host.
+"""
+
+import ctypes
+import functools
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.dtypes import DType
+from collectives.transports import binding
+from collectives.transports.lane import Device, lane_of
+
+VARIABLE = "MPITRAIN_CUDA_AWARE"
+_MPICH_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH's mpi.h
+
+
+class Support(NamedTuple):
+    """Whether MPI takes device addresses, and how that is known."""
+
+    aware: bool
+    why: str
+
+
+@functools.cache
+def support() -> Support:
+    """Whether this process's MPI library takes device addresses. Starts MPI, without which it cannot answer."""
+    from mpi4py import MPI
+
+    assert MPI.Is_initialized()
+    paths = _loaded_libraries()
+    return ask(_finder(paths), paths, os.environ)
+
+
+def agree(mpi: Any, make: Callable[[list[int]], tuple[Any, Device]] | None = None) -> Support:
+    """Whether all ranks of `mpi` may hand device addresses to it: the same answer everywhere, the first "no" if there is one.
+
+    Collective. `make`: makes an array of these bytes on the device, and says where it lies; with it, two bytes are sent round the
+    ranks to see that they arrive. Cheap (microseconds), but keep the answer.
+    """
+    answers = mpi.allgather(support())
+    refusals = [answer for answer in answers if not answer.aware]
+    if refusals or make is None:
+        return refusals[0] if refusals else answers[0]
+    failures = [why for why in mpi.allgather(_try(mpi, make)) if why]
+    return Support(False, f"{answers[0].why}, but a try failed: {failures[0]}") if failures else answers[0]
+
+
+def ask(find: Callable[[str], Any], libraries: Collection[str], environ: Mapping[str, str]) -> Support:
+    """The rules of `support`. `find`: a C function of the MPI library by its name, or None; `libraries`: the paths loaded."""
+    chosen = environ.get(VARIABLE, "")
+    if chosen not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE}={chosen!r}; expected 0, 1, or nothing for what the MPI library says")
+    if chosen:
+        return Support(chosen == "1", f"{VARIABLE}={chosen}")
+    cray = environ.get("MPICH_GPU_SUPPORT_ENABLED")
+    if cray == "0":
+        return Support(False, "MPICH_GPU_SUPPORT_ENABLED=0")
+    query = find("MPIX_Query_cuda_support")  # Open MPI, and MPICH from 4 on
+    if query is not None:
+        answer = query()
+        return Support(answer == 1, f"MPIX_Query_cuda_support() = {answer}")
+    query = find("MPIX_GPU_query_support")  # MPICH and Cray MPICH
+    if query is not None:
+        said = ctypes.c_int(0)
+        failed = query(ctypes.c_int(_MPICH_CUDA), ctypes.byref(said))
+        return Support(not failed and said.value == 1, f"MPIX_GPU_query_support() = {said.value}")
+    if cray == "1" and any("libmpi_gtl_cuda" in path for path in libraries):
+        return Support(True, "MPICH_GPU_SUPPORT_ENABLED=1 and libmpi_gtl_cuda is loaded")
+    return Support(False, f"the MPI library does not say; set {VARIABLE}=1 if you know that it does")
+
+
+def view(x: Device, dtype: DType) -> np.ndarray:
+    """`x` as a NumPy array for mpi4py alone, which reads the address and no more: its elements are out of the host's reach.
+
+    The functions of transports/mpi.py take it, except that MPI cannot reduce halves or average without the host's help. Only
+    within `calling`.
+    """
+    from mpi4py import MPI
+
+    if x.nbytes == 0:
+        return np.empty(0, dtype.numpy)
+    return np.frombuffer(MPI.buffer.fromaddress(x.address, x.nbytes).cast("B"), np.uint8).view(dtype.numpy)
+
+
+def reduces(dtype: DType, op: str) -> bool:
+    """Whether MPI's own reduction can work on device memory: it has the type, and nothing is left for the host to do."""
+    return dtype.mpi is not None and op != "avg"
+
+
+@contextmanager
+def calling(*arrays: Device) -> Iterator[None]:
+    """Around a blocking MPI call on these arrays: the kernels queued on their streams have ended, and NCCL stands still.
+
+    No request may outlive the block.
+    """
+    with ExitStack() as lanes:
+        for index in sorted({x.index for x in arrays}):
+            lanes.enter_context(lane_of(index).mpi())
+        for index, stream in sorted({(x.index, x.stream) for x in arrays}):
+            _synchronize(index, stream)
+        yield
+
+
+def info_lines() -> list[tuple[str, str]]:
+    """For `python -m collectives info`: what there is for device memory. Starts MPI, and imports CuPy if it is installed."""
+    aware, why = support()
+    try:
+        nccl = binding.version_text(binding.load().version())
+    except binding.NcclUnavailableError as error:
+        nccl = f"no: {error}"
+    return [("CUDA-aware MPI", f"{'yes' if aware else 'no'} ({why})"), ("NCCL", nccl)]
+
+
+def _loaded_libraries() -> list[str]:
+    """The MPI libraries that this process has loaded. mpi4py loads them out of sight of a plain look-up by name."""
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split(maxsplit=5)[5].strip() for line in maps if len(line.split(maxsplit=5)) == 6}
+    except OSError:  # no Linux, and no CUDA then
+        return []
+    return sorted(path for path in paths if os.path.basename(path).startswith(("libmpi", "libmpich")))
+
+
+def _finder(paths: Collection[str]) -> Callable[[str], Any]:
+    def find(name: str) -> Any:
+        for path in paths:
+            function = getattr(ctypes.CDLL(path), name, None)
+            if function is not None:
+                return function
+        return None
+
+    return find
+
+
+def _synchronize(index: int, stream: int) -> None:
+    """Block until the kernels of a stream have ended, by the library that made it."""
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.ExternalStream(stream, device=index).synchronize()
+    else:
+        assert cupy is not None, "device memory that is neither torch's nor CuPy's"
+        with cupy.cuda.Device(index):
+            cupy.cuda.runtime.streamSynchronize(stream)
+
+
+def _try(mpi: Any, make: Callable[[list[int]], tuple[Any, Device]]) -> str:
+    """Send two bytes to the next rank; what went wrong, or nothing."""
+    from mpi4py import MPI
+
+    (sent, source), (received, target) = make([mpi.rank % 256, 0x5A]), make([0, 0])
+    try:
+        with calling(source, target):
+            mpi.Sendrecv(
+                [MPI.buffer.fromaddress(source.address, 2), MPI.BYTE],
+                (mpi.rank + 1) % mpi.size,
+                recvbuf=[MPI.buffer.fromaddress(target.address, 2), MPI.BYTE],
+                source=(mpi.rank - 1) % mpi.size,
+            )
+    except MPI.Exception as error:
+        return str(error)
+    expected, came = [(mpi.rank - 1) % mpi.size % 256, 0x5A], received.tolist()
+    del sent  # kept until here
+    return "" if came == expected else f"rank {mpi.rank} received {came} instead of {expected}"

@@ -1,0 +1,308 @@
+"""A GPU with CUDA's streams and events and NCCL, modelled in host memory over MPI: addresses are real, kernels are functions.
+
+Work is only queued, and runs when somebody asks the device to get on: then in the worst order that the events allow. Whoever
+forgets to wait for an event sees garbage, as on a real device, but every time. NCCL's own rules are checked at each call: the
+current device, a stream of its own, counts above 0, no communicator that has ended.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from mpi4py import MPI
+
+# As in nccl.h
+CONSTANTS = {
+    **{"NCCL_INT8": 0, "NCCL_UINT8": 1, "NCCL_INT32": 2, "NCCL_UINT32": 3, "NCCL_INT64": 4, "NCCL_UINT64": 5},
+    **{"NCCL_FLOAT16": 6, "NCCL_FLOAT32": 7, "NCCL_FLOAT64": 8, "NCCL_BFLOAT16": 9},
+    **{"NCCL_SUM": 0, "NCCL_PROD": 1, "NCCL_MAX": 2, "NCCL_MIN": 3, "NCCL_AVG": 4},
+}
+DTYPES = [*map(np.dtype, ("i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8")), np.dtype(ml_dtypes.bfloat16)]
+UFUNCS = [np.add, np.multiply, np.maximum, np.minimum, np.add]
+AVG = 4
+
+Start = Callable[[], tuple[list[MPI.Request], Callable[[], None]]]
+
+
+def memory(address: int, nbytes: int) -> np.ndarray:
+    """The bytes at an address."""
+    assert address, "a null pointer"
+    return np.frombuffer(MPI.buffer.fromaddress(address, nbytes).cast("B"), np.uint8)
+
+
+class Task(NamedTuple):
+    """Work on a stream. `run` tells whether it could be done; `owner`: the communicator that the kernel is of."""
+
+    run: Callable[[], bool]
+    owner: object = None
+
+
+class Machine:
+    """One rank's device: streams of work, and events. `nccl_first`: whether NCCL's stream runs ahead of the others, or behind."""
+
+    def __init__(self, index: int, nccl_first: bool) -> None:
+        self.index = index
+        self.nccl_first = nccl_first
+        self.current = -1  # the device that the thread is on: some other one
+        self.streams: dict[int, deque[Task]] = {}
+        self.own: set[int] = set()  # made by stream_create
+        self.recorded: dict[int, int] = {}  # event: how often it was recorded, and how often that was reached
+        self.reached: dict[int, int] = {}
+        self.patience = 0  # how often an event says "not yet" before the device gets on
+        self.fault: Exception | None = None  # raised where an event is looked at
+        self._numbers = itertools.count(0x1000)
+
+    def stream(self) -> int:
+        """A stream of the caller's."""
+        number = next(self._numbers)
+        self.streams[number] = deque()
+        return number
+
+    def queue(self, stream: int, run: Callable[[], None], owner: object = None) -> None:
+        """Put a kernel on a stream."""
+        self.streams[stream].append(Task(lambda: run() or True, owner))
+
+    def step(self) -> bool:
+        """Run the next piece of work that may run; False if there is none."""
+        order = sorted(self.streams, key=lambda stream: (stream in self.own) != self.nccl_first)
+        for stream in order:
+            tasks = self.streams[stream]
+            if tasks and tasks[0].run():
+                tasks.popleft()
+                return True
+        return False
+
+    def drain(self) -> None:
+        """Run everything."""
+        while self.step():
+            pass
+        assert not any(self.streams.values()), "streams that wait for each other"
+
+    # The binding's half that is CUDA
+
+    def gpu(self, index: int) -> str:
+        return f"GPU {MPI.COMM_WORLD.rank}.{index}"
+
+    @contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+    def stream_create(self) -> int:
+        self._on_device()
+        number = self.stream()
+        self.own.add(number)
+        return number
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        self._on_device()
+        times = self.recorded[event]
+        self.streams[stream].append(Task(lambda: self.reached[event] >= times))
+
+    def event_create(self) -> int:
+        self._on_device()
+        number = next(self._numbers)
+        self.recorded[number] = self.reached[number] = 0
+        return number
+
+    def event_record(self, event: int, stream: int) -> None:
+        self._on_device()
+        self.recorded[event] += 1
+
+        def reach() -> bool:
+            self.reached[event] += 1
+            return True
+
+        self.streams[stream].append(Task(reach))
+
+    def event_done(self, event: int) -> bool:
+        self._on_device()
+        if self.fault is not None:
+            raise self.fault
+        if self.patience > 0:
+            self.patience -= 1
+        elif self.reached[event] < self.recorded[event]:
+            self.step()
+        return self.reached[event] == self.recorded[event]
+
+    def event_destroy(self, event: int) -> None:
+        self._on_device()
+        del self.recorded[event]  # work that waits for it still looks at `reached`
+
+    def _on_device(self) -> None:
+        assert self.current == self.index, f"on device {self.current} instead of {self.index}"
+
+
+class ModelBinding(Machine):
+    """`collectives.transports.binding.Binding` on a modelled device."""
+
+    def __init__(self, index: int = 3, nccl_first: bool = True) -> None:
+        super().__init__(index, nccl_first)
+        self.communicators: list[ModelCommunicator] = []
+        self.collected: list[tuple[int, ModelCommunicator, Start]] | None = None
+        self.num_groups = 0
+        self.refuses: Exception | None = None  # what connecting raises
+
+    def version(self) -> int:
+        return 22501
+
+    def constant(self, name: str) -> int:
+        return CONSTANTS[name]
+
+    def unique_id(self) -> bytes:
+        return np.random.default_rng().bytes(128)
+
+    def communicator(self, size: int, unique_id: bytes, rank: int) -> "ModelCommunicator":
+        self._on_device()
+        comm = ModelCommunicator(self, MPI.COMM_WORLD, size, rank)
+        self.communicators.append(comm)
+        if self.refuses is not None:
+            raise self.refuses
+        return comm
+
+    def group_start(self) -> None:
+        assert self.collected is None
+        self.collected = []
+        self.num_groups += 1
+
+    def group_end(self) -> None:
+        assert self.collected is not None
+        collected, self.collected = self.collected, None
+        for stream, owner in dict.fromkeys((stream, owner) for stream, owner, _ in collected):
+            self.queue(stream, together([start for *place, start in collected if place == [stream, owner]]), owner)
+
+    def issue(self, stream: int, owner: "ModelCommunicator", start: Start) -> None:
+        if self.collected is None:
+            self.queue(stream, together([start]), owner)
+        else:
+            self.collected.append((stream, owner, start))
+
+
+def together(starts: Sequence[Start]) -> Callable[[], None]:
+    """A kernel that does all of these at once."""
+
+    def run() -> None:
+        started = [start() for start in starts]
+        MPI.Request.Waitall([request for requests, _ in started for request in requests])
+        for _, finish in started:
+            finish()
+
+    return run
+
+
+class ModelCommunicator:
+    """`RawCommunicator`: NCCL's meaning of each call, on host memory."""
+
+    def __init__(self, machine: ModelBinding, mpi: MPI.Intracomm, size: int, rank: int) -> None:
+        self.machine, self.size, self.rank = machine, size, rank
+        self.mpi = mpi.Dup()
+        assert (size, rank) == (mpi.size, mpi.rank), "the model is for all ranks of the run"
+        self.calls: list[str] = []
+        self.ended = ""
+        self.error: Exception | None = None  # an asynchronous one
+        self.refuses: Exception | None = None  # what the next call raises
+
+    def check_async_error(self) -> None:
+        assert not self.ended
+        if self.error is not None:
+            raise self.error
+
+    def abort(self) -> None:
+        assert not self.ended
+        self.ended = "aborted"
+        for stream in self.machine.own:
+            tasks = self.machine.streams[stream]
+            kept = [task for task in tasks if task.owner is not self]
+            tasks.clear()
+            tasks.extend(kept)
+
+    def destroy(self) -> None:
+        assert not self.ended
+        left = [task for stream in self.machine.own for task in self.machine.streams[stream] if task.owner is self]
+        assert not left, "destroyed before its work has ended"
+        self.ended = "destroyed"
+
+    def _issue(self, name: str, stream: int, count: int, start: Start) -> None:
+        self.machine._on_device()
+        assert not self.ended, f"{name} on a communicator that was {self.ended}"
+        assert stream in self.machine.own, f"{name} on the caller's stream"
+        assert count > 0
+        if self.refuses is not None:
+            raise self.refuses
+        self.calls.append(name)
+        self.machine.issue(stream, self, start)
+
+    def _gathered(self, sendbuf: int, nbytes: int, use: Callable[[np.ndarray], None]) -> Start:
+        """All ranks' bytes at `sendbuf` as they are when the kernel runs, one row a rank, handed to `use`."""
+
+        def start() -> tuple[list[MPI.Request], Callable[[], None]]:
+            mine, rows = memory(sendbuf, nbytes).copy(), np.empty((self.size, nbytes), np.uint8)
+            return [self.mpi.Iallgather(mine, rows)], lambda: mine is not None and use(rows)
+
+        return start
+
+    def _reduced(self, rows: np.ndarray, datatype: int, op: int) -> np.ndarray:
+        dtype = DTYPES[datatype]
+        wide = rows.view(dtype).astype(np.float32 if dtype.itemsize == 2 else dtype)
+        if op == AVG:
+            wide *= wide.dtype.type(1 / self.size)  # as NCCL does it
+        return UFUNCS[op].reduce(wide, axis=0, dtype=wide.dtype).astype(dtype).view(np.uint8)
+
+    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:  # noqa: N802
+        nbytes = count * DTYPES[datatype].itemsize
+
+        def use(rows: np.ndarray) -> None:
+            memory(recvbuf, nbytes)[...] = self._reduced(rows, datatype, op)
+
+        self._issue("allReduce", stream, count, self._gathered(sendbuf, nbytes, use))
+
+    def reduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int) -> None:
+        nbytes = count * DTYPES[datatype].itemsize
+
+        def use(rows: np.ndarray) -> None:
+            if self.rank == root:
+                memory(recvbuf, nbytes)[...] = self._reduced(rows, datatype, op)
+
+        self._issue("reduce", stream, count, self._gathered(sendbuf, nbytes, use))
+
+    def reduceScatter(  # noqa: N802
+        self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
+    ) -> None:
+        nbytes = recvcount * DTYPES[datatype].itemsize
+
+        def use(rows: np.ndarray) -> None:
+            mine = np.ascontiguousarray(rows[:, self.rank * nbytes :][:, :nbytes])
+            memory(recvbuf, nbytes)[...] = self._reduced(mine, datatype, op)
+
+        self._issue("reduceScatter", stream, recvcount, self._gathered(sendbuf, self.size * nbytes, use))
+
+    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:  # noqa: N802
+        nbytes = count * DTYPES[datatype].itemsize
+
+        def use(rows: np.ndarray) -> None:
+            memory(recvbuf, self.size * nbytes)[...] = rows.reshape(-1)
+
+        self._issue("allGather", stream, count, self._gathered(sendbuf, nbytes, use))
+
+    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
+        nbytes = count * DTYPES[datatype].itemsize
+
+        def use(rows: np.ndarray) -> None:
+            memory(recvbuff, nbytes)[...] = rows[root]
+
+        self._issue("broadcast", stream, count, self._gathered(sendbuff, nbytes, use))
+
+    # Synchronous sends: a send outside a group does not end before its receive has begun, as NCCL has it.
+
+    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        nbytes = count * DTYPES[datatype].itemsize
+        self._issue("send", stream, count, lambda: ([self.mpi.Issend(memory(sendbuf, nbytes), peer)], lambda: None))
+
+    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        nbytes = count * DTYPES[datatype].itemsize
+        self._issue("recv", stream, count, lambda: ([self.mpi.Irecv(memory(recvbuf, nbytes), peer)], lambda: None))

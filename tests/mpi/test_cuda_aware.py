@@ -1,0 +1,254 @@
+"""CUDA-aware MPI: what the library's answers mean, that a bare address goes through MPI, and that NCCL stands still meanwhile.
+
+An address is an address: without a GPU the "device" arrays lie in host memory, where every MPI library takes them.
+"""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from device_model import ModelBinding
+
+from collectives import Communicator
+from collectives.dtypes import TABLE, DType
+from collectives.transports import cuda
+from collectives.transports.cuda import Support, ask
+from collectives.transports.lane import Device, Lane
+from collectives.transports.nccl import connect
+
+INDEX = 5  # a device that nobody has: its lane is these tests' own
+
+
+@pytest.fixture(autouse=True)
+def synchronized(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The (device, stream) pairs waited for. Without a device they are only listed."""
+    places: list[tuple[int, int]] = []
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(cuda, "_synchronize", lambda *place: places.append(place))
+    return places
+
+
+def device(array: np.ndarray, stream: int = 0) -> Device:
+    return Device(array.ctypes.data, array.nbytes, INDEX, stream)
+
+
+def library(**functions: Any) -> Callable[[str], Any]:
+    """An MPI library with these C functions."""
+    return functions.get
+
+
+def open_mpi(answer: int) -> Any:
+    return ctypes.CFUNCTYPE(ctypes.c_int)(lambda: answer)
+
+
+def mpich(said: int, failed: int = 0) -> Any:
+    def query(kind: int, out: Any) -> int:
+        assert kind == 0, "MPIX_GPU_SUPPORT_CUDA"
+        out[0] = said
+        return failed
+
+    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int))(query)
+
+
+GTL = ["/opt/cray/pe/lib64/libmpi_gtl_cuda.so.0"]
+
+
+@pytest.mark.parametrize(
+    ("find", "libraries", "environ", "aware", "why"),
+    [
+        (library(MPIX_Query_cuda_support=open_mpi(1)), [], {}, True, "MPIX_Query_cuda_support() = 1"),
+        (library(MPIX_Query_cuda_support=open_mpi(0)), [], {}, False, "MPIX_Query_cuda_support() = 0"),
+        (library(MPIX_GPU_query_support=mpich(1)), [], {}, True, "MPIX_GPU_query_support() = 1"),
+        (library(MPIX_GPU_query_support=mpich(0)), [], {}, False, "MPIX_GPU_query_support() = 0"),
+        (library(MPIX_GPU_query_support=mpich(1, failed=1)), [], {}, False, "MPIX_GPU_query_support() = 1"),
+        (library(), GTL, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True, "libmpi_gtl_cuda is loaded"),
+        (library(), [], {"MPICH_GPU_SUPPORT_ENABLED": "1"}, False, "does not say; set MPITRAIN_CUDA_AWARE=1"),
+        (library(), GTL, {}, False, "does not say"),
+        (
+            library(MPIX_GPU_query_support=mpich(1)),
+            GTL,
+            {"MPICH_GPU_SUPPORT_ENABLED": "0"},
+            False,
+            "MPICH_GPU_SUPPORT_ENABLED=0",
+        ),
+        (
+            library(MPIX_Query_cuda_support=open_mpi(0)),
+            [],
+            {"MPITRAIN_CUDA_AWARE": "1"},
+            True,
+            "MPITRAIN_CUDA_AWARE=1",
+        ),
+        (
+            library(MPIX_Query_cuda_support=open_mpi(1)),
+            [],
+            {"MPITRAIN_CUDA_AWARE": "0"},
+            False,
+            "MPITRAIN_CUDA_AWARE=0",
+        ),
+    ],
+)
+def test_who_takes_device_addresses(
+    find: Callable[[str], Any], libraries: list[str], environ: dict[str, str], aware: bool, why: str
+) -> None:
+    answer = ask(find, libraries, environ)
+    assert answer.aware == aware
+    assert why in answer.why
+
+
+def test_a_wrong_override_is_an_error() -> None:
+    with pytest.raises(ValueError, match="MPITRAIN_CUDA_AWARE='yes'; expected 0, 1"):
+        ask(library(), [], {"MPITRAIN_CUDA_AWARE": "yes"})
+
+
+def test_the_library_of_this_run_is_found_and_asked(comm: Communicator) -> None:
+    """Open MPI's and MPICH's wheels both have the function; a library of a cluster may not."""
+    from mpi4py import MPI
+
+    paths = cuda._loaded_libraries()
+    assert any(os.path.basename(path).startswith("libmpi") for path in paths)
+    answer = cuda.support()
+    assert answer is cuda.support(), "asked once"
+    if "MPITRAIN_CUDA_AWARE" not in os.environ and "Open MPI v5" in MPI.Get_library_version():
+        assert answer.why.startswith("MPIX_Query_cuda_support() = ")
+
+
+@pytest.fixture
+def aware(monkeypatch: pytest.MonkeyPatch) -> Iterator[Support]:
+    answer = Support(True, "as if")
+    monkeypatch.setattr(cuda, "support", lambda: answer)
+    return answer
+
+
+def make(values: list[int]) -> tuple[np.ndarray, Device]:
+    array = np.array(values, np.uint8)
+    return array, device(array)
+
+
+def test_all_ranks_agree(comm: Communicator, monkeypatch: pytest.MonkeyPatch, aware: Support) -> None:
+    assert cuda.agree(comm.mpi) == cuda.agree(comm.mpi, make) == aware
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(cuda, "support", lambda: Support(False, "not here"))
+    assert cuda.agree(comm.mpi, make) == Support(False, "not here")
+
+
+def test_bytes_that_do_not_arrive_are_noticed_on_all_ranks(comm: Communicator, aware: Support) -> None:
+    def elsewhere(values: list[int]) -> tuple[np.ndarray, Device]:
+        """What the last rank receives, it does not find where it looks: as where MPI wrote to a copy of its own."""
+        array, where = make(values)
+        if comm.rank == comm.size - 1:
+            kept.append(array)
+            array = array.copy()
+        return array, where
+
+    kept: list[np.ndarray] = []
+    answer = cuda.agree(comm.mpi, elsewhere)
+    assert not answer.aware
+    sender = (comm.size - 2) % comm.size
+    assert answer.why == f"as if, but a try failed: rank {comm.size - 1} received [0, 0] instead of [{sender}, 90]"
+
+
+def test_addresses_go_through_mpi(comm: Communicator) -> None:
+    from collectives.transports import mpi as transport
+
+    n, rank = comm.size, comm.rank
+    for row in TABLE.values():
+        for size in (0, 1, 1031):
+            whole = (np.arange(size * n) % 2).astype(row.numpy)
+            x, out = whole.copy(), np.full(size * n, 0, row.numpy)
+            part = slice(rank * size, (rank + 1) * size)
+            out[part] = whole[part]
+            with cuda.calling(device(x), device(out)):
+                transport.all_gather(comm.mpi, cuda.view(device(out), row), [size] * n, False)
+                transport.broadcast(comm.mpi, cuda.view(device(x), row), n - 1, False)
+            assert out.tobytes() == x.tobytes() == whole.tobytes(), (row.name, size)
+            for op in ("sum", "max"):
+                if cuda.reduces(row, op):
+                    raw = "max" if row.name == "bool" else op
+                    with cuda.calling(device(x)):
+                        assert transport.all_reduce(comm.mpi, cuda.view(device(x), row), raw, row, False).finish is None
+                    expected = whole if raw == "max" else (whole * n).astype(row.numpy)
+                    assert x.tobytes() == expected.tobytes(), (row.name, size, op)
+                    x[...] = whole
+    reducible = {row.name for row in TABLE.values() if cuda.reduces(row, "sum")}
+    assert reducible == set(TABLE) - {"float16", "bfloat16"}, "MPI has no halves"
+    assert not cuda.reduces(TABLE["float32"], "avg"), "MPI cannot divide"
+
+
+def test_a_view_is_not_touched_by_the_host() -> None:
+    """An address that no host memory lies at: making the view of it, and what MPI is told of it, must not look there."""
+    from collectives.transports.mpi import message
+
+    row: DType = TABLE["bfloat16"]
+    view = cuda.view(Device(0x10, 1 << 20, INDEX, 0), row)
+    buffer, count, _ = message(view)
+    assert (view.dtype, view.size, buffer.ctypes.data, count) == (row.numpy, 1 << 19, 0x10, 1 << 19)
+
+
+def test_nccl_stands_still_during_an_mpi_call(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, synchronized: list[tuple[int, int]]
+) -> None:
+    model, lane = ModelBinding(INDEX), Lane()
+    monkeypatch.setattr(cuda, "lane_of", lambda index: {INDEX: lane}[index])
+    nccl = connect(comm.mpi, INDEX, model, lane=lane)
+    stream = model.stream()
+    x = np.ones(4, np.float32)
+    nccl.all_reduce(device(x, stream), "sum", TABLE["float32"])
+    assert x[0] == 1, "only queued"
+    with cuda.calling(device(x, stream), device(x, 7)):
+        assert x[0] == comm.size, "NCCL's work has ended"
+        assert synchronized == [(INDEX, 7), (INDEX, stream)]
+        with pytest.raises(AssertionError, match="inside a CUDA-aware MPI call"):
+            nccl.all_reduce(device(x, stream), "sum", TABLE["float32"])
+
+        late = told_to_another_thread(lane)
+        assert "another thread's MPI call on device memory has not ended" in late
+    nccl.all_reduce(device(x, stream), "sum", TABLE["float32"])
+    model.drain()
+    assert x[0] == comm.size**2
+    nccl.free()
+    assert not lane._members
+    model.communicators[0].mpi.Free()
+
+
+def told_to_another_thread(lane: Lane) -> str:
+    """What another thread is told that wants to start an NCCL operation now, and waits 50 ms for it."""
+    said: list[str] = []
+
+    def enter() -> None:
+        try:
+            with lane.nccl(0.05):
+                said.append("entered")
+        except TimeoutError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join(10)
+    return said[0]
+
+
+def test_info_says_what_there_is(comm: Communicator) -> None:
+    lines = dict(cuda.info_lines())
+    assert list(lines) == ["CUDA-aware MPI", "NCCL"]
+    assert lines["CUDA-aware MPI"].startswith(("yes (", "no ("))
+    assert lines["NCCL"].startswith("no: CuPy ") or lines["NCCL"][0].isdigit()
+
+
+@pytest.mark.gpu
+def test_device_memory_goes_through_mpi(comm: Communicator) -> None:
+    import torch
+
+    index = comm.node.rank % torch.cuda.device_count()
+
+    def on_gpu(values: list[int]) -> tuple[Any, Device]:
+        x = torch.tensor(values, dtype=torch.uint8, device=f"cuda:{index}")
+        return x, Device(x.data_ptr(), x.nbytes, index, torch.cuda.current_stream(index).cuda_stream)
+
+    answer = cuda.agree(comm.mpi)
+    if not answer.aware:
+        pytest.skip(f"this MPI is not CUDA-aware: {answer.why}")
+    assert cuda.agree(comm.mpi, on_gpu) == answer
