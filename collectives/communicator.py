@@ -1,4 +1,4 @@
-"""The Communicator: a group of ranks and the operations between them, on torch and NumPy arrays.
+"""The Communicator: a group of ranks and the operations between them, on arrays of torch, NumPy, CuPy and JAX.
 
 Collectives are called in the same order on every rank of a communicator. An array is checked on its own rank before anything is
 sent: TypeError for what is no array or a dtype outside the table, ValueError for non-contiguous or read-only arrays and for sizes
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from collectives import diagnosis
-from collectives.arrays import Buffer, like
+from collectives.arrays import Buffer, is_on_device, like
 from collectives.dtypes import dtype_of
 from collectives.group import Group
 from collectives.operations import Collectives
@@ -68,6 +68,8 @@ class Communicator(Collectives):
     `rank`, `size`; `node`: the Communicator of the ranks that share memory with this one; `num_nodes`; `mpi`: mpi4py's handle.
     """
 
+    _for_jax: "Communicator | None" = None  # its twin for the threads of JAX, which collectives.jax makes
+
     def __init__(
         self,
         mpi: Any,
@@ -81,6 +83,7 @@ class Communicator(Collectives):
         # Modules that start MPI when they are imported: only now.
         from mpi4py import MPI
 
+        from collectives.transports.device import Devices
         from collectives.transports.executor import Executor
         from collectives.transports.mpi import Library, message
         from collectives.transports.scheduled import Scheduled
@@ -96,8 +99,9 @@ class Communicator(Collectives):
         self._executor = Executor(mpi)
         self._make_scheduled = partial(Scheduled, self._executor, rank=self.rank, size=self.size)
         self._message = message
+        self._devices = Devices(mpi)
         self._transports: dict[str, Any] = {"mpi": Library(mpi)}
-        self._infeasible: dict[str, str] = {}  # algorithms that these ranks cannot run, and why
+        self._infeasible = {"nccl": "it is for arrays in GPU memory"}  # algorithms that these ranks cannot run, and why
         # The ranks of each node, in order; and the memory that all ranks see: None on several nodes.
         self._grid: list[list[int]] = [list(range(self.size))]
         self._memory: NodeMemory | None = None
@@ -176,9 +180,10 @@ class Communicator(Collectives):
     def free(self) -> None:
         """Give back the MPI communicators of this one and its `node`. Collective; never done by the garbage collector."""
         self._progress.flush()
-        for other in (self._twin, self._across, self.node if self.node is not self else None):
+        for other in (self._twin, self._across, self._for_jax, self.node if self.node is not self else None):
             if other is not None:
                 other.free()
+        self._devices.free()
         self._executor.free()
         self.mpi.Free()
 
@@ -208,14 +213,16 @@ class Communicator(Collectives):
                 raise ValueError("group: operations within a group take no async_op")
             self._group.add(method, arguments, options)
             return result
-        comm = self
+        operation = partial(method, self, *arguments, **options)
+        if is_on_device(arguments[0]):
+            return self._devices.issue(operation)
         if self._progress.on_thread:
             if self._twin is None:
                 self._twin = Communicator(
                     self.mpi.Dup(), progress=self._progress, checked=self.checked, _memory=self.node._memory
                 )
-            comm = self._twin
-        return self._progress.issue(partial(method, comm, *arguments, **options), self.mpi)
+            operation = partial(method, self._twin, *arguments, **options)
+        return self._progress.issue(operation, self.mpi)
 
     # Memory of the node
 
@@ -274,7 +281,7 @@ class Communicator(Collectives):
             return x
         from mpi4py import MPI
 
-        b = Buffer(x, "x", writable=True)
+        b = Buffer(x, "x", write_only=True)
         status = MPI.Status()
         incoming = None
         while self._progress.pending() and incoming is None:
@@ -298,7 +305,7 @@ class Communicator(Collectives):
     def irecv(self, x: Any, peer: int, tag: int = 0) -> Work:
         """`recv` as a Work, whose `wait()` gives `x`. ValueError there if the message has another size."""
         self._check_peer("irecv", peer, tag)
-        return self._transfer(self.mpi.Irecv, "irecv", Buffer(x, "x", writable=True), peer, tag)
+        return self._transfer(self.mpi.Irecv, "irecv", Buffer(x, "x", write_only=True), peer, tag)
 
     def _transfer(self, start: Callable[..., Any], operation: str, b: Buffer, peer: int, tag: int) -> Work:
         from mpi4py import MPI

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ARITHMETIC = frozenset({"sum", "prod", "max", "min"})
 OPS = ARITHMETIC | {"avg"}
 
@@ -46,7 +47,7 @@ class DType:
 
 
 def _row(name: str, mpi: str | None, nccl: str | None, accumulate: str | None = None) -> DType:
-    numpy = np.dtype(getattr(ml_dtypes, name) if name == "bfloat16" else name)
+    numpy = BFLOAT16 if name == "bfloat16" else np.dtype(name)
     floating = "float" in name
     return DType(name, numpy, mpi, nccl, np.dtype(accumulate or numpy), OPS if floating else ARITHMETIC)
 
@@ -71,13 +72,15 @@ TABLE: dict[str, DType] = {
     )
 }
 
+# The same rows by their NumPy dtypes, which have the machine's own byte order.
+NATIVE: dict[np.dtype, DType] = {row.numpy: row for row in TABLE.values()}
 
 # What `dtype_of` has answered: naming a NumPy dtype takes microseconds, as much as a small collective.
 _answers: dict[object, DType] = {}
 
 
 def dtype_of(dtype: object) -> DType:
-    """The table's row for a NumPy or torch dtype, a dtype's name, or a scalar type; DTypeError if it is not in the table."""
+    """The table's row for a dtype of any array library, its name, or a scalar type; DTypeError if it is not in the table."""
     try:
         return _answers[dtype]
     except (KeyError, TypeError):  # not asked before, or nothing that a dict can hold, and no dtype then

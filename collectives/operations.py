@@ -13,7 +13,7 @@ from collectives.arrays import Buffer
 from collectives.dtypes import TABLE, DType, effective_op
 from collectives.reduction import copy
 from collectives.selection import choose
-from collectives.transports.transport import address_of, parts
+from collectives.transports.transport import parts
 
 
 class Collectives:
@@ -31,6 +31,7 @@ class Collectives:
     _memory: Any  # a NodeMemory; None on several nodes
     _group: Any
     _progress: Any
+    _devices: Any
     _infeasible: Any
     _later: Any
     _transport: Any  # of an algorithm
@@ -55,6 +56,8 @@ class Collectives:
             )
         b = Buffer(x, "x", writable=True)
         raw = effective_op(b.dtype, op)
+        if b.device is not None and self._devices.all_reduce(b, op, algorithm):
+            return b.result()
         algorithm = self._begin("all_reduce", b, algorithm, op=op, accumulate=accumulate)
         flat, dtype = _wide(b, algorithm, accumulate)
         self._transport(algorithm).all_reduce(flat, raw, dtype)
@@ -72,9 +75,11 @@ class Collectives:
         """
         if async_op or self._group is not None:
             return self._later(async_op, Collectives.all_gather, out, x, counts=counts, algorithm=algorithm, result=out)
-        src, dst = Buffer(x, "x"), Buffer(out, "out", writable=True)
+        src, dst = Buffer(x, "x"), Buffer(out, "out", write_only=True)
         counts = self._counts("all_gather", counts, part=("x", src), whole=("out", dst))
-        self._in_place("all_gather", counts, part=("x", src), whole=("out", dst))
+        in_place = self._in_place("all_gather", counts, part=("x", src), whole=("out", dst))
+        if dst.device is not None and self._devices.all_gather(dst, src, counts, in_place, algorithm):
+            return dst.result()
         algorithm = self._begin("all_gather", dst, algorithm, counts=counts)
         self._transport(algorithm).all_gather(dst.flat, src.flat, counts)
         return self._end(dst)
@@ -98,10 +103,12 @@ class Collectives:
         if async_op or self._group is not None:
             options = {"counts": counts, "algorithm": algorithm, "accumulate": accumulate}
             return self._later(async_op, Collectives.reduce_scatter, out, x, op, **options, result=out)
-        src, dst = Buffer(x, "x"), Buffer(out, "out", writable=True)
+        src, dst = Buffer(x, "x"), Buffer(out, "out", write_only=True)
         raw = effective_op(src.dtype, op)
         counts = self._counts("reduce_scatter", counts, part=("out", dst), whole=("x", src))
-        self._in_place("reduce_scatter", counts, part=("out", dst), whole=("x", src))
+        in_place = self._in_place("reduce_scatter", counts, part=("out", dst), whole=("x", src))
+        if dst.device is not None and self._devices.reduce_scatter(dst, src, op, counts, in_place, algorithm):
+            return dst.result()
         algorithm = self._begin("reduce_scatter", src, algorithm, op=op, counts=counts, accumulate=accumulate)
         flat, dtype = _wide(src, algorithm, accumulate)
         mine = dst.flat if dtype is src.dtype else np.empty(dst.flat.size, dtype.numpy)
@@ -114,7 +121,9 @@ class Collectives:
         """Every rank's `x` becomes the root's. In place; returns `x`, or a Work with `async_op`."""
         if async_op or self._group is not None:
             return self._later(async_op, Collectives.broadcast, x, root, algorithm=algorithm, result=x)
-        b = Buffer(x, "x", writable=self.rank != root)
+        b = Buffer(x, "x", write_only=self.rank != root)
+        if b.device is not None and self._devices.broadcast(b, self._root("broadcast", root), algorithm):
+            return b.result()
         algorithm = self._begin("broadcast", b, algorithm, root=root)
         self._transport(algorithm).broadcast(b.flat, root)
         return self._end(b)
@@ -139,6 +148,8 @@ class Collectives:
             )
         b = Buffer(x, "x", writable=self.rank == root)
         raw = effective_op(b.dtype, op)
+        if b.device is not None and self._devices.reduce(b, self._root("reduce", root), op, algorithm):
+            return b.result()
         algorithm = self._begin("reduce", b, algorithm, op=op, root=root, accumulate=accumulate)
         flat, dtype = _wide(b, algorithm, accumulate)
         self._transport(algorithm).reduce(flat, raw, root, dtype)
@@ -154,11 +165,13 @@ class Collectives:
         if async_op or self._group is not None:
             return self._later(async_op, Collectives.gather, out, x, root, algorithm=algorithm, result=out)
         src = Buffer(x, "x")
-        dst, counts, in_place = None, [src.flat.size] * self.size, False
+        dst, counts, in_place = None, [src.size] * self.size, False
         if self.rank == root:
-            dst = Buffer(out, "out", writable=True)
+            dst = Buffer(out, "out", write_only=True)
             self._counts("gather", counts, part=("x", src), whole=("out", dst))
             in_place = self._in_place("gather", counts, part=("x", src), whole=("out", dst))
+        if src.device is not None and self._devices.gather(dst, src, self._root("gather", root), algorithm):
+            return dst and dst.result()
         algorithm = self._begin("gather", src, algorithm, root=root)
         if dst is not None and not in_place:
             dst.flat[slice(*parts(counts)[root])] = src.flat
@@ -172,12 +185,14 @@ class Collectives:
         """
         if async_op or self._group is not None:
             return self._later(async_op, Collectives.scatter, out, x, root, algorithm=algorithm, result=out)
-        dst = Buffer(out, "out", writable=True)
-        src, counts, in_place = None, [dst.flat.size] * self.size, False
+        dst = Buffer(out, "out", write_only=True)
+        src, counts, in_place = None, [dst.size] * self.size, False
         if self.rank == root:
             src = Buffer(x, "x")
             self._counts("scatter", counts, part=("out", dst), whole=("x", src))
             in_place = self._in_place("scatter", counts, part=("out", dst), whole=("x", src))
+        if dst.device is not None and self._devices.scatter(dst, src, self._root("scatter", root), algorithm):
+            return dst.result()
         algorithm = self._begin("scatter", dst, algorithm, root=root)
         if src is not None and not in_place:
             dst.flat[...] = src.flat[slice(*parts(counts)[root])]
@@ -188,14 +203,16 @@ class Collectives:
         """Part i of `x` goes to rank i; part i of `out` comes from rank i. Equal parts. Returns `out`, or a Work."""
         if async_op or self._group is not None:
             return self._later(async_op, Collectives.all_to_all, out, x, algorithm=algorithm, result=out)
-        src, dst = Buffer(x, "x"), Buffer(out, "out", writable=True)
-        if src.dtype != dst.dtype or src.flat.size != dst.flat.size or src.flat.size % self.size:
+        src, dst = Buffer(x, "x"), Buffer(out, "out", write_only=True)
+        if src.dtype != dst.dtype or src.size != dst.size or src.size % self.size:
             raise ValueError(
-                f"all_to_all: x has {src.flat.size} elements of {src.dtype.name}, out {dst.flat.size} of {dst.dtype.name}; "
+                f"all_to_all: x has {src.size} elements of {src.dtype.name}, out {dst.size} of {dst.dtype.name}; "
                 f"expected the same dtype and number, divisible by {self.size} ranks"
             )
-        if np.may_share_memory(src.flat, dst.flat):
+        if _overlap(src, dst):
             raise ValueError("all_to_all: x and out overlap; pass two separate arrays")
+        if dst.device is not None and self._devices.all_to_all(dst, src, algorithm):
+            return dst.result()
         algorithm = self._begin("all_to_all", src, algorithm)
         self._transport(algorithm).all_to_all(dst.flat, src.flat)
         return self._end(dst)
@@ -214,8 +231,8 @@ class Collectives:
         accumulate: str | None = None,
     ) -> str:
         """Check what all ranks must agree on, and choose the algorithm."""
-        if root is not None and not 0 <= root < self.size:
-            raise ValueError(f"{operation}: root {root} is outside the {self.size} ranks of this communicator")
+        if root is not None:
+            self._root(operation, root)
         if accumulate not in (None, "fp32"):
             raise ValueError(f"{operation}: accumulate {accumulate!r}; expected 'fp32' or None")
         if self._progress.pending():
@@ -237,6 +254,11 @@ class Collectives:
             operation, algorithm, self._infeasible, dtype=b.dtype, nbytes=b.flat.nbytes, in_node_memory=number > 0
         )
 
+    def _root(self, operation: str, root: int) -> int:
+        if not 0 <= root < self.size:
+            raise ValueError(f"{operation}: root {root} is outside the {self.size} ranks of this communicator")
+        return root
+
     def _end(self, written: Buffer | None) -> Any:
         return None if written is None else written.result()
 
@@ -246,16 +268,16 @@ class Collectives:
         """The elements of each rank's part; ValueError unless `part` and `whole` have the sizes and the dtype that follow."""
         (part_name, small), (whole_name, large) = part, whole
         if counts is None:
-            counts = [small.flat.size] * self.size
-            if large.flat.size == small.flat.size * self.size and small.dtype is large.dtype:
+            counts = [small.size] * self.size
+            if large.size == small.size * self.size and small.dtype is large.dtype:
                 return counts
         if len(counts) != self.size or min(counts) < 0:
             raise ValueError(
                 f"{operation}: counts {tuple(counts)}; expected {self.size} numbers of elements, one a rank"
             )
-        if small.flat.size != counts[self.rank] or large.flat.size != sum(counts):
+        if small.size != counts[self.rank] or large.size != sum(counts):
             raise ValueError(
-                f"{operation}: {part_name} has {small.flat.size} elements and {whole_name} {large.flat.size}; expected "
+                f"{operation}: {part_name} has {small.size} elements and {whole_name} {large.size}; expected "
                 f"{counts[self.rank]} in {part_name} and {sum(counts)} in {whole_name} on {self.size} ranks"
             )
         if small.dtype != large.dtype:
@@ -267,13 +289,23 @@ class Collectives:
     ) -> bool:
         """Whether `part` is this rank's place in `whole`; ValueError if it overlaps `whole` elsewhere."""
         (part_name, small), (whole_name, large) = part, whole
-        if not np.may_share_memory(small.flat, large.flat):
+        if not _overlap(small, large):
             return False
-        if address_of(small.flat) != address_of(large.flat) + sum(counts[: self.rank]) * small.flat.itemsize:
+        if small.address - large.address != sum(counts[: self.rank]) * small.dtype.itemsize:
             raise ValueError(
                 f"{operation}: {part_name} overlaps {whole_name}, but is not rank {self.rank}'s place in it; pass that, or a copy"
             )
         return True
+
+
+def _overlap(one: Buffer, other: Buffer) -> bool:
+    """Whether two arrays have elements in common."""
+    if one.device is None and other.device is None:
+        return np.may_share_memory(one.flat, other.flat)
+    if one.device is None or other.device is None:
+        return False
+    at, begin = one.device.address, other.device.address
+    return at < begin + other.device.nbytes and begin < at + one.device.nbytes
 
 
 def _wide(b: Buffer, algorithm: str, accumulate: str | None) -> tuple[np.ndarray, DType]:

@@ -12,6 +12,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         "shared",
         *(("two_level",) if operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce") else ()),
         *(name for name in BUILDERS.get(operation, ()) if name != "two_level"),
+        "nccl",
     )
     for operation in (
         "all_reduce",

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.devices import Device
 from collectives.dtypes import DType
 from collectives.transports import binding
-from collectives.transports.lane import Device, lane_of
+from collectives.transports.lane import lane_of
 
 VARIABLE = "MPITRAIN_CUDA_AWARE"
 _MPICH_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH's mpi.h
@@ -102,10 +103,11 @@ def calling(*arrays: Device) -> Iterator[None]:
     No request may outlive the block.
     """
     with ExitStack() as lanes:
-        for index in sorted({x.index for x in arrays}):
+        for index in sorted({x.index for x in arrays if x.index is not None}):
             lanes.enter_context(lane_of(index).mpi())
-        for index, stream in sorted({(x.index, x.stream) for x in arrays}):
-            _synchronize(index, stream)
+        for x in arrays:
+            if x.index is not None and x.stream is not None:
+                _synchronize(x.index, x.stream)
         yield
 
 

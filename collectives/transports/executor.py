@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from collectives.arrays import address_of
 from collectives.dtypes import DType
 from collectives.reduction import reduce_into
 from collectives.schedules import Step
-from collectives.transports.transport import address_of
 
 _SEGMENT_BYTES = 1 << 19
 _MAX_REQUESTS = 1 << 12  # kept in all

@@ -1,18 +1,9 @@
-"""What the transports of device memory share: where an array lies, and the lane that keeps them out of each other's way."""
+"""The lane of a device: keeps the transports of GPU memory out of each other's way."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
-
-
-class Device(NamedTuple):
-    """A flat array in device memory: its address and bytes, the device's index in this process, the caller's current stream there."""
-
-    address: int
-    nbytes: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody misses here
-    stream: int
+from typing import Protocol
 
 
 class _Member(Protocol):

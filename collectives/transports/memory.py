@@ -18,8 +18,8 @@ from uuid import uuid4
 
 import numpy as np
 
+from collectives.arrays import address_of
 from collectives.diagnosis import together
-from collectives.transports.transport import address_of
 
 _ALIGN = mmap.PAGESIZE
 

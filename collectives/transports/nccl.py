@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+from collectives.devices import Device
 from collectives.diagnosis import together
 from collectives.dtypes import DType, effective_op
 from collectives.transports.binding import Binding, NcclUnavailableError, RawCommunicator, load, version_text
-from collectives.transports.lane import Device, Lane, lane_of
+from collectives.transports.lane import Lane, lane_of
 from collectives.transports.nccl_queue import Call, Handle, NcclError, Queue
 
 _OPS = {"sum": "NCCL_SUM", "avg": "NCCL_AVG", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}

@@ -12,9 +12,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum, auto
 from typing import NamedTuple
 
+from collectives.devices import Device
 from collectives.dtypes import DType
 from collectives.transports.binding import Binding, RawCommunicator
-from collectives.transports.lane import Device, Lane
+from collectives.transports.lane import Lane
 
 _PAUSE_S = 5e-5  # between two looks at an event
 
@@ -168,7 +169,7 @@ class Queue:
                 raise ValueError(
                     f"{operation}: an array is on device {array.index}, but this communicator's NCCL is on device {self.index}"
                 )
-        streams = tuple(dict.fromkeys(array.stream for array in arrays))
+        streams = tuple(dict.fromkeys(array.stream for array in arrays if array.stream is not None))
         what = _What(operation, arrays[0].nbytes // dtype.itemsize, dtype.name)
         handle = Handle(self, what, streams) if async_op else None
         self._check(what)

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from collectives.arrays import address_of
 from collectives.dtypes import DType
 from collectives.reduction import reduce_blocks, reduce_into
 from collectives.transports.memory import NodeMemory
 from collectives.transports.peer import PeerReader, peer_readers
-from collectives.transports.transport import address_of, even_parts, parts
+from collectives.transports.transport import even_parts, parts
 
 _STAGE_BYTES = 1 << 20  # of a window of the staging area: it stays in the core's cache
 _SLOT = 8  # words of a rank on the board: a cache line of its own

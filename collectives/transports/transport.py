@@ -1,6 +1,5 @@
 """What every transport of host arrays offers. The caller has checked the arguments; one contract suite tests them all."""
 
-import sys
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -49,12 +48,6 @@ def parts(counts: Sequence[int]) -> list[tuple[int, int]]:
 def even_parts(length: int, num_parts: int) -> list[tuple[int, int]]:
     """`length` elements in parts as equal as can be."""
     return list(pairwise(length * i // num_parts for i in range(num_parts + 1)))
-
-
-def address_of(flat: np.ndarray) -> int:
-    """Where the first element of a flat array lies; says nothing of an empty one."""
-    # NumPy's own ways take a microsecond. Where collectives run, mpi4py is there.
-    return sys.modules["mpi4py.MPI"].memory(flat.view(np.uint8)).address
 
 
 def put_own_part(out: np.ndarray, flat: np.ndarray, counts: Sequence[int], rank: int) -> None:

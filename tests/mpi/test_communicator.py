@@ -222,7 +222,7 @@ def test_local_errors_come_before_anything_is_sent(comm: Communicator) -> None:
     longer = np.zeros(3 * n + 1)
     beside = longer[3 * comm.rank + 1 :][:3]  # not this rank's place
     cases: list[tuple[type[Exception], str, Any]] = [
-        (TypeError, "x is a builtins.list; expected a NumPy array or a torch tensor", lambda: comm.all_reduce([1.0])),
+        (TypeError, "x is a builtins.list; expected an array of NumPy, torch, CuPy or JAX", lambda: comm.all_reduce([1.0])),
         (TypeError, "dtype complex128 is not supported", lambda: comm.all_reduce(x.astype(complex))),
         (TypeError, "op 'avg' is not defined for int64", lambda: comm.all_reduce(np.arange(3), "avg")),
         (ValueError, "op 'mean' is unknown; expected one of avg, max", lambda: comm.all_reduce(x, "mean")),

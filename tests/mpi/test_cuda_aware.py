@@ -14,10 +14,11 @@ import pytest
 from device_model import ModelBinding
 
 from collectives import Communicator
+from collectives.devices import Device
 from collectives.dtypes import TABLE, DType
 from collectives.transports import cuda
 from collectives.transports.cuda import Support, ask
-from collectives.transports.lane import Device, Lane
+from collectives.transports.lane import Lane
 from collectives.transports.nccl import connect
 
 INDEX = 5  # a device that nobody has: its lane is these tests' own

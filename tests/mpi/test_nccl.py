@@ -4,6 +4,7 @@ Each case queues a kernel that writes the input on the caller's stream, the oper
 makes the result right is the order of the streams. Inputs are small integers by a formula, exact in every dtype.
 """
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,10 +15,11 @@ import pytest
 from device_model import CONSTANTS, ModelBinding, ModelCommunicator
 
 from collectives import Communicator
+from collectives.devices import Device
 from collectives.dtypes import TABLE, DType, DTypeError
 from collectives.transports import binding as bindings
 from collectives.transports import nccl as transport
-from collectives.transports.lane import Device, Lane
+from collectives.transports.lane import Lane
 from collectives.transports.nccl import Nccl, connect, reduces
 from collectives.transports.nccl_queue import NcclError
 
@@ -186,7 +188,7 @@ def nccl(rig: Any, comm: Communicator) -> Iterator[Nccl]:
 
 def place(x: Device, row: DType, start: int, count: int) -> Device:
     """`count` elements of `x` from `start` on."""
-    return x._replace(address=x.address + start * row.itemsize, nbytes=count * row.itemsize)
+    return dataclasses.replace(x, address=x.address + start * row.itemsize, nbytes=count * row.itemsize)
 
 
 def test_all_reduce_and_reduce(rig: Any, nccl: Nccl) -> None:

@@ -72,12 +72,32 @@ def test_torch_is_a_hard_import_in_mpitrain_alone() -> None:
     assert not hard
 
 
+def test_jax_and_cupy_are_imported_by_who_asked_for_them_alone() -> None:
+    """collectives/jax.py is for those who have imported JAX; CuPy is found where an array of it came in."""
+    strangers = [
+        f"{where} imports {name}"
+        for package in STOREYS
+        for where, name, _ in imports(package)
+        if name in ("jax", "jaxlib", "cupy", "cupyx") and not where.startswith("collectives/jax.py:")
+    ]
+    assert not strangers
+
+
+def test_no_module_brings_in_the_one_for_jax() -> None:
+    for package in STOREYS:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)]
+                module = getattr(node, "module", None) or ""
+                assert "collectives.jax" not in (module, *names, *(f"{module}.{name}" for name in names)), path
+
+
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
         # importing starts nothing: no MPI, and no second of waiting for torch
-        ("collectives, collectives.cli, collectives.schedules.check", ("mpi4py.MPI", "torch")),
-        ("ckpt", ("mpi4py.MPI", "torch")),
+        ("collectives, collectives.cli, collectives.schedules.check", ("mpi4py.MPI", "torch", "jax", "cupy")),
+        ("ckpt", ("mpi4py.MPI", "torch", "jax", "cupy")),
     ],
 )
 def test_importing_brings_neither_mpi_nor_torch(modules: str, absent: tuple[str, ...]) -> None:

@@ -1,0 +1,192 @@
+"""Collectives inside `jax.jit`: all_reduce, all_gather and reduce_scatter between the ranks of a Communicator.
+
+    from collectives import jax as cj
+
+    @jax.jit
+    def step(w, batch):
+        loss, grad = jax.value_and_grad(loss_of)(w, batch)
+        return w - 0.1 * cj.all_reduce(grad, comm, "avg"), cj.all_reduce(loss, comm, "avg")
+
+Each call is a JAX primitive whose ordered host callback runs the Communicator's own operation, so it works in jit, scan, while and
+cond, and JAX neither drops nor reorders it. As everywhere here, all ranks call the same operations in the same order: let no rank
+trace, differentiate or branch otherwise than the others.
+
+The derivatives, forward and reverse, are those of the sum of all ranks' results: what `all_reduce` sums, it sums of the cotangents
+too; the transpose of `all_gather` is `reduce_scatter`, and the other way round. Under `jax.vmap` the batch travels as one array.
+`jax.checkpoint` cannot recompute an ordered callback: differentiating through it raises, as does a derivative of max, min or prod.
+
+The operations run on a communicator of their own, made when a Communicator is first passed here, which is collective: the callback
+runs on a thread of JAX, and must not meet what the main thread does meanwhile.
+"""
+
+import functools
+import sys
+from math import prod
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax.core import ShapedArray, Tracer
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import get_abstract_mesh
+
+from collectives.communicator import Communicator
+from collectives.dtypes import dtype_of, effective_op
+
+__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+
+
+def all_reduce(x: Any, comm: Communicator, op: str = "sum") -> jax.Array:
+    """The reduction of all ranks' `x`, of the same shape and dtype, on every rank.
+
+    `op`: sum, avg, prod, max, min; sum and avg have derivatives. TypeError or ValueError for a wrong argument, when traced.
+    """
+    return _bind("all_reduce", x, comm, op)
+
+
+def all_gather(x: Any, comm: Communicator) -> jax.Array:
+    """All ranks' `x` of shape (s, ...), one after the other in order of rank: (N * s, ...), as `jax.lax.all_gather(tiled=True)`."""
+    return _bind("all_gather", x, comm, "sum")
+
+
+def reduce_scatter(x: Any, comm: Communicator, op: str = "sum") -> jax.Array:
+    """This rank's rows of the reduction of all ranks' `x`: (N * s, ...) becomes (s, ...), as `jax.lax.psum_scatter(tiled=True)`.
+
+    `op`: sum, avg, prod, max, min; sum and avg have derivatives. ValueError if the rows cannot be divided by the number of ranks.
+    """
+    return _bind("reduce_scatter", x, comm, op)
+
+
+def _bind(name: str, x: Any, comm: Communicator, op: str) -> jax.Array:
+    """Check the arguments, which costs nothing but at tracing, and issue the operation."""
+    if not isinstance(comm, Communicator):
+        raise TypeError(
+            f"{name}: comm is a {type(comm).__name__}; expected a Communicator, such as collectives.world()"
+        )
+    if x is None or isinstance(x, list | tuple | dict):
+        raise TypeError(f"{name}: x is a {type(x).__name__}; expected one array (for a tree of them, use jax.tree.map)")
+    x = jnp.asarray(x)
+    effective_op(dtype_of(x.dtype), op)
+    mesh = get_abstract_mesh()  # of the shard_map or pmap around this call
+    num_devices = prod(mesh.shape[axis] for axis in mesh.manual_axes) if isinstance(x, Tracer) else len(x.devices())
+    if num_devices > 1:
+        raise ValueError(
+            f"{name}: x is spread over {num_devices} devices, whose calls have no order; expected one device a rank: call it outside "
+            "jax.shard_map and jax.pmap, on an array that is on one device"
+        )
+    if name != "all_reduce" and x.ndim == 0:
+        raise ValueError(f"{name}: x is a scalar; expected rows, an array of at least one dimension")
+    if name == "reduce_scatter" and x.shape[0] % comm.size:
+        raise ValueError(
+            f"reduce_scatter: x has shape {x.shape}; expected a number of rows that {comm.size} ranks divide evenly"
+        )
+    return _collective.bind(x, name=name, comm=_own(comm), op=op)
+
+
+def _own(comm: Communicator) -> Communicator:
+    """The communicator that the callbacks use in place of the one that was passed."""
+    if comm._for_jax is None:
+        from mpi4py import MPI
+
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise RuntimeError(
+                "collectives.jax needs MPI_THREAD_MULTIPLE, since JAX calls back from threads of its own, but this MPI was started "
+                "without: leave mpi4py.rc.thread_level at 'multiple', or use an MPI library that was built for threads"
+            )
+        comm._for_jax = comm.split(0, comm.rank)
+    return comm._for_jax
+
+
+# The primitive. It has one operand, x, and static parameters: `name` of the operation, `comm`, `op`.
+
+_collective = Primitive("collectives")
+
+
+def _shape(shape: tuple[int, ...], name: str, size: int) -> tuple[int, ...]:
+    """The shape of the result."""
+    if name == "all_reduce":
+        return shape
+    rows = shape[0] * size if name == "all_gather" else shape[0] // size
+    return (rows, *shape[1:])
+
+
+def _run(x: Any, *, name: str, comm: Communicator, op: str) -> np.ndarray:
+    """The operation itself, on a thread of JAX."""
+    x = np.ascontiguousarray(x).reshape(np.shape(x))
+    out = np.empty(_shape(x.shape, name, comm.size), x.dtype)
+    if name == "all_gather":
+        return comm.all_gather(out, x)
+    if name == "reduce_scatter":
+        return comm.reduce_scatter(out, x, op)
+    out[...] = x
+    return comm.all_reduce(out, op)
+
+
+def _issue(x: Any, *, name: str, comm: Communicator, op: str) -> Any:
+    result = jax.ShapeDtypeStruct(_shape(x.shape, name, comm.size), x.dtype)
+    return io_callback(functools.partial(_run, name=name, comm=comm, op=op), result, x, ordered=True)
+
+
+# JAX keeps calls in order that carry this effect; it gives it no public name.
+_EFFECTS = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+
+_collective.def_impl(jax.jit(_issue, static_argnames=("name", "comm", "op")))
+mlir.register_lowering(_collective, mlir.lower_fun(_issue, multiple_results=False))
+
+
+@_collective.def_effectful_abstract_eval
+def _abstract(x: Any, *, name: str, comm: Communicator, op: str) -> Any:
+    return ShapedArray(_shape(x.shape, name, comm.size), x.dtype), _EFFECTS
+
+
+def _jvp(primals: Any, tangents: Any, *, name: str, comm: Communicator, op: str) -> Any:
+    """sum and avg are linear: what they do to the values they do to the tangents."""
+    if op not in ("sum", "avg"):
+        raise TypeError(
+            f"collectives.jax.{name}: op {op!r} has no derivative here; expected sum or avg. Where none is needed, "
+            "pass jax.lax.stop_gradient(x)"
+        )
+    if _under_checkpoint():
+        raise TypeError(
+            f"collectives.jax.{name} cannot be differentiated through jax.checkpoint (jax.remat), which would call it again "
+            "out of order; call it outside the function that is checkpointed"
+        )
+    (x,), (t,) = primals, tangents
+    bind = functools.partial(_collective.bind, name=name, comm=comm, op=op)
+    return bind(x), bind(ad.instantiate_zeros(t))
+
+
+def _transpose(cotangent: Any, x: Any, *, name: str, comm: Communicator, op: str) -> list[Any]:
+    if type(cotangent) is ad.Zero:  # no rank's result depends on this: all ranks trace the same program
+        return [ad.Zero(x.aval)]
+    if name == "reduce_scatter" and op == "avg":
+        cotangent, op = cotangent / comm.size, "sum"
+    opposite = {"all_reduce": "all_reduce", "all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}[name]
+    return [_collective.bind(cotangent, name=opposite, comm=comm, op=op)]
+
+
+def _batch(operands: Any, axes: Any, *, name: str, comm: Communicator, op: str) -> Any:
+    """One operation for the whole batch, whose axis must not be the first: that one holds the rows."""
+    (x,), (axis,) = operands, axes
+    if name != "all_reduce" and axis == 0:
+        x, axis = jnp.moveaxis(x, 0, 1), 1
+    return _collective.bind(x, name=name, comm=comm, op=op), axis
+
+
+ad.primitive_jvps[_collective] = _jvp
+ad.primitive_transposes[_collective] = _transpose
+batching.primitive_batchers[_collective] = _batch
+
+
+def _under_checkpoint() -> bool:
+    """Whether jax.checkpoint is at work up the stack. JAX tells nobody, and would fail later without naming a function."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == jax.checkpoint.__module__:
+            return True
+        frame = frame.f_back
+    return False
