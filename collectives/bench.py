@@ -6,7 +6,6 @@ algbw is the whole array's bytes over the time, and busbw multiplies it by what 
 """
 
 import json
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,11 +18,10 @@ from rich.table import Table
 from collectives.communicator import Communicator
 from collectives.dtypes import DType
 from collectives.selection import ALGORITHMS
+from collectives.units import show_bytes
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 WARM_UP = 3  # rounds that are not counted: the first calls set up connections and touch pages
-
-_UNITS = {"B": 1, "": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -38,37 +36,6 @@ class Measurement:
     seconds: float
     algbw: float  # bytes per second
     busbw: float
-
-
-def parse_size(text: str) -> int:
-    """'64KiB' as a number of bytes; ValueError if it is none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
-    if not match or match[2] not in _UNITS:
-        raise ValueError(f"size {text.strip()!r}; expected bytes, such as 4096, 64KiB, 1.5MiB or 1GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def parse_sizes(text: str) -> list[int]:
-    """'1KiB..64MiB' (in steps of 4) or '1KiB,3MiB' as numbers of bytes; ValueError if it is neither."""
-    if ".." not in text:
-        return [parse_size(part) for part in text.split(",")]
-    first, last = (parse_size(part) for part in text.split("..", 1))
-    if not 0 < first <= last:
-        raise ValueError(f"sizes {text!r}; expected a range that rises, and begins above 0")
-    sizes = []
-    while first <= last:
-        sizes.append(first)
-        first *= 4
-    return sizes
-
-
-def show_bytes(nbytes: float) -> str:
-    """1536 as '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} GiB"
 
 
 def bus_factor(operation: str, num_ranks: int) -> float:

@@ -159,6 +159,17 @@ class Communicator(Collectives):
                 self._transports[algorithm] = self._make_scheduled(algorithm)
         return self._transports[algorithm]
 
+    @property
+    def reads_peers(self) -> bool:
+        """Whether the kernel lets these ranks, all on one node, read each other's private memory."""
+        shared = self._transports.get("shared")
+        return isinstance(shared, Shared) and shared.reads_private
+
+    @property
+    def has_progress_thread(self) -> bool:
+        """Whether asynchronous operations are carried out on a thread of their own, while the caller computes."""
+        return self._progress.on_thread
+
     def algorithms(self, operation: str) -> tuple[str, ...]:
         """What `operation` can be asked for on these ranks, besides "auto"."""
         return tuple(name for name in ALGORITHMS[operation] if name not in self._infeasible)

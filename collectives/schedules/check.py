@@ -1,134 +1,207 @@
-"""Proves a schedule by walking it symbolically: no elements, only the set of ranks whose contribution each chunk holds.
+"""Proves a schedule: every result holds every contribution exactly once, all ranks the same bits, and the cost is the formula's.
 
-Sends are taken to wait for their receiver (MPI_Ssend): what ends here ends with any amount of buffering in the MPI library.
+No elements are moved, only what each chunk of each rank stands for. Where data is only moved, that is a number for each part there
+is: exact for any number of ranks. In reductions it is the sum of a weight for each rank. Up to 64 ranks the weights are single bits:
+exact too. Beyond, they are random 64-bit numbers from a fixed seed, summed modulo 2^64: a wrong sum of one contribution too many or
+too few looks right with probability 2^-64 (an error of d of them: 2^-64 times the largest power of two in d).
 """
 
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from collectives.schedules.schedule import Cost, Schedule, Step
+import numpy as np
 
+from collectives.schedules import BUILDERS, PIPELINED, ROOTED, TWO_LEVEL
+from collectives.schedules.schedule import Cost, Schedule, Setup
+from collectives.schedules.trace import ScheduleError, Trace, trace
 
-class ScheduleError(AssertionError):
-    """The schedule is wrong: a deadlock, a contribution lost or counted twice, a chunk mistaken for another."""
+__all__ = ["EXACT_RANKS", "ScheduleError", "check", "setups"]
+
+EXACT_RANKS = 64
+_REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
+_BATCH = 1 << 18  # chunks handled at once
 
 
 def check(schedule: Schedule) -> Cost:
-    """Walk `schedule`; return what it costs, or raise ScheduleError that says which rank and chunk is wrong and how."""
-    size = schedule.size
-    held = _initial(schedule)  # held[rank][chunk]: bit r is set where rank r's contribution is in
-    programs = [schedule.program(rank) for rank in range(size)]
-    position = [0] * size
-    begun_at = [0] * size  # the round after which a rank's current step begins
-    finished_at = [0] * size  # the round in which the last part of a rank's steps ended
-    sent = [0] * size
-    # Parts of the current steps that wait for their peer: (source, destination) -> (chunk, contributions, round it was posted in).
-    posted: dict[tuple[int, int], tuple[int, int, int]] = {}
-    open_parts: list[set[str]] = [set() for _ in range(size)]
+    """Prove `schedule`. Return what it costs, which is its formula, or raise ScheduleError that says what is wrong where."""
+    if schedule.operation not in BUILDERS:
+        raise ScheduleError(f"operation {schedule.operation!r} has no rule for its result")
+    run = trace(schedule)
+    _check_data(run)
+    cost = Cost(run.num_rounds, Fraction(run.sent(), schedule.chunks_per_buffer))
+    if cost != schedule.cost:
+        raise ScheduleError(f"costs {_shown(cost)}, but the formula says {_shown(schedule.cost)}")
+    return cost
 
-    def begin(rank: int) -> None:
-        if position[rank] == len(programs[rank]):
-            return
-        step = programs[rank][position[rank]]
-        _check_step(schedule, rank, step)
-        begun_at[rank] = finished_at[rank]
-        if step.send:
-            if not held[rank][step.send.chunk]:
-                raise ScheduleError(f"rank {rank} sends chunk {step.send.chunk} before anything stands in it")
-            posted[rank, step.send.peer] = (step.send.chunk, held[rank][step.send.chunk], begun_at[rank])
-            open_parts[rank].add("send")
-            sent[rank] += 1
-        if step.recv:
-            open_parts[rank].add("recv")
 
-    def end_part(rank: int, part: str, round_: int) -> list[int]:
-        """The ranks whose parts may match now that `part` of this rank's step has ended."""
-        open_parts[rank].discard(part)
-        finished_at[rank] = max(finished_at[rank], round_)
-        if open_parts[rank]:
-            return []
-        position[rank] += 1
-        begin(rank)
-        step = programs[rank][position[rank]] if position[rank] < len(programs[rank]) else Step()
-        return [rank] + ([step.send.peer] if step.send else [])
+def setups(operation: str, algorithm: str, size: int) -> Iterator[Setup]:
+    """What an algorithm is proved for at this number of ranks: several roots, ranks a node, and numbers of segments.
 
-    for rank in range(size):
-        begin(rank)
-    waiting = list(range(size))
-    while waiting:
-        receiver = waiting.pop()
-        if "recv" not in open_parts[receiver]:
-            continue
-        receive = programs[receiver][position[receiver]].recv
-        assert receive is not None
-        message = posted.get((receive.peer, receiver))
-        if message is None:
-            continue
-        del posted[receive.peer, receiver]
-        chunk, contributions, posted_at = message
-        if chunk != receive.chunk:
-            raise ScheduleError(
-                f"rank {receiver} expects chunk {receive.chunk} of rank {receive.peer}, which sends {chunk}"
-            )
-        if receive.reduce:
-            if not held[receiver][chunk]:
-                raise ScheduleError(f"rank {receiver} adds to chunk {chunk} before anything stands in it")
-            if held[receiver][chunk] & contributions:
-                raise ScheduleError(f"rank {receiver} adds a contribution twice to chunk {chunk}")
-            contributions |= held[receiver][chunk]
-        held[receiver][chunk] = contributions
-        round_ = max(posted_at, begun_at[receiver]) + 1
-        waiting += end_part(receive.peer, "send", round_) + end_part(receiver, "recv", round_)
+    Up to 64 ranks the first and the last rank are roots, and nodes are of every size that divides; beyond, there is one of each.
+    """
+    few = size <= EXACT_RANKS
+    roots = [0] if operation not in ROOTED else sorted({0, size - 1}) if few else [size // 3]
+    nodes = [1]
+    if algorithm in TWO_LEVEL:
+        divisors = [g for g in range(1, size + 1) if size % g == 0]
+        nodes = [1, size, *divisors[1:-1]] if few else [min(divisors, key=lambda g: abs(g - 8))]
+    for root in roots:
+        for per_node in dict.fromkeys(nodes):
+            for num_segments in [1, 2, 5] if algorithm in PIPELINED else [1]:
+                yield Setup(size, root, per_node, num_segments)
 
-    stuck = [rank for rank in range(size) if position[rank] < len(programs[rank])]
-    if stuck:
-        raise ScheduleError(f"deadlock: ranks {stuck[:8]} wait in steps {[position[r] for r in stuck[:8]]}")
+
+def _shown(cost: Cost) -> str:
+    return f"{cost.rounds} rounds and {cost.traffic} of the buffer"
+
+
+def _check_data(run: Trace) -> None:
+    schedule = run.schedule
+    held = _initial(schedule)
+    arrays = [held]
+    if schedule.operation == "all_reduce":
+        # Sums of the same contributions round alike only if they were added up in the same order: a hash of the order for each sum.
+        arrays.append(_mixed(np.arange(held.size, dtype=np.uint64)).reshape(held.shape))
+    # Messages are read in their round and written when their step at the receiver ends.
+    written_in = run.last_round[run.recv_step]
+    waiting: list[tuple[np.ndarray, list[np.ndarray]]] = []
+    for round_, (begin, end) in enumerate(zip(run.bounds[:-1], run.bounds[1:], strict=True), start=1):
+        waiting += [(batch, _read(run, arrays, batch)) for batch in _batches(run.count, begin, end)]
+        later = []
+        for batch, values in waiting:
+            due = written_in[batch] == round_
+            for now, reduce in ((due & ~run.reduce[batch], False), (due & run.reduce[batch], True)):
+                if now.any():
+                    _write(run, arrays, *_taken(run, batch, values, now), reduce)
+            if not due.all():
+                later.append(_taken(run, batch, values, ~due))
+        waiting = later
     _check_result(schedule, held)
-    return Cost(max(finished_at), Fraction(max(sent), schedule.num_chunks))
+    for order in arrays[1:]:
+        for rank, chunk in np.argwhere(order != order[0])[:1]:
+            raise ScheduleError(f"ranks 0 and {rank} add up chunk {chunk} in different orders: their bits may differ")
 
 
-def _initial(schedule: Schedule) -> list[list[int]]:
-    size, chunks = schedule.size, range(schedule.num_chunks)
-    if schedule.operation == "all_gather":
-        return [[1 << rank if chunk == rank else 0 for chunk in chunks] for rank in range(size)]
-    if schedule.operation == "broadcast":
-        return [[1 << rank if rank == schedule.root else 0 for _ in chunks] for rank in range(size)]
-    return [[1 << rank for _ in chunks] for rank in range(size)]
+def _batches(count: np.ndarray, begin: int, end: int) -> Iterator[np.ndarray]:
+    """Messages begin .. end-1 in pieces of about _BATCH chunks."""
+    total = np.cumsum(count[begin:end])
+    if total[-1] <= _BATCH:
+        yield np.arange(begin, end)
+    else:
+        cuts = np.searchsorted(total, np.arange(_BATCH, total[-1], _BATCH)) + 1
+        yield from (batch for batch in np.split(np.arange(begin, end), cuts) if len(batch))
 
 
-def _check_step(schedule: Schedule, rank: int, step: Step) -> None:
-    if not (step.send or step.recv):
-        raise ScheduleError(f"rank {rank} has a step that neither sends nor receives")
-    for part in (step.send, step.recv):
-        if part and not (
-            0 <= part.peer < schedule.size and part.peer != rank and 0 <= part.chunk < schedule.num_chunks
-        ):
-            raise ScheduleError(
-                f"rank {rank}: {part} is outside {schedule.size} ranks and {schedule.num_chunks} chunks"
-            )
-    if step.send and step.recv and step.send.chunk == step.recv.chunk:
-        raise ScheduleError(f"rank {rank} sends and receives chunk {step.send.chunk} in one step")
+def _taken(
+    run: Trace, batch: np.ndarray, values: list[np.ndarray], which: np.ndarray
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Some messages of a batch, with their values."""
+    if which.all():
+        return batch, values
+    chunks = np.repeat(which, run.count[batch])
+    return batch[which], [value[chunks] for value in values]
 
 
-def _check_result(schedule: Schedule, held: list[list[int]]) -> None:
-    everyone = (1 << schedule.size) - 1
-    for rank in range(schedule.size):
-        for chunk in range(schedule.num_chunks):
-            expected: int | None
-            match schedule.operation:
-                case "all_reduce":
-                    expected = everyone
-                case "reduce_scatter":
-                    expected = everyone if chunk == rank else None
-                case "reduce":
-                    expected = everyone if rank == schedule.root else None
-                case "all_gather":
-                    expected = 1 << chunk
-                case "broadcast":
-                    expected = 1 << schedule.root
-                case other:
-                    raise ScheduleError(f"operation {other!r} has no rule for its result")
-            if expected is not None and held[rank][chunk] != expected:
-                raise ScheduleError(
-                    f"{schedule.operation} {schedule.algorithm}, {schedule.size} ranks: rank {rank} ends with contributions "
-                    f"{held[rank][chunk]:b} in chunk {chunk}, expected {expected:b}"
-                )
+def _places(rank: np.ndarray, chunk: np.ndarray, count: np.ndarray, num_chunks: int) -> np.ndarray:
+    """Where each chunk of some messages stands in an array (rank, chunk), flat."""
+    before = np.cumsum(count) - count
+    places = np.arange(count.sum()) + np.repeat(rank * num_chunks + chunk - before, count)
+    if (chunk + count > num_chunks).any():  # after the last chunk comes the first
+        places -= num_chunks * (places >= np.repeat((rank + 1) * num_chunks, count))
+    return places
+
+
+def _read(run: Trace, arrays: Sequence[np.ndarray], batch: np.ndarray) -> list[np.ndarray]:
+    chunks = run.schedule.num_chunks
+    places = _places(run.source[batch], run.chunk[batch], run.count[batch], chunks)
+    values = [array.reshape(-1)[places] for array in arrays]
+    for i in np.flatnonzero(values[0] == 0)[:1]:
+        raise ScheduleError(f"rank {places[i] // chunks} sends chunk {places[i] % chunks} before anything stands in it")
+    return values
+
+
+def _write(
+    run: Trace, arrays: Sequence[np.ndarray], batch: np.ndarray, values: Sequence[np.ndarray], reduce: bool
+) -> None:
+    chunks = run.schedule.num_chunks
+    places = _places(run.destination[batch], run.recv_chunk[batch], run.count[batch], chunks)
+    if reduce:
+        mine = [array.reshape(-1)[places] for array in arrays]
+        wrong = [(mine[0] == 0, "adds to chunk {} before anything stands in it")]
+        if run.schedule.operation not in _REDUCING:
+            wrong.append((mine[0] != 0, "adds to chunk {}, which is only to be moved"))
+        elif run.schedule.size <= EXACT_RANKS:
+            wrong.append((mine[0] & values[0] != 0, "adds a contribution twice to chunk {}"))
+        for mask, text in wrong:
+            for i in np.flatnonzero(mask)[:1]:
+                raise ScheduleError(f"rank {places[i] // chunks} " + text.format(places[i] % chunks))
+        sums = [old + new for old, new in zip(mine, values, strict=True)]
+        values = [sums[0], *map(_mixed, sums[1:])]
+    for array, value in zip(arrays, values, strict=True):
+        array.reshape(-1)[places] = value
+
+
+def _weights(size: int) -> np.ndarray:
+    if size <= EXACT_RANKS:
+        return np.uint64(1) << np.arange(size, dtype=np.uint64)
+    return np.random.default_rng(2024).integers(1, 1 << 64, size, np.uint64)
+
+
+def _initial(schedule: Schedule) -> np.ndarray:
+    """What chunk c of rank r stands for at first, (rank, chunk); 0 for nothing."""
+    size, chunks, root = schedule.size, schedule.num_chunks, schedule.root
+    held = np.zeros((size, chunks), np.uint64)
+    match schedule.operation:
+        case "all_reduce" | "reduce_scatter" | "reduce":
+            held[:] = _weights(size)[:, None]
+        case "all_gather" | "gather":
+            np.fill_diagonal(held, _parts(size))
+        case "scatter" | "broadcast":
+            held[root] = _parts(chunks)
+        case "all_to_all":
+            held[:, :size] = _parts(size * size).reshape(size, size)
+    return held
+
+
+def _parts(number: int) -> np.ndarray:
+    return np.arange(1, number + 1, dtype=np.uint64)
+
+
+def _check_result(schedule: Schedule, held: np.ndarray) -> None:
+    size, chunks, root = schedule.size, schedule.num_chunks, schedule.root
+    expected = np.zeros((size, chunks), np.uint64)  # 0: whatever
+    everyone = _weights(size).sum(dtype=np.uint64)
+    match schedule.operation:
+        case "all_reduce":
+            expected[:] = everyone
+        case "reduce_scatter":
+            np.fill_diagonal(expected, everyone)
+        case "reduce":
+            expected[root] = everyone
+        case "all_gather" | "broadcast":
+            expected[:] = _parts(chunks)
+        case "gather":
+            expected[root] = _parts(chunks)
+        case "scatter":
+            np.fill_diagonal(expected, _parts(chunks))
+        case "all_to_all":
+            expected[:, size:] = _parts(size * size).reshape(size, size).T
+            np.fill_diagonal(expected[:, size:], 0)  # the executor copies a rank's own part
+    for rank, chunk in np.argwhere((expected != 0) & (held != expected))[:1]:
+        found, right = int(held[rank, chunk]), int(expected[rank, chunk])
+        if schedule.operation in _REDUCING and size <= EXACT_RANKS:
+            lost = [r for r in range(size) if not found >> r & 1]
+            what = f"lacks the contributions of ranks {lost[:8]}"
+        elif schedule.operation in _REDUCING:
+            what = "does not end with every contribution exactly once"
+        else:
+            what = f"ends with part {found - 1}, expected {right - 1}" if found else "ends with nothing"
+        raise ScheduleError(f"rank {rank} {what} in chunk {chunk}")
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """A random-looking number for each (the finaliser of SplitMix64), so that mixed(a + b) tells pairs {a, b} apart."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)

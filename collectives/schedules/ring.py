@@ -6,47 +6,49 @@ one path, so that every rank ends with the same bits. Latency grows with N: for 
 
 from fractions import Fraction
 
-from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Step
-
-
-def _reduce_scatter_steps(size: int, rank: int) -> tuple[Step, ...]:
-    """After step s this rank holds the sum of s + 2 ranks' chunk rank - s - 2; the last one is its own."""
-    right, left = (rank + 1) % size, (rank - 1) % size
-    return tuple(
-        Step(Send(right, (rank - s - 1) % size), Recv(left, (rank - s - 2) % size, reduce=True))
-        for s in range(size - 1)
-    )
+from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step, mirrored
 
 
 def _all_gather_steps(size: int, rank: int) -> tuple[Step, ...]:
     """Each rank passes on what it received last, beginning with its own chunk."""
-    right, left = (rank + 1) % size, (rank - 1) % size
+    after, before = (rank + 1) % size, (rank - 1) % size
     return tuple(
-        Step(Send(right, (rank - s) % size), Recv(left, (rank - s - 1) % size, reduce=False)) for s in range(size - 1)
+        Step(Send(before, (rank + s) % size), Recv(after, (rank + s + 1) % size, reduce=False)) for s in range(size - 1)
     )
 
 
-def reduce_scatter(size: int, root: int = 0) -> Schedule:
-    """Rank r ends with the sum of all ranks' chunk r."""
-    cost = Cost(size - 1, Fraction(size - 1, size))
-    return Schedule("reduce_scatter", "ring", size, root, size, lambda rank: _reduce_scatter_steps(size, rank), cost)
+def _reduce_scatter_steps(size: int, rank: int) -> tuple[Step, ...]:
+    """After step s this rank holds the sum of s + 2 ranks' chunk rank - s - 2; the last one is its own."""
+    return mirrored(_all_gather_steps(size, rank), reduce=True)
 
 
-def all_gather(size: int, root: int = 0) -> Schedule:
+def all_gather(setup: Setup) -> Schedule:
     """Rank r begins with chunk r; all end with all chunks."""
-    cost = Cost(size - 1, Fraction(size - 1, size))
-    return Schedule("all_gather", "ring", size, root, size, lambda rank: _all_gather_steps(size, rank), cost)
+    n = setup.size
+    cost = Cost(n - 1, Fraction(n - 1, n))
+    return Schedule("all_gather", "ring", n, setup.root, n, lambda rank: _all_gather_steps(n, rank), cost, period=1)
 
 
-def all_reduce(size: int, root: int = 0) -> Schedule:
+def reduce_scatter(setup: Setup) -> Schedule:
+    """Rank r ends with the sum of all ranks' chunk r."""
+    n = setup.size
+    cost = Cost(n - 1, Fraction(n - 1, n))
+    return Schedule(
+        "reduce_scatter", "ring", n, setup.root, n, lambda rank: _reduce_scatter_steps(n, rank), cost, period=1
+    )
+
+
+def all_reduce(setup: Setup) -> Schedule:
     """A reduce-scatter, then an all-gather of its results."""
-    cost = Cost(2 * (size - 1), Fraction(2 * (size - 1), size))
+    n = setup.size
+    cost = Cost(2 * (n - 1), Fraction(2 * (n - 1), n))
     return Schedule(
         "all_reduce",
         "ring",
-        size,
-        root,
-        size,
-        lambda rank: _reduce_scatter_steps(size, rank) + _all_gather_steps(size, rank),
+        n,
+        setup.root,
+        n,
+        lambda rank: _reduce_scatter_steps(n, rank) + _all_gather_steps(n, rank),
         cost,
+        period=1,
     )

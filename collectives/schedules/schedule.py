@@ -3,6 +3,10 @@
 A step's send and receive go on at the same time; a rank begins its next step when both have ended. Chunks are numbers here: the
 executor (collectives/transports/mpi.py) decides which elements chunk i holds, so that uneven cuts need no other schedule. One message
 may carry several chunks that follow each other; after the last chunk comes the first again.
+
+What the chunks are: in all_gather, reduce_scatter, gather and scatter chunk r is rank r's part, so there are N of them; in all_to_all
+chunks 0..N-1 are the parts of the input (chunk p goes to rank p) and N..2N-1 those of the output (chunk N + p is from rank p), where a
+rank's own part needs no message and is no matter of the schedule; elsewhere they are any equal cut of the buffer.
 """
 
 from collections.abc import Callable
@@ -16,16 +20,20 @@ class Send(NamedTuple):
 
     peer: int
     chunk: int
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
 
 
 class Recv(NamedTuple):
-    """Receive `count` chunks from `chunk` on from rank `peer`, to add them to what stands there (`reduce`) or to replace it."""
+    """Receive `count` chunks from `chunk` on from rank `peer`: `reduce` adds them to what stands there, otherwise they take its place.
+
+    Where it reduces, the step's own send may be of the same chunks (two ranks that exchange their sums); they are added when both
+    have ended.
+    """
 
     peer: int
     chunk: int
     reduce: bool
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
 
 
 class Step(NamedTuple):
@@ -40,12 +48,27 @@ class Cost(NamedTuple):
     traffic: Fraction
 
 
+class Setup(NamedTuple):
+    """What a schedule is made for. Ranks are numbered node by node, `per_node` on each.
+
+    `per_node` divides `size`; two-level algorithms alone look at it. `num_segments`: into how many pieces a pipelined algorithm cuts
+    what goes down one tree; the others ignore it. `root`: of broadcast, reduce, gather and scatter.
+    """
+
+    size: int
+    root: int = 0
+    per_node: int = 1
+    num_segments: int = 1
+
+
 @dataclass(frozen=True)
 class Schedule:
     """An algorithm for one operation on `size` ranks.
 
     `program(rank)` gives the steps of a rank; nothing is laid out for ranks that nobody asks about. `cost` is the formula from the
-    literature, which `schedules.check` compares with what the steps really do (chunks of equal size).
+    literature, which `schedules.check` compares with what the steps really do (chunks of equal size). `period`: the program of rank
+    r + period is that of rank r with each peer `period` further on, modulo size, and messages of as many chunks; None where no
+    number below size is known to be one.
     """
 
     operation: str
@@ -55,3 +78,24 @@ class Schedule:
     num_chunks: int
     program: Callable[[int], tuple[Step, ...]]
     cost: Cost
+    period: int | None = None
+
+    @property
+    def chunks_per_buffer(self) -> int:
+        """How many chunks the whole buffer is that `cost.traffic` counts in: in all_to_all the input alone."""
+        return self.num_chunks // 2 if self.operation == "all_to_all" else self.num_chunks
+
+
+def mirrored(steps: tuple[Step, ...], *, reduce: bool) -> tuple[Step, ...]:
+    """The steps backwards in time: each send a receive and each receive a send.
+
+    What spreads data from one rank brings it together on that rank: a mirrored broadcast is a reduce, a mirrored all-gather a
+    reduce-scatter, and a mirrored scatter (`reduce=False`) a gather. Every chunk is summed along the one tree on which it was spread.
+    """
+    return tuple(
+        Step(
+            Send(step.recv.peer, step.recv.chunk, step.recv.count) if step.recv else None,
+            Recv(step.send.peer, step.send.chunk, reduce, step.send.count) if step.send else None,
+        )
+        for step in reversed(steps)
+    )

@@ -1,61 +1,95 @@
-"""Binomial trees: log2 N rounds, the whole buffer each time; best for short messages.
+"""Binomial trees: log2 N rounds. Whole buffers down the tree are best for short messages; for parts they are near the optimum.
 
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005. Ranks are numbered
-relative to the root, v = (rank - root) mod N: the parent of v is v without its lowest set bit.
+relative to the root, v = (rank - root) mod N: the parent of v is v without its lowest set bit, and the subtree of v is v, v + 1, ...
+up to the next number that has no less zeros at its end; so the parts of a subtree follow each other.
 """
 
 from fractions import Fraction
 
-from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Step
+from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step, mirrored
 
 
-def _rounds(size: int) -> int:
+def depth(size: int) -> int:
+    """log2 of `size`, rounded up: the rounds in which one rank's word reaches all."""
     return (size - 1).bit_length()
 
 
-def _children(size: int, v: int) -> list[int]:
-    """Children of v, nearest (smallest subtree) first."""
-    lowest = v & -v if v else 1 << _rounds(size)
-    bits = [1 << i for i in range(lowest.bit_length() - 1)]
-    return [v + bit for bit in bits if v + bit < size]
+def _spread(setup: Setup, rank: int, *, parts: bool) -> tuple[Step, ...]:
+    """From the root down to all: the one chunk of the whole buffer, or with `parts` to each child its subtree's parts alone."""
+    n, root = setup.size, setup.root
+    v = (rank - root) % n
+    lowest = v & -v if v else 1 << depth(n)
 
+    def message(child: int) -> tuple[int, int]:
+        """(chunk, count) of what goes to this child."""
+        return ((child + root) % n, min(child & -child, n - child)) if parts else (0, 1)
 
-def _broadcast_steps(size: int, root: int, rank: int) -> tuple[Step, ...]:
-    v = (rank - root) % size
-    receive = [Step(recv=Recv((v - (v & -v) + root) % size, 0, reduce=False))] if v else []
+    steps = []
+    if v:
+        chunk, count = message(v)
+        steps.append(Step(recv=Recv((v - lowest + root) % n, chunk, False, count)))
+    bits = [1 << i for i in reversed(range(lowest.bit_length() - 1))]
     # The child with the largest subtree first: it has the longest way to go.
-    send = [Step(send=Send((child + root) % size, 0)) for child in reversed(_children(size, v))]
-    return tuple(receive + send)
+    steps += [Step(send=Send((v + bit + root) % n, *message(v + bit))) for bit in bits if v + bit < n]
+    return tuple(steps)
 
 
-def _reduce_steps(size: int, root: int, rank: int) -> tuple[Step, ...]:
-    v = (rank - root) % size
-    receive = [Step(recv=Recv((child + root) % size, 0, reduce=True)) for child in _children(size, v)]
-    send = [Step(send=Send((v - (v & -v) + root) % size, 0))] if v else []
-    return tuple(receive + send)
+def scatter_steps(setup: Setup, rank: int) -> tuple[Step, ...]:
+    """The root's chunk r goes to rank r."""
+    return _spread(setup, rank, parts=True)
 
 
-def broadcast(size: int, root: int = 0) -> Schedule:
+def largest_subtree(size: int) -> Fraction:
+    """What the root's busiest child passes up in a gather, in whole buffers: the topmost subtree may be cut short by N."""
+    top = 1 << depth(size) - 1 if size > 1 else 1
+    return Fraction(max(size - top, top // 2), size)
+
+
+def broadcast(setup: Setup) -> Schedule:
     """All ranks end with the root's buffer."""
-    cost = Cost(_rounds(size), Fraction(_rounds(size)))
-    return Schedule("broadcast", "tree", size, root, 1, lambda rank: _broadcast_steps(size, root, rank), cost)
+    n = setup.size
+    cost = Cost(depth(n), Fraction(depth(n)))
+    return Schedule("broadcast", "tree", n, setup.root, 1, lambda rank: _spread(setup, rank, parts=False), cost)
 
 
-def reduce(size: int, root: int = 0) -> Schedule:
+def reduce(setup: Setup) -> Schedule:
     """The root ends with the sum of all ranks; the others keep partial sums."""
-    cost = Cost(_rounds(size), Fraction(min(1, size - 1)))
-    return Schedule("reduce", "tree", size, root, 1, lambda rank: _reduce_steps(size, root, rank), cost)
-
-
-def all_reduce(size: int, root: int = 0) -> Schedule:
-    """A reduce to the root, then a broadcast from it."""
-    cost = Cost(2 * _rounds(size), Fraction(_rounds(size)))
+    n = setup.size
+    cost = Cost(depth(n), Fraction(min(1, n - 1)))
     return Schedule(
-        "all_reduce",
+        "reduce",
         "tree",
-        size,
-        root,
+        n,
+        setup.root,
         1,
-        lambda rank: _reduce_steps(size, root, rank) + _broadcast_steps(size, root, rank),
+        lambda rank: mirrored(_spread(setup, rank, parts=False), reduce=True),
         cost,
+    )
+
+
+def all_reduce(setup: Setup) -> Schedule:
+    """A reduce to the root, then a broadcast from it."""
+    n = setup.size
+
+    def program(rank: int) -> tuple[Step, ...]:
+        down = _spread(setup, rank, parts=False)
+        return mirrored(down, reduce=True) + down
+
+    return Schedule("all_reduce", "tree", n, setup.root, 1, program, Cost(2 * depth(n), Fraction(depth(n))))
+
+
+def scatter(setup: Setup) -> Schedule:
+    """Rank r ends with the root's chunk r. On the way a rank holds its subtree's chunks."""
+    n = setup.size
+    cost = Cost(depth(n), Fraction(n - 1, n))
+    return Schedule("scatter", "tree", n, setup.root, n, lambda rank: scatter_steps(setup, rank), cost)
+
+
+def gather(setup: Setup) -> Schedule:
+    """The root ends with all ranks' chunks. On the way a rank holds its subtree's chunks."""
+    n = setup.size
+    cost = Cost(depth(n), largest_subtree(n))
+    return Schedule(
+        "gather", "tree", n, setup.root, n, lambda rank: mirrored(scatter_steps(setup, rank), reduce=False), cost
     )

@@ -36,8 +36,14 @@ class _Receive(NamedTuple):
     incoming: np.ndarray | None  # where it arrives if it is to be added to what stands in `place`
 
 
+class _Step(NamedTuple):
+    sends: list[Any]
+    receives: list[_Receive]
+    is_exchange: bool  # what arrives is added to what is being sent, segment by segment
+
+
 class _Prepared(NamedTuple):
-    steps: list[tuple[list[Any], list[_Receive]]]
+    steps: list[_Step]
     num_requests: int
 
 
@@ -69,7 +75,7 @@ class Executor:
             prepared = self._prepare(arrays, *plan(), dtype)
         else:
             self._num_kept -= prepared.num_requests
-        for sends, receives in prepared.steps:
+        for sends, receives, is_exchange in prepared.steps:
             if sends:
                 MPI.Prequest.Startall(sends)
             posted = 0
@@ -79,6 +85,8 @@ class Executor:
                     receives[posted].request.Start()
                     posted += 1
                 request.Wait()
+                if is_exchange:
+                    sends[done].Wait()
                 if incoming is not None:
                     mine = arrays[place.array][place.begin : place.end]
                     reduce_into(mine, [mine, incoming], op, dtype)
@@ -98,8 +106,8 @@ class Executor:
     def _drop(self) -> None:
         _, oldest = self._kept.popitem(last=False)
         self._num_kept -= oldest.num_requests
-        for sends, receives in oldest.steps:
-            for request in (*sends, *(receive.request for receive in receives)):
+        for step in oldest.steps:
+            for request in (*step.sends, *(receive.request for receive in step.receives)):
                 request.Free()
 
     def _prepare(
@@ -128,7 +136,8 @@ class Executor:
                     else:
                         target = memory(place)
                     receives.append(_Receive(self._mpi.Recv_init(target, recv.peer, _TAG), place, incoming))
-            prepared.append((sends, receives))
+            is_exchange = send is not None and recv is not None and recv.reduce and send[1:] == (recv.chunk, recv.count)
+            prepared.append(_Step(sends, receives, is_exchange))
             num_requests += len(sends) + len(receives)
         return _Prepared(prepared, num_requests)
 

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from launching import ROOT, Result, launch
 
+from collectives.schedules import BUILDERS
+from collectives.selection import ALGORITHMS
+
 # With MPI's start and on a busy machine; a rank that nobody ends would wait until the time-out of `launch`.
 PROMPT_S = 25
 
@@ -157,10 +160,12 @@ def alone(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_check_proves_every_schedule_without_mpi() -> None:
     result = alone("check", "--ranks", "2,5,33")
     assert result.returncode == 0, result.stderr
-    rows = [line.split() for line in result.stdout.splitlines()]
-    for name in (["all_reduce", "ring"], ["all_reduce", "tree"], ["all_gather", "ring"], ["broadcast", "tree"]):
-        assert [row[2] for row in rows if row[:2] == name and row[-1] == "yes"] == ["2", "5", "33"], result.stdout
-    assert ["reduce_scatter", "ring", "5", "4", "0.8", "4,", "0.8", "yes"] in rows
+    rows = [line.split() for line in result.stdout.splitlines() if line.rstrip().endswith(" yes")]
+    names = [(operation, algorithm) for operation, algorithms in BUILDERS.items() for algorithm in algorithms]
+    assert [tuple(row[:2]) for row in rows] == names, result.stdout
+    for row in rows:
+        assert row[2:5] == ["2,", "5,", "33"], result.stdout
+    assert ["reduce_scatter", "ring", "2,", "5,", "33", "32", "0.97", "32,", "0.97", "yes"] in rows, result.stdout
 
 
 def test_check_fails_where_a_schedule_is_wrong() -> None:
@@ -169,11 +174,11 @@ import sys
 from dataclasses import replace
 from collectives import cli
 from collectives.schedules import BUILDERS, ring
-def broken(size, root):
-    right = ring.all_reduce(size, root)
+def broken(setup):
+    right = ring.all_reduce(setup)
     return replace(right, program=lambda rank: right.program(rank)[: -1 if rank == 2 else None])
-def dear(size, root):
-    right = ring.all_gather(size, root)
+def dear(setup):
+    right = ring.all_gather(setup)
     return replace(right, cost=right.cost._replace(rounds=right.cost.rounds - 1))
 BUILDERS["all_reduce"]["broken"] = broken
 BUILDERS["all_gather"]["dear"] = dear
@@ -183,7 +188,11 @@ sys.exit(cli.main(["check", "--ranks", "2,4"]))
     assert result.returncode == 1, result.stderr
     assert "all_reduce broken, 4 ranks: deadlock: ranks" in result.stdout
     assert "all_reduce broken, 2 ranks" not in result.stdout
-    assert "all_gather dear, 2 ranks: costs" in result.stdout
+    assert "all_gather dear, 2 ranks: costs 1 rounds and 1/2 of the buffer" in result.stdout
+    rows = {tuple(line.split()[:2]): line.split() for line in result.stdout.splitlines() if line.strip()}
+    assert rows["all_reduce", "broken"][2] == "2" and "NO" in rows["all_reduce", "broken"]
+    assert rows["all_gather", "dear"][2] == "none" and "NO" in rows["all_gather", "dear"]
+    assert rows["all_gather", "ring"][-1] == "yes"
 
 
 def test_info_with_and_without_mpirun() -> None:
@@ -193,7 +202,7 @@ def test_info_with_and_without_mpirun() -> None:
         assert rows["ranks"] == str(ranks)
         assert rows["nodes"].startswith("1 (")
         assert "bfloat16" in rows["dtypes"]
-        assert rows["all_reduce"] == "auto, mpi, shared, ring, tree"
+        assert rows["all_reduce"] == ", ".join(("auto", *ALGORITHMS["all_reduce"]))
         assert " free" in rows["shared"]
         assert result.stdout.count("mpi4py") == 1, "printed once"
 

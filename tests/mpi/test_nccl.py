@@ -311,7 +311,7 @@ def test_a_group_of_collectives_starts_as_one(rig: Any, nccl: Nccl) -> None:
     n, rank = nccl.size, nccl.rank
     row = TABLE["bfloat16"]
     x, y, out = (rig.array(6 * row.itemsize * k) for k in (1, 1, n))
-    y = y._replace(stream=rig.other_stream)
+    y = dataclasses.replace(y, stream=rig.other_stream)
     rig.write(x, inputs("sum", row, 6, rank))
     rig.write(y, inputs("max", row, 6, rank))
     with nccl.group():
@@ -350,7 +350,7 @@ def test_async_operations_are_ordered_by_wait_for_any_stream(rig: Any, nccl: Ncc
         assert handle is not None
         handle.wait(waiter)
         # The stream of the call is ordered too: what reuses the array's memory there must not come too early.
-        result, again = rig.read(x._replace(stream=waiter), row), rig.read(x, row)
+        result, again = rig.read(dataclasses.replace(x, stream=waiter), row), rig.read(x, row)
         while not handle.done():
             pass
         rig.finish()
@@ -362,7 +362,7 @@ def test_async_operations_are_ordered_by_wait_for_any_stream(rig: Any, nccl: Ncc
 def test_arrays_on_two_streams(rig: Any, nccl: Nccl) -> None:
     """An operation waits for the streams of all its arrays, and they for it."""
     row, n, rank = TABLE["float32"], nccl.size, nccl.rank
-    x, out = rig.array(5 * 4), rig.array(5 * 4 * n)._replace(stream=rig.other_stream)
+    x, out = rig.array(5 * 4), dataclasses.replace(rig.array(5 * 4 * n), stream=rig.other_stream)
     rig.write(x, inputs("sum", row, 5, rank))
     rig.write(out, np.zeros(5 * n, np.float32))  # too late, it would wipe the result away
     nccl.all_gather(out, x, row)
@@ -384,7 +384,7 @@ def test_what_is_refused(rig: Any, nccl: Nccl) -> None:
         nccl.all_reduce(x, "xor", TABLE["int32"])
     elsewhere = nccl.index + 1
     with pytest.raises(ValueError, match=f"device {elsewhere}, but this communicator's NCCL is on device {nccl.index}"):
-        nccl.broadcast(x._replace(index=elsewhere), 0, TABLE["int32"])
+        nccl.broadcast(dataclasses.replace(x, index=elsewhere), 0, TABLE["int32"])
     nccl.all_reduce(x, "sum", TABLE["int64"])  # none of this broke anything
     rig.finish()
 

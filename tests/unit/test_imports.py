@@ -96,7 +96,10 @@ def test_no_module_brings_in_the_one_for_jax() -> None:
     ("modules", "absent"),
     [
         # importing starts nothing: no MPI, and no second of waiting for torch
-        ("collectives, collectives.cli, collectives.schedules.check", ("mpi4py.MPI", "torch", "jax", "cupy")),
+        (
+            "collectives, collectives.cli, collectives.schedules.check",
+            ("mpi4py.MPI", "torch", "jax", "cupy", "matplotlib"),
+        ),
         ("ckpt", ("mpi4py.MPI", "torch", "jax", "cupy")),
     ],
 )

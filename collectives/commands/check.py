@@ -1,0 +1,104 @@
+"""`python -m collectives check`: prove every schedule, without MPI."""
+
+import argparse
+from collections.abc import Iterable
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from collectives.commands.terminal import Commands, or_usage_error, print_once
+from collectives.schedules import BUILDERS, PIPELINED, ROOTED, TWO_LEVEL, Setup
+from collectives.schedules.check import EXACT_RANKS, ScheduleError, check, setups
+from collectives.schedules.schedule import Cost
+from collectives.units import parse_counts, show_counts
+
+DEFAULT_RANKS = "1..64,100,256,1000,4096"
+# Rings of thousands of ranks have millions of messages: they are proved where --ranks asks for them, up to the second number.
+DEFAULT_STEPS = 1 << 18
+MAX_STEPS = 1 << 23
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command and its flags."""
+    parser = commands.add_parser("check", help="prove every schedule for many numbers of ranks (runs without MPI)")
+    parser.add_argument(
+        "--ranks",
+        type=or_usage_error(parse_counts),
+        metavar="N..M,N,..",
+        help=f"default: {DEFAULT_RANKS}, without the largest for algorithms of more than {DEFAULT_STEPS} steps in all",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prove every schedule for these numbers of ranks; 1 if one is wrong. The table has a row for each algorithm."""
+    sizes, limit = (options.ranks, MAX_STEPS) if options.ranks else (parse_counts(DEFAULT_RANKS), DEFAULT_STEPS)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for name in ("operation", "algorithm"):
+        table.add_column(name, no_wrap=True)
+    for name in ("proved for ranks", "the last with"):
+        table.add_column(name, overflow="fold")
+    for name in ("rounds", "traffic", "formula"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("ok", no_wrap=True)
+    problems = []
+    for operation, algorithms in BUILDERS.items():
+        for algorithm in algorithms:
+            proved, wrong, last, found, formula = _prove(operation, algorithm, sizes, limit)
+            problems += wrong
+            table.add_row(
+                operation,
+                algorithm,
+                show_counts(proved) or "none",
+                last,
+                *((str(found.rounds), f"{float(found.traffic):.3g}") if found else ("", "")),
+                f"{formula.rounds}, {float(formula.traffic):.3g}" if formula else "",
+                "NO" if wrong else "yes" if proved else "",
+                style="bold red" if wrong else "",
+            )
+        table.add_section()
+    print_once(table, _legend(), *(Text(problem, "bold red") for problem in problems))
+    return 1 if problems else 0
+
+
+def _prove(
+    operation: str, algorithm: str, sizes: Iterable[int], limit: int
+) -> tuple[list[int], list[str], str, Cost | None, Cost | None]:
+    """(numbers of ranks it is proved for, what is wrong, the last case, its cost, its formula)."""
+    build = BUILDERS[operation][algorithm]
+    proved: list[int] = []
+    wrong: list[str] = []
+    last = ""
+    found = formula = None
+    for size in sizes:
+        if size * build(Setup(size)).cost.rounds > limit:
+            continue
+        before = len(wrong)
+        for setup in setups(operation, algorithm, size):
+            schedule = build(setup)
+            last, found, formula = _shown(setup, operation, algorithm), None, schedule.cost
+            try:
+                found = check(schedule)
+            except ScheduleError as error:
+                wrong.append(f"{operation} {algorithm}, {', '.join(filter(None, (f'{size} ranks', last)))}: {error}")
+        if len(wrong) == before:
+            proved.append(size)
+    return proved, wrong, last, found, formula
+
+
+def _shown(setup: Setup, operation: str, algorithm: str) -> str:
+    """What tells this case from others with as many ranks."""
+    return ", ".join(
+        [f"root {setup.root}"] * (operation in ROOTED)
+        + [f"{setup.per_node} a node"] * (algorithm in TWO_LEVEL)
+        + [f"{setup.num_segments} segment" + "s" * (setup.num_segments > 1)] * (algorithm in PIPELINED)
+    )
+
+
+def _legend() -> Text:
+    return Text(
+        "Proved: every contribution exactly once in each result, no deadlock, the same bits on all ranks; rounds (steps on "
+        "the longest chain) and traffic (what the busiest rank sends, in whole buffers) exactly as the literature's formula "
+        "says, shown for the last number of ranks. "
+        f"Sums of more than {EXACT_RANKS} ranks: up to a chance of 2^-64 each."
+    )

@@ -1,0 +1,54 @@
+"""`python -m collectives info`: what this machine offers."""
+
+import argparse
+import os
+from importlib.metadata import version
+
+from rich import box
+from rich.table import Table
+
+import collectives
+from collectives.commands.terminal import Commands, console
+from collectives.dtypes import TABLE
+from collectives.selection import ALGORITHMS
+from collectives.units import show_bytes
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command, which has no flags."""
+    commands.add_parser("info", help="show the MPI library, ranks, nodes, shared memory, dtypes and algorithms")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show what there is here: under mpirun all its ranks, else this process alone."""
+    from collectives.transports import cuda, memory, mpi
+
+    comm = collectives.world()
+    folder = memory.folder()
+    with comm.together(f"shared-memory folder {folder}"):
+        room = os.statvfs(folder)
+    nodes: dict[str, int] = {}
+    for name in comm.all_gather_object(os.uname().nodename):
+        nodes[name] = nodes.get(name, 0) + 1
+    if comm.rank == 0:
+        table = Table(show_header=False, box=box.SIMPLE)
+        table.add_row("MPI library", mpi.library_version())
+        table.add_row("mpi4py", version("mpi4py"))
+        table.add_row("ranks", str(comm.size))
+        table.add_row("nodes", f"{comm.num_nodes} ({', '.join(f'{name}: {n}' for name, n in nodes.items())})")
+        free = show_bytes(room.f_bavail * room.f_frsize)
+        table.add_row("shared memory", f"{folder}, {free} free" + ("" if comm.num_nodes == 1 else " on rank 0's node"))
+        table.add_row(
+            "private memory of peers",
+            "read directly" if comm.node.reads_peers else "not readable: staged in node memory",
+        )
+        table.add_row(
+            "asynchronous operations", "on a progress thread" if comm.has_progress_thread else "carried out at wait()"
+        )
+        for label, text in cuda.info_lines():
+            table.add_row(label, text)
+        table.add_row("dtypes", ", ".join(TABLE))
+        for operation in ALGORITHMS:
+            table.add_row(operation, ", ".join(("auto", *comm.algorithms(operation))))
+        console().print(table)
+    return 0

@@ -1,0 +1,160 @@
+"""Recursive algorithms: log2 N rounds in which messages double, or halve.
+
+An all-gather among any number of members in ceil(log2 N) rounds, each member sending N-1 blocks: both are optimal. Its mirror image
+is the reduce-scatter by halving. At powers of two, members exchange in pairs (recursive doubling: Thakur, Rabenseifner and Gropp,
+"Optimization of collective communication operations in MPICH", IJHPCA 2005). For other N they stand on a circulant graph, as Bruck et
+al. have it ("Efficient algorithms for all-to-all communications in multiport message-passing systems", TPDS 1997), with the skips of
+Träff ("Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms", arXiv 2410.14234): N, N/2, N/4 .. 1, each rounded up.
+"""
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import zip_longest
+from typing import NamedTuple
+
+from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step, mirrored
+from collectives.schedules.tree import depth, largest_subtree, scatter_steps
+
+
+class Area(NamedTuple):
+    """Chunks that some ranks share out: member i owns the `block` chunks from `first` + i * `block` on.
+
+    `closed`: the area is the whole buffer, so that its first chunk follows its last one.
+    """
+
+    members: Sequence[int]
+    first: int = 0
+    block: int = 1
+    closed: bool = True
+
+    def span(self, i: int, count: int) -> list[tuple[int, int]]:
+        """The blocks of `count` members from `i` on, cyclically, as (chunk, number of chunks) for each message that they take."""
+        p = len(self.members)
+        i %= p
+        if self.closed or i + count <= p:
+            return [(self.first + i * self.block, count * self.block)]
+        return [(self.first + i * self.block, (p - i) * self.block), (self.first, (i + count - p) * self.block)]
+
+
+def skips(p: int) -> Iterator[tuple[int, int]]:
+    """(blocks that a member holds, blocks that it receives) before and in each round of an all-gather on the circulant graph."""
+    for k in reversed(range(depth(p))):
+        held, then = -(-p >> k + 1), -(-p >> k)
+        yield held, then - held
+
+
+def circulant_steps(area: Area, i: int, num_chunks: int) -> tuple[Step, ...]:
+    """An all-gather of the area for member i, for any number of members. Before a round it holds the blocks i, i + 1, .. i + held - 1.
+
+    A message that would run over the end of an area that is not closed takes two rounds.
+    """
+    p, steps = len(area.members), []
+    for held, count in skips(p):
+        to, source = area.members[(i - held) % p], area.members[(i + held) % p]
+        for send, recv in zip_longest(area.span(i, count), area.span(i + held, count)):
+            steps.append(
+                Step(
+                    Send(to, send[0] % num_chunks, send[1]) if send else None,
+                    Recv(source, recv[0] % num_chunks, False, recv[1]) if recv else None,
+                )
+            )
+    return tuple(steps)
+
+
+def _pair_steps(area: Area, i: int, num_chunks: int) -> tuple[Step, ...]:
+    """An all-gather of the area for member i of a power of two: it exchanges all it holds with i xor 1, i xor 2, i xor 4 .."""
+    steps = []
+    for k in range(depth(len(area.members))):
+        held = 1 << k
+        (mine, count), (theirs, _) = (area.span(j & -held, held)[0] for j in (i, i ^ held))
+        peer = area.members[i ^ held]
+        steps.append(Step(Send(peer, mine % num_chunks, count), Recv(peer, theirs % num_chunks, False, count)))
+    return tuple(steps)
+
+
+def doubling_steps(area: Area, i: int, num_chunks: int) -> tuple[Step, ...]:
+    """An all-gather of the area for member i, in as few rounds as can be; mirrored it is a reduce-scatter by halving."""
+    p = len(area.members)
+    return (circulant_steps if p & p - 1 else _pair_steps)(area, i, num_chunks)
+
+
+def doubling_rounds(p: int, closed: bool) -> int:
+    """How many rounds `doubling_steps` take: log2 p, rounded up; in an area that is not closed, the longer messages go in two."""
+    q = depth(p)
+    if closed or p & p - 1 == 0:
+        return q
+    return 2 * q - 1 - (p <= 3 << q - 2)  # the last two rounds have short messages only: one block
+
+
+# On all ranks
+
+
+def _doubling(n: int, rank: int) -> tuple[Step, ...]:
+    return doubling_steps(Area(range(n)), rank, n)
+
+
+def _period(n: int) -> int | None:
+    return 1 if n & n - 1 else None  # pairs are made by xor, which no shift keeps
+
+
+def bruck_all_gather(setup: Setup) -> Schedule:
+    """Rank r begins with chunk r; all end with all chunks. On the circulant graph for every N (at powers of two Bruck's own skips)."""
+    n = setup.size
+    cost = Cost(depth(n), Fraction(n - 1, n))
+    return Schedule(
+        "all_gather", "bruck", n, setup.root, n, lambda rank: circulant_steps(Area(range(n)), rank, n), cost, period=1
+    )
+
+
+def halving_reduce_scatter(setup: Setup) -> Schedule:
+    """Rank r ends with the sum of all ranks' chunk r."""
+    n = setup.size
+    cost = Cost(depth(n), Fraction(n - 1, n))
+    return Schedule(
+        "reduce_scatter",
+        "halving",
+        n,
+        setup.root,
+        n,
+        lambda rank: mirrored(_doubling(n, rank), reduce=True),
+        cost,
+        period=_period(n),
+    )
+
+
+def halving_doubling_all_reduce(setup: Setup) -> Schedule:
+    """A reduce-scatter by halving, then an all-gather by doubling: as few bytes as a ring in 2 log2 N rounds."""
+    n = setup.size
+
+    def program(rank: int) -> tuple[Step, ...]:
+        gather = _doubling(n, rank)
+        return mirrored(gather, reduce=True) + gather
+
+    cost = Cost(2 * depth(n), Fraction(2 * (n - 1), n))
+    return Schedule("all_reduce", "halving_doubling", n, setup.root, n, program, cost, period=_period(n))
+
+
+def scatter_all_gather_broadcast(setup: Setup) -> Schedule:
+    """All ranks end with the root's buffer: a scatter down a binomial tree, then an all-gather (van de Geijn). For long messages."""
+    n = setup.size
+    cost = Cost(2 * depth(n), Fraction(2 * (n - 1), n))
+    return Schedule(
+        "broadcast",
+        "scatter_all_gather",
+        n,
+        setup.root,
+        n,
+        lambda rank: scatter_steps(setup, rank) + _doubling(n, rank),
+        cost,
+    )
+
+
+def reduce_scatter_gather_reduce(setup: Setup) -> Schedule:
+    """The root ends with the sum of all ranks: a reduce-scatter, then a gather up a binomial tree (Rabenseifner). For long messages."""
+    n = setup.size
+
+    def program(rank: int) -> tuple[Step, ...]:
+        return mirrored(_doubling(n, rank), reduce=True) + mirrored(scatter_steps(setup, rank), reduce=False)
+
+    cost = Cost(2 * depth(n), Fraction(n - 1, n) + largest_subtree(n))
+    return Schedule("reduce", "reduce_scatter_gather", n, setup.root, n, program, cost)

@@ -1,0 +1,106 @@
+"""Two-level algorithms: within each node, and across nodes, where each rank of a node speaks for its slice.
+
+Across nodes goes as little as can be, 1/g of it through each of a node's g ranks; Träff and Hunold, "Decomposing MPI collectives for
+exploiting multi-lane communication", CLUSTER 2020. Ranks are numbered node by node: rank a * g + l is the l-th of node a, of n nodes.
+Both levels double or halve (collectives/schedules/recursive.py).
+"""
+
+from fractions import Fraction
+
+from collectives.schedules.recursive import Area, doubling_rounds, doubling_steps, skips
+from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step, mirrored
+from collectives.schedules.tree import depth
+
+
+def _all_gather_steps(setup: Setup, rank: int) -> tuple[Step, ...]:
+    """Chunk r is rank r's, so that those of a node follow each other, and what a node gets from another one is cut in g slices.
+
+    First the node gathers its own chunks. Then nodes stand on the circulant graph: in each round rank l receives the l-th slice of what
+    its node is to get, and the node gathers the slices. So all ranks of a node always hold the same chunks, those of the nodes
+    a, a + 1, .. a + held - 1.
+    """
+    size, g = setup.size, setup.per_node
+    n = size // g
+    a, l = divmod(rank, g)  # noqa: E741
+    node = range(a * g, a * g + g)
+
+    def gather_slices(first: int, block: int) -> tuple[Step, ...]:
+        return doubling_steps(Area(node, first, block, closed=g * block == size), l, size)
+
+    steps = gather_slices(a * g, 1)
+    for held, count in skips(n):
+        to, source = (a - held) % n, (a + held) % n
+        across = Step(
+            Send(to * g + l, a * g + l * count, count), Recv(source * g + l, source * g + l * count, False, count)
+        )
+        steps += _wrapped(across, size), *gather_slices(source * g, count)
+    return steps
+
+
+def _wrapped(step: Step, num_chunks: int) -> Step:
+    assert step.send and step.recv
+    return Step(
+        step.send._replace(chunk=step.send.chunk % num_chunks), step.recv._replace(chunk=step.recv.chunk % num_chunks)
+    )
+
+
+def _parts_cost(setup: Setup) -> Cost:
+    """Of all_gather and reduce_scatter."""
+    size, g = setup.size, setup.per_node
+    across, within = depth(size // g), doubling_rounds(g, closed=g == size)
+    return Cost(across + (across + 1) * within, Fraction(size - 1, size))
+
+
+def _period(setup: Setup) -> int | None:
+    """Pairs within a node are the same on every node."""
+    return setup.per_node if setup.per_node < setup.size else None
+
+
+def all_gather(setup: Setup) -> Schedule:
+    """Rank r begins with chunk r; all end with all chunks."""
+    n = setup.size
+    return Schedule(
+        "all_gather",
+        "two_level",
+        n,
+        setup.root,
+        n,
+        lambda rank: _all_gather_steps(setup, rank),
+        _parts_cost(setup),
+        period=_period(setup),
+    )
+
+
+def reduce_scatter(setup: Setup) -> Schedule:
+    """Rank r ends with the sum of all ranks' chunk r."""
+    n = setup.size
+    return Schedule(
+        "reduce_scatter",
+        "two_level",
+        n,
+        setup.root,
+        n,
+        lambda rank: mirrored(_all_gather_steps(setup, rank), reduce=True),
+        _parts_cost(setup),
+        period=_period(setup),
+    )
+
+
+def all_reduce(setup: Setup) -> Schedule:
+    """The node reduce-scatters the buffer in g slices; each is all-reduced across nodes; the node gathers the slices.
+
+    Here the chunks are nobody's: slice l is the n chunks from l * n on, so that a node's rounds are 2 log2 g, however many nodes.
+    """
+    size, g = setup.size, setup.per_node
+    n = size // g
+
+    def program(rank: int) -> tuple[Step, ...]:
+        a, l = divmod(rank, g)  # noqa: E741
+        within = doubling_steps(Area(range(a * g, a * g + g), 0, n), l, size)
+        across = doubling_steps(Area(range(l, size, g), l * n, 1, closed=g == 1), a, size)
+        return mirrored(across + within, reduce=True) + across + within
+
+    rounds = 2 * (depth(g) + doubling_rounds(n, closed=g == 1))
+    cost = Cost(rounds, 2 * (Fraction(g - 1, g) + Fraction(n - 1, size)))
+    period = 1 if g == 1 and n & n - 1 else None  # else pairs, or messages cut in two on some nodes alone
+    return Schedule("all_reduce", "two_level", size, setup.root, size, program, cost, period=period)

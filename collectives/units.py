@@ -1,0 +1,96 @@
+"""Bytes, seconds and bytes per second, as people write them on a command line and read them in a table."""
+
+import re
+from fractions import Fraction
+
+# Fractions, so that 5us is the number 5e-6.
+_BYTES = {unit: Fraction(n) for unit, n in {"B": 1, "": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}.items()}
+_SECONDS = {unit: Fraction(n) for unit, n in {"s": "1", "ms": "1e-3", "us": "1e-6", "µs": "1e-6", "ns": "1e-9"}.items()}
+_BANDWIDTHS = {
+    **{f"{prefix}B/s": Fraction(1000**i) for i, prefix in enumerate(("", "k", "M", "G", "T"))},
+    **{f"{prefix}B/s": Fraction(1024**i) for i, prefix in enumerate(("", "Ki", "Mi", "Gi"))},
+    **{f"{prefix}bit/s": Fraction(1000**i, 8) for i, prefix in enumerate(("", "k", "M", "G", "T"))},
+}
+
+
+def _parsed(text: str, units: dict[str, Fraction], error: str) -> Fraction:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-zµ/]*)", text.strip())
+    if not match or match[2] not in units:
+        raise ValueError(error.format(repr(text.strip())))
+    return Fraction(match[1]) * units[match[2]]
+
+
+def parse_size(text: str) -> int:
+    """'64KiB' as a number of bytes; ValueError if it is none."""
+    return int(_parsed(text, _BYTES, "size {}; expected bytes, such as 4096, 64KiB, 1.5MiB or 1GiB"))
+
+
+def parse_sizes(text: str) -> list[int]:
+    """'1KiB..64MiB' (in steps of 4) or '1KiB,3MiB' as numbers of bytes; ValueError if it is neither."""
+    if ".." not in text:
+        return [parse_size(part) for part in text.split(",")]
+    first, last = (parse_size(part) for part in text.split("..", 1))
+    if not 0 < first <= last:
+        raise ValueError(f"sizes {text!r}; expected a range that rises, and begins above 0")
+    sizes = []
+    while first <= last:
+        sizes.append(first)
+        first *= 4
+    return sizes
+
+
+def parse_seconds(text: str) -> float:
+    """'5us' as seconds; ValueError if it is no time with a unit."""
+    error = "time {}; expected a number and its unit, such as 300ns, 5us, 1.5ms or 2s"
+    return float(_parsed(text, _SECONDS, error))
+
+
+def parse_bandwidth(text: str) -> float:
+    """'25GB/s' as bytes per second; ValueError if it is none, or 0."""
+    error = "bandwidth {}; expected a number above 0 and its unit, such as 800MB/s, 25GB/s or 100Gbit/s"
+    bandwidth = _parsed(text, _BANDWIDTHS, error)
+    if not bandwidth:
+        raise ValueError(error.format(repr(text.strip())))
+    return float(bandwidth)
+
+
+def parse_counts(text: str) -> list[int]:
+    """'1..64,100' as whole numbers, rising and each once; ValueError if one is none, or 0."""
+    counts: set[int] = set()
+    for part in text.split(","):
+        ends = part.split("..", 1)
+        for end in ends:
+            if not end.isdecimal() or int(end) < 1:
+                raise ValueError(f"{end!r}; expected a whole number of at least 1")
+        first, last = int(ends[0]), int(ends[-1])
+        if first > last:
+            raise ValueError(f"{part!r}; expected a range that rises")
+        counts.update(range(first, last + 1))
+    return sorted(counts)
+
+
+def show_counts(counts: list[int]) -> str:
+    """[1, 2, 3, 7] as '1..3, 7'."""
+    runs: list[list[int]] = []
+    for count in sorted(counts):
+        if runs and count == runs[-1][-1] + 1:
+            runs[-1][1:] = [count]
+        else:
+            runs.append([count])
+    return ", ".join("..".join(map(str, run)) for run in runs)
+
+
+def show_bytes(nbytes: float) -> str:
+    """1536 as '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} GiB"
+
+
+def show_seconds(seconds: float) -> str:
+    """0.0000125 as '12.5 µs'."""
+    shown = {unit: float(f"{seconds * scale:.3g}") for unit, scale in (("µs", 1e6), ("ms", 1e3), ("s", 1.0))}
+    unit = next((unit for unit, value in shown.items() if value < 1000), "s")
+    return f"{shown[unit]:g} {unit}"
