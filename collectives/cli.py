@@ -1,6 +1,6 @@
-"""`python -m collectives check | cost | info | bench`: prove the schedules, price them, show what this machine offers, measure.
+"""`python -m collectives check | cost | info | bench | tune | report`: prove schedules, price them, show what is here, measure.
 
-Each prints once, on rank 0. Bad input ends with one line and exit code 2 on all ranks. `check` and `cost` need no MPI.
+Each prints once, on rank 0. Bad input ends with one line and exit code 2 on all ranks. `check`, `cost` and `report` need no MPI.
 """
 
 import argparse
@@ -10,11 +10,13 @@ from typing import NoReturn
 
 from rich.text import Text
 
-from collectives.commands import bench, check, cost, info
+from collectives.commands import bench, check, cost, info, report, tune
 from collectives.commands.terminal import UsageError, console, print_once
 from collectives.diagnosis import on_all_ranks
 
-COMMANDS: dict[str, ModuleType] = {"check": check, "cost": cost, "info": info, "bench": bench}
+COMMANDS: dict[str, ModuleType] = {
+    "check": check, "cost": cost, "info": info, "bench": bench, "tune": tune, "report": report,
+}  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):

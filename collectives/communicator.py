@@ -9,7 +9,7 @@ import atexit
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from math import prod
@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from collectives import diagnosis
+from collectives import diagnosis, table_cache
 from collectives.arrays import Buffer, is_on_device, like
-from collectives.dtypes import dtype_of
+from collectives.dtypes import TABLE, dtype_of
 from collectives.group import Group
 from collectives.operations import Collectives
-from collectives.selection import ALGORITHMS
+from collectives.selection import Placement, Selector
+from collectives.table import Table, built_in
 from collectives.transports.memory import NodeMemory
 from collectives.transports.shared import Shared
 from collectives.transports.two_level import TwoLevel
@@ -47,7 +48,18 @@ def world() -> "Communicator":
         diagnosis.abort_on_uncaught(clone)
     progress = _choose_progress(clone, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
     atexit.register(progress.close)  # runs before mpi4py's own, which ends MPI
-    return Communicator(clone, progress=progress)
+    comm = Communicator(clone, progress=progress)
+    comm._take(_measured_table(comm))
+    return comm
+
+
+def _measured_table(comm: "Communicator") -> Table:
+    """What was measured on this machine for so many ranks and nodes, as rank 0 finds it, over the built-in table."""
+    if comm.size == 1:
+        return built_in()
+    measured = table_cache.read(comm.machine()) if comm.rank == 0 else None
+    data = comm.mpi.bcast(None if measured is None else measured.to_dict())
+    return built_in() if data is None else Table.from_dict(data).over(built_in())
 
 
 def _choose_progress(mpi: Any, threads_allowed: bool) -> Progress:
@@ -65,7 +77,8 @@ def _choose_progress(mpi: Any, threads_allowed: bool) -> Progress:
 class Communicator(Collectives):
     """A group of ranks. Made by `world()`, `split` or a `Mesh`, never directly.
 
-    `rank`, `size`; `node`: the Communicator of the ranks that share memory with this one; `num_nodes`; `mpi`: mpi4py's handle.
+    `rank`, `size`; `node`: the Communicator of the ranks that share memory with this one; `num_nodes`; `placement`: how many ranks
+    are on the nodes; `mpi`: mpi4py's handle; `table`: what "auto" chooses from.
     """
 
     _for_jax: "Communicator | None" = None  # its twin for the threads of JAX, which collectives.jax makes
@@ -76,6 +89,7 @@ class Communicator(Collectives):
         *,
         progress: Progress | None = None,
         checked: bool | None = None,
+        table: Table | None = None,
         _is_node: bool = False,
         _memory: NodeMemory | None = None,
     ) -> None:
@@ -85,7 +99,7 @@ class Communicator(Collectives):
 
         from collectives.transports.device import Devices
         from collectives.transports.executor import Executor
-        from collectives.transports.mpi import Library, message
+        from collectives.transports.mpi import Library, library_version, message
         from collectives.transports.scheduled import Scheduled
 
         self.mpi = mpi
@@ -98,10 +112,10 @@ class Communicator(Collectives):
         self._across: Communicator | None = None  # of the ranks of this one's number on the other nodes
         self._executor = Executor(mpi)
         self._make_scheduled = partial(Scheduled, self._executor, rank=self.rank, size=self.size)
-        self._message = message
+        self._message, self._library_version = message, library_version
         self._devices = Devices(mpi)
         self._transports: dict[str, Any] = {"mpi": Library(mpi)}
-        self._infeasible = {"nccl": "it is for arrays in GPU memory"}  # algorithms that these ranks cannot run, and why
+        self._infeasible: dict[str, str] = {}  # algorithms that these ranks cannot run for a reason that only they know
         # The ranks of each node, in order; and the memory that all ranks see: None on several nodes.
         self._grid: list[list[int]] = [list(range(self.size))]
         self._memory: NodeMemory | None = None
@@ -111,17 +125,21 @@ class Communicator(Collectives):
             self._share_memory(self._memory)
         else:
             node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
-            self.node = Communicator(node, progress=progress, checked=self.checked, _is_node=True, _memory=_memory)
+            self.node = Communicator(
+                node, progress=progress, checked=self.checked, table=table, _is_node=True, _memory=_memory
+            )
             by_leader: dict[int, list[int]] = {}
             for rank, leader in enumerate(mpi.allgather(node.bcast(self.rank))):
                 by_leader.setdefault(leader, []).append(rank)
             self._grid = list(by_leader.values())
             self._join_nodes()
+        self.placement = Placement.of([len(ranks) for ranks in self._grid])
         self.num_nodes = len(self._grid)
+        self.private_memory = "private" if self.node.reads_peers else "staged"  # what "auto" takes ordinary arrays for
+        self._take_own(built_in() if table is None else table)
 
     def _share_memory(self, memory: NodeMemory) -> None:
         """Of the ranks of a node: what goes through its memory. Where that cannot be had, all else works."""
-        self._infeasible["two_level"] = "it is for several nodes, and these ranks are on one"
         try:
             self._transports["shared"] = Shared(self.mpi, memory)
         except OSError as error:
@@ -137,13 +155,7 @@ class Communicator(Collectives):
             if "shared" in self.node._transports:
                 self._transports["shared"] = self.node._transports["shared"]
             return
-        self._infeasible["shared"] = f"these {self.size} ranks are on {len(self._grid)} nodes"
-        sizes = sorted({len(node) for node in self._grid})
-        if len(sizes) > 1:
-            self._infeasible["two_level"] = (
-                f"it needs as many ranks on every node, and there are {sizes[0]} to {sizes[-1]}"
-            )
-        elif not all(self.mpi.allgather("shared" in self.node._transports)):
+        if not all(self.mpi.allgather("shared" in self.node._transports)):
             self._infeasible["two_level"] = "a node has no memory to share, see the log"
 
     def _transport(self, algorithm: str) -> Any:
@@ -151,7 +163,9 @@ class Communicator(Collectives):
         if algorithm not in self._transports:
             if algorithm == "two_level":
                 number = self.node.rank
-                self._across = Communicator(self.mpi.Split(number), progress=self._progress, checked=self.checked)
+                self._across = Communicator(
+                    self.mpi.Split(number), progress=self._progress, checked=self.checked, table=self._table
+                )
                 shared = self.node._transports["shared"]
                 assert isinstance(shared, Shared)
                 self._transports[algorithm] = TwoLevel(self._grid, self.rank, shared, self._across)
@@ -171,8 +185,8 @@ class Communicator(Collectives):
         return self._progress.on_thread
 
     def algorithms(self, operation: str) -> tuple[str, ...]:
-        """What `operation` can be asked for on these ranks, besides "auto"."""
-        return tuple(name for name in ALGORITHMS[operation] if name not in self._infeasible)
+        """What `operation` can be asked for on these ranks, besides "auto", on arrays in host memory."""
+        return tuple(self._selector.feasible(operation, dtype=TABLE["float32"], nbytes=0, memory=self.private_memory))
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, num_nodes={self.num_nodes})"
@@ -186,7 +200,9 @@ class Communicator(Collectives):
         self._progress.flush()
         if self.checked:
             diagnosis.compare_calls(self.mpi, "split")
-        return Communicator(self.mpi.Split(color, key), progress=self._progress, checked=self.checked)
+        return Communicator(
+            self.mpi.Split(color, key), progress=self._progress, checked=self.checked, table=self._table
+        )
 
     def free(self) -> None:
         """Give back the MPI communicators of this one and its `node`. Collective; never done by the garbage collector."""
@@ -197,6 +213,43 @@ class Communicator(Collectives):
         self._devices.free()
         self._executor.free()
         self.mpi.Free()
+
+    # The choice of algorithms
+
+    @property
+    def table(self) -> Table:
+        """What "auto" chooses from: measured by `python -m collectives tune`, else built in. `table.to_dict()` can be kept as JSON."""
+        return self._table
+
+    def use_table(self, table: Table | Mapping[str, Any]) -> None:
+        """Let "auto" choose from `table` (or what its `to_dict` gave) here, on `node`, and on later splits. Collective.
+
+        ValueError on all ranks if it is no table, or not the same on all of them.
+        """
+        self._progress.flush()
+        if self.checked:
+            diagnosis.compare_calls(self.mpi, "use_table")
+        with self.together("use_table"):
+            data = table.to_dict() if isinstance(table, Table) else table
+            new = Table.from_dict(data)
+        first = self.mpi.bcast(new.to_dict())
+        with self.together("use_table"):
+            if new.to_dict() != first:
+                raise ValueError("the table differs from rank 0's; pass the same on every rank")
+        self._take(new)
+
+    def _take(self, table: Table) -> None:
+        for comm in (self, self.node, self._twin, self._across, self._for_jax):
+            if comm is not None:
+                comm._take_own(table)
+
+    def _take_own(self, table: Table) -> None:
+        self._table = table
+        self._selector = Selector(table, self.placement, self._infeasible)
+
+    def machine(self) -> dict[str, Any]:
+        """What figures measured on this communicator hold for: MPI library, CPU, cores, ranks a node, nodes."""
+        return table_cache.this_machine(self._library_version(), self.placement)
 
     # Several operations
 
@@ -230,7 +283,11 @@ class Communicator(Collectives):
         if self._progress.on_thread:
             if self._twin is None:
                 self._twin = Communicator(
-                    self.mpi.Dup(), progress=self._progress, checked=self.checked, _memory=self.node._memory
+                    self.mpi.Dup(),
+                    progress=self._progress,
+                    checked=self.checked,
+                    table=self._table,
+                    _memory=self.node._memory,
                 )
             operation = partial(method, self._twin, *arguments, **options)
         return self._progress.issue(operation, self.mpi)

@@ -12,7 +12,7 @@ from collectives import diagnosis
 from collectives.arrays import Buffer
 from collectives.dtypes import TABLE, DType, effective_op
 from collectives.reduction import copy
-from collectives.selection import choose
+from collectives.selection import Selector
 from collectives.transports.transport import parts
 
 
@@ -32,7 +32,8 @@ class Collectives:
     _group: Any
     _progress: Any
     _devices: Any
-    _infeasible: Any
+    _selector: Selector
+    private_memory: str
     _later: Any
     _transport: Any  # of an algorithm
 
@@ -250,8 +251,11 @@ class Collectives:
             said = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
             place = self._memory.place(b.flat) if number else "private memory"
             diagnosis.compare_calls(self.mpi, f"{operation}({b.flat.size} x {b.dtype.name}, {said}, in {place})")
-        return choose(
-            operation, algorithm, self._infeasible, dtype=b.dtype, nbytes=b.flat.nbytes, in_node_memory=number > 0
+        nbytes = b.flat.nbytes
+        if operation in ("gather", "scatter"):
+            nbytes *= self.size  # a rank knows its part alone here
+        return self._selector.choose(
+            operation, algorithm, dtype=b.dtype, nbytes=nbytes, memory="node" if number else self.private_memory
         )
 
     def _root(self, operation: str, root: int) -> int:

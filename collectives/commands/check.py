@@ -33,14 +33,13 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prove every schedule for these numbers of ranks; 1 if one is wrong. The table has a row for each algorithm."""
     sizes, limit = (options.ranks, MAX_STEPS) if options.ranks else (parse_counts(DEFAULT_RANKS), DEFAULT_STEPS)
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)  # narrow: 80 columns are enough
     for name in ("operation", "algorithm"):
-        table.add_column(name, no_wrap=True)
-    for name in ("proved for ranks", "the last with"):
-        table.add_column(name, overflow="fold")
+        table.add_column(f"\n{name}", no_wrap=True)
+    table.add_column("proved for\nranks (last case)", overflow="fold", min_width=10)
     for name in ("rounds", "traffic", "formula"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("ok", no_wrap=True)
+        table.add_column(f"\n{name}", justify="right", no_wrap=True)
+    table.add_column("\nok", no_wrap=True, min_width=3)
     problems = []
     for operation, algorithms in BUILDERS.items():
         for algorithm in algorithms:
@@ -49,8 +48,7 @@ def run(options: argparse.Namespace) -> int:
             table.add_row(
                 operation,
                 algorithm,
-                show_counts(proved) or "none",
-                last,
+                (show_counts(proved) or "none") + (f" ({last})" if last else ""),
                 *((str(found.rounds), f"{float(found.traffic):.3g}") if found else ("", "")),
                 f"{formula.rounds}, {float(formula.traffic):.3g}" if formula else "",
                 "NO" if wrong else "yes" if proved else "",
@@ -99,6 +97,6 @@ def _legend() -> Text:
     return Text(
         "Proved: every contribution exactly once in each result, no deadlock, the same bits on all ranks; rounds (steps on "
         "the longest chain) and traffic (what the busiest rank sends, in whole buffers) exactly as the literature's formula "
-        "says, shown for the last number of ranks. "
+        "says, shown for the last case. "
         f"Sums of more than {EXACT_RANKS} ranks: up to a chance of 2^-64 each."
     )

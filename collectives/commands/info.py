@@ -8,9 +8,9 @@ from rich import box
 from rich.table import Table
 
 import collectives
+from collectives.bench.contestants import OPERATIONS
 from collectives.commands.terminal import Commands, console
 from collectives.dtypes import TABLE
-from collectives.selection import ALGORITHMS
 from collectives.units import show_bytes
 
 
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         for label, text in cuda.info_lines():
             table.add_row(label, text)
         table.add_row("dtypes", ", ".join(TABLE))
-        for operation in ALGORITHMS:
+        for operation in OPERATIONS:
             table.add_row(operation, ", ".join(("auto", *comm.algorithms(operation))))
         console().print(table)
     return 0

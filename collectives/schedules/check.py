@@ -202,6 +202,8 @@ def _check_result(schedule: Schedule, held: np.ndarray) -> None:
 def _mixed(values: np.ndarray) -> np.ndarray:
     """A random-looking number for each (the finaliser of SplitMix64), so that mixed(a + b) tells pairs {a, b} apart."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return values ^ values >> np.uint64(31)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        values ^= values >> np.uint64(shift)
+        values *= np.uint64(factor)
+    values ^= values >> np.uint64(31)
+    return values

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from collectives import Communicator, Mesh, on_all_ranks
+from collectives.table import Entry, Table
 
 # Groups
 
@@ -339,3 +340,30 @@ def test_checked_mode_by_the_environment(comm: Communicator, monkeypatch: pytest
         other = Communicator(comm.mpi.Dup())
         assert other.checked == other.node.checked == expected
         other.free()
+
+
+# The table that "auto" chooses from
+
+
+def test_a_table_is_given_to_all_ranks_alike(comm: Communicator) -> None:
+    mine = comm.split(0)
+    before = mine.table
+    table = Table((Entry("broadcast", "native", "private", 2, 1, ((100, "tree"), (None, "mpi"))),))
+    mine.use_table(table.to_dict())
+    assert mine.table == mine.node.table == table
+    assert mine.split(comm.rank % 2).table == table
+    assert comm.table == before, "the parent keeps its own"
+    x = mine.broadcast(np.full(3, comm.rank))
+    assert x.tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match=r"^use_table: table: 7; expected an object with version and entries$"):
+        mine.use_table(7)  # type: ignore[arg-type]
+    if comm.size > 1:
+        with pytest.raises(
+            ValueError, match=rf"use_table: the table differs from rank 0's.* \[rank {comm.size - 1} of"
+        ):
+            mine.use_table(table if comm.rank < comm.size - 1 else before)
+        with pytest.raises(ValueError, match=rf"use_table: table: version 0; expected 1 \[rank 1 of {comm.size}\]"):
+            mine.use_table({"version": 0} if comm.rank == 1 else table)
+    assert mine.table == mine.node.table == table
+    mine.use_table(before)
+    assert mine.table == before

@@ -1,0 +1,104 @@
+"""`python -m collectives tune`: measure which algorithm is fastest where, and keep it for "auto"."""
+
+import argparse
+import json
+from pathlib import Path
+
+from rich import box
+from rich.table import Table as Shown
+from rich.text import Text
+
+from collectives import table_cache
+from collectives.bench.contestants import OPERATIONS
+from collectives.bench.tuning import CLEARLY, QUICK_SIZES, SIZES, tune
+from collectives.commands.measuring import names_of, positive_seconds, several_ranks, writable
+from collectives.commands.terminal import Commands, UsageError, or_usage_error, print_once
+from collectives.communicator import Communicator
+from collectives.table import Entry, Table
+from collectives.units import parse_sizes, show_bytes
+
+SECONDS, QUICK_SECONDS = 90.0, 20.0
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command and its flags."""
+    parser = commands.add_parser(
+        "tune",
+        help="measure every algorithm on these ranks, and keep for this machine which one auto takes (under mpirun)",
+        description=f"Measures every algorithm from {show_bytes(SIZES[0])} to {show_bytes(SIZES[-1])} and keeps, for this machine, MPI "
+        "library and numbers of ranks and nodes, from which size on which one is the fastest; the next start uses it. An algorithm "
+        f"that is less than {CLEARLY:.0%} faster does not take over.",
+    )
+    parser.add_argument(
+        "--op",
+        type=names_of(OPERATIONS, all_of_them=True),
+        default=list(OPERATIONS),
+        metavar="OP,OP,..",
+        help="only these operations; what is known of the others stays (default: all)",
+    )
+    parser.add_argument("--quick", action="store_true", help=f"half of the sizes, and {QUICK_SECONDS:g} s in all")
+    parser.add_argument(
+        "--sizes",
+        type=or_usage_error(parse_sizes),
+        help="bytes of the whole array to measure at: a range in steps of 4, or a list such as 1KiB,3MiB",
+    )
+    parser.add_argument(
+        "--seconds", type=positive_seconds, metavar="S", help=f"time in all, about (default: {SECONDS:g})"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="write the table to this file, not to the user's cache; what it holds for other ranks and nodes stays",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print the choices, and write the table."""
+    comm = several_ranks("tune")
+    try:
+        with comm.together():
+            before, path = _before(comm, options.output)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if options.output:
+        writable(comm, options.output)
+    else:
+        with comm.together():
+            if comm.rank == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+    sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
+    seconds = options.seconds or (QUICK_SECONDS if options.quick else SECONDS)
+    entries = [entry for entry, _ in tune(comm, operations=options.op, sizes=sizes, seconds=seconds)]
+    with comm.together():
+        if comm.rank == 0:
+            new = before.with_entries(entries)
+            table_cache.write(path, new if options.output else Table(new.entries, comm.machine()))
+    said = f"Written to {path}." if options.output else f"Kept in {path}: the next start on such ranks uses it."
+    print_once(_shown(entries, comm), Text(said))
+    return 0
+
+
+def _before(comm: Communicator, output: str | None) -> tuple[Table, Path]:
+    """What is known already, on rank 0, and the file to write. ValueError if there is a file that holds no table; OSError."""
+    if output is None:
+        return (comm.rank == 0 and table_cache.read(comm.machine())) or Table(()), table_cache.path_of(comm.machine())
+    path = Path(output)
+    if comm.rank != 0 or not path.exists() or path.stat().st_size == 0:
+        return Table(()), path
+    try:
+        return Table.from_dict(json.loads(path.read_text())), path
+    except ValueError as error:
+        raise ValueError(f"{path} is in the way: {error}; name another file") from None
+
+
+def _shown(entries: list[Entry], comm: Communicator) -> Shown:
+    nodes = f"{comm.num_nodes} node{'s' * (comm.num_nodes > 1)}"
+    shown = Shown(title=f"what auto takes, {comm.size} ranks on {nodes}", box=box.SIMPLE_HEAD)
+    for name in ("operation", "dtypes", "memory", "algorithm"):
+        shown.add_column(name, no_wrap=name != "algorithm")
+    for entry in entries:
+        parts = [f"{name} up to {show_bytes(up_to)}" for up_to, name in entry.choices[:-1] if up_to is not None]
+        last = entry.choices[-1][1]
+        chosen = ", ".join((*parts, f"then {last}" if parts else f"{last} at every size"))
+        shown.add_row(entry.operation, entry.kind, entry.memory, chosen)
+    return shown
