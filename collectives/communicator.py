@@ -19,7 +19,7 @@ import numpy as np
 
 from collectives import diagnosis, table_cache
 from collectives.arrays import Buffer, is_on_device, like
-from collectives.dtypes import TABLE, dtype_of
+from collectives.dtypes import TABLE, DType, dtype_of
 from collectives.group import Group
 from collectives.operations import Collectives
 from collectives.selection import Placement, Selector
@@ -184,9 +184,9 @@ class Communicator(Collectives):
         """Whether asynchronous operations are carried out on a thread of their own, while the caller computes."""
         return self._progress.on_thread
 
-    def algorithms(self, operation: str) -> tuple[str, ...]:
-        """What `operation` can be asked for on these ranks, besides "auto", on arrays in host memory."""
-        return tuple(self._selector.feasible(operation, dtype=TABLE["float32"], nbytes=0, memory=self.private_memory))
+    def algorithms(self, operation: str, dtype: DType = TABLE["float32"], nbytes: int = 0) -> tuple[str, ...]:
+        """What `operation` can be asked for on these ranks, besides "auto", on such arrays in host memory."""
+        return tuple(self._selector.feasible(operation, dtype=dtype, nbytes=nbytes))
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, num_nodes={self.num_nodes})"
@@ -210,6 +210,7 @@ class Communicator(Collectives):
         for other in (self._twin, self._across, self._for_jax, self.node if self.node is not self else None):
             if other is not None:
                 other.free()
+        self._transports.clear()
         self._devices.free()
         self._executor.free()
         self.mpi.Free()

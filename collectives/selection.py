@@ -34,8 +34,10 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 
 # Where an array lies: in a rank's own memory, which peers on the node can read, or which they cannot ("staged"); in this communicator's
-# `empty` arrays (for all_gather: `out` in its `shared` array); on a GPU.
-MEMORIES = ("private", "staged", "node", "device")
+# `empty` arrays (for all_gather: `out` in its `shared` array).
+MEMORIES = ("private", "staged", "node")
+# Where the node's arrays make a difference.
+NODE_OPERATIONS = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
 # Here all ranks write one array. Only "shared" waits until nobody reads any more what stood there, so "auto" takes nothing else.
 _ONE_ARRAY = frozenset({("all_gather", "node")})
 
@@ -63,16 +65,14 @@ class Placement(NamedTuple):
         return cls(sum(node_sizes), len(node_sizes), min(node_sizes), max(node_sizes))
 
 
-def obstacle(
-    operation: str, algorithm: str, *, placement: Placement, memory: str = "private", itemsize: int = 1, nbytes: int = 0
-) -> str | None:
+def obstacle(operation: str, algorithm: str, *, placement: Placement, itemsize: int = 1, nbytes: int = 0) -> str | None:
     """Why `algorithm` cannot carry out `operation` on such arrays in such a placement, as words after its name; None if it can."""
     if algorithm == "mpi" and operation in _COUNTED and nbytes > MAX_COUNT * itemsize:
         return f"takes up to {MAX_COUNT} elements, not {nbytes // itemsize}"
     if algorithm == "shared" and placement.num_nodes > 1:
         return f"works within one node, not on {placement.num_nodes}"
-    if (algorithm == "nccl") != (memory == "device"):
-        return "works on arrays in GPU memory" if algorithm == "nccl" else "works on arrays in host memory"
+    if algorithm == "nccl":  # arrays in GPU memory come by transports/device.py and never here
+        return "works on arrays in GPU memory"
     if algorithm == "two_level":
         if placement.num_nodes == 1:
             return "works across nodes, and all these ranks are on one"
@@ -118,30 +118,25 @@ class Selector:
         known = ALGORITHMS[operation]
         if algorithm not in known:
             raise ValueError(f"{operation}: algorithm {algorithm!r} is unknown; expected auto, {', '.join(known)}")
-        why = self._obstacle(operation, algorithm, memory, dtype, nbytes)
+        why = self._obstacle(operation, algorithm, dtype, nbytes)
         if why is not None:
-            others = [name for name in known if self._obstacle(operation, name, memory, dtype, nbytes) is None]
+            others = [name for name in known if self._obstacle(operation, name, dtype, nbytes) is None]
             raise ValueError(f"{operation}: algorithm {algorithm!r} {why}; use {' or '.join(('auto', *others))}")
         return algorithm
 
-    def feasible(self, operation: str, *, dtype: DType, nbytes: int, memory: str = "private") -> list[str]:
+    def feasible(self, operation: str, *, dtype: DType, nbytes: int) -> list[str]:
         """The algorithms that `choose` would take by name."""
-        return [
-            name for name in ALGORITHMS[operation] if self._obstacle(operation, name, memory, dtype, nbytes) is None
-        ]
+        return [name for name in ALGORITHMS[operation] if self._obstacle(operation, name, dtype, nbytes) is None]
 
-    def _obstacle(self, operation: str, algorithm: str, memory: str, dtype: DType, nbytes: int) -> str | None:
+    def _obstacle(self, operation: str, algorithm: str, dtype: DType, nbytes: int) -> str | None:
         if algorithm in self._infeasible:
             return f"cannot be used here: {self._infeasible[algorithm]}"
-        return obstacle(
-            operation, algorithm, placement=self._placement, memory=memory, itemsize=dtype.itemsize, nbytes=nbytes
-        )
+        return obstacle(operation, algorithm, placement=self._placement, itemsize=dtype.itemsize, nbytes=nbytes)
 
     def has_choice(self, operation: str, *, dtype: DType, memory: str) -> bool:
         """Whether "auto" has several algorithms to choose from."""
-        return (operation, memory) not in _ONE_ARRAY and len(
-            self.feasible(operation, dtype=dtype, nbytes=1, memory=memory)
-        ) > 1
+        several = len(self.feasible(operation, dtype=dtype, nbytes=1)) > 1
+        return several and (operation, memory) not in _ONE_ARRAY
 
     def _resolve(self, operation: str, memory: str, dtype: DType) -> tuple[list[float], list[str]]:
         limits: list[float] = []
@@ -171,6 +166,6 @@ class Selector:
         order = (wanted, *rule, "mpi") if reducing_halves else (wanted, "mpi", *rule)
         nbytes = int(begin) + 1
         for name in order:
-            if name in ALGORITHMS[operation] and self._obstacle(operation, name, memory, dtype, nbytes) is None:
+            if name in ALGORITHMS[operation] and self._obstacle(operation, name, dtype, nbytes) is None:
                 return name
         return "mpi"

@@ -15,7 +15,7 @@ from collectives.bench.results import RAW
 from collectives.communicator import Communicator
 from collectives.diagnosis import on_all_ranks
 from collectives.dtypes import DType
-from collectives.selection import Selector
+from collectives.selection import NODE_OPERATIONS
 
 OPERATIONS = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
@@ -68,13 +68,11 @@ def contestants(
         else:
             skipped[peer, "private"] = made or "not started"
     nbytes = count * dtype.itemsize
-    selector = Selector(comm.table, comm.placement)
     for memory in memories:
-        possible = selector.feasible(operation, dtype=dtype, nbytes=nbytes, memory=memory)
-        names = [name for name in possible if name not in without]
+        names = [name for name in comm.algorithms(operation, dtype, nbytes) if name not in without]
         used = private
         if memory == "node":
-            if "shared" not in names:
+            if "shared" not in names or operation not in NODE_OPERATIONS:
                 continue
             names = names if fixed_only else ["shared"]
             try:

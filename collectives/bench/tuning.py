@@ -14,7 +14,7 @@ from collectives.bench.results import Measurement
 from collectives.bench.timing import Limits, measure
 from collectives.communicator import Communicator
 from collectives.dtypes import TABLE, DType
-from collectives.selection import ALGORITHMS, Selector, kind_of
+from collectives.selection import ALGORITHMS, NODE_OPERATIONS, Selector, kind_of
 from collectives.table import KINDS, Entry
 
 CLEARLY = 0.05
@@ -65,10 +65,9 @@ def cases(comm: Communicator, operations: Sequence[str]) -> Iterator[tuple[str, 
             dtype = DTYPES[kind]
             if kind_of(operation, dtype) != kind:
                 continue
-            for memory in (comm.private_memory, "node"):
-                # Where nothing is made for the node's memory, what holds for private memory holds.
-                made_for_it = "shared" in selector.feasible(operation, dtype=dtype, nbytes=1, memory=memory)
-                if selector.has_choice(operation, dtype=dtype, memory=memory) and (memory != "node" or made_for_it):
+            of_node = comm.num_nodes == 1 and operation in NODE_OPERATIONS
+            for memory in (comm.private_memory, "node") if of_node else (comm.private_memory,):
+                if selector.has_choice(operation, dtype=dtype, memory=memory):
                     yield operation, memory, kind, dtype
 
 

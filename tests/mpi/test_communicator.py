@@ -92,7 +92,7 @@ def test_on_several_nodes_memory_is_the_node_s_and_collectives_reach_all(
     mine = two.empty(4, np.float32)  # ordinary memory: reductions on it must still reach the other node
     mine[:] = comm.rank
     assert two.all_reduce(mine).tolist() == [sum(range(comm.size))] * 4
-    with pytest.raises(ValueError, match=f"'shared' cannot be used here: these {comm.size} ranks are on 2 nodes"):
+    with pytest.raises(ValueError, match="algorithm 'shared' works within one node, not on 2"):
         two.all_reduce(mine, algorithm="shared")
     of_node = two.node.empty(4, np.float32)
     of_node[:] = comm.rank
@@ -228,7 +228,7 @@ def test_local_errors_come_before_anything_is_sent(comm: Communicator) -> None:
         (TypeError, "op 'avg' is not defined for int64", lambda: comm.all_reduce(np.arange(3), "avg")),
         (ValueError, "op 'mean' is unknown; expected one of avg, max", lambda: comm.all_reduce(x, "mean")),
         (ValueError, "algorithm 'magic' is unknown; expected auto, mpi", lambda: comm.all_reduce(x, algorithm="magic")),
-        (ValueError, "algorithm 'two_level' cannot be used here: it is for several nodes, and these ranks are on one",
+        (ValueError, "algorithm 'two_level' works across nodes, and all these ranks are on one",
          lambda: comm.all_reduce(x, algorithm="two_level")),
         (ValueError, "x is not contiguous", lambda: comm.all_reduce(np.zeros((3, 2))[:, 0])),
         (ValueError, "x is not contiguous", lambda: comm.all_reduce(torch.zeros(3, 2).t())),
