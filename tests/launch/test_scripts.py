@@ -175,7 +175,7 @@ def test_train_refuses_what_is_no_number_of_ranks(checkout: Path, ranks: str) ->
 def test_test_refuses_an_unknown_part(checkout: Path) -> None:
     result = run([checkout / "mpirun/test", "units"], cwd=checkout)
     assert result.returncode == 1, str(result)
-    assert "expected lint, types, unit, mpi or launch" in result.stderr
+    assert "expected lint, types, unit, mpi, mpich or launch" in result.stderr
 
 
 def test_test_says_which_part_failed_and_runs_the_others(checkout: Path) -> None:

@@ -80,6 +80,14 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"mpi: {config.stash[ranks_key].comm.size} ranks, {library}"
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("one_node"):
+        import collectives
+
+        if (num_nodes := collectives.world().num_nodes) > 1:
+            pytest.skip(f"needs all ranks on one node, and these are on {num_nodes}")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     ranks = session.config.stash[ranks_key]
     mine = [item.nodeid for item in session.items], session.testsfailed

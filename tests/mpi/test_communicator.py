@@ -1,5 +1,6 @@
 """Groups of ranks, messages between two, control messages, and errors: local ones before anything is sent, joint ones on all."""
 
+import socket
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,12 @@ from collectives.table import Entry, Table
 
 def test_rank_size_and_node(comm: Communicator) -> None:
     assert (comm.rank, comm.size) == (comm.mpi.rank, comm.mpi.size)
-    assert comm.num_nodes == 1
-    assert (comm.node.rank, comm.node.size) == (comm.rank, comm.size)
+    hosts = comm.mpi.allgather(socket.gethostname())
+    mine = hosts[comm.rank]
+    assert comm.num_nodes == len(set(hosts))
+    assert (comm.node.rank, comm.node.size) == (hosts[: comm.rank].count(mine), hosts.count(mine))
     assert comm.node.node is comm.node
-    assert repr(comm) == f"Communicator(rank={comm.rank}, size={comm.size}, num_nodes=1)"
+    assert repr(comm) == f"Communicator(rank={comm.rank}, size={comm.size}, num_nodes={len(set(hosts))})"
 
 
 def test_split_groups_by_color_in_order_of_key(comm: Communicator) -> None:
@@ -30,7 +33,8 @@ def test_split_groups_by_color_in_order_of_key(comm: Communicator) -> None:
     assert group.all_reduce(x).item() == sum(members)
     memory = group.empty(3, torch.float32)
     memory[:] = comm.rank
-    assert group.all_reduce(memory, algorithm="shared").tolist() == [sum(members)] * 3
+    algorithm = "shared" if group.num_nodes == 1 else "auto"
+    assert group.all_reduce(memory, algorithm=algorithm).tolist() == [sum(members)] * 3
     group.free()
     with pytest.raises(ValueError, match="split: color -1; expected 0 or more"):
         comm.split(-1)
@@ -246,7 +250,7 @@ def test_local_errors_come_before_anything_is_sent(comm: Communicator) -> None:
         (ValueError, "all_to_all: x and out overlap", lambda: comm.all_to_all(xs, xs)),
         (ValueError, "all_to_all: x has 3 elements of float64, out", lambda: comm.all_to_all(np.zeros(n + 3), x)),
         (ValueError, r"empty: shape \(-1,\); expected lengths of at least 0", lambda: comm.empty(-1, np.float32)),
-        (TypeError, "dtype complex64 is not supported", lambda: comm.shared(3, "complex64")),
+        (TypeError, "dtype complex64 is not supported", lambda: comm.node.shared(3, "complex64")),
     ]  # fmt: skip
     for kind, text, call in cases:
         with pytest.raises(kind, match=text):
@@ -273,6 +277,7 @@ def checked(comm: Communicator) -> Communicator:
     return Communicator(comm.mpi.Dup(), checked=True)
 
 
+@pytest.mark.one_node
 def test_checked_mode_lets_right_programs_pass(checked: Communicator) -> None:
     n = checked.size
     x = checked.empty(2 * n, torch.float32)
@@ -292,6 +297,7 @@ def test_checked_mode_lets_right_programs_pass(checked: Communicator) -> None:
     assert checked.all_gather_object(1) == [1] * n
 
 
+@pytest.mark.one_node
 def test_checked_mode_names_what_differs_between_ranks(checked: Communicator) -> None:
     if checked.size == 1:
         pytest.skip("one rank cannot differ")

@@ -13,6 +13,8 @@ from collectives.arrays import as_numpy, is_torch
 from collectives.dtypes import TABLE
 from collectives.transports.memory import folder
 
+pytestmark = pytest.mark.one_node
+
 
 def mapped() -> list[str]:
     """This process's mappings of files of ours."""

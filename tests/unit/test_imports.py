@@ -73,7 +73,7 @@ def test_torch_is_a_hard_import_in_mpitrain_alone() -> None:
 
 
 def test_jax_and_cupy_are_imported_by_who_asked_for_them_alone() -> None:
-    """collectives/jax.py is for those who have imported JAX. CuPy is found where an array of it came in, and has the bindings of NCCL."""
+    """collectives/jax.py is for those who have imported JAX. CuPy is found where an array came in, and binds NCCL."""
     strangers = [
         f"{where} imports {name}"
         for package in STOREYS

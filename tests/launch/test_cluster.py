@@ -1,0 +1,241 @@
+"""./mpirun/cluster: what its hosts are, the contract of the collectives across them, and that nothing of a cluster stays."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from launching import ROOT, Result, clean_environment, run
+
+CLUSTER = ROOT / "mpirun/cluster"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_namespaces() -> None:
+    for tool in ("ip", "tc"):
+        if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
+            pytest.skip(f"{tool} is not installed")
+    spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc"]
+    if os.geteuid() != 0:
+        spaces += ["--user", "--map-root-user"]
+    made = subprocess.run(["unshare", *spaces, "true"], capture_output=True, text=True)
+    if made.returncode != 0:
+        pytest.skip(f"no namespaces can be made here: {made.stderr.strip()}")
+
+
+def cluster(*args: str, **options: object) -> Result:
+    return run([CLUSTER, "run", *args], cwd=ROOT, **options)  # type: ignore[arg-type]
+
+
+# What the hosts are
+
+
+@pytest.mark.parametrize(("hosts", "ranks"), [(2, 2), (3, 1)])
+def test_ranks_are_on_hosts_of_their_own(tmp_path: Path, hosts: int, ranks: int) -> None:
+    script = """
+import os, socket, sys
+from pathlib import Path
+import numpy as np, collectives
+comm = collectives.world()
+hosts, ranks, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+host = f"host{comm.rank // ranks + 1}"
+assert (comm.size, comm.num_nodes) == (hosts * ranks, hosts), comm
+assert (comm.node.size, comm.node.rank) == (ranks, comm.rank % ranks), comm.node
+assert socket.gethostname() == host
+assert socket.gethostbyname(host) == f"10.77.0.{host[4:]}", "hosts know each other by name"
+assert text == "two words" == os.environ["PASSED_ON"], "arguments and environment arrive as they are"
+assert Path.cwd() == Path(sys.argv[4]), Path.cwd()
+# each host has shared memory and processes of its own
+Path("/dev/shm", f"of-{comm.rank}").touch()
+comm.barrier()
+first = comm.rank - comm.node.rank
+assert {file.name for file in Path("/dev/shm").glob("of-*")} == {f"of-{first + i}" for i in range(ranks)}
+whole = comm.node.shared(ranks, np.int64)
+whole[comm.node.rank] = comm.rank
+comm.node.barrier()
+assert whole.tolist() == list(range(first, first + ranks))
+names = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in os.listdir("/proc") if pid.isdigit()]
+assert sum(b"two words" in name for name in names) == ranks, names
+x = comm.all_reduce(np.full(1000, comm.rank + 1.0))
+assert (x == sum(range(1, comm.size + 1))).all()
+print(f"rank {comm.rank} ended on {host}", flush=True)
+"""
+    arguments = [str(hosts), str(ranks), "two words", str(ROOT)]
+    result = cluster("-H", f"{hosts}x{ranks}", "python", "-c", script, *arguments, env={"PASSED_ON": "two words"})
+    assert result.returncode == 0, str(result)
+    for rank in range(hosts * ranks):
+        assert result.stdout.count(f"rank {rank} ended on host{rank // ranks + 1}") == 1, str(result)
+    assert not list(Path("/dev/shm").glob("of-*")), "not this machine's"
+
+
+def test_the_contract_of_the_collectives_holds_across_hosts() -> None:
+    files = ["tests/mpi/test_collectives.py", "tests/mpi/test_communicator.py"]
+    command = ["python", "-m", "pytest", "-p", "no:cacheprovider", *files]
+    result = cluster("-H", "2x2", "--", *command, env={"PY_COLORS": "0"}, timeout_s=110)
+    assert result.returncode == 0, str(result)
+    assert "mpi: 4 ranks, " in result.stdout, str(result)
+    assert " passed" in result.stdout, str(result)
+    assert "needs all ranks on one node, and these are on 2" in result.stdout, str(result)
+
+
+def test_a_rate_limits_the_link_and_the_link_keeps_to_it() -> None:
+    script = """
+import time, numpy as np, collectives
+comm = collectives.world()
+x = np.ones(64 << 20, np.uint8)
+seconds = []
+for _ in range(3):
+    comm.barrier()
+    start = time.perf_counter()
+    comm.send(x, 1) if comm.rank == 0 else comm.recv(x, 0)
+    seconds.append(time.perf_counter() - start)
+if comm.rank == 1:
+    print("seconds", *seconds, flush=True)
+"""
+    result = cluster("-H", "2x1", "--rate", "1gbit", "python", "-c", script)
+    assert result.returncode == 0, str(result)
+    seconds = [
+        float(word) for line in result.stdout.splitlines() if line.startswith("seconds") for word in line.split()[1:]
+    ]
+    assert len(seconds) == 3, str(result)
+    # 0.537 s for the bytes alone, 0.561 s with the headers of TCP, IP and Ethernet at 1,500 bytes a packet
+    assert min(seconds) >= 0.5, seconds
+    assert min(seconds) < 0.8, "the link stands idle"
+
+
+# How a job ends
+
+# Says in which networks the ranks are, then does what its argument says on the last rank, and waits for SIGUSR1.
+RANK = """
+import os, signal, sys, time
+asked = []
+signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+networks = world.gather(os.readlink("/proc/self/ns/net"))
+if world.rank == 0:
+    print("networks", *networks, flush=True)
+    print("ready", flush=True)
+world.barrier()
+if world.rank == world.size - 1:
+    exec(sys.argv[1])
+deadline = time.monotonic() + 60
+while not asked and time.monotonic() < deadline:
+    time.sleep(0.02)
+print(f"rank {world.rank} was asked to stop", flush=True)
+"""
+
+
+def processes_in(networks: set[str]) -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "ns/net") in networks:
+                found.append(int(process.name))
+        except OSError:  # it has just ended, or is another user's
+            continue
+    return found
+
+
+def assert_nothing_left(output: str, num_hosts: int, folder: Path) -> None:
+    networks = {word for line in output.splitlines() if line.startswith("networks ") for word in line.split()[1:]}
+    assert len(networks) == num_hosts, output
+    assert os.readlink("/proc/self/ns/net") not in networks
+    deadline = time.monotonic() + 5  # kill -9 does not wait for the kernel
+    while left := processes_in(networks):
+        assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+        time.sleep(0.02)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL)]
+)
+def test_the_exit_code_is_the_job_s(tmp_path: Path, what: str, code: int) -> None:
+    result = cluster("-H", "2x1", "python", "-c", RANK, what, env={"TMPDIR": str(tmp_path)}, timeout_s=30)
+    assert result.returncode == code, str(result)
+    assert_nothing_left(result.stdout, 2, tmp_path)
+
+
+def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    env = {"TMPDIR": str(tmp_path)}
+    result = cluster("-H", "2x1", "--timeout", "4", "python", "-c", RANK, "pass", env=env, timeout_s=30)
+    assert result.returncode == 124, str(result)
+    assert 4 <= result.seconds < 12, str(result)
+    assert_nothing_left(result.stdout, 2, tmp_path)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_stays_however_it_ends(tmp_path: Path, end: signal.Signals) -> None:
+    env = {"TMPDIR": str(tmp_path)}
+    result = cluster("-H", "2x1", "python", "-c", RANK, "pass", env=env, when="ready", send=end, timeout_s=30)
+    assert result.returncode == (-end if end == signal.SIGKILL else 128 + end), str(result)
+    assert result.seconds < 20, str(result)
+    assert_nothing_left(result.stdout, 2, tmp_path)
+
+
+def test_sigusr1_reaches_the_ranks(tmp_path: Path) -> None:
+    result = cluster("-H", "2x1", "python", "-c", RANK, "pass", when="ready", send=signal.SIGUSR1, timeout_s=30)
+    assert result.returncode == 0, str(result)
+    assert result.stdout.count("was asked to stop") == 2, str(result)
+
+
+# Errors: one line each, before anything is made
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["-H", "2", "true"], "-H wants hosts x ranks on each, such as 2x2, with up to 250 hosts, not '2'"),
+        (["-H", "0x2", "true"], "not '0x2'"),
+        (
+            ["--rate", "1 Gbit", "true"],
+            "--rate wants a number of kbit, mbit or gbit a second, such as 1gbit, not '1 Gbit'",
+        ),
+        (["--timeout", "1.5", "true"], "--timeout wants a whole number of seconds from 1, not '1.5'"),
+        (["--hosts", "2", "true"], "there is no option '--hosts'; see ./mpirun/cluster --help"),
+        (["-H"], "-H wants a value"),
+        (["-H", "2x2", "--"], "no command to run"),
+    ],
+)
+def test_bad_arguments_are_one_line(args: list[str], text: str) -> None:
+    result = cluster(*args)
+    assert (result.returncode, result.stdout) == (1, ""), str(result)
+    assert len(result.stderr.splitlines()) == 1 and text in result.stderr, str(result)
+
+
+def test_a_missing_tool_is_named_with_its_package(tmp_path: Path) -> None:
+    for tool in ("bash", "id", "dirname", "unshare", "nsenter", "setpriv", "setsid", "mount"):
+        (tmp_path / tool).symlink_to(shutil.which(tool) or tool)
+    result = run([str(shutil.which("bash")), str(CLUSTER), "run", "true"], env={"PATH": str(tmp_path)})
+    assert (result.returncode, result.stdout) == (1, ""), str(result)
+    assert result.stderr == "cluster: ip is missing: install iproute2 (on Debian and Ubuntu: apt install iproute2)\n"
+
+
+def test_where_no_namespaces_can_be_made_it_says_so() -> None:
+    # a user namespace that allows no networks below it
+    forbid = 'echo 0 >/proc/sys/user/max_net_namespaces && exec "$0" run true'
+    result = run(["unshare", "--user", "--map-root-user", "sh", "-c", forbid, str(CLUSTER)])
+    assert (result.returncode, result.stdout) == (1, ""), str(result)
+    assert len(result.stderr.splitlines()) == 1, str(result)
+    assert "cluster: no namespaces can be made here (unshare: " in result.stderr, str(result)
+    assert "run this as root" in result.stderr, str(result)
+
+
+def test_help_tells_every_option() -> None:
+    result = run([CLUSTER, "--help"])
+    assert (result.returncode, result.stderr) == (0, ""), str(result)
+    for text in ("run [-H HxR] [--rate RATE] [--timeout SECONDS] [--] COMMAND", "-H 2x2 --rate 1gbit", "SIGTERM"):
+        assert text in result.stdout
+    assert "set -euo" not in result.stdout
+
+
+def test_its_inner_parts_do_not_run_outside_of_a_cluster() -> None:
+    """They would set this machine's host name and cover its /dev/shm."""
+    for part in (["head", "1", "1", "", "", "true"], ["host", "host1"]):
+        result = subprocess.run([CLUSTER, *part], env=clean_environment(), capture_output=True, text=True, timeout=30)
+        assert (result.returncode, result.stdout) == (1, ""), result
+        assert result.stderr == "cluster: expected 'run'; see ./mpirun/cluster --help\n"
