@@ -83,6 +83,7 @@ def test_mesh_that_does_not_fit_shows_every_factor(comm: Communicator) -> None:
 # Two nodes
 
 
+@pytest.mark.one_node
 def test_on_several_nodes_memory_is_the_node_s_and_collectives_reach_all(
     comm: Communicator, two_nodes: Communicator
 ) -> None:
