@@ -68,7 +68,7 @@ class Buffer:
         if type(x) is np.ndarray:
             view = x
         else:
-            library = _library(x)
+            library = _libraries.get(type(x)) or _library(x)
             if library == "cuda" or (library == "torch" and x.is_cuda):
                 self._writes, self._reads = writable or write_only, not write_only
                 self.device, self.dtype = devices.describe(x, name, writable=self._writes)

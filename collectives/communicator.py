@@ -19,6 +19,8 @@ import numpy as np
 
 from collectives import diagnosis, table_cache
 from collectives.arrays import Buffer, is_on_device, like
+from collectives.diagnosis import monitor
+from collectives.diagnosis.record import Entry, Log
 from collectives.dtypes import TABLE, DType, dtype_of
 from collectives.group import Group
 from collectives.operations import Collectives
@@ -39,7 +41,8 @@ _NUM_USER_TAGS = (1 << 15) - _USER_TAG  # MPI guarantees tags up to 32767
 def world() -> "Communicator":
     """The one Communicator of all ranks, on a private clone of COMM_WORLD. Starts MPI at the first call, which is collective.
 
-    From then on an uncaught exception on one rank ends the job instead of leaving the others to wait for ever.
+    From then on an uncaught exception on one rank ends the job instead of leaving the others to wait for ever, and so does an
+    operation that waits longer than the deadline (MPITRAIN_DEADLINE_S, 600 s). SIGUSR2 prints the last operations.
     """
     from mpi4py import MPI
 
@@ -48,7 +51,8 @@ def world() -> "Communicator":
         diagnosis.abort_on_uncaught(clone)
     progress = _choose_progress(clone, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
     atexit.register(progress.close)  # runs before mpi4py's own, which ends MPI
-    comm = Communicator(clone, progress=progress)
+    comm = Communicator(clone, progress=progress, _name="world")
+    monitor.start(clone, checked=comm.checked)
     comm._take(_measured_table(comm))
     return comm
 
@@ -60,6 +64,17 @@ def _measured_table(comm: "Communicator") -> Table:
     measured = table_cache.read(comm.machine()) if comm.rank == 0 else None
     data = comm.mpi.bcast(None if measured is None else measured.to_dict())
     return built_in() if data is None else Table.from_dict(data).over(built_in())
+
+
+def _ranks_of_job(mpi: Any) -> list[int]:
+    """The ranks of `mpi` as COMM_WORLD numbers them."""
+    from mpi4py import MPI
+
+    group, world = mpi.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks: list[int] = group.Translate_ranks(None, world)
+    group.Free()
+    world.Free()
+    return ranks
 
 
 def _choose_progress(mpi: Any, threads_allowed: bool) -> Progress:
@@ -92,8 +107,9 @@ class Communicator(Collectives):
         table: Table | None = None,
         _is_node: bool = False,
         _memory: NodeMemory | None = None,
+        _name: str = "",
     ) -> None:
-        """`_memory`: the node's arrays known to another communicator of the same ranks."""
+        """`_memory`: the node's arrays known to another communicator of the same ranks. `_name`: what reports call this one."""
         # Modules that start MPI when they are imported: only now.
         from mpi4py import MPI
 
@@ -106,6 +122,7 @@ class Communicator(Collectives):
         self.rank: int = mpi.rank
         self.size: int = mpi.size
         self.checked = os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0") if checked is None else checked
+        self._log = Log(_ranks_of_job(mpi), _name)
         self._progress = progress = progress or Deferred()
         self._group: Group | None = None
         self._twin: Communicator | None = None  # for the progress thread
@@ -113,7 +130,7 @@ class Communicator(Collectives):
         self._executor = Executor(mpi)
         self._make_scheduled = partial(Scheduled, self._executor, rank=self.rank, size=self.size)
         self._message, self._library_version = message, library_version
-        self._devices = Devices(mpi)
+        self._devices = Devices(mpi, self._enter)
         self._transports: dict[str, Any] = {"mpi": Library(mpi)}
         self._infeasible: dict[str, str] = {}  # algorithms that these ranks cannot run for a reason that only they know
         # The ranks of each node, in order; and the memory that all ranks see: None on several nodes.
@@ -126,7 +143,13 @@ class Communicator(Collectives):
         else:
             node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
             self.node = Communicator(
-                node, progress=progress, checked=self.checked, table=table, _is_node=True, _memory=_memory
+                node,
+                progress=progress,
+                checked=self.checked,
+                table=table,
+                _is_node=True,
+                _memory=_memory,
+                _name=f"{_name} node".strip(),
             )
             by_leader: dict[int, list[int]] = {}
             for rank, leader in enumerate(mpi.allgather(node.bcast(self.rank))):
@@ -198,11 +221,10 @@ class Communicator(Collectives):
         if color < 0:
             raise ValueError(f"split: color {color}; expected 0 or more")
         self._progress.flush()
-        if self.checked:
-            diagnosis.compare_calls(self.mpi, "split")
-        return Communicator(
-            self.mpi.Split(color, key), progress=self._progress, checked=self.checked, table=self._table
-        )
+        with self._enter("split"):
+            return Communicator(
+                self.mpi.Split(color, key), progress=self._progress, checked=self.checked, table=self._table
+            )
 
     def free(self) -> None:
         """Give back the MPI communicators of this one and its `node`. Collective; never done by the garbage collector."""
@@ -210,10 +232,11 @@ class Communicator(Collectives):
         for other in (self._twin, self._across, self._for_jax, self.node if self.node is not self else None):
             if other is not None:
                 other.free()
-        self._transports.clear()
-        self._devices.free()
-        self._executor.free()
-        self.mpi.Free()
+        with self._log.enter("free"):
+            self._transports.clear()
+            self._devices.free()
+            self._executor.free()
+            self.mpi.Free()
 
     # The choice of algorithms
 
@@ -228,8 +251,7 @@ class Communicator(Collectives):
         ValueError on all ranks if it is no table, or not the same on all of them.
         """
         self._progress.flush()
-        if self.checked:
-            diagnosis.compare_calls(self.mpi, "use_table")
+        self._enter("use_table").leave()
         with self.together("use_table"):
             data = table.to_dict() if isinstance(table, Table) else table
             new = Table.from_dict(data)
@@ -322,12 +344,11 @@ class Communicator(Collectives):
             raise ValueError(f"{kind}: shape {shape}; expected lengths of at least 0")
         nbytes = prod(map(int, shape)) * row.itemsize
         self._progress.flush()
-        if self.checked:
-            diagnosis.compare_calls(self.mpi, f"{kind}({shape}, {row.name})")
-        if self._memory is None:
-            flat = np.zeros(nbytes, np.uint8)
-        else:
-            flat = self._memory.shared(nbytes) if kind == "shared" else self._memory.empty(nbytes)
+        with self._enter(kind, f"{kind}({shape}, {row.name})"):
+            if self._memory is None:
+                flat = np.zeros(nbytes, np.uint8)
+            else:
+                flat = self._memory.shared(nbytes) if kind == "shared" else self._memory.empty(nbytes)
         return like(flat.view(row.numpy), dtype).reshape(shape)
 
     # Point to point
@@ -340,7 +361,9 @@ class Communicator(Collectives):
         elif self._progress.pending():
             self.isend(x, peer, tag).wait()
         else:
-            self.mpi.Send(self._message(Buffer(x, "x").flat), peer, _USER_TAG + tag)
+            b = Buffer(x, "x")
+            with self._log.enter_pair("send", peer, tag, b.flat.size, b.dtype.name):
+                self.mpi.Send(self._message(b.flat), peer, _USER_TAG + tag)
 
     def recv(self, x: Any, peer: int, tag: int = 0) -> Any:
         """Receive into `x` what rank `peer` sends with `tag`; returns `x`. ValueError if the message has another size."""
@@ -351,19 +374,20 @@ class Communicator(Collectives):
         from mpi4py import MPI
 
         b = Buffer(x, "x", write_only=True)
-        status = MPI.Status()
-        incoming = None
-        while self._progress.pending() and incoming is None:
-            incoming = self.mpi.Improbe(peer, _USER_TAG + tag, status)
-            self._progress.advance()
-        if incoming is None:
-            incoming = self.mpi.Mprobe(peer, _USER_TAG + tag, status)
-        nbytes = status.Get_elements(MPI.BYTE)
-        if nbytes != b.flat.nbytes:
-            # Take it off the line, so that it is not mistaken for the next one.
-            incoming.Recv(self._message(np.empty(nbytes, np.uint8)))
-            raise ValueError(f"recv: rank {peer} sent {nbytes} bytes, but x has {b.flat.nbytes}")
-        incoming.Recv(self._message(b.flat))
+        with self._log.enter_pair("recv", peer, tag, b.flat.size, b.dtype.name):
+            status = MPI.Status()
+            incoming = None
+            while self._progress.pending() and incoming is None:
+                incoming = self.mpi.Improbe(peer, _USER_TAG + tag, status)
+                self._progress.advance()
+            if incoming is None:
+                incoming = self.mpi.Mprobe(peer, _USER_TAG + tag, status)
+            nbytes = status.Get_elements(MPI.BYTE)
+            if nbytes != b.flat.nbytes:
+                # Take it off the line, so that it is not mistaken for the next one.
+                incoming.Recv(self._message(np.empty(nbytes, np.uint8)))
+                raise ValueError(f"recv: rank {peer} sent {nbytes} bytes, but x has {b.flat.nbytes}")
+            incoming.Recv(self._message(b.flat))
         return b.result()
 
     def isend(self, x: Any, peer: int, tag: int = 0) -> Work:
@@ -391,30 +415,31 @@ class Communicator(Collectives):
                 raise ValueError(f"irecv: rank {peer} sent {nbytes} bytes, but x has {b.flat.nbytes}")
             return b.result()
 
-        return Transfer(self._progress, start(self._message(b.flat), peer, _USER_TAG + tag), status, end)
+        entry = self._log.enter_pair(operation, peer, tag, b.flat.size, b.dtype.name)
+        with entry.failing():
+            request = start(self._message(b.flat), peer, _USER_TAG + tag)
+        entry.issued()
+        return Transfer(self._progress, entry, request, status, end)
 
     # Control
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
         self._progress.flush()
-        if self.checked:
-            diagnosis.compare_calls(self.mpi, "barrier")
-        self.mpi.Barrier()
+        with self._enter("barrier"):
+            self.mpi.Barrier()
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """The root's `obj`, on every rank. Pickled: for small control messages, never for data."""
         self._progress.flush()
-        if self.checked:
-            diagnosis.compare_calls(self.mpi, f"broadcast_object(root={root})")
-        return self.mpi.bcast(obj, root)
+        with self._enter("broadcast_object", root=root):
+            return self.mpi.bcast(obj, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's `obj` in order of rank. Pickled: for small control messages, never for data."""
         self._progress.flush()
-        if self.checked:
-            diagnosis.compare_calls(self.mpi, "all_gather_object")
-        return self.mpi.allgather(obj)
+        with self._enter("all_gather_object"):
+            return self.mpi.allgather(obj)
 
     def together(self, doing: str = "") -> AbstractContextManager[None]:
         """`with comm.together("reading the data"):` - an error in the block on any rank is raised on every rank.
@@ -424,8 +449,24 @@ class Communicator(Collectives):
         """
         self._progress.flush()
         if self.checked:
-            diagnosis.compare_calls(self.mpi, "together")  # `doing` may name a rank's own file
-        return diagnosis.together(self.mpi, doing)
+            self._enter("together").leave()  # `doing` may name a rank's own file
+        return diagnosis.together(self.mpi, doing, self._log)
+
+    def _enter(
+        self,
+        operation: str,
+        call: str = "",
+        root: int | None = None,
+        op: str | None = None,
+        elements: int = 0,
+        dtype: str = "",
+    ) -> Entry:
+        """Note in the flight record that this rank enters a collective; in checked mode compare it, as `call`, with the others'."""
+        entry = self._log.enter(operation, elements, dtype, op, root)
+        if self.checked:
+            with entry.failing():
+                diagnosis.compare_calls(self.mpi, call or entry.operation.words, entry)
+        return entry
 
     def _check_peer(self, operation: str, peer: int, tag: int) -> None:
         if not 0 <= peer < self.size or peer == self.rank:

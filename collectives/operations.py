@@ -1,6 +1,6 @@
 """The collectives of a Communicator: check the arguments, choose the algorithm, hand over to its transport.
 
-Every operation goes the same way: `Buffer` views of its arrays, `_begin`, the transport of the chosen algorithm, `_end`.
+Every operation goes the same way: `Buffer` views of its arrays, `_begin`, the transport of the chosen algorithm, `result()`.
 """
 
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from collectives import diagnosis
 from collectives.arrays import Buffer
+from collectives.diagnosis.record import Entry, Log
 from collectives.dtypes import TABLE, DType, effective_op
 from collectives.reduction import copy
 from collectives.selection import Selector
@@ -35,6 +35,8 @@ class Collectives:
     _selector: Selector
     private_memory: str
     _later: Any
+    _log: Log
+    _enter: Any
     _transport: Any  # of an algorithm
 
     def all_reduce(
@@ -59,12 +61,12 @@ class Collectives:
         raw = effective_op(b.dtype, op)
         if b.device is not None and self._devices.all_reduce(b, op, algorithm):
             return b.result()
-        algorithm = self._begin("all_reduce", b, algorithm, op=op, accumulate=accumulate)
-        flat, dtype = _wide(b, algorithm, accumulate)
-        self._transport(algorithm).all_reduce(flat, raw, dtype)
+        with self._begin("all_reduce", b, algorithm, op=op, accumulate=accumulate) as call:
+            flat, dtype = _wide(b, call.algorithm, accumulate)
+            self._transport(call.algorithm).all_reduce(flat, raw, dtype)
         if dtype is not b.dtype:
             copy(b.flat, flat)
-        return self._end(b)
+        return b.result()
 
     def all_gather(
         self, out: Any, x: Any, *, counts: Sequence[int] | None = None, algorithm: str = "auto", async_op: bool = False
@@ -81,9 +83,9 @@ class Collectives:
         in_place = self._in_place("all_gather", counts, part=("x", src), whole=("out", dst))
         if dst.device is not None and self._devices.all_gather(dst, src, counts, in_place, algorithm):
             return dst.result()
-        algorithm = self._begin("all_gather", dst, algorithm, counts=counts)
-        self._transport(algorithm).all_gather(dst.flat, src.flat, counts)
-        return self._end(dst)
+        with self._begin("all_gather", dst, algorithm, counts=counts) as call:
+            self._transport(call.algorithm).all_gather(dst.flat, src.flat, counts)
+        return dst.result()
 
     def reduce_scatter(
         self,
@@ -110,13 +112,13 @@ class Collectives:
         in_place = self._in_place("reduce_scatter", counts, part=("out", dst), whole=("x", src))
         if dst.device is not None and self._devices.reduce_scatter(dst, src, op, counts, in_place, algorithm):
             return dst.result()
-        algorithm = self._begin("reduce_scatter", src, algorithm, op=op, counts=counts, accumulate=accumulate)
-        flat, dtype = _wide(src, algorithm, accumulate)
-        mine = dst.flat if dtype is src.dtype else np.empty(dst.flat.size, dtype.numpy)
-        self._transport(algorithm).reduce_scatter(mine, flat, raw, counts, dtype)
+        with self._begin("reduce_scatter", src, algorithm, op=op, counts=counts, accumulate=accumulate) as call:
+            flat, dtype = _wide(src, call.algorithm, accumulate)
+            mine = dst.flat if dtype is src.dtype else np.empty(dst.flat.size, dtype.numpy)
+            self._transport(call.algorithm).reduce_scatter(mine, flat, raw, counts, dtype)
         if dtype is not src.dtype:
             copy(dst.flat, mine)
-        return self._end(dst)
+        return dst.result()
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Any:
         """Every rank's `x` becomes the root's. In place; returns `x`, or a Work with `async_op`."""
@@ -125,9 +127,9 @@ class Collectives:
         b = Buffer(x, "x", write_only=self.rank != root)
         if b.device is not None and self._devices.broadcast(b, self._root("broadcast", root), algorithm):
             return b.result()
-        algorithm = self._begin("broadcast", b, algorithm, root=root)
-        self._transport(algorithm).broadcast(b.flat, root)
-        return self._end(b)
+        with self._begin("broadcast", b, algorithm, root=root) as call:
+            self._transport(call.algorithm).broadcast(b.flat, root)
+        return b.result()
 
     def reduce(
         self,
@@ -151,12 +153,12 @@ class Collectives:
         raw = effective_op(b.dtype, op)
         if b.device is not None and self._devices.reduce(b, self._root("reduce", root), op, algorithm):
             return b.result()
-        algorithm = self._begin("reduce", b, algorithm, op=op, root=root, accumulate=accumulate)
-        flat, dtype = _wide(b, algorithm, accumulate)
-        self._transport(algorithm).reduce(flat, raw, root, dtype)
+        with self._begin("reduce", b, algorithm, op=op, root=root, accumulate=accumulate) as call:
+            flat, dtype = _wide(b, call.algorithm, accumulate)
+            self._transport(call.algorithm).reduce(flat, raw, root, dtype)
         if dtype is not b.dtype and self.rank == root:
             copy(b.flat, flat)
-        return self._end(b)
+        return b.result()
 
     def gather(self, out: Any, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Any:
         """The root's `out` becomes all ranks' `x` in order of rank; the others pass None. Returns `out`, or a Work.
@@ -173,11 +175,11 @@ class Collectives:
             in_place = self._in_place("gather", counts, part=("x", src), whole=("out", dst))
         if src.device is not None and self._devices.gather(dst, src, self._root("gather", root), algorithm):
             return dst and dst.result()
-        algorithm = self._begin("gather", src, algorithm, root=root)
-        if dst is not None and not in_place:
-            dst.flat[slice(*parts(counts)[root])] = src.flat
-        self._transport(algorithm).gather(None if dst is None else dst.flat, src.flat, root)
-        return self._end(dst)
+        with self._begin("gather", src, algorithm, root=root) as call:
+            if dst is not None and not in_place:
+                dst.flat[slice(*parts(counts)[root])] = src.flat
+            self._transport(call.algorithm).gather(None if dst is None else dst.flat, src.flat, root)
+        return dst and dst.result()
 
     def scatter(self, out: Any, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Any:
         """Every rank's `out` becomes its part of the root's `x`; the others pass None for it. Returns `out`, or a Work.
@@ -194,11 +196,11 @@ class Collectives:
             in_place = self._in_place("scatter", counts, part=("out", dst), whole=("x", src))
         if dst.device is not None and self._devices.scatter(dst, src, self._root("scatter", root), algorithm):
             return dst.result()
-        algorithm = self._begin("scatter", dst, algorithm, root=root)
-        if src is not None and not in_place:
-            dst.flat[...] = src.flat[slice(*parts(counts)[root])]
-        self._transport(algorithm).scatter(dst.flat, None if src is None else src.flat, root)
-        return self._end(dst)
+        with self._begin("scatter", dst, algorithm, root=root) as call:
+            if src is not None and not in_place:
+                dst.flat[...] = src.flat[slice(*parts(counts)[root])]
+            self._transport(call.algorithm).scatter(dst.flat, None if src is None else src.flat, root)
+        return dst.result()
 
     def all_to_all(self, out: Any, x: Any, *, algorithm: str = "auto", async_op: bool = False) -> Any:
         """Part i of `x` goes to rank i; part i of `out` comes from rank i. Equal parts. Returns `out`, or a Work."""
@@ -214,9 +216,9 @@ class Collectives:
             raise ValueError("all_to_all: x and out overlap; pass two separate arrays")
         if dst.device is not None and self._devices.all_to_all(dst, src, algorithm):
             return dst.result()
-        algorithm = self._begin("all_to_all", src, algorithm)
-        self._transport(algorithm).all_to_all(dst.flat, src.flat)
-        return self._end(dst)
+        with self._begin("all_to_all", src, algorithm) as call:
+            self._transport(call.algorithm).all_to_all(dst.flat, src.flat)
+        return dst.result()
 
     # Parts of the operations above
 
@@ -230,16 +232,17 @@ class Collectives:
         root: int | None = None,
         counts: Sequence[int] | None = None,
         accumulate: str | None = None,
-    ) -> str:
-        """Check what all ranks must agree on, and choose the algorithm."""
+    ) -> Entry:
+        """Check what all ranks must agree on, choose the algorithm, and enter the operation in the flight record."""
         if root is not None:
             self._root(operation, root)
         if accumulate not in (None, "fp32"):
             raise ValueError(f"{operation}: accumulate {accumulate!r}; expected 'fp32' or None")
         if self._progress.pending():
             self._progress.flush()
-        memory = self._memory
+        memory, size, name = self._memory, b.flat.size, b.dtype.name
         number = 0 if memory is None or memory.holds_none else memory.find(b.flat)[0]
+        entry = None
         if self.checked:
             options = {
                 "op": op,
@@ -249,22 +252,23 @@ class Collectives:
                 "accumulate": accumulate,
             }
             said = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
-            place = self._memory.place(b.flat) if number else "private memory"
-            diagnosis.compare_calls(self.mpi, f"{operation}({b.flat.size} x {b.dtype.name}, {said}, in {place})")
+            place = memory.place(b.flat) if number else "private memory"
+            entry = self._enter(operation, f"{operation}({size} x {name}, {said}, in {place})", root, op, size, name)
         nbytes = b.flat.nbytes
         if operation in ("gather", "scatter"):
             nbytes *= self.size  # a rank knows its part alone here
-        return self._selector.choose(
-            operation, algorithm, dtype=b.dtype, nbytes=nbytes, memory="node" if number else self.private_memory
-        )
+        where = "node" if number else self.private_memory
+        if entry is None:
+            chosen = self._selector.choose(operation, algorithm, dtype=b.dtype, nbytes=nbytes, memory=where)
+            return self._log.enter(operation, size, name, op, root, chosen)
+        with entry.failing():
+            entry.by(self._selector.choose(operation, algorithm, dtype=b.dtype, nbytes=nbytes, memory=where))
+        return entry
 
     def _root(self, operation: str, root: int) -> int:
         if not 0 <= root < self.size:
             raise ValueError(f"{operation}: root {root} is outside the {self.size} ranks of this communicator")
         return root
-
-    def _end(self, written: Buffer | None) -> Any:
-        return None if written is None else written.result()
 
     def _counts(
         self, operation: str, counts: Sequence[int] | None, *, part: tuple[str, Buffer], whole: tuple[str, Buffer]

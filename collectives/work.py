@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from collectives.diagnosis.record import ENDED, FAILED, Entry
+
 
 class Work(ABC):
     """An operation in flight: `wait()` gives its result, `done()` tells whether it has ended.
@@ -93,8 +95,8 @@ class _Deferred(Work):
         return bool(self._ready.Test())
 
     def carry_out(self) -> None:
-        self._ready.Wait()
         self._end(self._operation)
+        self._ready.Wait()  # not before: while it waits for other ranks, the flight record is to show the operation
         del self._operation
 
 
@@ -189,10 +191,15 @@ class Thread(Progress):
 class Transfer(Work):
     """A message in flight: what `isend` and `irecv` return."""
 
-    def __init__(self, progress: Progress, request: Any, status: Any, end: Callable[[Exception | None], Any]) -> None:
-        """`end(error)` gives the result when the message is through, or raises; it keeps the array alive until then."""
+    def __init__(
+        self, progress: Progress, entry: Entry, request: Any, status: Any, end: Callable[[Exception | None], Any]
+    ) -> None:
+        """`entry`: in the flight record.
+
+        `end(error)` gives the result when the message is through, or raises; it keeps the array alive until then."""
         super().__init__()
-        self._progress, self._request, self._status, self._through = progress, request, status, end
+        self._progress, self._entry = progress, entry
+        self._request, self._status, self._through = request, status, end
 
     def done(self) -> bool:
         """Whether the message is through."""
@@ -202,6 +209,7 @@ class Transfer(Work):
         return self._ended
 
     def _finish(self) -> None:
+        self._entry.wait()
         while self._progress.pending() and not self.done():
             pass
         if not self._ended:
@@ -215,4 +223,5 @@ class Transfer(Work):
         except Exception as raised:
             error = raised
         self._end(lambda: self._through(error))
+        self._entry.leave(ENDED if self._error is None else FAILED)
         del self._request, self._through

@@ -10,6 +10,7 @@ import numpy as np
 
 from collectives.arrays import Buffer
 from collectives.devices import say_once
+from collectives.diagnosis.record import Entry
 from collectives.transports import cuda
 from collectives.transports.binding import NcclUnavailableError
 from collectives.transports.mpi import Library, message
@@ -21,8 +22,9 @@ from collectives.work import Work
 class Devices:
     """The ways of the ranks of `mpi` to each other's GPUs. They are looked for at the first operation, which is collective."""
 
-    def __init__(self, mpi: Any) -> None:
-        self._mpi = mpi
+    def __init__(self, mpi: Any, enter: Callable[..., Entry]) -> None:
+        """`enter`: notes a collective in the flight record, and compares it in checked mode."""
+        self._mpi, self._enter = mpi, enter
         self._nccl: Nccl | None = None
         self._why_not = ""
         self._cuda_aware = False
@@ -31,6 +33,7 @@ class Devices:
 
     def all_reduce(self, x: Buffer, op: str, algorithm: str) -> bool:
         return self._carry_out(
+            "all_reduce",
             [x],
             op,
             algorithm,
@@ -40,6 +43,7 @@ class Devices:
 
     def reduce(self, x: Buffer, root: int, op: str, algorithm: str) -> bool:
         return self._carry_out(
+            "reduce",
             [x],
             op,
             algorithm,
@@ -54,6 +58,7 @@ class Devices:
             Library(self._mpi).reduce_scatter(target, source, op, counts, x.dtype)
 
         return self._carry_out(
+            "reduce_scatter",
             [out, x],
             op,
             algorithm,
@@ -66,6 +71,7 @@ class Devices:
             self._mpi.Allgatherv(message(source), message(target, list(counts)))
 
         return self._carry_out(
+            "all_gather",
             [out, x],
             None,
             algorithm,
@@ -75,6 +81,7 @@ class Devices:
 
     def broadcast(self, x: Buffer, root: int, algorithm: str) -> bool:
         return self._carry_out(
+            "broadcast",
             [x],
             None,
             algorithm,
@@ -84,6 +91,7 @@ class Devices:
 
     def gather(self, out: Buffer | None, x: Buffer, root: int, algorithm: str) -> bool:
         return self._carry_out(
+            "gather",
             [x] if out is None else [x, out],
             None,
             algorithm,
@@ -92,6 +100,7 @@ class Devices:
 
     def scatter(self, out: Buffer, x: Buffer | None, root: int, algorithm: str) -> bool:
         return self._carry_out(
+            "scatter",
             [out] if x is None else [out, x],
             None,
             algorithm,
@@ -100,6 +109,7 @@ class Devices:
 
     def all_to_all(self, out: Buffer, x: Buffer, algorithm: str) -> bool:
         return self._carry_out(
+            "all_to_all",
             [out, x],
             None,
             algorithm,
@@ -123,6 +133,7 @@ class Devices:
 
     def _carry_out(
         self,
+        operation: str,
         buffers: Sequence[Buffer],
         op: str | None,
         algorithm: str,
@@ -140,7 +151,9 @@ class Devices:
             self._connect(index)
         dtype = buffers[0].dtype
         if algorithm != "mpi" and self._nccl is not None and (op is None or reduces(dtype)):
-            handle = by_nccl(self._nccl, *devices, async_op=self._handles is not None)
+            with self._enter(operation, op=op, elements=buffers[0].size, dtype=dtype.name) as entry:
+                entry.by("nccl")
+                handle = by_nccl(self._nccl, *devices, async_op=self._handles is not None)
             if handle is not None and self._handles is not None:
                 self._handles.append(handle)
             return True
@@ -149,7 +162,7 @@ class Devices:
                 f"algorithm 'nccl' cannot be used on this {dtype.name} array: {self._why_not or 'NCCL cannot reduce it'}"
             )
         if by_mpi is not None and self._cuda_aware and (op is None or cuda.reduces(dtype, op)):
-            with cuda.calling(*devices):
+            with self._enter(operation, op=op, elements=buffers[0].size, dtype=dtype.name), cuda.calling(*devices):
                 by_mpi(*(cuda.view(device, dtype) for device in devices))
             return True
         return False

@@ -1,6 +1,7 @@
 """Groups of ranks, messages between two, control messages, and errors: local ones before anything is sent, joint ones on all."""
 
 import socket
+import time
 from typing import Any
 
 import numpy as np
@@ -339,6 +340,30 @@ def test_checked_mode_names_what_differs_between_ranks(checked: Communicator) ->
         assert "test_communicator.py:" in second
     # and nothing was sent: the next one works
     assert checked.all_reduce(np.ones(1)).tolist() == [checked.size]
+
+
+def test_checked_mode_numbers_the_calls_of_each_communicator(checked: Communicator) -> None:
+    if checked.size == 1:
+        pytest.skip("one rank cannot differ")
+    group = checked.split(0)
+    group.barrier()
+    checked.barrier()
+    with pytest.raises(ValueError, match=r"\n  rank .*#2 barrier  at ") as caught:
+        group.barrier() if group.rank == 0 else group.all_gather_object(1)
+    assert "#2 all_gather_object" in str(caught.value)
+    assert group.all_reduce(np.ones(1)).tolist() == [group.size]
+    group.free()
+
+
+def test_checked_mode_waits_for_a_rank_that_is_slow(checked: Communicator) -> None:
+    """Longer than the time after which the monitors look for ranks in different orders; not an error."""
+    group = checked.split(0)
+    for slow in range(min(2, checked.size)):
+        if checked.rank == slow:
+            time.sleep(1.5)
+        assert checked.all_reduce(np.ones(1)).tolist() == [checked.size]
+        group.barrier()
+    group.free()
 
 
 def test_checked_mode_by_the_environment(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,55 @@
+"""How SIGUSR2 wakes the monitor while the main thread is inside MPI, where Python's own handlers would wait until it is back."""
+
+import os
+import select
+import signal
+from contextlib import suppress
+
+
+class Bell:
+    """A pipe that a thread waits at. Python's C-level handler writes a signal's number into it at once, whatever the threads do."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._poll = select.poll()  # select() knows no descriptor above 1023
+        self._poll.register(self._read, select.POLLIN)
+        os.register_at_fork(after_in_child=self._forked)
+
+    def ring_at_signal(self) -> None:
+        """Ring at SIGUSR2, unless the user's program listens to it. From the main thread."""
+        if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+            return
+        other = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if other != -1:
+            # Somebody's event loop has it: then the main thread must be awake to notice.
+            signal.set_wakeup_fd(other)
+            signal.signal(signal.SIGUSR2, self._handle)
+        else:
+            signal.signal(signal.SIGUSR2, _heard)
+
+    def ring(self, number: int = 0) -> None:
+        """Wake the thread that waits."""
+        with suppress(OSError):
+            os.write(self._write, bytes([number]))
+
+    def wait(self, seconds: float) -> bool:
+        """Until it rings, or so long. Whether SIGUSR2 has rung, and nobody else has taken that signal over."""
+        heard = os.read(self._read, 4096) if self._poll.poll(seconds * 1000) else b""
+        return signal.SIGUSR2 in heard and signal.getsignal(signal.SIGUSR2) in (_heard, self._handle)
+
+    def _handle(self, signum: int, frame: object) -> None:
+        self.ring(signum)
+
+    def _forked(self) -> None:
+        """In a child process: it is no rank, and the pipe is its parent's. mpirun signals it too: that must not end it."""
+        with suppress(ValueError, OSError):
+            fd = signal.set_wakeup_fd(-1)
+            if fd not in (-1, self._write):
+                signal.set_wakeup_fd(fd)
+            if signal.getsignal(signal.SIGUSR2) == self._handle:
+                signal.signal(signal.SIGUSR2, _heard)
+
+
+def _heard(signum: int, frame: object) -> None:
+    """SIGUSR2 has rung already."""

@@ -1,0 +1,219 @@
+"""Ranks that wait for ever: who is named, and how the job ends. Real jobs, with deadlines of a second or two."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from launching import ROOT, Result, launch
+
+EXIT_CODE = 124
+HEADER = "import os, signal, sys, time\nimport numpy as np, collectives\ncomm = collectives.world()\n"
+X = "np.ones(4, np.float32)"
+
+
+def job(num_ranks: int, script: str, *, timeout_s: float = 40, **env: str) -> Result:
+    # killed by the time-out of `launch` where nothing ends it
+    return launch(num_ranks, "-c", HEADER + script, cwd=ROOT, env=env, timeout_s=timeout_s)
+
+
+def report(result: Result, waited: str, *, reporters: str = r"\d") -> list[str]:
+    """The lines of the one report that a rank has printed, in a job that its deadline has ended."""
+    assert result.returncode == EXIT_CODE, str(result)
+    first = rf"\[rank ({reporters})\] rank \1 has waited \d+\.\d s in {re.escape(waited)}; the deadline is "
+    heads = re.findall(first, result.stderr)
+    assert len(heads) == 1, str(result)
+    assert result.stderr.count("The job ends.") == 1, str(result)
+    return [line.split("] ", 1)[1] for line in result.stderr.splitlines() if line.startswith(f"[rank {heads[0]}]   ")]
+
+
+def test_a_rank_that_never_comes_is_named_with_the_place_where_it_is(tmp_path: Path) -> None:
+    script = f"""
+def load():
+    time.sleep(60)
+comm.barrier()
+if comm.rank == 1:
+    load()
+comm.all_reduce({X})
+"""
+    result = job(3, script, MPITRAIN_DEADLINE_S="1", MPITRAIN_RECORD_DIR=str(tmp_path / "record"))
+    lines = report(result, "world (ranks 0-2): #2 all_reduce(4 x float32, op=sum)")
+    assert re.fullmatch(r"  ranks 0, 2: in world .* by \w+, at <string>:10 in <module>, for \d\.\d s", lines[0]), lines
+    assert lines[1].startswith("  rank 1: in no operation, main thread at <string>:6 in load, from <string>:9 "), lines
+    assert lines[1].endswith("its last one there: #1 barrier (ended)")
+    assert lines[2:] == ["  => missing: rank 1 (is in no operation)"]
+    files = {file.name: file.read_text() for file in (tmp_path / "record").iterdir()}
+    assert sorted(files) == ["rank-0.txt", "rank-1.txt", "rank-2.txt"]
+    assert "ended   world (ranks 0-2): #1 barrier" in files["rank-1.txt"]
+    assert "begun   world (ranks 0-2): #2 all_reduce" in files["rank-2.txt"]
+
+
+def test_ranks_in_different_operations_are_named() -> None:
+    script = f"""
+group = comm.split(0)
+if comm.rank == 1:
+    time.sleep(0.7)  # so that rank 0 is the first to pass the deadline
+    group.broadcast({X}, 1)
+else:
+    comm.all_reduce({X})
+group.recv({X}, 1 - comm.rank)
+"""
+    lines = report(job(2, script, MPITRAIN_DEADLINE_S="1"), "world (ranks 0, 1): #2 all_reduce(4 x float32, op=sum)")
+    # the root of a broadcast need not wait: it is then in the next operation
+    assert "  => missing: rank 1 (is in an operation of another communicator)" in lines, lines
+    assert any(
+        re.search(r"^  rank 1: in group \d \(ranks 0, 1\): recv\(4 x float32, peer=0, tag=0\)", line) for line in lines
+    )
+
+
+def test_a_stopped_rank_does_not_answer(tmp_path: Path) -> None:
+    script = f"""
+comm.barrier()
+if comm.rank == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+comm.all_reduce({X})
+"""
+    result = job(3, script, MPITRAIN_DEADLINE_S="1", MPITRAIN_RECORD_DIR=str(tmp_path))
+    lines = report(result, "world (ranks 0-2): #2 all_reduce(4 x float32, op=sum)", reporters="[12]")
+    assert "  rank 0: no answer: dead, stopped, or stuck outside Python" in lines, lines
+    assert lines[-1] == "  => missing: rank 0 (does not answer)"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank-1.txt", "rank-2.txt"]
+
+
+def test_a_rank_whose_program_has_ended_is_named() -> None:
+    script = f"comm.barrier()\nif comm.rank == 1:\n    raise SystemExit(3)\ncomm.all_reduce({X})\n"
+    lines = report(job(2, script, MPITRAIN_DEADLINE_S="1"), "world (ranks 0, 1): #2 all_reduce(4 x float32, op=sum)")
+    assert "  rank 1: in no operation, its program has ended; its last one there: #1 barrier (ended)" in lines, lines
+    assert lines[-1] == "  => missing: rank 1 (has ended)"
+
+
+def test_without_threads_in_mpi_the_job_ends_too(tmp_path: Path) -> None:
+    script = f"if comm.rank == 1:\n    time.sleep(60)\ncomm.all_reduce({X})\n"
+    result = launch(
+        2, "-c", "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\n" + HEADER + script, cwd=ROOT, timeout_s=40,
+        env={"MPITRAIN_DEADLINE_S": "1", "MPITRAIN_RECORD_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert result.returncode == EXIT_CODE, str(result)
+    assert "[rank 0] flight record of rank 0: the deadline of 1 s has passed" in result.stderr, str(result)
+    assert [file.name for file in tmp_path.iterdir()] == ["rank-0.txt"], "who wrote nothing is missing"
+
+
+def test_only_waits_in_operations_count() -> None:
+    """Computing, saving, an operation under way that nobody waits for yet, and waiting at the end for the others: no deadline."""
+    script = f"""
+collectives.diagnosis.set_deadline(0.5)
+work = comm.all_reduce({X}, async_op=True)
+try:
+    comm.all_reduce({X}, algorithm="magic")
+except ValueError:
+    pass
+time.sleep(1.4)
+work.wait()
+if comm.rank == 1:
+    time.sleep(1.4)
+print("done", flush=True)
+"""
+    result = job(2, script)
+    assert result.returncode == 0, str(result)
+    assert (result.stdout.count("done"), result.stderr) == (2, ""), str(result)
+
+
+def test_no_deadline_where_it_is_off() -> None:
+    result = job(2, "if comm.rank == 1:\n    time.sleep(1)\ncomm.barrier()\nprint('done')\n", MPITRAIN_DEADLINE_S="0")
+    assert (result.returncode, result.stdout.count("done"), result.stderr) == (0, 2, ""), str(result)
+
+
+SIGNALLED = f"""
+{{before}}
+pids = comm.all_gather_object(os.getpid())
+if comm.rank == 1:
+    time.sleep(0.5)
+    os.kill(pids[0], signal.SIGUSR2)
+    time.sleep(1.5)
+comm.all_reduce({X})
+{{after}}
+"""
+
+
+def test_sigusr2_prints_the_record_of_a_rank_that_is_stuck_in_mpi(tmp_path: Path) -> None:
+    script = HEADER + SIGNALLED.format(before="", after="os.kill(os.getpid(), signal.SIGUSR1)")
+    listening = "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: print('stop asked for', flush=True))\n"
+    result = launch(2, "-c", listening + script, cwd=ROOT, env={"MPITRAIN_RECORD_DIR": str(tmp_path)}, timeout_s=40)
+    assert result.returncode == 0, str(result)
+    assert result.stderr.count("flight record of rank") == 1, str(result)
+    assert "[rank 0] flight record of rank 0: SIGUSR2; " in result.stderr, str(result)
+    now = r"\[rank 0\]   now, for (\d\.\d) s: world \(ranks 0, 1\): #2 all_reduce\(4 x float32, op=sum\).*, at <string>:\d+ "
+    found = re.search(now, result.stderr)
+    assert found, str(result)
+    assert float(found[1]) < 1.5, "while it was stuck, not when it came back"
+    assert "ended   world (ranks 0, 1): #1 all_gather_object" in (tmp_path / "rank-0.txt").read_text()
+    assert result.stdout.count("stop asked for") == 2, "another signal's handler still works"
+
+
+def test_a_program_s_own_handler_of_sigusr2_stays() -> None:
+    listening = "import signal\nsignal.signal(signal.SIGUSR2, lambda *_: print('mine', flush=True))\n"
+    result = launch(2, "-c", listening + HEADER + SIGNALLED.format(before="", after=""), cwd=ROOT, timeout_s=40)
+    assert (result.returncode, result.stdout.count("mine"), result.stderr) == (0, 1, ""), str(result)
+
+
+def test_an_uncaught_exception_shows_the_last_operations(tmp_path: Path) -> None:
+    script = "for _ in range(8):\n    comm.barrier()\nif comm.rank == 1:\n    int('x')\ncomm.barrier()\n"
+    result = job(2, script, MPITRAIN_RECORD_DIR=str(tmp_path))
+    assert result.returncode == 1, str(result)
+    shown = re.findall(r"\[rank 1\].* ended   world \(ranks 0, 1\): #(\d) barrier", result.stderr)
+    assert shown == ["4", "5", "6", "7", "8"], str(result)
+    assert (tmp_path / "rank-1.txt").read_text().startswith("flight record of rank 1: ended by ValueError; ")
+
+
+def test_checked_mode_finds_two_communicators_used_in_different_orders() -> None:
+    script = f"""
+a, b = comm.split(0), comm.split(0)
+start = time.monotonic()
+try:
+    (a if comm.rank == 0 else b).all_reduce({X})
+except ValueError as error:
+    assert time.monotonic() - start < 2
+    print(f"rank {{comm.rank}}: {{error}}", flush=True)
+    time.sleep(0.5)
+    raise
+"""
+    result = job(2, script, MPITRAIN_DEBUG="1")
+    assert result.returncode == 1, str(result)
+    for rank in range(2):
+        assert f"rank {rank}: the ranks wait for each other in different communicators" in result.stdout, str(result)
+    for rank in range(2):
+        assert (
+            len(re.findall(rf"\n  rank {rank}: group \d \(ranks 0, 1\): #1 all_reduce.* at <string>:8", result.stdout))
+            == 2
+        )
+
+
+def test_checked_mode_with_a_rank_that_never_comes() -> None:
+    script = f"if comm.rank == 1:\n    time.sleep(60)\ncomm.all_reduce({X})\n"
+    result = job(2, script, MPITRAIN_DEBUG="1", MPITRAIN_DEADLINE_S="2")
+    lines = report(result, "world (ranks 0, 1): #1 all_reduce(4 x float32, op=sum)")
+    assert "(comparing calls), at <string>:6" in lines[0], lines
+    assert lines[-1] == "  => missing: rank 1 (is in no operation)"
+
+
+@pytest.mark.parametrize("how", ["finalize", "finalize on one rank", "fork"])
+def test_programs_that_end_in_their_own_way(how: str) -> None:
+    scripts: Mapping[str, str] = {
+        "finalize": "from mpi4py import MPI\ncomm.barrier()\nMPI.Finalize()\n",
+        "finalize on one rank": "from mpi4py import MPI\ncomm.barrier()\nif comm.rank == 0:\n    MPI.Finalize()\n",
+        "fork": """
+import multiprocessing
+def child():
+    time.sleep(0.5)
+    sys.exit(5)
+process = multiprocessing.get_context("fork").Process(target=child)
+process.start()
+time.sleep(0.3)
+os.kill(process.pid, signal.SIGUSR2)  # as mpirun does to all that a rank has started
+process.join()
+assert process.exitcode == 5, process.exitcode
+comm.barrier()
+""",
+    }
+    result = job(2, scripts[how])
+    assert (result.returncode, result.stderr) == (0, ""), str(result)

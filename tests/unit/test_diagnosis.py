@@ -1,0 +1,290 @@
+"""The flight record, and what the ranks' answers mean. All without MPI."""
+
+import sys
+import threading
+import time
+import timeit
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectives.diagnosis import monitor, record, report, set_deadline, set_record_folder, stacks
+from collectives.diagnosis.record import Log, last_operations, open_operations, shown_ranks
+from collectives.diagnosis.report import State, Waiting, deadline_report, deadlocked
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    for entry in list(record._open.values()):
+        entry.leave()
+    set_record_folder(None)
+
+
+# The record
+
+
+def test_operations_carry_numbers_states_and_times() -> None:
+    a, b = Log(range(4), "world"), Log([1, 3])
+    before = time.monotonic()
+    first = a.enter("all_reduce", 1024, "float32", "sum", algorithm="ring")
+    second = b.enter("broadcast", 8, "int64", root=1)
+    third = b.enter_pair("recv", 1, 7, 3, "float64")
+    third.leave()
+    second.fail()
+    ops = last_operations()[-3:]
+    assert [(op.log, op.sequence, op.state) for op in ops] == [(a, 1, "begun"), (b, 1, "failed"), (b, 0, "ended")]
+    assert [op.call for op in ops] == [
+        "#1 all_reduce(1024 x float32, op=sum)",
+        "#1 broadcast(8 x int64, root=1)",
+        "recv(3 x float64, peer=1, tag=7)",
+    ]
+    assert record.described(ops[0]) == "world (ranks 0-3): #1 all_reduce(1024 x float32, op=sum) by ring"
+    assert [op.number for op in open_operations()] == [first[0]]
+    assert before <= ops[0].begun <= ops[1].begun <= ops[2].ended <= ops[1].ended <= time.monotonic()
+    assert ops[0].ended == 0
+    assert a.awaited(ops[0]) == (0, 1, 2, 3)
+    assert b.awaited(ops[2]) == (3,), "ranks of the job"
+    first.leave()
+    assert open_operations() == []
+    assert b.enter("barrier").operation.sequence == 2, "those between two ranks are not counted"
+
+
+def test_an_exception_leaves_a_failed_operation() -> None:
+    log = Log([0])
+    with pytest.raises(LookupError), log.enter("barrier"):
+        raise LookupError
+    with log.enter("barrier"):
+        pass
+    entry = log.enter("barrier")
+    with pytest.raises(LookupError), entry.failing():
+        raise LookupError
+    assert [op.state for op in last_operations()[-3:]] == ["failed", "ended", "failed"]
+    assert open_operations() == []
+
+
+def test_an_issued_operation_is_open_only_while_somebody_waits() -> None:
+    entry = Log([0]).enter("all_reduce")
+    entry.issued()
+    assert (open_operations(), last_operations()[-1].state) == ([], "issued")
+    waiting_from = time.monotonic()
+    entry.wait()
+    assert [op.number for op in open_operations()] == [entry[0]]
+    assert open_operations()[0].begun >= waiting_from
+    entry.leave()
+    assert last_operations()[-1].state == "ended"
+
+
+def test_the_ring_keeps_the_newest_and_never_loses_an_open_one() -> None:
+    log = Log([0])
+    stuck = log.enter("all_reduce")
+    for _ in range(record.NUM_SLOTS + 10):
+        log.enter("barrier").leave()
+    ops = last_operations()
+    assert len(ops) == record.NUM_SLOTS
+    assert [op.sequence for op in ops] == list(range(12, record.NUM_SLOTS + 12))
+    assert [op.number for op in open_operations()] == [stuck[0]]
+
+
+def test_threads_share_the_record() -> None:
+    logs = [Log([0], f"thread {i}") for i in range(4)]
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [
+            threading.Thread(target=lambda log=log: [log.enter("barrier").leave() for _ in range(2000)]) for log in logs
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switch)
+    ops = last_operations()
+    assert len({op.number for op in ops}) == record.NUM_SLOTS, "no two of them took the same slot"
+    assert ops[-1].number - ops[0].number == record.NUM_SLOTS - 1
+    assert [log.sequence for log in logs] == [2000] * 4
+    assert open_operations() == []
+
+
+def test_an_operation_whose_thread_is_elsewhere_is_not_open() -> None:
+    # nobody has reported its exception; it must not look as if somebody waited in it for ever
+    log, go, ready = Log([0]), threading.Event(), threading.Event()
+
+    def work() -> None:
+        log.enter("barrier")
+        ready.set()
+        go.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ready.wait()
+    assert open_operations() == []
+    assert last_operations()[-1].state == "failed"
+    go.set()
+    thread.join()
+
+
+def test_the_nth_communicator_over_the_same_ranks_has_the_same_key_everywhere() -> None:
+    keys = [Log([5, 6, 9]).key, Log([5, 6, 9]).key, Log([5, 6]).key]
+    assert keys == ["0 of ranks 5, 6, 9", "1 of ranks 5, 6, 9", "0 of ranks 5, 6"]
+
+
+def test_cost_of_one_call() -> None:
+    """Both ends together at most 1 us on an idle machine of 2020; the least of many short runs, and some room for slow ones."""
+    log = Log(range(4))
+
+    def call() -> None:
+        log.enter("all_reduce", 1024, "float32", "sum", None, "mpi").leave()
+
+    assert min(timeit.repeat(call, number=100, repeat=500)) / 100 < 2e-6
+
+
+def test_ranks_in_words() -> None:
+    assert shown_ranks([3]) == "rank 3"
+    assert shown_ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7, 8"
+    assert shown_ranks(range(0, 100, 2), limit=3) == "ranks 0, 2, 4, ... (50 in all)"
+
+
+def test_the_file_holds_all_and_stderr_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(range(2), "group")
+    for _ in range(record.NUM_SLOTS):
+        log.enter("barrier").leave()
+    log.enter("all_reduce", 4, "float32", "sum")
+    set_record_folder(tmp_path / "new")
+    record.dump("asked")
+    [file] = (tmp_path / "new").iterdir()
+    assert file.name == "rank-0.txt"
+    lines = file.read_text().splitlines()
+    assert lines[0].startswith("flight record of rank 0: asked; ")
+    assert "now, for 0.0 s: group (ranks 0, 1): #257 all_reduce(4 x float32, op=sum), at " + __file__ in lines[1]
+    assert sum("ended   group (ranks 0, 1): #" in line for line in lines) == record.NUM_SLOTS - 1
+    assert any("test_the_file_holds_all" in line for line in lines), "the stacks"
+    shown = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("[rank 0] ") for line in shown)
+    assert sum("ended   group (ranks 0, 1): #" in line for line in shown) == record.NUM_SHOWN - 1
+    assert "begun   group (ranks 0, 1): #257 all_reduce" in shown[-2]
+
+
+def test_where_a_thread_stands() -> None:
+    here = threading.get_ident()
+    assert stacks.call_site(here).startswith(f"{__file__}:")
+    assert "test_where_a_thread_stands" in stacks.stack(here)
+    assert "test_where_a_thread_stands, from " in stacks.standing(here)
+    assert stacks.call_site(-1) == "" == stacks.stack(-1)
+
+
+# The deadline's settings
+
+
+def test_deadline_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, expected in (("", 600.0), ("0", 0.0), ("2.5", 2.5)):
+        monkeypatch.setenv("MPITRAIN_DEADLINE_S", said)
+        assert monitor.deadline_from_environment() == expected
+    for said in ("soon", "-1", "nan", "inf"):
+        monkeypatch.setenv("MPITRAIN_DEADLINE_S", said)
+        with pytest.raises(ValueError, match=f"MPITRAIN_DEADLINE_S is '{said}'; expected seconds of at least 0"):
+            monitor.deadline_from_environment()
+    monkeypatch.setattr(monitor, "_monitor", None)
+    with pytest.raises(RuntimeError, match=r"call collectives\.world\(\) first"):
+        set_deadline(1)
+
+
+# What the answers mean
+
+
+def waiting(key: str = "A", sequence: int = 5, name: str = "all_reduce", ranks: Any = (0, 1), **more: Any) -> Waiting:
+    fields: dict[str, Any] = {
+        "number": 1, "key": key, "label": f"{key} ({shown_ranks(ranks)})", "awaited": list(ranks), "sequence": sequence,
+        "call": f"#{sequence} {name}", "algorithm": "", "age": 3.0, "site": "a.py:3 in f", "thread": 1, "comparing": False,
+    }  # fmt: skip
+    return Waiting(**{**fields, **more})  # type: ignore[typeddict-item]
+
+
+def state(*operations: Waiting, **more: Any) -> State:
+    fields: dict[str, Any] = {
+        "waiting": list(operations), "standing": "b.py:4 in g", "left": False, "last": {}, "entered": {}, "serving": {}, "main": 1,
+    }  # fmt: skip
+    more["entered"] = {each["key"]: each["sequence"] for each in operations} | more.get("entered", {})
+    return State(**{**fields, **more})  # type: ignore[typeddict-item]
+
+
+def test_the_report_names_every_kind_of_missing_rank() -> None:
+    everyone = range(8)
+    late = waiting(ranks=everyone)
+    states = [
+        state(late),
+        state(waiting(ranks=everyone)),
+        state(last={"A": "#4 barrier (ended)"}),
+        None,
+        state(left=True),
+        state(waiting("B", 2, ranks=(5, 6))),
+        state(waiting(name="broadcast", ranks=everyone)),
+        state(waiting(sequence=4, ranks=everyone)),
+    ]
+    text = deadline_report(0, late, states, 2.0)
+    assert text.splitlines() == [
+        "rank 0 has waited 3.0 s in A (ranks 0-7): #5 all_reduce; the deadline is 2 s (MPITRAIN_DEADLINE_S). The job ends.",
+        "  ranks 0, 1: in A (ranks 0-7): #5 all_reduce, at a.py:3 in f, for 3.0 s",
+        "  rank 2: in no operation, main thread at b.py:4 in g; its last one there: #4 barrier (ended)",
+        "  rank 3: no answer: dead, stopped, or stuck outside Python",
+        "  rank 4: in no operation, its program has ended",
+        "  rank 5: in B (ranks 5, 6): #2 all_reduce, at a.py:3 in f, for 3.0 s",
+        "  rank 6: in A (ranks 0-7): #5 broadcast, at a.py:3 in f, for 3.0 s",
+        "  rank 7: in A (ranks 0-7): #4 all_reduce, at a.py:3 in f, for 3.0 s",
+        "  => missing: rank 2 (is in no operation); rank 3 (does not answer); rank 4 (has ended); "
+        "rank 5 (is in an operation of another communicator); "
+        "ranks 6, 7 (are in a different operation of the same communicator)",
+    ]
+
+
+def test_nobody_is_missing_where_all_are_in_the_operation() -> None:
+    late = waiting()
+    assert "=> nobody is missing" in deadline_report(1, late, [state(late), state(late), None], 1.0), (
+        "rank 2 is no part of it"
+    )
+
+
+def comparing(key: str, sequence: int = 5, **more: Any) -> Waiting:
+    return waiting(key, sequence, comparing=True, **more)
+
+
+@pytest.mark.parametrize(
+    ("states", "stuck"),
+    [
+        pytest.param({0: state(comparing("A")), 1: state(comparing("B"))}, [0, 1], id="two orders"),
+        pytest.param({0: state(comparing("A")), 1: state()}, [], id="one is late"),
+        pytest.param({0: state(comparing("A")), 1: state(comparing("A"))}, [], id="the same"),
+        pytest.param({0: state(comparing("A")), 1: state(waiting("B"))}, [], id="the other moves data"),
+        pytest.param(
+            {0: state(comparing("A"), entered={"B": 5}), 1: state(comparing("B"))}, [], id="the other is about to go on"
+        ),
+        pytest.param(
+            {0: state(comparing("A")), 1: state(comparing("B"), serving={"A": 9})}, [], id="another thread will come"
+        ),
+        pytest.param(
+            {
+                0: state(comparing("A", ranks=(0, 1))),
+                1: state(comparing("B", ranks=(1, 2))),
+                2: state(comparing("C", ranks=(2, 0))),
+                3: state(comparing("D", ranks=(2, 3))),
+                4: state(comparing("E", ranks=(4, 5))),
+                5: state(),
+            },
+            [0, 1, 2, 3],
+            id="a circle of three, one that waits for it, and one that waits for a slow rank",
+        ),
+    ],
+)
+def test_who_can_never_go_on(states: dict[int, State], stuck: list[int]) -> None:
+    assert list(deadlocked(states)) == stuck
+
+
+def test_the_deadlock_names_both_orders() -> None:
+    text = report.deadlock_report({1: comparing("B"), 0: comparing("A")})
+    assert text.splitlines()[1:] == [
+        "  rank 0: A (ranks 0, 1): #5 all_reduce  at a.py:3 in f",
+        "  rank 1: B (ranks 0, 1): #5 all_reduce  at a.py:3 in f",
+    ]
