@@ -105,9 +105,8 @@ def calling(*arrays: Device) -> Iterator[None]:
     with ExitStack() as lanes:
         for index in sorted({x.index for x in arrays if x.index is not None}):
             lanes.enter_context(lane_of(index).mpi())
-        for x in arrays:
-            if x.index is not None and x.stream is not None:
-                _synchronize(x.index, x.stream)
+        for place in sorted({(x.index, x.stream) for x in arrays if x.index is not None and x.stream is not None}):
+            _synchronize(*place)
         yield
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from collectives.arrays import Buffer
 from collectives.devices import say_once
 from collectives.diagnosis.record import Entry
+from collectives.dtypes import effective_op
 from collectives.transports import cuda
 from collectives.transports.binding import NcclUnavailableError
 from collectives.transports.mpi import Library, message
@@ -38,7 +39,7 @@ class Devices:
             op,
             algorithm,
             lambda nccl, x_, **more: nccl.all_reduce(x_, op, x.dtype, **more),
-            lambda view: Library(self._mpi).all_reduce(view, op, x.dtype),
+            lambda view: Library(self._mpi).all_reduce(view, effective_op(x.dtype, op), x.dtype),
         )
 
     def reduce(self, x: Buffer, root: int, op: str, algorithm: str) -> bool:
@@ -48,14 +49,14 @@ class Devices:
             op,
             algorithm,
             lambda nccl, x_, **more: nccl.reduce(x_, root, op, x.dtype, **more),
-            lambda view: Library(self._mpi).reduce(view, op, root, x.dtype),
+            lambda view: Library(self._mpi).reduce(view, effective_op(x.dtype, op), root, x.dtype),
         )
 
     def reduce_scatter(
         self, out: Buffer, x: Buffer, op: str, counts: Sequence[int], in_place: bool, algorithm: str
     ) -> bool:
         def by_mpi(target: np.ndarray, source: np.ndarray) -> None:
-            Library(self._mpi).reduce_scatter(target, source, op, counts, x.dtype)
+            Library(self._mpi).reduce_scatter(target, source, effective_op(x.dtype, op), counts, x.dtype)
 
         return self._carry_out(
             "reduce_scatter",

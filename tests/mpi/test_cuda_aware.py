@@ -153,7 +153,9 @@ def test_bytes_that_do_not_arrive_are_noticed_on_all_ranks(comm: Communicator, a
 
 
 def test_addresses_go_through_mpi(comm: Communicator) -> None:
-    from collectives.transports import mpi as transport
+    from collectives.transports.mpi import Library
+
+    library = Library(comm.mpi)
 
     n, rank = comm.size, comm.rank
     for row in TABLE.values():
@@ -163,14 +165,15 @@ def test_addresses_go_through_mpi(comm: Communicator) -> None:
             part = slice(rank * size, (rank + 1) * size)
             out[part] = whole[part]
             with cuda.calling(device(x), device(out)):
-                transport.all_gather(comm.mpi, cuda.view(device(out), row), [size] * n, False)
-                transport.broadcast(comm.mpi, cuda.view(device(x), row), n - 1, False)
+                view = cuda.view(device(out), row)
+                library.all_gather(view, view[part], [size] * n)
+                library.broadcast(cuda.view(device(x), row), n - 1)
             assert out.tobytes() == x.tobytes() == whole.tobytes(), (row.name, size)
             for op in ("sum", "max"):
                 if cuda.reduces(row, op):
                     raw = "max" if row.name == "bool" else op
                     with cuda.calling(device(x)):
-                        assert transport.all_reduce(comm.mpi, cuda.view(device(x), row), raw, row, False).finish is None
+                        library.all_reduce(cuda.view(device(x), row), raw, row)
                     expected = whole if raw == "max" else (whole * n).astype(row.numpy)
                     assert x.tobytes() == expected.tobytes(), (row.name, size, op)
                     x[...] = whole
