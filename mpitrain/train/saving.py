@@ -42,6 +42,7 @@ def save(
         "step": step,
         "config": to_toml(config),
         "num_ranks": comm.size,
+        "collectives": comm.table.to_dict(),  # the choice of algorithms decides in which order numbers are added
         "data": {"fingerprint": fingerprint, "seed": config.train.seed, "next_sample": next_sample},
     }
     rows = random_states.pack(_device(model))
@@ -73,7 +74,7 @@ def load(
     with comm.together():
         saved = from_text(meta["config"], str(path))
         _check_model(saved, config, path)
-    remarks = []
+    remarks = _take_table(meta.get("collectives"), comm)
     step, device = meta["step"], _device(model)
     rows = random_states.pack(device)
     tensors = {}
@@ -91,6 +92,17 @@ def load(
         if not line.startswith(("run:", "resume:", "log.", "train.eval_only")):
             remarks.append(f"setting changed: {line}")
     return Resumed(step, meta["data"]["next_sample"], remarks)
+
+
+def _take_table(table: Any, comm: Communicator) -> list[str]:
+    """Let "auto" choose as it did when the checkpoint was saved; a remark where that cannot be."""
+    if table is None:
+        return []
+    try:
+        comm.use_table(table)
+    except ValueError as error:  # on all ranks: of another version of `collectives`
+        return [f"collectives are chosen anew, so last digits may differ: {error}"]
+    return []
 
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The main job: trains a GPT on bytes, sharded over all ranks; saves, stops, goes on."""
 
 import math
+import os
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import ckpt
+import collectives
 from collectives import Communicator
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data import Batches, HeldoutBatches
@@ -44,6 +46,8 @@ class Trainer:
             if comm.rank == 0:
                 begin = self.run.start(config)
         self.start, self.beginning = comm.broadcast_object(begin)
+        if not os.environ.get("MPITRAIN_RECORD_DIR"):
+            collectives.set_record_folder(self.run.folder / "flight-record")  # written if the run gets stuck or breaks
         with comm.together():
             if config.train.eval_only and self.start is None and config.resume == "auto":
                 raise ConfigError(

@@ -11,7 +11,8 @@ from torch import nn
 
 import ckpt
 import mpitrain
-from collectives import Communicator
+from collectives import Communicator, Table
+from collectives.table import Entry
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
 
 STORAGES = ["resident", "private"]
@@ -279,3 +280,19 @@ def test_tensors_of_ones_own_travel_along(comm, shared_tmp: Path) -> None:
     back = torch.empty(2, 3)
     mpitrain.load(shared_tmp / "saved", model, tensors={"ema/x": ckpt.Shard(back, shape, offset)})
     assert torch.equal(back, mine)
+
+
+def test_a_run_keeps_the_table_of_algorithms(comm: Communicator) -> None:
+    from mpitrain.train.saving import _take_table
+
+    group, other = comm.split(0), comm.split(0)
+    table = Table((Entry("all_reduce", "native", "private", comm.size, 1, ((None, "ring"),)),))
+    group.use_table(table)
+    assert _take_table(group.table.to_dict(), other) == []
+    assert other.table == table
+    assert _take_table(None, other) == [], "saved before tables were kept"
+    (remark,) = _take_table({"version": 0}, other)
+    assert remark.startswith("collectives are chosen anew, so last digits may differ: use_table: table: version 0")
+    assert other.table == table
+    group.free()
+    other.free()
