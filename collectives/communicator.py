@@ -9,6 +9,7 @@ import atexit
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -50,11 +51,17 @@ def world() -> "Communicator":
     if clone.size > 1:
         diagnosis.abort_on_uncaught(clone)
     progress = _choose_progress(clone, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
-    atexit.register(progress.close)  # runs before mpi4py's own, which ends MPI
+    atexit.register(_close, progress)  # runs before mpi4py's own, which ends MPI
     comm = Communicator(clone, progress=progress, _name="world")
     monitor.start(clone, checked=comm.checked)
     comm._take(_measured_table(comm))
     return comm
+
+
+def _close(progress: Progress) -> None:
+    """At the end of the process: carry out what other ranks may wait for, unless an error ends it, which not all may have come to."""
+    if not hasattr(sys, "last_value") and not diagnosis.is_leaving_together():
+        progress.close()
 
 
 def _measured_table(comm: "Communicator") -> Table:

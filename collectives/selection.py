@@ -76,6 +76,8 @@ def obstacle(operation: str, algorithm: str, *, placement: Placement, itemsize: 
     if algorithm == "two_level":
         if placement.num_nodes == 1:
             return "works across nodes, and all these ranks are on one"
+        if placement.largest_node == 1:
+            return "needs several ranks on each node, and there is one"
         if placement.smallest_node != placement.largest_node:
             return f"needs as many ranks on each node, not {placement.smallest_node} to {placement.largest_node}"
     return None

@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 import collectives
 from collectives.bench.contestants import OPERATIONS
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
             "asynchronous operations", "on a progress thread" if comm.has_progress_thread else "carried out at wait()"
         )
         for label, text in cuda.info_lines():
-            table.add_row(label, text)
+            table.add_row(label, Text(text))  # brackets in it are no markup
         table.add_row("dtypes", ", ".join(TABLE))
         for operation in OPERATIONS:
             table.add_row(operation, ", ".join(("auto", *comm.algorithms(operation))))

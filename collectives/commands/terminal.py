@@ -12,6 +12,8 @@ from collectives.launcher import is_live_terminal, launched_rank
 T = TypeVar("T")
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
+_FILE_WIDTH = 240  # of what goes to a file or a pipe
+
 
 class UsageError(Exception):
     """What the user asked for cannot be done; the text is all there is to say."""
@@ -49,7 +51,9 @@ def print_once(*shown: RenderableType, stderr: bool = False) -> None:
 
 
 def console(stderr: bool = False) -> Console:
-    """Where to print: with colours on a terminal that a person looks at."""
+    """Where to print: with colours on a terminal that a person looks at, and in lines as long as they are elsewhere."""
+    live = is_live_terminal()
+    width = None if live or stderr else _FILE_WIDTH
     return Console(
-        stderr=stderr, soft_wrap=stderr, highlight=False, force_terminal=None if stderr else is_live_terminal()
+        stderr=stderr, soft_wrap=stderr, highlight=False, force_terminal=None if stderr else live, width=width
     )

@@ -9,11 +9,12 @@ from collectives.diagnosis.checked import compare_calls
 from collectives.diagnosis.monitor import set_deadline
 from collectives.diagnosis.record import set_record_folder
 from collectives.diagnosis.together import on_all_ranks, together
-from collectives.diagnosis.uncaught import abort_on_uncaught, leave_together
+from collectives.diagnosis.uncaught import abort_on_uncaught, is_leaving_together, leave_together
 
 __all__ = [
     "abort_on_uncaught",
     "compare_calls",
+    "is_leaving_together",
     "leave_together",
     "on_all_ranks",
     "set_deadline",

@@ -21,6 +21,11 @@ def leave_together() -> None:
     _leaving_together = True
 
 
+def is_leaving_together() -> bool:
+    """Whether `leave_together` was called."""
+    return _leaving_together
+
+
 class _Exit(SystemExit):
     """A rank that ends by itself with an error ends the job: at the moment when no frame is left that could have caught this."""
 

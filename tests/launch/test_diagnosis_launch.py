@@ -77,7 +77,8 @@ comm.all_reduce({X})
     lines = report(result, "world (ranks 0-2): #2 all_reduce(4 x float32, op=sum)", reporters="[12]")
     assert "  rank 0: no answer: dead, stopped, or stuck outside Python" in lines, lines
     assert lines[-1] == "  => missing: rank 0 (does not answer)"
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank-1.txt", "rank-2.txt"]
+    # mpirun lets a stopped process go on to end it: rank 0 may then write its own.
+    assert {"rank-1.txt", "rank-2.txt"} <= {file.name for file in tmp_path.iterdir()}
 
 
 def test_a_rank_whose_program_has_ended_is_named() -> None:

@@ -78,6 +78,7 @@ def test_what_counts_nodes_wants_several_of_equal_size() -> None:
 
     assert why([2, 2]) is None
     assert why([4]) == "works across nodes, and all these ranks are on one"
+    assert why([1, 1]) == "needs several ranks on each node, and there is one"
     assert why([4, 2]) == "needs as many ranks on each node, not 2 to 4"
 
 
