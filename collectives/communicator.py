@@ -25,6 +25,7 @@ from collectives.diagnosis.record import Entry, Log
 from collectives.dtypes import TABLE, DType, dtype_of
 from collectives.group import Group
 from collectives.operations import Collectives
+from collectives.plans import Plans
 from collectives.selection import Placement, Selector
 from collectives.table import Table, built_in
 from collectives.transports.memory import NodeMemory
@@ -131,6 +132,7 @@ class Communicator(Collectives):
         self.checked = os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0") if checked is None else checked
         self._log = Log(_ranks_of_job(mpi), _name)
         self._progress = progress = progress or Deferred()
+        self._plans, self._keeps_plans = Plans(), not self.checked
         self._group: Group | None = None
         self._twin: Communicator | None = None  # for the progress thread
         self._across: Communicator | None = None  # of the ranks of this one's number on the other nodes
@@ -275,6 +277,7 @@ class Communicator(Collectives):
 
     def _take_own(self, table: Table) -> None:
         self._table = table
+        self._plans.forget()
         self._selector = Selector(table, self.placement, self._infeasible)
 
     def machine(self) -> dict[str, Any]:
@@ -351,6 +354,7 @@ class Communicator(Collectives):
             raise ValueError(f"{kind}: shape {shape}; expected lengths of at least 0")
         nbytes = prod(map(int, shape)) * row.itemsize
         self._progress.flush()
+        self._plans.forget()
         with self._enter(kind, f"{kind}({shape}, {row.name})"):
             if self._memory is None:
                 flat = np.zeros(nbytes, np.uint8)

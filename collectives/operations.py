@@ -3,7 +3,7 @@
 Every operation goes the same way: `Buffer` views of its arrays, `_begin`, the transport of the chosen algorithm, `result()`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from collectives.arrays import Buffer
 from collectives.diagnosis.record import Entry, Log
 from collectives.dtypes import TABLE, DType, effective_op
+from collectives.plans import Plan, Plans, key_of
 from collectives.reduction import copy
 from collectives.selection import Selector
 from collectives.transports.transport import parts
@@ -35,6 +36,8 @@ class Collectives:
     _selector: Selector
     private_memory: str
     _later: Any
+    _plans: Plans
+    _keeps_plans: bool
     _log: Log
     _enter: Any
     _transport: Any  # of an algorithm
@@ -57,6 +60,9 @@ class Collectives:
             return self._later(
                 async_op, Collectives.all_reduce, x, op, algorithm=algorithm, accumulate=accumulate, result=x
             )
+        key = self._key("all_reduce", x, None, op, algorithm, accumulate)
+        if key is not None and self._repeat(key):
+            return x
         b = Buffer(x, "x", writable=True)
         raw = effective_op(b.dtype, op)
         if b.device is not None and self._devices.all_reduce(b, op, algorithm):
@@ -64,6 +70,7 @@ class Collectives:
         with self._begin("all_reduce", b, algorithm, op=op, accumulate=accumulate) as call:
             flat, dtype = _wide(b, call.algorithm, accumulate)
             self._transport(call.algorithm).all_reduce(flat, raw, dtype)
+            self._plan(key, call, flat, raw, dtype)
         if dtype is not b.dtype:
             copy(b.flat, flat)
         return b.result()
@@ -78,6 +85,9 @@ class Collectives:
         """
         if async_op or self._group is not None:
             return self._later(async_op, Collectives.all_gather, out, x, counts=counts, algorithm=algorithm, result=out)
+        key = self._key("all_gather", x, out, algorithm) if counts is None else None
+        if key is not None and self._repeat(key):
+            return out
         src, dst = Buffer(x, "x"), Buffer(out, "out", write_only=True)
         counts = self._counts("all_gather", counts, part=("x", src), whole=("out", dst))
         in_place = self._in_place("all_gather", counts, part=("x", src), whole=("out", dst))
@@ -85,6 +95,8 @@ class Collectives:
             return dst.result()
         with self._begin("all_gather", dst, algorithm, counts=counts) as call:
             self._transport(call.algorithm).all_gather(dst.flat, src.flat, counts)
+            if not in_place:
+                self._plan(key, call, dst.flat, src.flat)
         return dst.result()
 
     def reduce_scatter(
@@ -106,6 +118,9 @@ class Collectives:
         if async_op or self._group is not None:
             options = {"counts": counts, "algorithm": algorithm, "accumulate": accumulate}
             return self._later(async_op, Collectives.reduce_scatter, out, x, op, **options, result=out)
+        key = self._key("reduce_scatter", x, out, op, algorithm, accumulate) if counts is None else None
+        if key is not None and self._repeat(key):
+            return out
         src, dst = Buffer(x, "x"), Buffer(out, "out", write_only=True)
         raw = effective_op(src.dtype, op)
         counts = self._counts("reduce_scatter", counts, part=("out", dst), whole=("x", src))
@@ -116,6 +131,8 @@ class Collectives:
             flat, dtype = _wide(src, call.algorithm, accumulate)
             mine = dst.flat if dtype is src.dtype else np.empty(dst.flat.size, dtype.numpy)
             self._transport(call.algorithm).reduce_scatter(mine, flat, raw, counts, dtype)
+            if not in_place:
+                self._plan(key, call, mine, flat, raw, dtype)
         if dtype is not src.dtype:
             copy(dst.flat, mine)
         return dst.result()
@@ -124,11 +141,15 @@ class Collectives:
         """Every rank's `x` becomes the root's. In place; returns `x`, or a Work with `async_op`."""
         if async_op or self._group is not None:
             return self._later(async_op, Collectives.broadcast, x, root, algorithm=algorithm, result=x)
+        key = self._key("broadcast", x, None, root, algorithm)
+        if key is not None and self._repeat(key):
+            return x
         b = Buffer(x, "x", write_only=self.rank != root)
         if b.device is not None and self._devices.broadcast(b, self._root("broadcast", root), algorithm):
             return b.result()
         with self._begin("broadcast", b, algorithm, root=root) as call:
             self._transport(call.algorithm).broadcast(b.flat, root)
+            self._plan(key, call, b.flat, root)
         return b.result()
 
     def reduce(
@@ -264,6 +285,32 @@ class Collectives:
         with entry.failing():
             entry.by(self._selector.choose(operation, algorithm, dtype=b.dtype, nbytes=nbytes, memory=where))
         return entry
+
+    def _key(self, operation: str, x: Any, out: Any, *options: Any) -> Hashable:
+        """The key of a call's plan; None where none may be used or made."""
+        if not self._keeps_plans or self._progress.pending():
+            return None
+        where = key_of(x)
+        also = where if out is None else key_of(out)
+        return None if where is None or also is None else (operation, where, also, *options)
+
+    def _repeat(self, key: Hashable) -> bool:
+        """Make the call again that `key` has a plan of, if it has one."""
+        plan = self._plans.find(key)
+        if plan is None:
+            return False
+        with self._log.enter(*plan.entered):
+            plan.call(*plan.arguments)
+        return True
+
+    def _plan(self, key: Hashable, call: Entry, *arguments: Any) -> None:
+        """Keep the plan of a call that the MPI library has carried out, on `arguments`, in private memory."""
+        if key is not None and call.algorithm == "mpi":
+            flats = [array for array in arguments if isinstance(array, np.ndarray)]
+            if self._memory is None or not any(self._memory.find(flat)[0] for flat in flats):
+                made = self._transport("mpi").plan(call.name, *arguments)
+                if made is not None:
+                    self._plans.keep(key, Plan(made[0], made[1], call.arguments))
 
     def _root(self, operation: str, root: int) -> int:
         if not 0 <= root < self.size:

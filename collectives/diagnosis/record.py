@@ -59,8 +59,8 @@ class Operation(NamedTuple):
         return f"#{self.sequence} {self.words}" if self.sequence else self.words
 
 
-_LOG, _ALGORITHM, _STATE, _THREAD, _BEGUN, _ENDED = (
-    Operation._fields.index(name) for name in ("log", "algorithm", "state", "thread", "begun", "ended")
+_LOG, _NAME, _ALGORITHM, _STATE, _THREAD, _BEGUN, _ENDED = (
+    Operation._fields.index(name) for name in ("log", "name", "algorithm", "state", "thread", "begun", "ended")
 )
 
 _slots: list["Entry | None"] = [None] * NUM_SLOTS
@@ -114,6 +114,16 @@ class Entry(list[Any]):
     def algorithm(self) -> str:
         """The one that was chosen."""
         return self[_ALGORITHM]
+
+    @property
+    def name(self) -> str:
+        """Of the operation."""
+        return self[_NAME]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What `Log.enter` was called with, and the algorithm."""
+        return tuple(self[_NAME : _ALGORITHM + 1])
 
     @property
     def log(self) -> "Log":

@@ -4,13 +4,14 @@
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives import selection
+from collectives.arrays import address_of
 from collectives.dtypes import DType
 from collectives.reduction import copy, divide
 from collectives.transports.transport import put_own_part
@@ -121,3 +122,26 @@ class Library:
     def all_to_all(self, out: np.ndarray, flat: np.ndarray) -> None:
         count = flat.size // self._mpi.size
         self._mpi.Alltoall(message(flat, count), message(out, count))
+
+    def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+        """The one call of MPI that an operation with these arguments comes to, which keeps none of their arrays alive.
+
+        `all_gather` and `reduce_scatter` with equal counts and not in place. None where more is to be done than that call.
+        """
+        match operation, arguments:
+            case "all_reduce", (flat, op, dtype) if dtype.mpi is not None and op != "avg":
+                return self._mpi.Allreduce, (MPI.IN_PLACE, _place(flat, getattr(MPI, dtype.mpi)), _OPS[op])
+            case "reduce_scatter", (out, flat, op, dtype) if dtype.mpi is not None and op != "avg":
+                kind = getattr(MPI, dtype.mpi)
+                return self._mpi.Reduce_scatter_block, (_place(flat, kind, out.size), _place(out, kind), _OPS[op])
+            case "all_gather", (out, flat) if flat.size <= selection.MAX_COUNT:
+                kind = _MOVES[out.itemsize]
+                return self._mpi.Allgather, (_place(flat, kind), _place(out, kind, flat.size))
+            case "broadcast", (flat, root) if flat.size <= selection.MAX_COUNT:
+                return self._mpi.Bcast, (_place(flat, _MOVES[flat.itemsize]), root)
+        return None
+
+
+def _place(flat: np.ndarray, kind: MPI.Datatype, count: int | None = None) -> list[Any]:
+    """A message by its address."""
+    return [MPI.memory.fromaddress(address_of(flat), flat.nbytes), flat.size if count is None else count, kind]

@@ -1,0 +1,65 @@
+"""Calls that were made before: what was checked and chosen for them, kept for the next call with the same arrays.
+
+Python's part of a call is a few microseconds when it runs out of the core's cache, and three times as many after the caller's own work
+has filled that with data: more than a small collective takes. Training calls the same collectives on the same arrays in every step, so
+for the MPI library's own collectives, which "auto" takes for small arrays, only the call itself is left to do.
+
+A plan is found by where the arrays lie, their length and dtype, never by the object: tensors change their storage. It holds for private
+memory only, and is forgotten when the node's memory is allocated or the table changes: which of the two an array lies in decides the
+algorithm, and all ranks must come to the same.
+"""
+
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MAX_PLANS = 1 << 10
+
+
+class Plan(NamedTuple):
+    """`call(*arguments)` is the collective; `entered`: what the flight record says of it."""
+
+    call: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    entered: tuple[Any, ...]
+
+
+def key_of(x: Any) -> Hashable:
+    """Where a NumPy array or a torch tensor in host memory lies, its length and dtype, whether it is read-only. None: it has no key.
+
+    Two arrays of the same key are alike for a collective: contiguous, the same elements of the same memory.
+    """
+    if type(x) is np.ndarray:
+        try:
+            memory = sys.modules["mpi4py.MPI"].memory(x)
+        except (
+            BufferError,
+            ValueError,
+            TypeError,
+        ):  # not contiguous, or a dtype that the buffer protocol has no word for
+            return None
+        return memory.address, memory.nbytes, x.dtype, memory.readonly
+    torch = sys.modules.get("torch")
+    if torch is not None and type(x) is torch.Tensor and x.is_cpu and x.layout is torch.strided and x.is_contiguous():
+        return x.data_ptr(), x.numel(), x.dtype
+    return None
+
+
+class Plans:
+    """The plans of one communicator, by the call that they are for."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, Plan] = {}
+        self.find = self._plans.get
+
+    def keep(self, key: Hashable, plan: Plan) -> None:
+        """The oldest goes when there are too many."""
+        if len(self._plans) >= MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
+        self._plans[key] = plan
+
+    def forget(self) -> None:
+        """All of them."""
+        self._plans.clear()
