@@ -165,7 +165,9 @@ class Selector:
         """`wanted`, or what comes nearest to it where it cannot work, for more than `begin` and up to `end` bytes."""
         rule = (*_SHORT, *_LONG) if end <= SHORT_BYTES else _LONG
         reducing_halves = kind_of(operation, dtype) == "half"  # which MPI takes a detour over fp32 for
-        order = (wanted, *rule, "mpi") if reducing_halves else (wanted, "mpi", *rule)
+        # Who wanted two levels wanted bandwidth; one rank a node has one level.
+        ours_first = reducing_halves or wanted == "two_level"
+        order = (wanted, *rule, "mpi") if ours_first else (wanted, "mpi", *rule)
         nbytes = int(begin) + 1
         for name in order:
             if name in ALGORITHMS[operation] and self._obstacle(operation, name, dtype, nbytes) is None:
