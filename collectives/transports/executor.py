@@ -1,6 +1,6 @@
 """Carries out schedules over MPI point-to-point, on flat host arrays.
 
-A message is cut into segments, so that one is added while the next arrives, and memory beyond the caller's is two segments. What a
+A message is cut into segments, so that one is added while the next arrives, and memory beyond the caller's is a few segments. What a
 schedule does to an array at a given address is prepared once, as persistent requests, and kept for the next call with it: training
 reduces the same buffers in every step.
 """
@@ -18,6 +18,7 @@ from collectives.reduction import reduce_into
 from collectives.schedules import Step
 
 _SEGMENT_BYTES = 1 << 19
+_NUM_INCOMING = 2  # segments in the scratch memory: enough to keep a link busy while one of them is added
 _MAX_REQUESTS = 1 << 12  # kept in all
 _TAG = 1  # every communicator is a private clone, so no user's message can be mistaken for one
 
@@ -30,10 +31,22 @@ class Chunk(NamedTuple):
     end: int
 
 
+class Plan(NamedTuple):
+    """What a schedule means on some arrays. `chunks`: where they stand, cut alike on all ranks.
+
+    `sums`: where a chunk stands once something was added to it, if not in its place. No message then holds several chunks.
+    """
+
+    steps: Sequence[Step]
+    chunks: Sequence[Chunk]
+    sums: Sequence[Chunk] | None = None
+
+
 class _Receive(NamedTuple):
     request: Any
     place: Chunk
-    incoming: np.ndarray | None  # where it arrives if it is to be added to what stands in `place`
+    operand: Chunk  # what is added to what arrives; the sum goes to `place`
+    incoming: np.ndarray | None  # where it arrives, if it is to be added
 
 
 class _Step(NamedTuple):
@@ -60,36 +73,36 @@ class Executor:
         self,
         key: Hashable,
         arrays: Sequence[np.ndarray],
-        plan: Callable[[], tuple[Sequence[Step], Sequence[Chunk]]],
+        plan: Callable[[], Plan],
         op: str,
         dtype: DType,
     ) -> None:
         """Carry out this rank's steps of a schedule on the chunks of `arrays`, in place.
 
-        `plan` gives the steps and the chunks, cut alike on all ranks; it is asked once for a `key` and arrays of the same addresses.
+        `plan` is asked once for a `key` and arrays of the same addresses.
         Between hops the element type travels; each hop adds in `dtype.accumulate` and rounds, as NCCL does.
         """
         key = (key, dtype.name, *((address_of(array), array.size) for array in arrays))
         prepared = self._kept.pop(key, None)
         if prepared is None:
-            prepared = self._prepare(arrays, *plan(), dtype)
+            prepared = self._prepare(arrays, plan(), dtype)
         else:
             self._num_kept -= prepared.num_requests
         for sends, receives, is_exchange in prepared.steps:
             if sends:
                 MPI.Prequest.Startall(sends)
             posted = 0
-            for done, (request, place, incoming) in enumerate(receives):
-                # Two at a time where they go through the scratch memory, which has room for two.
-                while posted < len(receives) and (incoming is None or posted < done + 2):
+            for done, (request, place, operand, incoming) in enumerate(receives):
+                # As many at a time as the scratch memory has room for, where they go through it.
+                while posted < len(receives) and (incoming is None or posted < done + _NUM_INCOMING):
                     receives[posted].request.Start()
                     posted += 1
                 request.Wait()
                 if is_exchange:
                     sends[done].Wait()
                 if incoming is not None:
-                    mine = arrays[place.array][place.begin : place.end]
-                    reduce_into(mine, [mine, incoming], op, dtype)
+                    total = arrays[place.array][place.begin : place.end]
+                    reduce_into(total, [arrays[operand.array][operand.begin : operand.end], incoming], op, dtype)
             if sends:
                 MPI.Request.Waitall(sends)
         # Not before: an error leaves requests behind that cannot be started again.
@@ -110,9 +123,7 @@ class Executor:
             for request in (*step.sends, *(receive.request for receive in step.receives)):
                 request.Free()
 
-    def _prepare(
-        self, arrays: Sequence[np.ndarray], steps: Sequence[Step], chunks: Sequence[Chunk], dtype: DType
-    ) -> _Prepared:
+    def _prepare(self, arrays: Sequence[np.ndarray], plan: Plan, dtype: DType) -> _Prepared:
         addresses = [address_of(array) for array in arrays]
         segment = _SEGMENT_BYTES // dtype.itemsize
         prepared, num_requests = [], 0
@@ -122,40 +133,47 @@ class Executor:
             start = addresses[place.array] + place.begin * dtype.itemsize
             return [MPI.memory.fromaddress(start, (place.end - place.begin) * dtype.itemsize), MPI.BYTE]
 
-        for send, recv in steps:
+        now = list(plan.chunks)  # where each chunk stands
+        merge = plan.sums is None
+        for send, recv in plan.steps:
             sends, receives = [], []
             if send is not None:
-                for place in _segments(chunks, send.chunk, send.count, segment):
+                for place in _segments(now, send.chunk, send.count, segment, merge):
                     sends.append(self._mpi.Send_init(memory(place), send.peer, _TAG))
             if recv is not None:
-                for i, place in enumerate(_segments(chunks, recv.chunk, recv.count, segment)):
+                operands = list(_segments(now, recv.chunk, recv.count, segment, merge))
+                if recv.reduce and plan.sums is not None:
+                    for chunk in range(recv.chunk, recv.chunk + recv.count):
+                        now[chunk % len(now)] = plan.sums[chunk % len(now)]
+                places = list(_segments(now, recv.chunk, recv.count, segment, merge))
+                for i, (place, operand) in enumerate(zip(places, operands, strict=True)):
                     incoming = None
                     if recv.reduce:
-                        incoming = self._incoming(i % 2).view(dtype.numpy)[: place.end - place.begin]
+                        incoming = self._incoming(i % _NUM_INCOMING).view(dtype.numpy)[: place.end - place.begin]
                         target = [incoming.view(np.uint8), MPI.BYTE]
                     else:
                         target = memory(place)
-                    receives.append(_Receive(self._mpi.Recv_init(target, recv.peer, _TAG), place, incoming))
+                    receives.append(_Receive(self._mpi.Recv_init(target, recv.peer, _TAG), place, operand, incoming))
             is_exchange = send is not None and recv is not None and recv.reduce and send[1:] == (recv.chunk, recv.count)
             prepared.append(_Step(sends, receives, is_exchange))
             num_requests += len(sends) + len(receives)
         return _Prepared(prepared, num_requests)
 
-    def _incoming(self, half: int) -> np.ndarray:
+    def _incoming(self, which: int) -> np.ndarray:
         if self._scratch is None:
-            self._scratch = np.empty(2 * _SEGMENT_BYTES, np.uint8)
-        return self._scratch[half * _SEGMENT_BYTES :][:_SEGMENT_BYTES]
+            self._scratch = np.empty(_NUM_INCOMING * _SEGMENT_BYTES, np.uint8)
+        return self._scratch[which * _SEGMENT_BYTES :][:_SEGMENT_BYTES]
 
 
-def _segments(chunks: Sequence[Chunk], first: int, count: int, segment: int) -> Iterator[Chunk]:
+def _segments(chunks: Sequence[Chunk], first: int, count: int, segment: int, merge: bool) -> Iterator[Chunk]:
     """The elements of `count` chunks from `first` on, chunk 0 following the last one, in pieces of at most `segment` elements.
 
-    Chunks that are neighbours in memory go together.
+    With `merge`, chunks that are neighbours in memory go together.
     """
     array, begin, end = 0, 0, 0
     for i in range(first, first + count):
         chunk = chunks[i % len(chunks)]
-        if (chunk.array, chunk.begin) == (array, end):
+        if merge and (chunk.array, chunk.begin) == (array, end):
             end = chunk.end
         else:
             yield from _cut(array, begin, end, segment)

@@ -6,12 +6,13 @@ import numpy as np
 
 from collectives.dtypes import DType, dtype_of
 from collectives.reduction import divide
-from collectives.schedules import Step, build
-from collectives.transports.executor import Chunk, Executor
+from collectives.schedules import build
+from collectives.transports.executor import Chunk, Executor, Plan
 from collectives.transports.transport import even_parts, parts, put_own_part
 
 _PIPELINE_BYTES = 1 << 18  # of a segment of the pipelined algorithms
 _MAX_SEGMENTS = 64
+_COPY_BYTES = 1 << 20  # up to here a copy costs less than a message for each chunk
 
 
 class Scheduled:
@@ -27,10 +28,15 @@ class Scheduled:
             divide(flat, self._size, dtype)
 
     def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
-        partial = flat.copy()  # comes to hold partial sums
-        self._run("reduce_scatter", [partial], op, dtype, counts=counts)
-        begin = sum(counts[: self._rank])
-        out[...] = partial[begin : begin + out.size]
+        if flat.nbytes < _COPY_BYTES:
+            partial = flat.copy()  # comes to hold partial sums
+            self._run("reduce_scatter", [partial], op, dtype, counts=counts)
+            begin = sum(counts[: self._rank])
+            out[...] = partial[begin : begin + out.size]
+        else:  # Sums go to a place of their own, the last ones to `out` at once: memory is touched for those alone that are passed on.
+            sums = [Chunk(1, begin, end) for begin, end in parts(counts)]
+            sums[self._rank] = Chunk(2, 0, out.size)
+            self._run("reduce_scatter", [flat, np.empty_like(flat), out], op, dtype, counts=counts, sums=sums)
         if op == "avg":
             divide(out, self._size, dtype)
 
@@ -75,18 +81,22 @@ class Scheduled:
         *,
         root: int = 0,
         counts: Sequence[int] | None = None,
+        sums: Sequence[Chunk] | None = None,
     ) -> None:
-        """On each of `arrays`, cut into parts of `counts`, or as equal as can be in as many chunks as the schedule has."""
+        """On each of `arrays`, cut into parts of `counts`, or as equal as can be in as many chunks as the schedule has.
+
+        `sums`: where the sums of the chunks go; then the first array alone is cut.
+        """
         segments = min(max(arrays[0].nbytes // _PIPELINE_BYTES, 1), _MAX_SEGMENTS)
 
-        def plan() -> tuple[Sequence[Step], Sequence[Chunk]]:
+        def plan() -> Plan:
             schedule = build(operation, self._algorithm, self._size, root=root, num_segments=segments)
             chunks = [
                 Chunk(i, begin, end)
-                for i, array in enumerate(arrays)
+                for i, array in enumerate(arrays if sums is None else arrays[:1])
                 for begin, end in (parts(counts) if counts is not None else even_parts(array.size, schedule.num_chunks))
             ]
-            return schedule.program(self._rank), chunks
+            return Plan(schedule.program(self._rank), chunks, sums)
 
         key = operation, self._algorithm, root, segments, counts and tuple(counts)
         self._executor.run(key, arrays, plan, op, dtype)

@@ -346,7 +346,12 @@ def test_long_arrays_go_in_segments_and_windows(comm: Communicator, monkeypatch:
     from collectives import reduction
     from collectives.transports import executor, scheduled, shared
 
-    for module, name in ((executor, "_SEGMENT_BYTES"), (scheduled, "_PIPELINE_BYTES"), (shared, "_STAGE_BYTES")):
+    for module, name in (
+        (executor, "_SEGMENT_BYTES"),
+        (scheduled, "_PIPELINE_BYTES"),
+        (scheduled, "_COPY_BYTES"),
+        (shared, "_STAGE_BYTES"),
+    ):
         monkeypatch.setattr(module, name, 96)
     monkeypatch.setattr(reduction, "BLOCK_BYTES", 96)
     n, rank = comm.size, comm.rank
