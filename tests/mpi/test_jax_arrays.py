@@ -23,6 +23,8 @@ def no_pickling(comm: Communicator) -> Iterator[None]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("pickled on a data path")
 
+    # The progress thread's communicator is made at the first asynchronous call, with a few control messages.
+    comm.all_reduce(np.zeros(1), async_op=True).wait()
     MPI.pickle.__init__(refuse, refuse)
     try:
         with pytest.raises(AssertionError):
