@@ -31,7 +31,7 @@ from collectives.table import Table, built_in
 from collectives.transports.memory import NodeMemory
 from collectives.transports.shared import Shared
 from collectives.transports.two_level import TwoLevel
-from collectives.work import Deferred, Progress, Thread, Transfer, Work
+from collectives.work import Deferred, Freed, Progress, Thread, Transfer, Work
 
 _log = logging.getLogger("collectives")
 
@@ -227,8 +227,8 @@ class Communicator(Collectives):
 
     def split(self, color: int, key: int = 0) -> "Communicator":
         """The ranks that pass the same `color` (0 or more), ordered by (`key`, rank here). Collective."""
-        if color < 0:
-            raise ValueError(f"split: color {color}; expected 0 or more")
+        if not isinstance(color, int) or color < 0:
+            raise ValueError(f"split: color {color!r}; expected a whole number, 0 or more")
         self._progress.flush()
         with self._enter("split"):
             return Communicator(
@@ -237,7 +237,9 @@ class Communicator(Collectives):
 
     def free(self) -> None:
         """Give back the MPI communicators of this one and its `node`. Collective; never done by the garbage collector."""
-        self._progress.flush()
+        if isinstance(self._progress, Freed):
+            return
+        self._progress.drain()
         for other in (self._twin, self._across, self._for_jax, self.node if self.node is not self else None):
             if other is not None:
                 other.free()
@@ -246,6 +248,8 @@ class Communicator(Collectives):
             self._devices.free()
             self._executor.free()
             self.mpi.Free()
+        self._plans.forget()
+        self._progress = Freed()
 
     # The choice of algorithms
 
@@ -305,6 +309,7 @@ class Communicator(Collectives):
 
     def _later(self, async_op: bool, method: Callable[..., Any], *arguments: Any, result: Any, **options: Any) -> Any:
         """An operation that is not carried out now: queued, or the `result` of one that its group will carry out."""
+        self._progress.pending()  # an error on a communicator that was freed
         if self._group is not None:
             if async_op:
                 raise ValueError("group: operations within a group take no async_op")

@@ -328,7 +328,8 @@ class Collectives:
                 return counts
         if len(counts) != self.size or min(counts) < 0:
             raise ValueError(
-                f"{operation}: counts {tuple(counts)}; expected {self.size} numbers of elements, one a rank"
+                f"{operation}: {len(counts)} counts, the smallest {min(counts, default=0)}; expected {self.size} numbers of elements "
+                "from 0 on, one a rank"
             )
         if small.size != counts[self.rank] or large.size != sum(counts):
             raise ValueError(

@@ -66,6 +66,10 @@ class Progress(ABC):
     def flush(self) -> None:
         """Before a collective of the caller's own: carry out what must come before it."""
 
+    @abstractmethod
+    def drain(self) -> None:
+        """Before a communicator is freed: wait until all that was issued has ended."""
+
     def pending(self) -> bool:
         """Whether operations are left that only this thread can carry out."""
         return False
@@ -129,6 +133,9 @@ class Deferred(Progress):
         while self._queue and not self._busy:
             self._next()
 
+    def drain(self) -> None:
+        self.flush()
+
     def close(self) -> None:
         self.flush()
 
@@ -178,6 +185,12 @@ class Thread(Progress):
     def flush(self) -> None:
         """Nothing: the thread's communicators are not the caller's."""
 
+    def drain(self) -> None:
+        if self._thread is not None and self._thread is not threading.current_thread():
+            last = _Threaded(lambda: None)
+            self._queue.put(last)
+            last.wait()
+
     def close(self) -> None:
         if self._thread is not None:
             self._queue.put(None)
@@ -186,6 +199,27 @@ class Thread(Progress):
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             work.carry_out()
+
+
+class Freed(Progress):
+    """Of a communicator that was freed: whatever is asked of it asks this first."""
+
+    on_thread = False
+
+    def pending(self) -> bool:
+        raise ValueError("this communicator was freed; make another one by split() or Mesh")
+
+    def issue(self, operation: Callable[[], Any], mpi: Any) -> Work:
+        raise ValueError(f"this communicator was freed, and {operation} asked of it")
+
+    def flush(self) -> None:
+        self.pending()
+
+    def drain(self) -> None:
+        self.pending()
+
+    def close(self) -> None:
+        self.pending()
 
 
 class Transfer(Work):

@@ -138,7 +138,13 @@ class Entry(list[Any]):
     def __enter__(self) -> "Entry":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and kind.__module__ == "mpi4py.MPI":
+            error.add_note(
+                "Perhaps the ranks called different collectives, or with other sizes: MPITRAIN_DEBUG=1 compares them."
+            )
         self[_STATE] = ENDED if kind is None else FAILED
         self[_ENDED] = _now()
         _open.pop(self[0], None)

@@ -93,7 +93,8 @@ def view(x: Device, dtype: DType) -> np.ndarray:
 
 def reduces(dtype: DType, op: str) -> bool:
     """Whether MPI's own reduction can work on device memory: it has the type, and nothing is left for the host to do."""
-    return dtype.mpi is not None and op != "avg"
+    of_mpi_itself = op in ("sum", "prod") or (op in ("max", "min") and dtype.numpy.kind != "f")
+    return dtype.mpi is not None and of_mpi_itself
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import numpy as np
 
 from collectives.arrays import address_of
 from collectives.diagnosis import together
+from collectives.units import show_bytes
 
 _ALIGN = mmap.PAGESIZE
 
@@ -66,7 +67,7 @@ class NodeMemory:
         path, length_0 = mpi.bcast((str(proposal), length))
         fd = -1
         try:
-            doing = f"cannot share {nbytes / 1e6:.1f} MB of node memory in {os.path.dirname(path)}"
+            doing = f"cannot share {show_bytes(nbytes)} of node memory in {os.path.dirname(path)}"
             with together(mpi, doing):
                 if length != length_0:
                     raise ValueError(f"{length} bytes asked for here, {length_0} on rank 0")
@@ -103,7 +104,7 @@ class NodeMemory:
         except OSError as error:
             free = os.fstatvfs(fd)
             raise OSError(
-                f"{error.strerror}: {free.f_bavail * free.f_frsize / 1e6:.1f} MB are free; make it larger, "
+                f"{error.strerror}: {show_bytes(free.f_bavail * free.f_frsize)} are free; make it larger, "
                 "or set MPITRAIN_SHM_DIR to a folder in memory that has more"
             ) from None
 

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from collectives import selection
 from collectives.arrays import address_of
 from collectives.dtypes import DType
-from collectives.reduction import copy, divide
+from collectives.reduction import UFUNCS, copy, divide
 from collectives.transports.transport import put_own_part
 
 # Data travels as opaque elements of its size: MPI has no bf16, and counts stay small.
@@ -48,6 +48,23 @@ def _block(count: int, itemsize: int) -> MPI.Datatype:
     return block
 
 
+@functools.cache
+def _op(op: str, dtype: np.dtype) -> MPI.Op:
+    """MPI's operation, but of its max and min on floating numbers one that hands on NaN, as all other algorithms do.
+
+    Those of MPI libraries compare, and a comparison with NaN takes whichever operand comes second: not the same on all ranks.
+    """
+    if op not in ("max", "min") or dtype.kind != "f":
+        return _OPS[op]
+    ufunc = UFUNCS[op]
+
+    def combine(mine: Any, total: Any, datatype: MPI.Datatype) -> None:
+        result = np.frombuffer(total, dtype)
+        ufunc(np.frombuffer(mine, dtype), result, out=result)
+
+    return MPI.Op.Create(combine, commute=True)
+
+
 def _reducible(flat: np.ndarray, dtype: DType) -> tuple[np.ndarray, Any]:
     """An array that MPI can reduce, and its MPI datatype: `flat` itself, or a wider copy of halves."""
     if dtype.mpi is None:
@@ -75,15 +92,15 @@ class Library:
 
     def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
         wide, kind = _reducible(flat, dtype)
-        self._mpi.Allreduce(MPI.IN_PLACE, [wide, wide.size, kind], _OPS[op])
+        self._mpi.Allreduce(MPI.IN_PLACE, [wide, wide.size, kind], _op(op, wide.dtype))
         _finish(wide, flat, op, self._mpi.size, dtype)
 
     def reduce(self, flat: np.ndarray, op: str, root: int, dtype: DType) -> None:
         wide, kind = _reducible(flat, dtype)
         if self._mpi.rank != root:
-            self._mpi.Reduce([wide, wide.size, kind], None, _OPS[op], root)
+            self._mpi.Reduce([wide, wide.size, kind], None, _op(op, wide.dtype), root)
         else:
-            self._mpi.Reduce(MPI.IN_PLACE, [wide, wide.size, kind], _OPS[op], root)
+            self._mpi.Reduce(MPI.IN_PLACE, [wide, wide.size, kind], _op(op, wide.dtype), root)
             _finish(wide, flat, op, self._mpi.size, dtype)
 
     def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
@@ -92,9 +109,11 @@ class Library:
         wide, kind = _reducible(flat, dtype)
         mine = np.empty(out.size, wide.dtype) if dtype.is_half else out.view(wide.dtype)
         if counts.count(counts[0]) == len(counts):
-            self._mpi.Reduce_scatter_block([wide, out.size, kind], [mine, out.size, kind], _OPS[op])
+            self._mpi.Reduce_scatter_block([wide, out.size, kind], [mine, out.size, kind], _op(op, wide.dtype))
         else:
-            self._mpi.Reduce_scatter([wide, wide.size, kind], [mine, mine.size, kind], tuple(counts), _OPS[op])
+            self._mpi.Reduce_scatter(
+                [wide, wide.size, kind], [mine, mine.size, kind], tuple(counts), _op(op, wide.dtype)
+            )
         _finish(mine, out, op, self._mpi.size, dtype)
 
     def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
@@ -130,10 +149,14 @@ class Library:
         """
         match operation, arguments:
             case "all_reduce", (flat, op, dtype) if dtype.mpi is not None and op != "avg":
-                return self._mpi.Allreduce, (MPI.IN_PLACE, _place(flat, getattr(MPI, dtype.mpi)), _OPS[op])
+                return self._mpi.Allreduce, (MPI.IN_PLACE, _place(flat, getattr(MPI, dtype.mpi)), _op(op, dtype.numpy))
             case "reduce_scatter", (out, flat, op, dtype) if dtype.mpi is not None and op != "avg":
                 kind = getattr(MPI, dtype.mpi)
-                return self._mpi.Reduce_scatter_block, (_place(flat, kind, out.size), _place(out, kind), _OPS[op])
+                return self._mpi.Reduce_scatter_block, (
+                    _place(flat, kind, out.size),
+                    _place(out, kind),
+                    _op(op, dtype.numpy),
+                )
             case "all_gather", (out, flat) if flat.size <= selection.MAX_COUNT:
                 kind = _MOVES[out.itemsize]
                 return self._mpi.Allgather, (_place(flat, kind), _place(out, kind, flat.size))

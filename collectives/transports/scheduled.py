@@ -28,7 +28,7 @@ class Scheduled:
             divide(flat, self._size, dtype)
 
     def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
-        if flat.nbytes < _COPY_BYTES:
+        if flat.nbytes < _COPY_BYTES or self._size == 1:
             partial = flat.copy()  # comes to hold partial sums
             self._run("reduce_scatter", [partial], op, dtype, counts=counts)
             begin = sum(counts[: self._rank])

@@ -114,13 +114,13 @@ print(f"rank {comm.rank}: done", flush=True)
     assert result.returncode == 0, str(result)
     for rank in range(2):
         lines = [line for line in result.stdout.splitlines() if line.startswith(f"rank {rank}: ")]
-        assert [line.split(" MB of node memory")[0] for line in lines[:2]] == [
-            f"rank {rank}: cannot share 4.2",
-            f"rank {rank}: cannot share 8.4",
+        assert [line.split(" MiB of node memory")[0] for line in lines[:2]] == [
+            f"rank {rank}: cannot share 4",
+            f"rank {rank}: cannot share 8",
         ], str(result)
         for line in lines[:2]:
             assert f"in {small_shm}: No space left on device: " in line, str(result)
-            assert "MB are free; make it larger, or set MPITRAIN_SHM_DIR to a folder in memory that has more" in line
+            assert "iB are free; make it larger, or set MPITRAIN_SHM_DIR to a folder in memory that has more" in line
         assert lines[2:] == [f"rank {rank}: done"], str(result)
     assert not list(small_shm.iterdir())
 

@@ -253,3 +253,22 @@ def test_soak_of_mixed_calls_on_two_communicators(flying: Communicator) -> None:
     for work, expected, issued in in_flight:
         assert (work.wait() == expected).all(), issued
     other.free()
+
+
+def test_freeing_a_communicator_waits_for_what_is_in_flight(flying: Communicator) -> None:
+    group = flying.split(0)
+    x = np.full(100_000, group.rank + 1.0)
+    work = group.all_reduce(x, async_op=True)
+    group.free()
+    assert work.done()
+    assert (work.wait() == ranks_sum(flying)).all()
+    group.free()  # once more is no error
+    for use in (
+        lambda: group.all_reduce(x),
+        lambda: group.all_reduce(x, async_op=True),
+        lambda: group.barrier(),
+        lambda: group.split(0),
+        lambda: group.empty(3, np.float32),
+    ):
+        with pytest.raises(ValueError, match=r"this communicator was freed; make another one by split\(\) or Mesh"):
+            use()

@@ -414,3 +414,28 @@ def test_messages_of_more_elements_than_mpi_can_count(comm: Communicator, monkey
     mpi._block.cache_clear()
     monkeypatch.undo()
     comm.use_table(comm.table)
+
+
+def test_max_and_min_hand_on_nan(group: Communicator) -> None:
+    """Whichever rank has it, on all ranks and by all algorithms: MPI libraries' own lose it."""
+    n = group.size
+    for row in (TABLE[name] for name in FLOATS):
+        for size in (n, 5000):
+            values = (np.arange(size) % 7 + group.rank).astype(row.numpy)
+            values[group.rank :: n] = np.nan  # every place has it on one rank, and none on all
+            for op in ("max", "min"):
+                for algorithm in algorithms(group, "all_reduce"):
+                    x = values.copy()
+                    assert np.isnan(group.all_reduce(x, op, algorithm=algorithm).astype(np.float32)).all(), (
+                        row.name,
+                        op,
+                        algorithm,
+                    )
+                for algorithm in algorithms(group, "reduce_scatter"):
+                    out = np.zeros(3, row.numpy)
+                    group.reduce_scatter(out, np.resize(values, 3 * n), op, algorithm=algorithm)
+                    assert np.isnan(out.astype(np.float32)).any() or size % n, (row.name, op, algorithm)
+                for algorithm in algorithms(group, "reduce"):
+                    x = values.copy()
+                    group.reduce(x, n - 1, op, algorithm=algorithm)
+                    assert group.rank < n - 1 or np.isnan(x.astype(np.float32)).all(), (row.name, op, algorithm)

@@ -37,8 +37,9 @@ def test_split_groups_by_color_in_order_of_key(comm: Communicator) -> None:
     algorithm = "shared" if group.num_nodes == 1 else "auto"
     assert group.all_reduce(memory, algorithm=algorithm).tolist() == [sum(members)] * 3
     group.free()
-    with pytest.raises(ValueError, match="split: color -1; expected 0 or more"):
-        comm.split(-1)
+    for color in (-1, None):
+        with pytest.raises(ValueError, match=f"split: color {color}; expected a whole number, 0 or more"):
+            comm.split(color)  # type: ignore[arg-type]
 
 
 def factors(n: int) -> list[dict[str, int]]:
@@ -243,7 +244,7 @@ def test_local_errors_come_before_anything_is_sent(comm: Communicator) -> None:
         (ValueError, "root -1 is outside", lambda: comm.reduce(x, -1)),
         (ValueError, f"and out {3 * n + 1}; expected 3 in x and {3 * n} in out", lambda: comm.all_gather(longer, x)),
         (ValueError, "all_gather: x is float32, but out is float64", lambda: comm.all_gather(xs, x.astype(np.float32))),
-        (ValueError, f"expected {n} numbers of elements, one a rank", lambda: comm.all_gather(xs, x, counts=[3] * (n + 1))),
+        (ValueError, f"{n + 1} counts, the smallest 3; expected {n} numbers of elements from 0 on, one a rank", lambda: comm.all_gather(xs, x, counts=[3] * (n + 1))),
         (ValueError, "one a rank", lambda: comm.reduce_scatter(x, xs, counts=[-3] * n)),
         (ValueError, "reduce_scatter: out has 3 elements and x", lambda: comm.reduce_scatter(x, np.zeros(3 * n + 1))),
         (ValueError, "all_gather: x overlaps out, but is not rank", lambda: comm.all_gather(longer[:-1], beside)),
