@@ -34,12 +34,8 @@ def key_of(x: Any) -> Hashable:
     if type(x) is np.ndarray:
         try:
             memory = sys.modules["mpi4py.MPI"].memory(x)
-        except (
-            BufferError,
-            ValueError,
-            TypeError,
-        ):  # not contiguous, or a dtype that the buffer protocol has no word for
-            return None
+        except (BufferError, ValueError, TypeError):
+            return None  # not contiguous, or a dtype that the buffer protocol has no word for
         return memory.address, memory.nbytes, x.dtype, memory.readonly
     torch = sys.modules.get("torch")
     if torch is not None and type(x) is torch.Tensor and x.is_cpu and x.layout is torch.strided and x.is_contiguous():

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from closed_forms import inputs, reduced
 from device_model import CONSTANTS, ModelBinding, ModelCommunicator
 
 from collectives import Communicator
@@ -31,31 +32,11 @@ def sizes(n: int) -> list[int]:
     return sorted({0, 1, n - 1, n + 1, 1031})
 
 
-def inputs(op: str, row: DType, size: int, rank: int) -> np.ndarray:
-    """What `rank` contributes: element i by a formula of i and rank."""
-    i = np.arange(size)
-    if row.name == "bool":
-        return (i + rank) % 3 > 0 if op in ("prod", "min") else (i + rank) % 5 == 0
-    if op == "prod":
-        return (1 + (i + rank) % 2).astype(row.numpy)
-    return ((i * (rank + 1)) % 5 + rank + 1).astype(row.numpy)
-
-
-def reduced(op: str, row: DType, size: int, n: int) -> np.ndarray:
+def expected_of(op: str, row: DType, size: int, n: int) -> np.ndarray:
     """The reduction of all ranks' `inputs`, exact: the average in fp64."""
-    parts = np.stack([inputs(op, row, size, rank).astype(np.float64) for rank in range(n)])
-    match op:
-        case "avg":
-            return parts.sum(0) / n
-        case "sum":
-            total = parts.max(0) if row.name == "bool" else parts.sum(0)
-        case "prod":
-            total = parts.prod(0)
-        case "max":
-            total = parts.max(0)
-        case "min":
-            total = parts.min(0)
-    return total.astype(row.numpy)
+    if op == "avg":
+        return np.sum([inputs(op, row, size, rank).astype(np.float64) for rank in range(n)], axis=0) / n
+    return reduced(op, row, size, n)
 
 
 def check(result: np.ndarray, expected: np.ndarray, op: str, n: int, case: object) -> None:
@@ -196,7 +177,7 @@ def test_all_reduce_and_reduce(rig: Any, nccl: Nccl) -> None:
     for row in REDUCIBLE:
         for op in sorted(row.ops):
             for size in sizes(n):
-                expected = reduced(op, row, size, n)
+                expected = expected_of(op, row, size, n)
                 x, y = rig.array(size * row.itemsize), rig.array(size * row.itemsize)
                 for array in (x, y):
                     rig.write(array, inputs(op, row, size, rank))
@@ -218,7 +199,7 @@ def test_reduce_scatter(rig: Any, nccl: Nccl) -> None:
         for op in sorted(row.ops) if row.name in ("float32", "bfloat16", "bool") else ["sum"]:
             for counts in ([5] * n, [0] * n, [1031] * n, list(range(n)), [7 * (r == n - 1) for r in range(n)]):
                 start, total = sum(counts[:rank]), sum(counts)
-                expected = reduced(op, row, total, n)[start : start + counts[rank]]
+                expected = expected_of(op, row, total, n)[start : start + counts[rank]]
                 for in_place in (False, True):
                     x = rig.array(total * row.itemsize)
                     out = place(x, row, start, counts[rank]) if in_place else rig.array(counts[rank] * row.itemsize)
@@ -327,8 +308,8 @@ def test_a_group_of_collectives_starts_as_one(rig: Any, nccl: Nccl) -> None:
     results = rig.read(x, row), rig.read(y, row)
     rig.finish()
     assert handle.done()
-    check(results[0](), reduced("sum", row, 6, n), "sum", n, "all_reduce")
-    check(results[1](), reduced("max", row, 6, n), "max", n, "all_reduce")
+    check(results[0](), expected_of("sum", row, 6, n), "sum", n, "all_reduce")
+    check(results[1](), expected_of("max", row, 6, n), "max", n, "all_reduce")
 
     z = rig.array(4)
     with suppress(ZeroDivisionError), nccl.group():
@@ -342,7 +323,7 @@ def test_a_group_of_collectives_starts_as_one(rig: Any, nccl: Nccl) -> None:
 
 def test_async_operations_are_ordered_by_wait_for_any_stream(rig: Any, nccl: Nccl) -> None:
     row, n = TABLE["float32"], nccl.size
-    expected = reduced("sum", row, 1031, n)
+    expected = expected_of("sum", row, 1031, n)
     for waiter in (rig.stream, rig.other_stream):
         x = rig.array(1031 * 4)
         rig.write(x, inputs("sum", row, 1031, nccl.rank))
