@@ -111,6 +111,12 @@ def address_of(flat: np.ndarray) -> int:
     return mpi.memory(flat.view(np.uint8)).address if mpi is not None else flat.ctypes.data
 
 
+def unowned(flat: np.ndarray) -> np.ndarray:
+    """A view of the same elements that does not keep their memory alive. For who knows otherwise that it is."""
+    memory = sys.modules["mpi4py.MPI"].memory.fromaddress(address_of(flat), flat.nbytes)
+    return np.frombuffer(memory, np.uint8).view(flat.dtype)
+
+
 def like(flat: np.ndarray, dtype: object) -> Any:
     """`flat` as an array of the library that `dtype` belongs to, without a copy: a torch tensor for a torch dtype, else itself."""
     torch = sys.modules.get("torch")

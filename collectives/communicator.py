@@ -167,7 +167,6 @@ class Communicator(Collectives):
             self._join_nodes()
         self.placement = Placement.of([len(ranks) for ranks in self._grid])
         self.num_nodes = len(self._grid)
-        self.private_memory = "private" if self.node.reads_peers else "staged"  # what "auto" takes ordinary arrays for
         self._take_own(built_in() if table is None else table)
 
     def _share_memory(self, memory: NodeMemory) -> None:
@@ -204,12 +203,6 @@ class Communicator(Collectives):
             else:
                 self._transports[algorithm] = self._make_scheduled(algorithm)
         return self._transports[algorithm]
-
-    @property
-    def reads_peers(self) -> bool:
-        """Whether the kernel lets these ranks, all on one node, read each other's private memory."""
-        shared = self._transports.get("shared")
-        return isinstance(shared, Shared) and shared.reads_private
 
     @property
     def has_progress_thread(self) -> bool:

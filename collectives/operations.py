@@ -34,7 +34,6 @@ class Collectives:
     _progress: Any
     _devices: Any
     _selector: Selector
-    private_memory: str
     _later: Any
     _plans: Plans
     _keeps_plans: bool
@@ -96,7 +95,7 @@ class Collectives:
         with self._begin("all_gather", dst, algorithm, counts=counts) as call:
             self._transport(call.algorithm).all_gather(dst.flat, src.flat, counts)
             if not in_place:
-                self._plan(key, call, dst.flat, src.flat)
+                self._plan(key, call, dst.flat, src.flat, counts)
         return dst.result()
 
     def reduce_scatter(
@@ -132,7 +131,7 @@ class Collectives:
             mine = dst.flat if dtype is src.dtype else np.empty(dst.flat.size, dtype.numpy)
             self._transport(call.algorithm).reduce_scatter(mine, flat, raw, counts, dtype)
             if not in_place:
-                self._plan(key, call, mine, flat, raw, dtype)
+                self._plan(key, call, mine, flat, raw, counts, dtype)
         if dtype is not src.dtype:
             copy(dst.flat, mine)
         return dst.result()
@@ -278,7 +277,7 @@ class Collectives:
         nbytes = b.flat.nbytes
         if operation in ("gather", "scatter"):
             nbytes *= self.size  # a rank knows its part alone here
-        where = "node" if number else self.private_memory
+        where = "node" if number else "private"
         if entry is None:
             chosen = self._selector.choose(operation, algorithm, dtype=b.dtype, nbytes=nbytes, memory=where)
             return self._log.enter(operation, size, name, op, root, chosen)
@@ -304,11 +303,12 @@ class Collectives:
         return True
 
     def _plan(self, key: Hashable, call: Entry, *arguments: Any) -> None:
-        """Keep the plan of a call that the MPI library has carried out, on `arguments`, in private memory."""
-        if key is not None and call.algorithm == "mpi":
+        """Keep the plan of a call that was carried out on `arguments`, in private memory, if its transport makes plans."""
+        if key is not None and call.algorithm in ("mpi", "shared"):
             flats = [array for array in arguments if isinstance(array, np.ndarray)]
-            if self._memory is None or not any(self._memory.find(flat)[0] for flat in flats):
-                made = self._transport("mpi").plan(call.name, *arguments)
+            private = self._memory is None or not any(self._memory.find(flat)[0] for flat in flats)
+            if private and all(flat.size for flat in flats):
+                made = self._transport(call.algorithm).plan(call.name, *arguments)
                 if made is not None:
                     self._plans.keep(key, Plan(made[0], made[1], call.arguments))
 

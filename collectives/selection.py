@@ -17,7 +17,7 @@ _OPERATIONS = (
 )  # fmt: skip
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 
-# What is no schedule: "mpi" is the MPI library's own, "shared" reads the peers' arrays on the node, "nccl" is for arrays in GPU memory.
+# What is no schedule: "mpi" is the MPI library's own, "shared" goes through the node's memory, "nccl" is for arrays in GPU memory.
 _OTHERS = {
     "mpi": frozenset(_OPERATIONS),
     "shared": frozenset(_OPERATIONS),
@@ -33,11 +33,10 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     for operation in _OPERATIONS
 }
 
-# Where an array lies: in a rank's own memory, which peers on the node can read, or which they cannot ("staged"); in this communicator's
-# `empty` arrays (for all_gather: `out` in its `shared` array).
-MEMORIES = ("private", "staged", "node")
+# Where an array lies: in a rank's own memory; in this communicator's `empty` arrays (for all_gather: `out` in its `shared` array).
+MEMORIES = ("private", "node")
 # Where the node's arrays make a difference.
-NODE_OPERATIONS = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
+NODE_OPERATIONS = frozenset({"all_gather", "reduce_scatter"})
 # Here all ranks write one array. Only "shared" waits until nobody reads any more what stood there, so "auto" takes nothing else.
 _ONE_ARRAY = frozenset({("all_gather", "node")})
 

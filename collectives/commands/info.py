@@ -40,10 +40,6 @@ def run(options: argparse.Namespace) -> int:
         free = show_bytes(room.f_bavail * room.f_frsize)
         table.add_row("shared memory", f"{folder}, {free} free" + ("" if comm.num_nodes == 1 else " on rank 0's node"))
         table.add_row(
-            "private memory of peers",
-            "read directly" if comm.node.reads_peers else "not readable: staged in node memory",
-        )
-        table.add_row(
             "asynchronous operations", "on a progress thread" if comm.has_progress_thread else "carried out at wait()"
         )
         for label, text in cuda.info_lines():

@@ -150,14 +150,14 @@ class Library:
         match operation, arguments:
             case "all_reduce", (flat, op, dtype) if dtype.mpi is not None and op != "avg":
                 return self._mpi.Allreduce, (MPI.IN_PLACE, _place(flat, getattr(MPI, dtype.mpi)), _op(op, dtype.numpy))
-            case "reduce_scatter", (out, flat, op, dtype) if dtype.mpi is not None and op != "avg":
+            case "reduce_scatter", (out, flat, op, _, dtype) if dtype.mpi is not None and op != "avg":
                 kind = getattr(MPI, dtype.mpi)
                 return self._mpi.Reduce_scatter_block, (
                     _place(flat, kind, out.size),
                     _place(out, kind),
                     _op(op, dtype.numpy),
                 )
-            case "all_gather", (out, flat) if flat.size <= selection.MAX_COUNT:
+            case "all_gather", (out, flat, _) if flat.size <= selection.MAX_COUNT:
                 kind = _MOVES[out.itemsize]
                 return self._mpi.Allgather, (_place(flat, kind), _place(out, kind, flat.size))
             case "broadcast", (flat, root) if flat.size <= selection.MAX_COUNT:

@@ -54,7 +54,8 @@ class TwoLevel:
             theirs = self._counterparts(peer)
             for rank, (begin, _) in zip(theirs, parts([counts[rank] for rank in theirs]), strict=True):
                 pulls.append((peer, begin, out[slice(*places[rank])]))
-        self._shared.collect(out, gathered, pulls)
+        longest = max(sum(counts[rank] for rank in self._counterparts(peer)) for peer in range(len(self._grid[0])))
+        self._shared.collect(out, gathered, pulls, longest)
 
     def broadcast(self, flat: np.ndarray, root: int) -> None:
         node, local = self._place(root)

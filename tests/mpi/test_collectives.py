@@ -17,6 +17,7 @@ from collectives import Communicator, selection
 from collectives.arrays import as_numpy
 from collectives.dtypes import TABLE, DType
 from collectives.reduction import BLOCK_BYTES
+from collectives.transports import meeting
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 LARGE = 1031  # a prime
@@ -74,16 +75,16 @@ def same(x: Any, expected: np.ndarray) -> bool:
     return view.dtype == expected.dtype and view.shape == expected.shape and view.tobytes() == expected.tobytes()
 
 
-@pytest.fixture(scope="module", params=["as it is", "two nodes", "no peer reads"])
+@pytest.fixture(scope="module", params=["as it is", "two nodes", "stores in any order"])
 def group(request: pytest.FixtureRequest, comm: Communicator) -> Communicator:
-    """All ranks, by other ways to each other: as this machine has them, on two nodes, without the kernel's reads of private memory."""
+    """All ranks, by other ways to each other: as this machine has them, on two nodes, as on processors that reorder stores."""
     if request.param == "two nodes":
         if comm.num_nodes > 1:
             pytest.skip("the ranks are on several nodes in truth")
         return request.getfixturevalue("two_nodes")
-    if request.param == "no peer reads":
+    if request.param == "stores in any order":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("MPITRAIN_PEER_READS", "0")
+            patch.setattr(meeting, "IN_ORDER", False)
             return Communicator(comm.mpi.Dup())
     return comm
 
@@ -323,13 +324,13 @@ def test_long_arrays_go_in_segments_and_windows(comm: Communicator, monkeypatch:
         (executor, "_SEGMENT_BYTES"),
         (scheduled, "_PIPELINE_BYTES"),
         (scheduled, "_COPY_BYTES"),
-        (shared, "_STAGE_BYTES"),
+        (shared, "_WINDOW_BYTES"),
     ):
         monkeypatch.setattr(module, name, 96)
     monkeypatch.setattr(reduction, "BLOCK_BYTES", 96)
     n, rank = comm.size, comm.rank
-    for peer_reads in ("", "0"):
-        monkeypatch.setenv("MPITRAIN_PEER_READS", peer_reads)
+    for add_all in (0, 1 << 30):
+        monkeypatch.setattr(shared, "_ADD_ALL_BYTES", add_all)
         group = Communicator(comm.mpi.Dup())
         counts = [LARGE + 7 * r for r in range(n)]
         mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
