@@ -144,9 +144,7 @@ class Shared:
             bounds = even_parts(piece.size, self._size)
             sums = self._next_windows(flat.dtype)
             begin, end = bounds[rank]
-            reduce_into(
-                sums[rank][begin:end], [window[begin:end] for window in shown], op, dtype, divisor=divisor
-            )
+            reduce_into(sums[rank][begin:end], [window[begin:end] for window in shown], op, dtype, divisor=divisor)
             self._meet()
             if takes:
                 for peer, (begin, end) in enumerate(bounds):
