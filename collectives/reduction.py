@@ -6,7 +6,7 @@ Both give the same bits.
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,13 +24,10 @@ _TORCH_UFUNCS = {"sum": "add", "avg": "add", "prod": "mul", "max": "maximum", "m
 BLOCK_BYTES = 1 << 19  # two such blocks fit a core's L2 cache
 _TORCH_PAYS = 1 << 11  # elements from which torch's kernels are worth the microseconds of handing over
 
-# (rank, start, stop, scratch) -> those elements of its array: a view of where they lie, or `scratch`, filled
-Elements = Callable[[int, int, int, np.ndarray], np.ndarray]
-
 
 class _Scratch(threading.local):
     def __init__(self) -> None:
-        self.arrays = [np.empty(0, np.uint8)] * 3
+        self.arrays = [np.empty(0, np.uint8)] * 2
 
 
 _scratch = _Scratch()
@@ -41,23 +38,15 @@ def reduce_into(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DT
 
     All 1-D, of the same length and `dtype`; `out` may be one of `parts`. fp16 and bf16 are added in fp32 and rounded once.
     """
-    reduce_blocks(out, len(parts), lambda i, start, stop, _: parts[i][start:stop], op, dtype, divisor=divisor)
-
-
-def reduce_blocks(
-    out: np.ndarray, num_parts: int, elements: Elements, op: str, dtype: DType, *, divisor: int = 1
-) -> None:
-    """`reduce_into` of parts that are fetched a block at a time: `elements(i, start, stop, scratch)` are those of part i.
-
-    A block of `out` is written when all parts of that block have been read.
-    """
-    block = min(BLOCK_BYTES // dtype.itemsize, max(out.size, 1))
-    add = _add_halves if dtype.is_half else _add
     # Overflow to infinity is a result of low precision that callers look for, not a reason to warn.
     with np.errstate(over="ignore", invalid="ignore"):
+        if len(parts) == 2 and divisor == 1 and not dtype.is_half:
+            UFUNCS[op](parts[0], parts[1], out=out)
+            return
+        block, add = BLOCK_BYTES // dtype.itemsize, _add_halves if dtype.is_half else _add
         for start in range(0, out.size, block):
             stop = min(start + block, out.size)
-            add(out[start:stop], num_parts, elements, start, stop, op, dtype, divisor)
+            add(out[start:stop], [part[start:stop] for part in parts], op, dtype, divisor)
 
 
 def divide(flat: np.ndarray, divisor: int, dtype: DType) -> None:
@@ -76,33 +65,26 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
         _tensor(torch, target).copy_(_tensor(torch, source))
 
 
-def _add(
-    out: np.ndarray, num_parts: int, elements: Elements, start: int, stop: int, op: str, dtype: DType, divisor: int
-) -> None:
-    ufunc, total = UFUNCS[op], _scratch_array(0, stop - start, dtype.numpy)
-    part = elements(0, start, stop, total)
-    if num_parts == 1:
-        out[...] = part
-    for i in range(1, num_parts):
-        other = elements(i, start, stop, _scratch_array(1, stop - start, dtype.numpy))
-        part = ufunc(part, other, out=out if i == num_parts - 1 else total)
+def _add(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DType, divisor: int) -> None:
+    total, scratch = parts[0], _scratch_array(0, out.size, dtype.numpy)
+    if len(parts) == 1:
+        out[...] = total
+    for i, part in enumerate(parts[1:], 2):
+        # Not in `out` before the last one: it may be a part that is still to come.
+        total = UFUNCS[op](total, part, out=out if i == len(parts) else scratch)
     if divisor != 1:
         out /= divisor
 
 
-def _add_halves(
-    out: np.ndarray, num_parts: int, elements: Elements, start: int, stop: int, op: str, dtype: DType, divisor: int
-) -> None:
-    torch, size = _torch(stop - start), stop - start
-    part = elements(0, start, stop, _scratch_array(0, size, dtype.numpy))
-    if torch is not None and num_parts == 2 and divisor == 1:  # torch adds two halves in fp32 and rounds once
-        other = elements(1, start, stop, _scratch_array(1, size, dtype.numpy))
-        getattr(torch, _TORCH_UFUNCS[op])(_tensor(torch, part), _tensor(torch, other), out=_tensor(torch, out))
+def _add_halves(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DType, divisor: int) -> None:
+    torch = _torch(out.size)
+    if torch is not None and len(parts) == 2 and divisor == 1:  # torch adds two halves in fp32 and rounds once
+        one, other = (_tensor(torch, part) for part in parts)
+        getattr(torch, _TORCH_UFUNCS[op])(one, other, out=_tensor(torch, out))
         return
-    total = _scratch_array(2, size, dtype.accumulate)
-    copy(total, part)
-    for i in range(1, num_parts):
-        part = elements(i, start, stop, _scratch_array(0, size, dtype.numpy))
+    total = _scratch_array(1, out.size, dtype.accumulate)
+    copy(total, parts[0])
+    for part in parts[1:]:
         if torch is not None:
             wide = _tensor(torch, total)
             getattr(torch, _TORCH_UFUNCS[op])(wide, _tensor(torch, part), out=wide)

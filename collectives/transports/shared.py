@@ -1,13 +1,14 @@
 """Collectives of the ranks of one node, through memory that they share. Two ways to show the others an array:
 
-- An `empty` array (memory.py) is read where it lies: every element moves once.
-- Any other goes through windows, of which each rank has two in turn: all write a piece, meet, and take what they want from the
-  others' windows. A window stays in the cores' caches, so the memory's own bandwidth goes to the callers' arrays alone, and one
-  meeting a piece is enough: who meets for the next piece has taken everything of this one, and its window can be written again.
+- Through windows, of which each rank has two in turn: all write a piece, meet, and take what they want from the others' windows. A
+  window stays in the cores' caches, so the memory's own bandwidth goes to the callers' arrays alone, and one meeting a piece is
+  enough: who meets for the next piece has taken everything of this one, and its window can be written again.
+- Long `empty` arrays (memory.py) are read where they lie: every element moves once.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,15 @@ _WINDOW_BYTES = 1 << 20  # of which two fit a core's share of the caches
 _ADD_ALL_BYTES = 1 << 16
 
 Pull = tuple[int, int, np.ndarray]  # peer, first element of its array, where to copy from there on
+Reduction = Callable[[np.ndarray, list[np.ndarray]], None]  # target, addends
+
+
+class _Turn(NamedTuple):
+    """What a rank does with a piece: copy to its window, meet, add, copy."""
+
+    shows: Sequence[tuple[np.ndarray, np.ndarray]]  # target, source
+    sums: Sequence[tuple[np.ndarray, list[np.ndarray]]] = ()  # target, addends
+    takes: Sequence[tuple[np.ndarray, np.ndarray]] = ()  # target, source
 
 
 class Shared:
@@ -38,17 +48,17 @@ class Shared:
         self._words = memoryview(self._own.shared(8 * WORDS * mpi.size)).cast("Q")  # type: ignore[arg-type]
         self._meet = Meeting(mpi, self._words).meet
         self._said = 1  # the word of a rank's in which it last said where its array lies
-        self._turn = 0
+        self._turn = 0  # whose windows are next
         self._memories: list[list[np.ndarray]] = []  # each rank's windows of both turns, and as elements of a dtype:
         self._windows: dict[np.dtype, list[list[np.ndarray]]] = {}
 
     # The operations
 
     def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
-        self._add(flat, op, dtype, takes=True)
+        self._run(self._add(flat), self._reduction(op, dtype))
 
     def reduce(self, flat: np.ndarray, op: str, root: int, dtype: DType) -> None:
-        self._add(flat, op, dtype, takes=self._rank == root)
+        self._run(self._add(flat, wanted=self._rank == root), self._reduction(op, dtype))
 
     def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
         """Each rank adds its part of all arrays. `out` may be its own place in `flat`."""
@@ -58,120 +68,171 @@ class Shared:
         self, flat: np.ndarray, counts: Sequence[int], outs: Mapping[int, np.ndarray], op: str, dtype: DType
     ) -> None:
         """`flat` is parts of `counts` elements: `outs` are those that this rank is to have the reduction of, by number."""
-        bounds, divisor = parts(counts), self._size if op == "avg" else 1
-        shown = self._show(flat)
-        if shown is not None:
+        bounds, reduction = parts(counts), self._reduction(op, dtype)
+        arrays = self._arrays(flat, flat.size)
+        if arrays is None:
+            self._run(self._add_parts(flat, bounds, outs), reduction)
+        else:
             for part, out in outs.items():
-                begin, end = bounds[part]
-                reduce_into(out, [array[begin:end] for array in shown], op, dtype, divisor=divisor)
+                reduction(out, [array[slice(*bounds[part])] for array in arrays])
             self._meet()  # everyone has read: the caller may write again
-            return
-        # A window holds as much of every part, so that all ranks have something to add.
-        width = _WINDOW_BYTES // (flat.itemsize * len(counts))
-        for start in range(0, max(counts), width):
-            windows = self._next_windows(flat.dtype)
-            mine = windows[self._rank]
-            for part, (begin, end) in enumerate(bounds):
-                if part not in outs and begin + start < end:
-                    piece = flat[begin + start : min(begin + start + width, end)]
-                    mine[part * width :][: piece.size] = piece
-            self._meet()
-            for part, out in outs.items():
-                piece, begin = out[start : start + width], bounds[part][0] + start
-                addends = [window[part * width :][: piece.size] for window in windows]
-                addends[self._rank] = flat[begin : begin + piece.size]
-                reduce_into(piece, addends, op, dtype, divisor=divisor)
 
     def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
         """Where `out` is one array for the node, each rank writes its part, unless it stands there already."""
-        pulls = [(peer, 0, out[slice(*part)]) for peer, part in enumerate(parts(counts))]
-        self.collect(out, flat, pulls, longest=max(counts))
+        self.collect(out, flat, _parts_of(out, counts), longest=max(counts))
 
     def collect(self, out: np.ndarray, flat: np.ndarray, pulls: Sequence[Pull], longest: int) -> None:
-        """`pull` from all ranks, this one included, into parts of `out`. Into one array for the node each rank writes its own."""
+        """Copy what `pulls` says from all ranks, this one included, into parts of `out`. `longest`: elements of the longest `flat`.
+
+        Into one array for the node each rank writes its own.
+        """
         of_node = self._memory.is_one_array(self._memory.find(out)[0])
         if of_node:
             # Both meetings always: whether a part already stands in its place may differ from rank to rank.
             self._meet()  # nobody still reads what stood here
         for peer, start, target in pulls:
-            if peer == self._rank and target.size:
-                own = flat[start : start + target.size]
-                if not np.may_share_memory(own, target):
-                    target[...] = own
+            if peer == self._rank:
+                _move(target, flat[start : start + target.size])
         if of_node:
             self._meet()
         else:
-            self._pull(flat, [pull for pull in pulls if pull[0] != self._rank], longest)
+            self._pull(flat, pulls, longest)
 
     def broadcast(self, flat: np.ndarray, root: int) -> None:
-        at_root = self._rank == root
-        self._pull(flat if at_root else flat[:0], [] if at_root else [(root, 0, flat)], flat.size)
+        self._pull(flat if self._rank == root else flat[:0], [(root, 0, flat)], flat.size)
 
     def gather(self, out: np.ndarray | None, flat: np.ndarray, root: int) -> None:
         """`out`: on the root alone, whose part stands in its place there already."""
-        self._pull(flat, [] if out is None else self._others(out), flat.size)
+        self._pull(flat, [] if out is None else _parts_of(out, [flat.size] * self._size), flat.size)
 
     def scatter(self, out: np.ndarray, flat: np.ndarray | None, root: int) -> None:
         """`flat`: on the root alone, which has taken its part itself."""
-        pulls = [] if self._rank == root else [(root, self._rank * out.size, out)]
-        self._pull(out[:0] if flat is None else flat, pulls, out.size * self._size)
+        self._pull(out[:0] if flat is None else flat, [(root, self._rank * out.size, out)], out.size * self._size)
 
     def all_to_all(self, out: np.ndarray, flat: np.ndarray) -> None:
         """The two must not overlap."""
         count = flat.size // self._size
         begin = self._rank * count
         out[begin : begin + count] = flat[begin : begin + count]
-        self._pull(flat, [(peer, begin, part) for peer, _, part in self._others(out)], flat.size)
+        self._pull(flat, [(peer, begin, part) for peer, _, part in _parts_of(out, [count] * self._size)], flat.size)
 
-    def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        """An operation with these arguments as one call, which keeps none of their arrays alive."""
-        return getattr(self, operation), tuple(unowned(x) if isinstance(x, np.ndarray) else x for x in arguments)
+    def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+        """An operation on short private arrays as one prepared call, which keeps none of them alive; None where there is no such.
+
+        `all_gather` and `reduce_scatter` with equal counts and not in place.
+        """
+        if any(isinstance(x, np.ndarray) and x.nbytes > _WINDOW_BYTES for x in arguments):
+            return None  # the time that a plan saves does not show
+        arguments = tuple(unowned(x) if isinstance(x, np.ndarray) else x for x in arguments)
+        reduction = None
+        match operation, arguments:
+            case "all_reduce", (flat, op, dtype):
+                turns, reduction = partial(self._add, flat), self._reduction(op, dtype)
+            case "reduce_scatter", (out, flat, op, counts, dtype):
+                turns = partial(self._add_parts, flat, parts(counts), {self._rank: out})
+                reduction = self._reduction(op, dtype)
+            case "all_gather", (out, flat, counts):
+                turns = partial(self._take, flat, _parts_of(out, counts), flat.size, with_own=True)
+            case "broadcast", (flat, root):
+                turns = partial(self._take, flat if self._rank == root else flat[:0], [(root, 0, flat)], flat.size)
+            case _:
+                return None
+        prepared, next_turn = [], self._turn
+        for self._turn in (0, 1):
+            prepared.append(list(turns()))
+        self._turn = next_turn
+        return self._run_prepared, (prepared, len(prepared[0]) % 2, reduction)
 
     # How they come about
 
-    def _add(self, flat: np.ndarray, op: str, dtype: DType, *, takes: bool) -> None:
-        """The reduction, of the same bits on all ranks, into `flat` of the ranks that take it."""
-        rank, divisor = self._rank, self._size if op == "avg" else 1
+    def _reduction(self, op: str, dtype: DType) -> Reduction:
+        return partial(reduce_into, op=op, dtype=dtype, divisor=self._size if op == "avg" else 1)
+
+    def _run(self, turns: Iterable[_Turn], reduction: Reduction | None = None) -> None:
+        meet = self._meet
+        for shows, sums, takes in turns:
+            for target, source in shows:
+                target[...] = source
+            meet()
+            for target, addends in sums:
+                reduction(target, addends)  # type: ignore[misc]  # there is one where there are sums
+            for target, source in takes:
+                target[...] = source
+
+    def _run_prepared(self, prepared: Sequence[Sequence[_Turn]], flips: int, reduction: Reduction | None) -> None:
+        """Turns that were prepared for each of the windows that may be next, of which there is an odd number if `flips`."""
+        turn = self._turn
+        self._turn = turn ^ flips
+        self._run(prepared[turn], reduction)
+
+    def _add(self, flat: np.ndarray, *, wanted: bool = True) -> Iterator[_Turn]:
+        """The reduction of all ranks' arrays, of the same bits on all ranks, into `flat` where it is `wanted`."""
+        rank = self._rank
         adds_all = self._size <= 2 or flat.nbytes * self._size <= _ADD_ALL_BYTES
-        for piece in _pieces(flat, _WINDOW_BYTES // flat.itemsize):
+        width = _WINDOW_BYTES // flat.itemsize
+        for start in range(0, flat.size, width):
+            piece = flat[start : start + width]
             shown = [window[: piece.size] for window in self._next_windows(flat.dtype)]
-            shown[rank][...] = piece
-            self._meet()
             if adds_all:
-                if takes:
-                    reduce_into(piece, shown, op, dtype, divisor=divisor)
+                yield _Turn([(shown[rank], piece)], sums=[(piece, shown)] if wanted else ())
                 continue
-            bounds = even_parts(piece.size, self._size)
-            sums = self._next_windows(flat.dtype)
-            begin, end = bounds[rank]
-            reduce_into(sums[rank][begin:end], [window[begin:end] for window in shown], op, dtype, divisor=divisor)
-            self._meet()
-            if takes:
-                for peer, (begin, end) in enumerate(bounds):
-                    piece[begin:end] = sums[peer][begin:end]
+            begin, end = even_parts(piece.size, self._size)[rank]
+            sums = [window[: piece.size] for window in self._next_windows(flat.dtype)]
+            yield _Turn([(shown[rank], piece)], sums=[(sums[rank][begin:end], [array[begin:end] for array in shown])])
+            bounds = [slice(*part) for part in even_parts(piece.size, self._size)]
+            yield _Turn(
+                (), takes=[(piece[part], sums[peer][part]) for peer, part in enumerate(bounds)] if wanted else ()
+            )
+
+    def _add_parts(
+        self, flat: np.ndarray, bounds: Sequence[tuple[int, int]], outs: Mapping[int, np.ndarray]
+    ) -> Iterator[_Turn]:
+        """A window holds as much of every part, so that all ranks have something to add."""
+        width = _WINDOW_BYTES // (flat.itemsize * len(bounds))
+        for start in range(0, max(end - begin for begin, end in bounds), width):
+            windows = self._next_windows(flat.dtype)
+            shows, sums = [], []
+            for part, (begin, end) in enumerate(bounds):
+                piece = flat[min(begin + start, end) : min(begin + start + width, end)]
+                shown = [window[part * width :][: piece.size] for window in windows]
+                if part not in outs:
+                    shows.append((shown[self._rank], piece))
+                else:
+                    shown[self._rank] = piece
+                    sums.append((outs[part][start : start + width], shown))
+            yield _Turn(shows, sums)
 
     def _pull(self, flat: np.ndarray, pulls: Sequence[Pull], longest: int) -> None:
         """Show `flat` to the others, and copy what `pulls` says from theirs. `longest`: the elements of the longest rank's."""
-        shown = self._show(flat)
-        if shown is not None:
+        arrays = self._arrays(flat, longest)
+        if arrays is None:
+            self._run(self._take(flat, pulls, longest))
+        else:
             for peer, start, target in pulls:
-                target[...] = shown[peer][start : start + target.size]
+                if peer != self._rank:
+                    target[...] = arrays[peer][start : start + target.size]
             self._meet()
-            return
+
+    def _take(
+        self, flat: np.ndarray, pulls: Sequence[Pull], longest: int, *, with_own: bool = False
+    ) -> Iterator[_Turn]:
         width = _WINDOW_BYTES // flat.itemsize
         for begin in range(0, longest, width):
             windows = self._next_windows(flat.dtype)
             piece = flat[begin : begin + width]
-            windows[self._rank][: piece.size] = piece
-            self._meet()
+            takes = []
             for peer, start, target in pulls:
                 low, high = max(start, begin), min(start + target.size, begin + width)
-                if low < high:
-                    target[low - start : high - start] = windows[peer][low - begin : high - begin]
+                if low < high and (peer != self._rank or with_own):
+                    takes.append((target[low - start : high - start], windows[peer][low - begin : high - begin]))
+            yield _Turn([(windows[self._rank][: piece.size], piece)] if piece.size else (), takes=takes)
 
-    def _show(self, flat: np.ndarray) -> list[np.ndarray] | None:
-        """Meet, and all ranks' arrays where they lie: in one allocation of the node's memory. None where one of them does not."""
-        if self._memory.holds_none:
+    def _arrays(self, flat: np.ndarray, longest: int) -> list[np.ndarray] | None:
+        """Meet, and all ranks' arrays where they lie: in one allocation of the node's memory. None where the windows are the way.
+
+        `longest`: the elements of the longest rank's array, so that all ranks decide alike.
+        """
+        if longest * flat.itemsize <= _WINDOW_BYTES or self._memory.holds_none:
             return None
         words = self._words
         self._said = 5 - self._said  # there are two places to say it, in turn, as there are two windows
@@ -188,21 +249,22 @@ class Shared:
         return [view.view(flat.dtype) for view in views if view is not None]
 
     def _next_windows(self, dtype: np.dtype) -> list[np.ndarray]:
-        """Each rank's window of the next turn, as elements of `dtype`."""
+        """Each rank's window of the next turn, as elements of `dtype`. Collective at first."""
         views = self._windows.get(dtype)
         if views is None:
             if not self._memories:
                 self._memories = [self._own.peers(self._own.empty(_WINDOW_BYTES)) for _ in range(2)]
             views = self._windows[dtype] = [[memory.view(dtype) for memory in turn] for turn in self._memories]
-        self._turn ^= 1
-        return views[self._turn]
-
-    def _others(self, whole: np.ndarray) -> list[Pull]:
-        """What the other ranks' arrays are to fill in `whole`."""
-        count = whole.size // self._size
-        return [(peer, 0, whole[peer * count :][:count]) for peer in range(self._size) if peer != self._rank]
+        turn = self._turn
+        self._turn = turn ^ 1
+        return views[turn]
 
 
-def _pieces(flat: np.ndarray, width: int) -> Iterator[np.ndarray]:
-    for start in range(0, flat.size, width):
-        yield flat[start : start + width]
+def _parts_of(out: np.ndarray, counts: Sequence[int]) -> list[Pull]:
+    """Each rank's whole array, to its part of `out`."""
+    return [(peer, 0, out[slice(*part)]) for peer, part in enumerate(parts(counts))]
+
+
+def _move(target: np.ndarray, source: np.ndarray) -> None:
+    if not np.may_share_memory(target, source):
+        target[...] = source
