@@ -86,35 +86,41 @@ class Shared:
 
         Into one array for the node each rank writes its own.
         """
-        of_node = self._memory.is_one_array(self._memory.find(out)[0])
-        if of_node:
+        own = [(target, flat[start : start + target.size]) for peer, start, target in pulls if peer == self._rank]
+        stands = all(np.may_share_memory(*move) for move in own)
+        if self._memory.is_one_array(self._memory.find(out)[0]):
             # Both meetings always: whether a part already stands in its place may differ from rank to rank.
             self._meet()  # nobody still reads what stood here
-        for peer, start, target in pulls:
-            if peer == self._rank:
-                _move(target, flat[start : start + target.size])
-        if of_node:
+            for target, source in () if stands else own:
+                target[...] = source
             self._meet()
         else:
-            self._pull(flat, pulls, longest)
+            self._pull(flat, [pull for pull in pulls if pull[0] != self._rank] if stands else pulls, longest)
 
     def broadcast(self, flat: np.ndarray, root: int) -> None:
-        self._pull(flat if self._rank == root else flat[:0], [(root, 0, flat)], flat.size)
+        self._pull(*self._broadcast(flat, root))
+
+    def _broadcast(self, flat: np.ndarray, root: int) -> tuple[np.ndarray, list[Pull], int]:
+        return (flat, [], flat.size) if self._rank == root else (flat[:0], [(root, 0, flat)], flat.size)
 
     def gather(self, out: np.ndarray | None, flat: np.ndarray, root: int) -> None:
         """`out`: on the root alone, whose part stands in its place there already."""
-        self._pull(flat, [] if out is None else _parts_of(out, [flat.size] * self._size), flat.size)
+        pulls = [] if out is None else _parts_of(out, [flat.size] * self._size)
+        self._pull(flat, [pull for pull in pulls if pull[0] != root], flat.size)
 
     def scatter(self, out: np.ndarray, flat: np.ndarray | None, root: int) -> None:
         """`flat`: on the root alone, which has taken its part itself."""
-        self._pull(out[:0] if flat is None else flat, [(root, self._rank * out.size, out)], out.size * self._size)
+        length = out.size * self._size
+        if flat is None:
+            self._pull(out[:0], [(root, self._rank * out.size, out)], length)
+        else:
+            self._pull(flat, [], length)
 
     def all_to_all(self, out: np.ndarray, flat: np.ndarray) -> None:
         """The two must not overlap."""
         count = flat.size // self._size
-        begin = self._rank * count
-        out[begin : begin + count] = flat[begin : begin + count]
-        self._pull(flat, [(peer, begin, part) for peer, _, part in _parts_of(out, [count] * self._size)], flat.size)
+        pulls = [(peer, self._rank * count, part) for peer, _, part in _parts_of(out, [count] * self._size)]
+        self._pull(flat, pulls, flat.size)
 
     def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
         """An operation on short private arrays as one prepared call, which keeps none of them alive; None where there is no such.
@@ -132,9 +138,9 @@ class Shared:
                 turns = partial(self._add_parts, flat, parts(counts), {self._rank: out})
                 reduction = self._reduction(op, dtype)
             case "all_gather", (out, flat, counts):
-                turns = partial(self._take, flat, _parts_of(out, counts), flat.size, with_own=True)
+                turns = partial(self._take, flat, _parts_of(out, counts), flat.size)
             case "broadcast", (flat, root):
-                turns = partial(self._take, flat if self._rank == root else flat[:0], [(root, 0, flat)], flat.size)
+                turns = partial(self._take, *self._broadcast(flat, root))
             case _:
                 return None
         prepared, next_turn = [], self._turn
@@ -209,13 +215,10 @@ class Shared:
             self._run(self._take(flat, pulls, longest))
         else:
             for peer, start, target in pulls:
-                if peer != self._rank:
-                    target[...] = arrays[peer][start : start + target.size]
+                target[...] = arrays[peer][start : start + target.size]
             self._meet()
 
-    def _take(
-        self, flat: np.ndarray, pulls: Sequence[Pull], longest: int, *, with_own: bool = False
-    ) -> Iterator[_Turn]:
+    def _take(self, flat: np.ndarray, pulls: Sequence[Pull], longest: int) -> Iterator[_Turn]:
         width = _WINDOW_BYTES // flat.itemsize
         for begin in range(0, longest, width):
             windows = self._next_windows(flat.dtype)
@@ -223,7 +226,7 @@ class Shared:
             takes = []
             for peer, start, target in pulls:
                 low, high = max(start, begin), min(start + target.size, begin + width)
-                if low < high and (peer != self._rank or with_own):
+                if low < high:
                     takes.append((target[low - start : high - start], windows[peer][low - begin : high - begin]))
             yield _Turn([(windows[self._rank][: piece.size], piece)] if piece.size else (), takes=takes)
 
@@ -263,8 +266,3 @@ class Shared:
 def _parts_of(out: np.ndarray, counts: Sequence[int]) -> list[Pull]:
     """Each rank's whole array, to its part of `out`."""
     return [(peer, 0, out[slice(*part)]) for peer, part in enumerate(parts(counts))]
-
-
-def _move(target: np.ndarray, source: np.ndarray) -> None:
-    if not np.may_share_memory(target, source):
-        target[...] = source
