@@ -199,10 +199,14 @@ class Communicator(Collectives):
                 )
                 shared = self.node._transports["shared"]
                 assert isinstance(shared, Shared)
-                self._transports[algorithm] = TwoLevel(self._grid, self.rank, shared, self._across)
+                self._transports[algorithm] = TwoLevel(self._grid, self.rank, shared, self._across._chosen)
             else:
                 self._transports[algorithm] = self._make_scheduled(algorithm)
         return self._transports[algorithm]
+
+    def _chosen(self, operation: str, dtype: DType, nbytes: int) -> Any:
+        """The Transport that "auto" takes for arrays in private memory."""
+        return self._transport(self._selector.choose(operation, "auto", dtype=dtype, nbytes=nbytes))
 
     @property
     def has_progress_thread(self) -> bool:

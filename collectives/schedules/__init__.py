@@ -47,6 +47,7 @@ BUILDERS: dict[str, dict[str, Callable[[Setup], Schedule]]] = {
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 PIPELINED = frozenset({"double_tree"})
 TWO_LEVEL = frozenset({"two_level"})
+_IN_ROUNDS = frozenset({"ring", "halving", "halving_doubling", "bruck"})
 
 
 def build(
@@ -73,6 +74,14 @@ def build(
     return algorithms[algorithm](Setup(size, root, per_node, num_segments))
 
 
+def goes_in_rounds(algorithm: str, size: int) -> bool:
+    """Whether what a rank sends in its k-th step is what its peer receives in its k-th, on all ranks, for as many steps.
+
+    Then schedules on different chunks may be carried on step by step in turn, and nobody waits for who waits for it.
+    """
+    return algorithm in _IN_ROUNDS or (algorithm == "recursive_doubling" and size & (size - 1) == 0)
+
+
 __all__ = [
     "BUILDERS",
     "PIPELINED",
@@ -85,4 +94,5 @@ __all__ = [
     "Setup",
     "Step",
     "build",
+    "goes_in_rounds",
 ]

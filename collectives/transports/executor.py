@@ -20,7 +20,7 @@ from collectives.schedules import Step
 _SEGMENT_BYTES = 1 << 19
 _NUM_INCOMING = 2  # segments in the scratch memory: enough to keep a link busy while one of them is added
 _MAX_REQUESTS = 1 << 12  # kept in all
-_TAG = 1  # every communicator is a private clone, so no user's message can be mistaken for one
+_TAG = 1  # of lane 0. Every communicator is a private clone, so no user's message can be mistaken for one
 
 
 class Chunk(NamedTuple):
@@ -67,7 +67,7 @@ class Executor:
         self._mpi = mpi
         self._kept: OrderedDict[Hashable, _Prepared] = OrderedDict()
         self._num_kept = 0
-        self._scratch: np.ndarray | None = None
+        self._scratch: dict[int, np.ndarray] = {}  # by lane
 
     def run(
         self,
@@ -76,27 +76,26 @@ class Executor:
         plan: Callable[[], Plan],
         op: str,
         dtype: DType,
-    ) -> None:
-        """Carry out this rank's steps of a schedule on the chunks of `arrays`, in place.
+        lane: int = 0,
+    ) -> Iterator[None]:
+        """Carry out this rank's steps of a schedule on the chunks of `arrays`, in place; yields when a step's messages have set out.
 
-        `plan` is asked once for a `key` and arrays of the same addresses.
+        `plan` is asked once for a `key` and arrays of the same addresses. Runs on different lanes may be under way at the same time.
         Between hops the element type travels; each hop adds in `dtype.accumulate` and rounds, as NCCL does.
         """
-        key = (key, dtype.name, *((address_of(array), array.size) for array in arrays))
+        key = (key, lane, dtype.name, *((address_of(array), array.size) for array in arrays))
         prepared = self._kept.pop(key, None)
         if prepared is None:
-            prepared = self._prepare(arrays, plan(), dtype)
+            prepared = self._prepare(arrays, plan(), dtype, lane)
         else:
             self._num_kept -= prepared.num_requests
         for sends, receives, is_exchange in prepared.steps:
             if sends:
                 MPI.Prequest.Startall(sends)
-            posted = 0
+            posted = _post(receives, 0, _NUM_INCOMING)
+            yield
             for done, (request, place, operand, incoming) in enumerate(receives):
-                # As many at a time as the scratch memory has room for, where they go through it.
-                while posted < len(receives) and (incoming is None or posted < done + _NUM_INCOMING):
-                    receives[posted].request.Start()
-                    posted += 1
+                posted = _post(receives, posted, done + _NUM_INCOMING)
                 request.Wait()
                 if is_exchange:
                     sends[done].Wait()
@@ -123,7 +122,7 @@ class Executor:
             for request in (*step.sends, *(receive.request for receive in step.receives)):
                 request.Free()
 
-    def _prepare(self, arrays: Sequence[np.ndarray], plan: Plan, dtype: DType) -> _Prepared:
+    def _prepare(self, arrays: Sequence[np.ndarray], plan: Plan, dtype: DType, lane: int) -> _Prepared:
         addresses = [address_of(array) for array in arrays]
         segment = _SEGMENT_BYTES // dtype.itemsize
         prepared, num_requests = [], 0
@@ -139,7 +138,7 @@ class Executor:
             sends, receives = [], []
             if send is not None:
                 for place in _segments(now, send.chunk, send.count, segment, merge):
-                    sends.append(self._mpi.Send_init(memory(place), send.peer, _TAG))
+                    sends.append(self._mpi.Send_init(memory(place), send.peer, _TAG + lane))
             if recv is not None:
                 operands = list(_segments(now, recv.chunk, recv.count, segment, merge))
                 if recv.reduce and plan.sums is not None:
@@ -149,20 +148,30 @@ class Executor:
                 for i, (place, operand) in enumerate(zip(places, operands, strict=True)):
                     incoming = None
                     if recv.reduce:
-                        incoming = self._incoming(i % _NUM_INCOMING).view(dtype.numpy)[: place.end - place.begin]
+                        incoming = self._incoming(lane, i % _NUM_INCOMING).view(dtype.numpy)[: place.end - place.begin]
                         target = [incoming.view(np.uint8), MPI.BYTE]
                     else:
                         target = memory(place)
-                    receives.append(_Receive(self._mpi.Recv_init(target, recv.peer, _TAG), place, operand, incoming))
+                    receives.append(
+                        _Receive(self._mpi.Recv_init(target, recv.peer, _TAG + lane), place, operand, incoming)
+                    )
             is_exchange = send is not None and recv is not None and recv.reduce and send[1:] == (recv.chunk, recv.count)
             prepared.append(_Step(sends, receives, is_exchange))
             num_requests += len(sends) + len(receives)
         return _Prepared(prepared, num_requests)
 
-    def _incoming(self, which: int) -> np.ndarray:
-        if self._scratch is None:
-            self._scratch = np.empty(_NUM_INCOMING * _SEGMENT_BYTES, np.uint8)
-        return self._scratch[which * _SEGMENT_BYTES :][:_SEGMENT_BYTES]
+    def _incoming(self, lane: int, which: int) -> np.ndarray:
+        if lane not in self._scratch:
+            self._scratch[lane] = np.empty(_NUM_INCOMING * _SEGMENT_BYTES, np.uint8)
+        return self._scratch[lane][which * _SEGMENT_BYTES :][:_SEGMENT_BYTES]
+
+
+def _post(receives: Sequence[_Receive], posted: int, end: int) -> int:
+    """Start those up to `end`, of which `posted` are started: as many as the scratch memory has room for, all that need none."""
+    while posted < len(receives) and (receives[posted].incoming is None or posted < end):
+        receives[posted].request.Start()
+        posted += 1
+    return posted
 
 
 def _segments(chunks: Sequence[Chunk], first: int, count: int, segment: int, merge: bool) -> Iterator[Chunk]:

@@ -1,12 +1,14 @@
 """One of our own algorithms, as its schedules carried out by the executor."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from collectives.dtypes import DType, dtype_of
 from collectives.reduction import divide
-from collectives.schedules import build
+from collectives.schedules import build, goes_in_rounds
 from collectives.transports.executor import Chunk, Executor, Plan
 from collectives.transports.transport import even_parts, parts, put_own_part
 
@@ -21,28 +23,48 @@ class Scheduled:
     def __init__(self, executor: Executor, algorithm: str, *, rank: int, size: int) -> None:
         self._executor, self._algorithm = executor, algorithm
         self._rank, self._size = rank, size
+        self.goes_in_rounds = goes_in_rounds(algorithm, size)
 
     def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
-        self._run("all_reduce", [flat], op, dtype)
+        _finish(self.all_reduce_steps(flat, op, dtype))
+
+    def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
+        _finish(self.reduce_scatter_steps(out, flat, op, counts, dtype))
+
+    def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
+        _finish(self.all_gather_steps(out, flat, counts))
+
+    # The same, for who has other work to do while messages travel: a pause after each step's messages have set out. Those on
+    # different lanes may be under way at the same time.
+
+    def all_reduce_steps(self, flat: np.ndarray, op: str, dtype: DType, lane: int = 0) -> Iterator[None]:
+        yield from self._steps("all_reduce", [flat], op, dtype, lane=lane)
         if op == "avg":
             divide(flat, self._size, dtype)
 
-    def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
+    def reduce_scatter_steps(
+        self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType, lane: int = 0
+    ) -> Iterator[None]:
         if flat.nbytes < _COPY_BYTES or self._size == 1:
             partial = flat.copy()  # comes to hold partial sums
-            self._run("reduce_scatter", [partial], op, dtype, counts=counts)
+            yield from self._steps("reduce_scatter", [partial], op, dtype, counts=counts, lane=lane)
             begin = sum(counts[: self._rank])
             out[...] = partial[begin : begin + out.size]
         else:  # Sums go to a place of their own, the last ones to `out` at once: memory is touched for those alone that are passed on.
             sums = [Chunk(1, begin, end) for begin, end in parts(counts)]
             sums[self._rank] = Chunk(2, 0, out.size)
-            self._run("reduce_scatter", [flat, np.empty_like(flat), out], op, dtype, counts=counts, sums=sums)
+            arrays = [flat, np.empty_like(flat), out]
+            yield from self._steps("reduce_scatter", arrays, op, dtype, counts=counts, sums=sums, lane=lane)
         if op == "avg":
             divide(out, self._size, dtype)
 
-    def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
+    def all_gather_steps(
+        self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int], lane: int = 0
+    ) -> Iterator[None]:
         put_own_part(out, flat, counts, self._rank)
-        self._run("all_gather", [out], "sum", dtype_of(out.dtype), counts=counts)
+        yield from self._steps("all_gather", [out], "sum", dtype_of(out.dtype), counts=counts, lane=lane)
+
+    # The other operations
 
     def broadcast(self, flat: np.ndarray, root: int) -> None:
         self._run("broadcast", [flat], "sum", dtype_of(flat.dtype), root=root)
@@ -72,7 +94,10 @@ class Scheduled:
         out[mine] = flat[mine]
         self._run("all_to_all", [flat, out], "sum", dtype_of(out.dtype), counts=[count] * self._size)
 
-    def _run(
+    def _run(self, operation: str, arrays: Sequence[np.ndarray], op: str, dtype: DType, **options: Any) -> None:
+        _finish(self._steps(operation, arrays, op, dtype, **options))
+
+    def _steps(
         self,
         operation: str,
         arrays: Sequence[np.ndarray],
@@ -82,7 +107,8 @@ class Scheduled:
         root: int = 0,
         counts: Sequence[int] | None = None,
         sums: Sequence[Chunk] | None = None,
-    ) -> None:
+        lane: int = 0,
+    ) -> Iterator[None]:
         """On each of `arrays`, cut into parts of `counts`, or as equal as can be in as many chunks as the schedule has.
 
         `sums`: where the sums of the chunks go; then the first array alone is cut.
@@ -99,4 +125,8 @@ class Scheduled:
             return Plan(schedule.program(self._rank), chunks, sums)
 
         key = operation, self._algorithm, root, segments, counts and tuple(counts)
-        self._executor.run(key, arrays, plan, op, dtype)
+        return self._executor.run(key, arrays, plan, op, dtype, lane)
+
+
+def _finish(steps: Iterator[None]) -> None:
+    deque(steps, maxlen=0)

@@ -62,13 +62,18 @@ class Shared:
 
     def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
         """Each rank adds its part of all arrays. `out` may be its own place in `flat`."""
-        self.reduce_parts(flat, counts, {self._rank: out}, op, dtype)
+        self.reduce_parts(flat, parts(counts), {self._rank: out}, op, dtype)
 
     def reduce_parts(
-        self, flat: np.ndarray, counts: Sequence[int], outs: Mapping[int, np.ndarray], op: str, dtype: DType
+        self,
+        flat: np.ndarray,
+        bounds: Sequence[tuple[int, int]],
+        outs: Mapping[int, np.ndarray],
+        op: str,
+        dtype: DType,
     ) -> None:
-        """`flat` is parts of `counts` elements: `outs` are those that this rank is to have the reduction of, by number."""
-        bounds, reduction = parts(counts), self._reduction(op, dtype)
+        """`bounds` are those of parts of `flat`: `outs` are what this rank is to have the reduction of, by number of the part."""
+        reduction = self._reduction(op, dtype)
         arrays = self._arrays(flat, flat.size)
         if arrays is None:
             self._run(self._add_parts(flat, bounds, outs), reduction)

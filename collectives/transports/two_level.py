@@ -1,66 +1,122 @@
 """Collectives of several nodes of equally many ranks: within each node through its memory, across nodes by each rank for its slice.
 
 Every link between two nodes then carries the bytes of one rank, whatever the number of ranks on a node, and all of a node's ranks
-share the work of sending them. The schedules of the same name (collectives/schedules) prove and price the pattern.
+share the work of sending them. The schedules of the same name (collectives/schedules) prove and price the pattern. Long arrays go in
+chunks: while the messages of one travel, the node works on the next one and on the one before.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from collectives.dtypes import DType
+from collectives.dtypes import DType, dtype_of
 from collectives.reduction import divide
+from collectives.transports.scheduled import Scheduled
 from collectives.transports.shared import Pull, Shared
 from collectives.transports.transport import even_parts, parts
 
+_CHUNK_BYTES = 1 << 21  # of what a rank has for the other nodes: what a link of 1 GB/s carries in 2 ms
+
+_LANES = 8  # chunks under way at most
+_DONE = object()
+
+Bounds = list[tuple[int, int]]  # begin and end of ranges of an array
+# What a chunk has for the other nodes, as messages under way (see `Scheduled.all_reduce_steps`), and what is to do when they have come.
+Chunk = tuple[Iterator[None], Callable[[], None]]
+
 
 class TwoLevel:
-    """`grid[k][i]`: the rank that is number i on node k. `across`: the Communicator of the ranks of this one's number, by node."""
+    """`grid[k][i]`: the rank that is number i on node k.
 
-    def __init__(self, grid: Sequence[Sequence[int]], rank: int, shared: Shared, across: Any) -> None:
+    `across(operation, dtype, nbytes)`: a Transport of the ranks of this one's number, by node, good for so many bytes.
+    """
+
+    def __init__(
+        self,
+        grid: Sequence[Sequence[int]],
+        rank: int,
+        shared: Shared,
+        across: Callable[[str, DType, int], Any],
+    ) -> None:
         self._grid, self._shared, self._across = grid, shared, across
         self._size = len(grid) * len(grid[0])
         ((self._node, self._local),) = ((k, node.index(rank)) for k, node in enumerate(grid) if rank in node)
 
     def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
+        """Each rank of a node adds a slice of the node's arrays, then those of all nodes, and all copy the slices of the others."""
         total = "sum" if op == "avg" else op
-        bounds = even_parts(flat.size, len(self._grid[0]))
-        counts = [end - begin for begin, end in bounds]
-        mine = flat[slice(*bounds[self._local])]
-        self._shared.reduce_scatter(mine, flat, total, counts, dtype)
-        self._across.all_reduce(mine, total)
-        if op == "avg":
-            divide(mine, self._size, dtype)
-        self._shared.all_gather(flat, mine, counts)
+        slices = even_parts(flat.size, len(self._grid[0]))
+        across, width = self._way("all_reduce", dtype, _longest(slices))
+
+        def chunk(bounds: Bounds, lane: int) -> Chunk:
+            mine = flat[slice(*bounds[self._local])]
+            self._shared.reduce_parts(flat, bounds, {self._local: mine}, total, dtype)
+
+            def finish() -> None:
+                if op == "avg":
+                    divide(mine, self._size, dtype)
+                pulls: list[Pull] = [(peer, 0, flat[slice(*part)]) for peer, part in enumerate(bounds)]
+                self._shared.collect(flat, mine, pulls, _longest(bounds))
+
+            return across(mine, total, dtype, lane=lane), finish
+
+        _overlap(chunk, slices, width)
 
     def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
+        """Each rank of a node adds the parts of its counterparts on all nodes, then they exchange these sums."""
         total = "sum" if op == "avg" else op
         ours = self._counterparts(self._local)
-        sums = np.empty(sum(counts[rank] for rank in ours), flat.dtype)
-        pieces = [sums[slice(*part)] for part in parts([counts[rank] for rank in ours])]
-        self._shared.reduce_parts(flat, counts, dict(zip(ours, pieces, strict=True)), total, dtype)
-        self._across.reduce_scatter(out, sums, total, counts=[counts[rank] for rank in ours])
+        across, width = self._way("reduce_scatter", dtype, max(counts), len(ours))
+
+        def chunk(bounds: Bounds, lane: int) -> Chunk:
+            lengths = [bounds[rank][1] - bounds[rank][0] for rank in ours]
+            sums = np.empty(sum(lengths), flat.dtype)
+            pieces = [sums[slice(*part)] for part in parts(lengths)]
+            self._shared.reduce_parts(flat, bounds, dict(zip(ours, pieces, strict=True)), total, dtype)
+            start = bounds[ours[self._node]][0] - first
+            mine = out[start : start + lengths[self._node]]
+            return across(mine, sums, total, lengths, dtype, lane=lane), lambda: None
+
+        first = sum(counts[: ours[self._node]])
+        _overlap(chunk, parts(counts), width)
         if op == "avg":
             divide(out, self._size, dtype)
 
     def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
-        places = parts(counts)
+        """Each rank gathers the parts of its counterparts on all nodes, which its node then collects."""
         ours = self._counterparts(self._local)
-        gathered = np.empty(sum(counts[rank] for rank in ours), flat.dtype)
-        self._across.all_gather(gathered, flat, counts=[counts[rank] for rank in ours])
-        pulls: list[Pull] = []
-        for peer in range(len(self._grid[0])):
-            theirs = self._counterparts(peer)
-            for rank, (begin, _) in zip(theirs, parts([counts[rank] for rank in theirs]), strict=True):
-                pulls.append((peer, begin, out[slice(*places[rank])]))
-        longest = max(sum(counts[rank] for rank in self._counterparts(peer)) for peer in range(len(self._grid[0])))
-        self._shared.collect(out, gathered, pulls, longest)
+        across, width = self._way("all_gather", dtype_of(flat.dtype), max(counts), len(ours))
+        first = sum(counts[: ours[self._node]])
+
+        def chunk(bounds: Bounds, lane: int) -> Chunk:
+            lengths = [end - begin for begin, end in bounds]
+            gathered = np.empty(sum(lengths[rank] for rank in ours), flat.dtype)
+            start = bounds[ours[self._node]][0] - first
+            mine = flat[start : start + lengths[ours[self._node]]]
+
+            def finish() -> None:
+                pulls: list[Pull] = []
+                longest = 0
+                for peer in range(len(self._grid[0])):
+                    theirs = self._counterparts(peer)
+                    places = parts([lengths[rank] for rank in theirs])
+                    longest = max(longest, places[-1][1])
+                    pulls += [
+                        (peer, at, out[slice(*bounds[rank])]) for rank, (at, _) in zip(theirs, places, strict=True)
+                    ]
+                self._shared.collect(out, gathered, pulls, longest)
+
+            return across(gathered, mine, [lengths[rank] for rank in ours], lane=lane), finish
+
+        _overlap(chunk, parts(counts), width)
 
     def broadcast(self, flat: np.ndarray, root: int) -> None:
         node, local = self._place(root)
         if self._local == local:
-            self._across.broadcast(flat, node)
+            self._across("broadcast", dtype_of(flat.dtype), flat.nbytes).broadcast(flat, node)
         self._shared.broadcast(flat, local)
 
     def reduce(self, flat: np.ndarray, op: str, root: int, dtype: DType) -> None:
@@ -70,9 +126,18 @@ class TwoLevel:
         sums = flat.copy() if self._local == local and not at_root else flat
         self._shared.reduce(sums, total, local, dtype)
         if self._local == local:
-            self._across.reduce(sums, node, total)
+            self._across("reduce", dtype, flat.nbytes).reduce(sums, total, node, dtype)
         if at_root and op == "avg":
             divide(flat, self._size, dtype)
+
+    def _way(
+        self, operation: str, dtype: DType, length: int, num_parts: int = 1
+    ) -> tuple[Callable[..., Iterator[None]], int]:
+        """How `operation` goes across nodes on `num_parts` times `length` elements, and how many of `length` make a chunk."""
+        transport = self._across(operation, dtype, num_parts * length * dtype.itemsize)
+        if isinstance(transport, Scheduled) and transport.goes_in_rounds:
+            return getattr(transport, f"{operation}_steps"), max(_CHUNK_BYTES // (num_parts * dtype.itemsize), 1)
+        return partial(_at_once, getattr(transport, operation)), length
 
     def _counterparts(self, local: int) -> list[int]:
         """The ranks of this number on their nodes, by node."""
@@ -80,3 +145,34 @@ class TwoLevel:
 
     def _place(self, rank: int) -> tuple[int, int]:
         return next((k, node.index(rank)) for k, node in enumerate(self._grid) if rank in node)
+
+
+def _overlap(chunk: Callable[[Bounds, int], Chunk], ranges: Bounds, width: int) -> None:
+    """Carry out `chunk(bounds, lane)` for each `width` elements of all `ranges`: one begins while those before it are under way.
+
+    All ranks begin and carry on in the same order, and the chunks' schedules go in rounds: so nobody waits for messages that set out
+    only after a wait for this rank.
+    """
+    under_way: deque[Chunk] = deque()
+    longest, start, num_begun = _longest(ranges), 0, 0
+    while start < longest or under_way:
+        before = list(under_way)
+        if start < longest and len(under_way) < _LANES:
+            bounds = [(min(begin + start, end), min(begin + start + width, end)) for begin, end in ranges]
+            under_way.append(chunk(bounds, num_begun % _LANES))
+            next(under_way[-1][0], None)
+            start, num_begun = start + width, num_begun + 1
+        for messages, finish in before:
+            if next(messages, _DONE) is _DONE:
+                under_way.popleft()
+                finish()
+
+
+def _longest(ranges: Bounds) -> int:
+    return max(end - begin for begin, end in ranges)
+
+
+def _at_once(operation: Callable[..., None], *arguments: Any, lane: int) -> Iterator[None]:
+    """What has no steps, as one."""
+    operation(*arguments)
+    yield

@@ -8,7 +8,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from collectives.schedules import BUILDERS, PIPELINED, ROOTED, TWO_LEVEL, Recv, Schedule, Send, Setup, Step, build
+from collectives.schedules import (
+    BUILDERS,
+    PIPELINED,
+    ROOTED,
+    TWO_LEVEL,
+    Recv,
+    Schedule,
+    Send,
+    Setup,
+    Step,
+    build,
+    goes_in_rounds,
+)  # fmt: skip
 from collectives.schedules.check import ScheduleError, check, setups
 from collectives.schedules.recursive import skips
 from collectives.schedules.schedule import Cost, mirrored
@@ -32,6 +44,21 @@ def test_what_is_proved_for_one_size() -> None:
     assert {setup.per_node for setup in setups("all_reduce", "two_level", 12)} == {1, 2, 3, 4, 6, 12}
     assert len({setup.num_segments for setup in setups("all_reduce", "double_tree", 12)}) >= 3
     assert list(setups("all_gather", "two_level", 1000)) == [Setup(1000, per_node=8)]
+
+
+@pytest.mark.parametrize(("operation", "algorithm"), NAMES)
+def test_what_is_said_to_go_in_rounds_does(operation: str, algorithm: str) -> None:
+    for size in range(2, 20):
+        programs = [build(operation, algorithm, size).program(rank) for rank in range(size)]
+        in_rounds = len({len(program) for program in programs}) == 1 and all(
+            (step.send is None or programs[step.send.peer][k].recv.peer == rank)
+            and (step.recv is None or programs[step.recv.peer][k].send.peer == rank)
+            for rank, program in enumerate(programs)
+            for k, step in enumerate(program)
+        )
+        assert in_rounds or not goes_in_rounds(algorithm, size), size
+    assert goes_in_rounds("halving_doubling", 6)
+    assert not goes_in_rounds("recursive_doubling", 6)
 
 
 @given(st.data())
