@@ -20,7 +20,7 @@ import numpy as np
 
 from collectives import diagnosis, table_cache
 from collectives.arrays import Buffer, is_on_device, like
-from collectives.diagnosis import monitor
+from collectives.diagnosis import monitor, stacks
 from collectives.diagnosis.record import Entry, Log
 from collectives.dtypes import TABLE, DType, dtype_of
 from collectives.group import Group
@@ -52,9 +52,10 @@ def world() -> "Communicator":
     if clone.size > 1:
         diagnosis.abort_on_uncaught(clone)
     progress = _choose_progress(clone, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
-    atexit.register(_close, progress)  # runs before mpi4py's own, which ends MPI
     comm = Communicator(clone, progress=progress, _name="world")
     monitor.start(clone, checked=comm.checked)
+    # Runs before the monitor's, for which this rank has then ended, and before mpi4py's own, which ends MPI.
+    atexit.register(_close, progress)
     comm._take(_measured_table(comm))
     return comm
 
@@ -312,20 +313,22 @@ class Communicator(Collectives):
                 raise ValueError("group: operations within a group take no async_op")
             self._group.add(method, arguments, options)
             return result
-        operation = partial(method, self, *arguments, **options)
         if is_on_device(arguments[0]):
-            return self._devices.issue(operation)
+            return self._devices.issue(partial(method, self, *arguments, **options))
+        comm = self
         if self._progress.on_thread:
             if self._twin is None:
-                self._twin = Communicator(
-                    self.mpi.Dup(),
-                    progress=self._progress,
-                    checked=self.checked,
-                    table=self._table,
-                    _memory=self.node._memory,
-                )
-            operation = partial(method, self._twin, *arguments, **options)
-        return self._progress.issue(operation, self.mpi)
+                with self._log.enter("preparing asynchronous operations"):
+                    self._twin = Communicator(
+                        self.mpi.Dup(),
+                        progress=self._progress,
+                        checked=self.checked,
+                        table=self._table,
+                        _memory=self.node._memory,
+                    )
+            comm = self._twin
+        operation = partial(method, comm, *arguments, **options)
+        return self._progress.issue(partial(stacks.issued_here().carry_out, operation), self.mpi)
 
     # Memory of the node
 

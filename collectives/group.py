@@ -1,12 +1,14 @@
 """Several operations issued as one: one pass over the messages, one message for neighbours that can share it."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from collectives.arrays import Buffer
+from collectives.diagnosis.stacks import Site, issued_here
 from collectives.work import Work
 
 # Arrays up to this size share a message: copying them costs less than the latency of another operation.
@@ -20,6 +22,7 @@ class Call(NamedTuple):
     method: Callable[..., Any]
     arguments: tuple[Any, ...]  # the array first
     options: dict[str, Any]
+    site: Site
 
 
 class Group:
@@ -31,21 +34,21 @@ class Group:
 
     def add(self, method: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A collective."""
-        self._collectives.append(Call(method, arguments, options))
+        self._collectives.append(Call(method, arguments, options, issued_here()))
 
     def add_message(self, start: Callable[..., Work], *arguments: Any) -> None:
         """A `send` or `recv`, which `start` begins."""
-        self._messages.append(Call(start, arguments, {}))
+        self._messages.append(Call(start, arguments, {}, issued_here()))
 
     def run(self, comm: Any) -> None:
         """Carry them all out: messages first begun and last waited for, collectives in between."""
-        works = [call.method(comm, *call.arguments) for call in self._messages]
+        works = [call.site.carry_out(partial(call.method, comm, *call.arguments)) for call in self._messages]
         for calls in self._runs():
+            method, arguments, options, site = calls[0]
             if len(calls) == 1:
-                method, arguments, options = calls[0]
-                method(comm, *arguments, **options)
+                site.carry_out(partial(method, comm, *arguments, **options))
             else:
-                _carry_out_as_one(comm, calls)
+                site.carry_out(partial(_carry_out_as_one, comm, calls))
         for work in works:
             work.wait()
 
@@ -72,7 +75,7 @@ def _sharing(call: Call) -> Any:
 
 
 def _carry_out_as_one(comm: Any, calls: list[Call]) -> None:
-    method, (_, *arguments), options = calls[0]
+    method, (_, *arguments), options, _ = calls[0]
     name = method.__name__
     # All ranks write after an all-reduce, the root after a reduce, the others after a broadcast.
     writes = name == "all_reduce" or (comm.rank == arguments[0]) == (name == "reduce")

@@ -298,8 +298,13 @@ class Collectives:
         plan = self._plans.find(key)
         if plan is None:
             return False
-        with self._log.enter(*plan.entered):
+        entry = self._log.enter(*plan.entered)
+        try:
             plan.call(*plan.arguments)
+        except BaseException as error:
+            entry.fail(error)
+            raise
+        entry.leave()  # instead of a `with`, which takes 0.2 us
         return True
 
     def _plan(self, key: Hashable, call: Entry, *arguments: Any) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from collectives.diagnosis.record import ENDED, FAILED, Entry
+from collectives.diagnosis.stacks import issued_here
 
 
 class Work(ABC):
@@ -232,7 +233,7 @@ class Transfer(Work):
 
         `end(error)` gives the result when the message is through, or raises; it keeps the array alive until then."""
         super().__init__()
-        self._progress, self._entry = progress, entry
+        self._progress, self._entry, self._site = progress, entry, issued_here()
         self._request, self._status, self._through = request, status, end
 
     def done(self) -> bool:
@@ -243,6 +244,9 @@ class Transfer(Work):
         return self._ended
 
     def _finish(self) -> None:
+        self._site.carry_out(self._wait_for_peer)
+
+    def _wait_for_peer(self) -> None:
         self._entry.wait()
         while self._progress.pending() and not self.done():
             pass

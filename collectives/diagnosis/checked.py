@@ -4,7 +4,7 @@ A fingerprint is the call in words with its number on its communicator. Differen
 wait for each other's fingerprints on different communicators would wait for ever: the monitor notices that and sets the verdict.
 """
 
-import sys
+import threading
 import time
 from hashlib import blake2b
 from typing import Any
@@ -34,12 +34,16 @@ def compare_calls(mpi: Any, call: str, entry: Entry | None = None) -> None:
     _wait(mpi.Iallgather(digest, digests), (digest, digests), entry)
     if (digests == digest).all():
         return
-    calls = mpi.allgather((call, stacks.caller(sys._getframe(1))))
+    calls = mpi.allgather((call, stacks.call_site(threading.get_ident())))
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, key in enumerate(calls):
         groups.setdefault(key, []).append(rank)
     lines = [f"  rank {', '.join(map(str, ranks))}: {what}  at {site}" for (what, site), ranks in groups.items()]
-    text = "the ranks call different collectives, or the same with different arguments:\n" + "\n".join(lines)
+    where = f", on {entry.log}" if entry is not None else ""
+    text = (
+        f"the ranks call different collectives, or the same with different arguments{where}; expected the same calls in the same order "
+        "on each of them:\n" + "\n".join(lines)
+    )
     raise raised_on(mpi, ValueError(text), speaker=0)
 
 

@@ -4,37 +4,9 @@ A `State` is what one rank says of itself (a JSON object); None stands for a ran
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
 
+from collectives.diagnosis.answer import State, Waiting
 from collectives.diagnosis.record import shown_ranks
-
-
-class Waiting(TypedDict):
-    """An operation that a thread of a rank is in."""
-
-    number: int  # on that rank
-    key: str  # of the communicator
-    label: str  # of the communicator, for readers
-    awaited: list[int]  # the ranks of the job that take part
-    sequence: int  # its number on that communicator; 0 between two ranks
-    call: str  # with its number on that communicator; the same on ranks that make the same call
-    algorithm: str
-    age: float  # seconds
-    site: str
-    thread: int
-    comparing: bool  # still waits for the others' fingerprints
-
-
-class State(TypedDict):
-    """What a rank says of itself."""
-
-    waiting: list[Waiting]  # oldest first
-    standing: str  # where its main thread is
-    left: bool  # its program has ended
-    last: dict[str, str]  # its last operation on each communicator that the record knows
-    serving: dict[str, int]  # the thread that entered it
-    entered: dict[str, int]  # the number of that operation
-    main: int  # the main thread
 
 
 def deadline_report(reporter: int, late: Waiting, states: Sequence[State | None], deadline_s: float) -> str:
@@ -43,9 +15,14 @@ def deadline_report(reporter: int, late: Waiting, states: Sequence[State | None]
         f"rank {reporter} has waited {late['age']:.1f} s in {late['label']}: {late['call']}; the deadline is {deadline_s:g} s "
         "(MPITRAIN_DEADLINE_S). The job ends."
     ]
-    groups: dict[str, list[int]] = {}
+    return "\n".join([*lines, *_places(states, late["key"]), f"  => {_verdict(late, states)}"])
+
+
+def _places(states: Sequence[State | None], key: str) -> list[str]:
+    """Where the ranks are, those in the same place in one line. `key`: the communicator in question."""
+    lines, groups = [], dict[str, list[int]]()
     for rank, state in enumerate(states):
-        groups.setdefault(_described(state, late["key"]), []).append(rank)
+        groups.setdefault(_described(state, key), []).append(rank)
     for words, ranks in groups.items():
         ages = [
             max(each["age"] for each in state["waiting"])
@@ -54,8 +31,7 @@ def deadline_report(reporter: int, late: Waiting, states: Sequence[State | None]
         ]
         since = f", for {max(ages):.1f} s" if ages else ""
         lines.append(f"  {shown_ranks(ranks)}: {words}{since}")
-    lines.append(f"  => {_verdict(late, states)}")
-    return "\n".join(lines)
+    return lines
 
 
 def _described(state: State | None, key: str) -> str:
@@ -71,40 +47,88 @@ def _described(state: State | None, key: str) -> str:
             for each in state["waiting"]
         )
     last = f"; its last one there: {state['last'][key]}" if key in state["last"] else ""
-    where = "its program has ended" if state["left"] else f"main thread at {state['standing']}"
+    where = f"its program has ended: {state['ended']}" if state["ended"] else f"main thread at {state['standing']}"
     return f"in no operation, {where}{last}"
 
 
 def _verdict(late: Waiting, states: Sequence[State | None]) -> str:
-    """Whom `late` waits for, in one line."""
+    """Whom `late` waits for, and what may help."""
     reasons: dict[str, list[int]] = {}
     for rank in late["awaited"]:
         state = states[rank]
         if state is None:
             reasons.setdefault("do not answer", []).append(rank)
         elif not state["waiting"]:
-            reasons.setdefault("have ended" if state["left"] else "are in no operation", []).append(rank)
+            reasons.setdefault("have ended" if state["ended"] else "are in no operation", []).append(rank)
         else:
             there = [each for each in state["waiting"] if each["key"] == late["key"]]
             if not there:
-                reasons.setdefault("are in an operation of another communicator", []).append(rank)
+                reasons.setdefault(_ELSEWHERE, []).append(rank)
             elif all(each["call"] != late["call"] or each["algorithm"] != late["algorithm"] for each in there):
-                reasons.setdefault("are in a different operation of the same communicator", []).append(rank)
+                reasons.setdefault(_OTHERWISE, []).append(rank)
     if not reasons:
-        return "nobody is missing: all its ranks are in this operation, which is slow or stuck in the MPI library"
-    return "missing: " + "; ".join(
+        return (
+            "nobody is missing: all its ranks are in this operation, which is stuck in the MPI library, or slow: then set a later "
+            "deadline"
+        )
+    missing = "missing: " + "; ".join(
         f"{shown_ranks(ranks)} ({reason if len(ranks) > 1 else _SINGULAR.get(reason, reason)})"
         for reason, ranks in reasons.items()
     )
+    apart = _ELSEWHERE in reasons or _OTHERWISE in reasons
+    return f"{missing}\n  => MPITRAIN_DEBUG=1 finds the call at which the ranks part" if apart else missing
 
 
+_ELSEWHERE = "are in an operation of another communicator"
+_OTHERWISE = "are in a different operation of the same communicator"
 _SINGULAR = {
     "do not answer": "does not answer",
     "have ended": "has ended",
     "are in no operation": "is in no operation",
-    "are in an operation of another communicator": "is in an operation of another communicator",
-    "are in a different operation of the same communicator": "is in a different operation of the same communicator",
+    _ELSEWHERE: "is in an operation of another communicator",
+    _OTHERWISE: "is in a different operation of the same communicator",
 }
+
+
+def abandoned(states: Sequence[State | None]) -> dict[int, Waiting]:
+    """The ranks that wait for one whose program has ended before it came to the operation, each with that operation.
+
+    What the others have long done their part of may last: a reduction to one rank, a message on its way.
+    """
+    stuck: dict[int, Waiting] = {}
+    for rank, state in enumerate(states):
+        if state is not None and not state["ended"]:
+            for each in state["waiting"]:
+                if not each["dispensable"] and _gone(each, states):
+                    stuck.setdefault(rank, each)
+    return stuck
+
+
+def _gone(waiting: Waiting, states: Sequence[State | None]) -> list[int]:
+    """The ranks that have ended before they came to an operation."""
+    return [
+        rank
+        for rank in waiting["awaited"]
+        if (state := states[rank])
+        and state["ended"]
+        # Where it has freed the communicator it cannot tell.
+        and waiting["key"] in state["counts"]
+        and state["counts"].get(waiting["counter"], 0) < waiting["sequence"]
+    ]
+
+
+def end_report(stuck: Mapping[int, Waiting], states: Sequence[State | None]) -> str:
+    """Ranks `stuck`, as `abandoned` found them, wait for ranks that have ended. About the operation of the lowest of them."""
+    first = stuck[min(stuck)]
+    gone = _gone(first, states)
+    waiting = [rank for rank, each in stuck.items() if each["key"] == first["key"]]
+    lines = [
+        f"{shown_ranks(gone)} {'has' if len(gone) == 1 else 'have'} ended, and {shown_ranks(waiting)} "
+        f"wait{'s' * (len(waiting) == 1)} for {'it' if len(gone) == 1 else 'them'} in {first['label']}: {first['call']}. "
+        "The job ends."
+    ]
+    advice = "a rank must end after the last operation that others make with it"
+    return "\n".join([*lines, *_places(states, first["key"]), f"  => {_verdict(first, states)}", f"  => {advice}"])
 
 
 def deadlocked(states: Mapping[int, State]) -> dict[int, Waiting]:
@@ -124,7 +148,7 @@ def deadlocked(states: Mapping[int, State]) -> dict[int, Waiting]:
         mine, theirs = stuck[rank], stuck[other]
         state = states[other]
         server = state["serving"].get(mine["key"], state["main"])
-        to_come = state["entered"].get(mine["key"], 0) < mine["sequence"]
+        to_come = state["counts"].get(mine["key"], 0) < mine["sequence"]
         return other in mine["awaited"] and to_come and server == theirs["thread"]
 
     while True:
@@ -144,4 +168,7 @@ def deadlock_report(stuck: Mapping[int, Waiting]) -> str:
     for rank, each in sorted(stuck.items()):
         groups.setdefault(f"{each['label']}: {each['call']}  at {each['site']}", []).append(rank)
     lines = [f"  {shown_ranks(ranks)}: {words}" for words, ranks in groups.items()]
-    return "the ranks wait for each other in different communicators, in different orders:\n" + "\n".join(lines)
+    return (
+        "the ranks wait for each other in different communicators; expected that all use these in the same order:\n"
+        + "\n".join(lines)
+    )

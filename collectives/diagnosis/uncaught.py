@@ -1,5 +1,6 @@
 """A rank that ends by an error ends the job, with its name and its last operations."""
 
+import os
 import sys
 import threading
 import time
@@ -7,7 +8,7 @@ import traceback
 from types import TracebackType
 from typing import Any, NoReturn
 
-from collectives.diagnosis import record
+from collectives.diagnosis import dump, record
 from collectives.diagnosis.together import on_all_ranks
 
 NUM_SHOWN = 5
@@ -26,20 +27,40 @@ def is_leaving_together() -> bool:
     return _leaving_together
 
 
+def how_ended() -> str:
+    """Of this rank's program, which is ending, in words. Python tells of no `raise SystemExit`, and not its code."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        return f"an uncaught {type(error).__name__}"
+    return _last_exit or "its script returned, or raised SystemExit"
+
+
+_last_exit = ""
+
+
 class _Exit(SystemExit):
-    """A rank that ends by itself with an error ends the job: at the moment when no frame is left that could have caught this."""
+    """Of `sys.exit`: notes that the program ends by it, at the moment when no frame is left that could have caught it.
+
+    A rank that ends by itself with an error then ends the job.
+    """
 
     def __init__(self, mpi: Any, code: Any) -> None:
         super().__init__(code)
         self._mpi = mpi
 
     def __del__(self) -> None:
+        global _last_exit
         try:
             sys._getframe(1)
         except ValueError:
             # Dropped by the interpreter itself on its way out. A caller that catches it is still there, in a frame.
+            _last_exit = f"sys.exit({'' if self.code is None else repr(self.code)})"
+            if self.code in (None, 0) or _leaving_together:
+                return
             shown = f"with exit code {self.code}" if isinstance(self.code, int) else f": {self.code}"
-            print(f"[rank {self._mpi.rank}] ended by sys.exit {shown}", file=sys.stderr, flush=True)
+            print(
+                f"[rank {self._mpi.rank}] ended by sys.exit {shown}, and with it the job", file=sys.stderr, flush=True
+            )
             self._mpi.Abort(self.code if isinstance(self.code, int) else 1)
 
 
@@ -47,8 +68,9 @@ def abort_on_uncaught(mpi: Any) -> None:
     """From now on an uncaught exception on one rank prints its rank and traceback and ends the whole job with exit code 1.
 
     Otherwise the other ranks would wait for ever in their next collective. So does `sys.exit` with a code other than 0, unless
-    `leave_together` was called. An error that all ranks have raised together is printed by one of them, and all end by themselves,
-    with exit code 1. The rank's last operations follow the traceback; its flight record goes to its file, if it has one.
+    `leave_together` was called; at `os._exit` mpirun ends the job, and a line says which rank it was. An error that all ranks have
+    raised together is printed by one of them, and all end by themselves, with exit code 1. The rank's last operations follow the
+    traceback; its flight record goes to its file, if it has one.
     """
 
     def report(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
@@ -60,9 +82,9 @@ def abort_on_uncaught(mpi: Any) -> None:
     def end_job(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         report(kind, error, trace)
         if operations := record.last_operations()[-NUM_SHOWN:]:
-            lines = record.table(operations, time.monotonic())
+            lines = dump.table(operations, time.monotonic())
             print("".join(f"[rank {mpi.rank}]   {line}\n" for line in lines), file=sys.stderr, end="", flush=True)
-        record.write_file(f"ended by {kind.__name__}")
+        dump.write_file(f"ended by {kind.__name__}")
         mpi.Abort(1)
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -70,7 +92,7 @@ def abort_on_uncaught(mpi: Any) -> None:
             end_job(kind, error, trace)
         elif error._speaks_for_all:  # type: ignore[attr-defined]
             report(kind, error, trace)
-        record.write_file(f"ended by {kind.__name__} on all ranks")
+        dump.write_file(f"ended by {kind.__name__} on all ranks")
 
     def on_thread_exception(args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not SystemExit:  # which ends its thread alone, as Python's own hook has it
@@ -78,8 +100,17 @@ def abort_on_uncaught(mpi: Any) -> None:
 
     def exit_job(code: Any = None) -> NoReturn:
         # Python calls no hook for SystemExit, and this rank would wait in MPI_Finalize for the others.
-        raise _Exit(mpi, code) if code not in (None, 0) and not _leaving_together else SystemExit(code)
+        raise _Exit(mpi, code)
 
-    sys.exit = exit_job
+    def exit_at_once(status: int) -> NoReturn:
+        # mpirun then ends the job, but not every one says which rank it was. A child process is no rank.
+        if os.getpid() == process and not _leaving_together and not MPI.Is_finalized():
+            os.write(2, f"[rank {rank}] ended by os._exit with exit code {status}\n".encode())
+        leave_at_once(status)
+
+    from mpi4py import MPI
+
+    rank, process, leave_at_once = mpi.rank, os.getpid(), os._exit
+    sys.exit, os._exit = exit_job, exit_at_once
     sys.excepthook = on_exception
     threading.excepthook = on_thread_exception

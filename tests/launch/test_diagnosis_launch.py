@@ -8,6 +8,7 @@ import pytest
 from launching import ROOT, Result, launch
 
 EXIT_CODE = 124
+PROMPT_S = 10.0  # two on an idle machine
 HEADER = "import os, signal, sys, time\nimport numpy as np, collectives\ncomm = collectives.world()\n"
 X = "np.ones(4, np.float32)"
 
@@ -25,6 +26,14 @@ def report(result: Result, waited: str, *, reporters: str = r"\d") -> list[str]:
     assert len(heads) == 1, str(result)
     assert result.stderr.count("The job ends.") == 1, str(result)
     return [line.split("] ", 1)[1] for line in result.stderr.splitlines() if line.startswith(f"[rank {heads[0]}]   ")]
+
+
+def end_report(result: Result, first: str) -> list[str]:
+    """The lines of the one report, after its `first`, in a job that ended because a rank had that others wait for."""
+    assert result.returncode == 1, str(result)
+    assert f"[rank 0] {first}" in result.stderr, str(result)
+    assert result.stderr.count("The job ends.") == 1, str(result)
+    return [line.removeprefix("[rank 0] ") for line in result.stderr.splitlines() if line.startswith("[rank 0]   ")]
 
 
 def test_a_rank_that_never_comes_is_named_with_the_place_where_it_is(tmp_path: Path) -> None:
@@ -81,11 +90,133 @@ comm.all_reduce({X})
     assert {"rank-1.txt", "rank-2.txt"} <= {file.name for file in tmp_path.iterdir()}
 
 
-def test_a_rank_whose_program_has_ended_is_named() -> None:
-    script = f"comm.barrier()\nif comm.rank == 1:\n    raise SystemExit(3)\ncomm.all_reduce({X})\n"
-    lines = report(job(2, script, MPITRAIN_DEADLINE_S="1"), "world (ranks 0, 1): #2 all_reduce(4 x float32, op=sum)")
-    assert "  rank 1: in no operation, its program has ended; its last one there: #1 barrier (ended)" in lines, lines
-    assert lines[-1] == "  => missing: rank 1 (has ended)"
+ENDS = {
+    "return": ("pass", "its script returned, or raised SystemExit"),
+    "raise": ("raise SystemExit(3)", "its script returned, or raised SystemExit"),
+    "sys.exit": ("sys.exit()", "sys.exit()"),
+    "finalize": ("from mpi4py import MPI; MPI.Finalize(); time.sleep(60)", "it called MPI.Finalize"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_that_ends_while_others_wait_for_it_ends_the_job_at_once(how: str, tmp_path: Path) -> None:
+    script = f"""
+comm.barrier()
+if comm.rank == 1:
+    {ENDS[how][0]}
+else:
+    time.sleep(1.0)
+    comm.all_reduce({X})
+"""
+    result = job(3, script, MPITRAIN_RECORD_DIR=str(tmp_path))
+    lines = end_report(
+        result, "rank 1 has ended, and ranks 0, 2 wait for it in world (ranks 0-2): #2 all_reduce(4 x float32, op=sum)."
+    )
+    place = re.fullmatch(r"  ranks 0, 2: in world .* by \w+, at <string>:10 in <module>, for (\d\.\d) s", lines[0])
+    assert place and float(place[1]) < PROMPT_S, lines
+    assert (
+        lines[1]
+        == f"  rank 1: in no operation, its program has ended: {ENDS[how][1]}; its last one there: #1 barrier (ended)"
+    )
+    assert lines[2:] == [
+        "  => missing: rank 1 (has ended)",
+        "  => a rank must end after the last operation that others make with it",
+    ]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank-0.txt", "rank-1.txt", "rank-2.txt"]
+
+
+@pytest.mark.parametrize("waiting", ["recv({x}, 0)", "irecv({x}, 0).wait()", "send(np.ones(1 << 22), 0)"])
+def test_a_message_that_never_comes_from_a_rank_that_has_ended(waiting: str) -> None:
+    """Rank 0 has ended, to which the others tell their ends; and it has sent two messages before."""
+    script = f"""
+if comm.rank == 0:
+    comm.send({X}, 1)
+    comm.send({X}, 1, tag=5)
+else:
+    comm.recv({X}, 0)
+    comm.{waiting.format(x=X)}
+"""
+    lines = end_report(job(2, script), "rank 0 has ended, and rank 1 waits for it in world (ranks 0, 1): ")
+    assert any(
+        re.match(r"  rank 1: in world \(ranks 0, 1\): \w+\(.*peer=0, tag=0\), at <string>:10 ", line) for line in lines
+    )
+
+
+def test_ranks_may_end_at_different_times() -> None:
+    """While others compute, wait for each other, or finish what the one that has ended did its part of."""
+    script = f"""
+pairs, roots = comm.split(comm.rank // 2), comm.split(0)
+roots.reduce({X}, 0, algorithm="tree")
+if comm.rank == 3:
+    comm.isend({X}, 2, tag=3)
+if comm.rank >= 2:
+    pairs.barrier()
+if comm.rank == 2:
+    time.sleep(2.5)
+    comm.recv({X}, 3, tag=3)
+if comm.rank < 2:
+    if comm.rank == 1:
+        time.sleep(2.5)
+    pairs.all_reduce({X})
+    time.sleep(comm.rank)
+print("done", flush=True)
+"""
+    result = job(4, script)
+    assert (result.returncode, result.stdout.count("done"), result.stderr) == (0, 4, ""), str(result)
+
+
+def test_what_was_issued_is_carried_out_before_the_end() -> None:
+    script = f"""
+work = comm.all_reduce({X}, async_op=True)
+if comm.rank == 1:
+    print("sum", work.wait()[0], flush=True)
+"""
+    for thread in "01":
+        result = job(2, script, MPITRAIN_PROGRESS_THREAD=thread)
+        assert (result.returncode, result.stdout, result.stderr) == (0, "sum 2.0\n", ""), str(result)
+
+
+def test_the_rank_that_ends_by_os_exit_is_named() -> None:
+    script = "if comm.rank == 1:\n    os._exit(0)\ncomm.barrier()\n"
+    result = job(2, script)
+    assert result.returncode != 0, str(result)
+    assert "[rank 1] ended by os._exit with exit code 0\n" in result.stderr.replace("\r", ""), str(result)
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+@pytest.mark.parametrize("thread", ["0", "1"])
+@pytest.mark.parametrize("operation", ["all_reduce(x, async_op=True)", "irecv(x, 1)"])
+def test_an_asynchronous_operation_stands_where_it_was_called(operation: str, thread: str, debug: str) -> None:
+    script = f"""
+x = {X}
+comm.all_reduce(x, async_op=True).wait()
+if comm.rank == 0:
+    work = comm.{operation}  # line 8
+    work.wait()
+time.sleep(60)
+"""
+    env = {"MPITRAIN_DEADLINE_S": "1", "MPITRAIN_PROGRESS_THREAD": thread, "MPITRAIN_DEBUG": debug}
+    result = job(2, script, **env)
+    assert result.returncode == EXIT_CODE, str(result)
+    name = operation.partition("(")[0]
+    assert re.search(rf"\n\[rank 0\]   rank 0: in .*{name}.*, at <string>:8 in <module>, for ", result.stderr), str(
+        result
+    )
+
+
+def test_an_operation_of_a_group_stands_where_it_was_called() -> None:
+    script = f"""
+with comm.group():
+    comm.all_reduce({X})
+    if comm.rank == 0:
+        comm.all_gather(np.ones(4), np.ones(2))
+    else:
+        comm.broadcast(np.ones(4))
+"""
+    result = job(2, script, MPITRAIN_DEBUG="1")
+    assert result.returncode == 1, str(result)
+    assert re.search(r"  rank 0: #2 all_gather\(.*  at <string>:8 in <module>", result.stderr), str(result)
+    assert re.search(r"  rank 1: #2 broadcast\(.*  at <string>:10 in <module>", result.stderr), str(result)
 
 
 def test_without_threads_in_mpi_the_job_ends_too(tmp_path: Path) -> None:
@@ -181,7 +312,9 @@ except ValueError as error:
     result = job(2, script, MPITRAIN_DEBUG="1")
     assert result.returncode == 1, str(result)
     for rank in range(2):
-        assert f"rank {rank}: the ranks wait for each other in different communicators" in result.stdout, str(result)
+        assert f"rank {rank}: the ranks wait for each other in different communicators; expected" in result.stdout, str(
+            result
+        )
     for rank in range(2):
         assert (
             len(re.findall(rf"\n  rank {rank}: group \d \(ranks 0, 1\): #1 all_reduce.* at <string>:8", result.stdout))

@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 
-from collectives.diagnosis import monitor, record, report, set_deadline, set_record_folder, stacks
+from collectives.diagnosis import answer, deadline, dump, record, report, set_deadline, set_record_folder, stacks
+from collectives.diagnosis.answer import State, Waiting
 from collectives.diagnosis.record import Log, last_operations, open_operations, shown_ranks
-from collectives.diagnosis.report import State, Waiting, deadline_report, deadlocked
+from collectives.diagnosis.report import abandoned, deadline_report, deadlocked, end_report
 
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     yield
-    for entry in list(record._open.values()):
-        entry.leave()
+    for entry in [*record._slots, *record._overtaken]:
+        if entry is not None and entry.state == record.BEGUN:
+            entry.leave()
     set_record_folder(None)
 
 
@@ -35,14 +37,14 @@ def test_operations_carry_numbers_states_and_times() -> None:
     third.leave()
     second.fail()
     ops = last_operations()[-3:]
-    assert [(op.log, op.sequence, op.state) for op in ops] == [(a, 1, "begun"), (b, 1, "failed"), (b, 0, "ended")]
+    assert [(op.log, op.sequence, op.state) for op in ops] == [(a, 1, "begun"), (b, 1, "failed"), (b, 1, "ended")]
     assert [op.call for op in ops] == [
         "#1 all_reduce(1024 x float32, op=sum)",
         "#1 broadcast(8 x int64, root=1)",
         "recv(3 x float64, peer=1, tag=7)",
     ]
-    assert record.described(ops[0]) == "world (ranks 0-3): #1 all_reduce(1024 x float32, op=sum) by ring"
-    assert [op.number for op in open_operations()] == [first[0]]
+    assert dump.described(ops[0]) == "world (ranks 0-3): #1 all_reduce(1024 x float32, op=sum) by ring"
+    assert [op.number for op in open_operations()] == [first.number]
     assert before <= ops[0].begun <= ops[1].begun <= ops[2].ended <= ops[1].ended <= time.monotonic()
     assert ops[0].ended == 0
     assert a.awaited(ops[0]) == (0, 1, 2, 3)
@@ -71,7 +73,7 @@ def test_an_issued_operation_is_open_only_while_somebody_waits() -> None:
     assert (open_operations(), last_operations()[-1].state) == ([], "issued")
     waiting_from = time.monotonic()
     entry.wait()
-    assert [op.number for op in open_operations()] == [entry[0]]
+    assert [op.number for op in open_operations()] == [entry.number]
     assert open_operations()[0].begun >= waiting_from
     entry.leave()
     assert last_operations()[-1].state == "ended"
@@ -85,7 +87,40 @@ def test_the_ring_keeps_the_newest_and_never_loses_an_open_one() -> None:
     ops = last_operations()
     assert len(ops) == record.NUM_SLOTS
     assert [op.sequence for op in ops] == list(range(12, record.NUM_SLOTS + 12))
-    assert [op.number for op in open_operations()] == [stuck[0]]
+    assert [op.number for op in open_operations()] == [stuck.number]
+
+
+def test_an_issued_operation_is_open_again_also_where_the_ring_has_overtaken_it() -> None:
+    log = Log([0])
+    entries = [log.enter_pair("irecv", 0, tag) for tag in range(3)]
+    for entry in entries:
+        entry.issued()
+    for _ in range(3 * record.NUM_SLOTS):
+        log.enter("barrier").leave()
+    assert open_operations() == []
+    for entry in entries:
+        entry.wait()
+        assert [op.number for op in open_operations()] == [entry.number]
+        entry.leave()
+    assert len(record._overtaken) <= 1, "those that have ended are forgotten"
+
+
+def test_ranks_count_what_others_may_wait_for() -> None:
+    """Of a group of the ranks 3 and 5, rank 5 sends twice by tag 7: what rank 3 waits for it counts by the same names."""
+    log = Log([3, 5])
+    log.enter("barrier").leave()
+    for name in ("isend", "send"):
+        log.enter_pair(name, 0, 7).leave()
+    log.enter_pair("recv", 0, 7).leave()
+    counts = record.counts()
+    third = log.enter_pair("recv", 1, 7).operation, log.enter_pair("irecv", 1, 7).operation
+    assert [op.sequence for op in third] == [1, 2], "of this rank's, from that one, by that tag"
+    assert counts[log.counter(third[0], 3)] == 2
+    assert log.counter(third[0]._replace(op=8), 3) not in counts
+    assert counts[log.counter(log.enter_pair("send", 1, 7).operation, 3)] == 1
+    assert counts[log.counter(log.enter("barrier").operation, 3)] == 1
+    gone = Log([9]).key
+    assert gone not in record.counts(), "of a communicator that is no more"
 
 
 def test_threads_share_the_record() -> None:
@@ -154,7 +189,7 @@ def test_the_file_holds_all_and_stderr_the_newest(tmp_path: Path, capsys: pytest
         log.enter("barrier").leave()
     log.enter("all_reduce", 4, "float32", "sum")
     set_record_folder(tmp_path / "new")
-    record.dump("asked")
+    dump.dump("asked")
     [file] = (tmp_path / "new").iterdir()
     assert file.name == "rank-0.txt"
     lines = file.read_text().splitlines()
@@ -164,8 +199,18 @@ def test_the_file_holds_all_and_stderr_the_newest(tmp_path: Path, capsys: pytest
     assert any("test_the_file_holds_all" in line for line in lines), "the stacks"
     shown = capsys.readouterr().err.splitlines()
     assert all(line.startswith("[rank 0] ") for line in shown)
-    assert sum("ended   group (ranks 0, 1): #" in line for line in shown) == record.NUM_SHOWN - 1
+    assert sum("ended   group (ranks 0, 1): #" in line for line in shown) == dump.NUM_SHOWN - 1
     assert "begun   group (ranks 0, 1): #257 all_reduce" in shown[-2]
+
+
+def test_a_record_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    set_record_folder(tmp_path / "file")
+    dump.write_file("asked")
+    assert capsys.readouterr().err == (
+        f"[rank 0] the flight record is not in {tmp_path}/file/rank-0.txt (File exists); "
+        "set MPITRAIN_RECORD_DIR to a folder that can be written\n"
+    )
 
 
 def test_where_a_thread_stands() -> None:
@@ -176,18 +221,71 @@ def test_where_a_thread_stands() -> None:
     assert stacks.call_site(-1) == "" == stacks.stack(-1)
 
 
+def test_what_is_carried_out_later_stands_where_it_was_called() -> None:
+    # as if this file were one of the package, called from the lambdas
+    def issue() -> stacks.Site:
+        return stacks.Site(sys._getframe(1).f_code, sys._getframe(1).f_lineno)
+
+    first, second = [(lambda: issue())() for _ in range(2)]
+    here = threading.get_ident()
+
+    def within(site: stacks.Site) -> None:
+        assert stacks.call_site(here) == str(site)
+        assert stacks.issued_here() is site, "what an operation issues itself was called where it was"
+
+    def nested() -> None:
+        within(first)
+        for site in (second, first):  # the same one again, too
+            site.carry_out(lambda site=site: within(site))
+        with pytest.raises(LookupError):
+            second.carry_out(lambda: {}[0])
+        within(first)
+
+    first.carry_out(nested)
+    assert "in nested" not in stacks.call_site(here) and "test_what_is_carried_out_later" in stacks.call_site(here)
+    assert stacks._working_for == {}
+    inside: list[str] = []
+    thread = threading.Thread(
+        target=lambda: first.carry_out(lambda: inside.append(stacks.call_site(threading.get_ident())))
+    )
+    thread.start()
+    thread.join()
+    assert inside == [str(first)] and f"{__file__}:" in inside[0]
+
+
+def test_a_daemon_of_the_user_s_may_wait_for_ever() -> None:
+    go = threading.Event()
+
+    for name, daemon, dispensable in (
+        ("any", True, True),
+        ("any", False, False),
+        ("collectives-progress", True, False),
+    ):
+        thread = threading.Thread(target=go.wait, name=name, daemon=daemon)
+        thread.start()
+        assert answer._ends_with_main(thread.ident or 0) is dispensable
+        go.set()
+        thread.join()
+        go.clear()
+    assert not answer._ends_with_main(threading.get_ident())
+
+
 # The deadline's settings
 
 
 def test_deadline_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for said, expected in (("", 600.0), ("0", 0.0), ("2.5", 2.5)):
         monkeypatch.setenv("MPITRAIN_DEADLINE_S", said)
-        assert monitor.deadline_from_environment() == expected
+        assert deadline.from_environment() == expected
     for said in ("soon", "-1", "nan", "inf"):
         monkeypatch.setenv("MPITRAIN_DEADLINE_S", said)
         with pytest.raises(ValueError, match=f"MPITRAIN_DEADLINE_S is '{said}'; expected seconds of at least 0"):
-            monitor.deadline_from_environment()
-    monkeypatch.setattr(monitor, "_monitor", None)
+            deadline.from_environment()
+    monkeypatch.setattr(deadline.Deadline, "seconds", 1.0)
+    for wrong in (-1, float("nan"), "600"):
+        with pytest.raises(ValueError, match=f"deadline {wrong!r}; expected seconds of at least 0"):
+            set_deadline(wrong)  # type: ignore[arg-type]
+    monkeypatch.setattr(deadline.Deadline, "seconds", None)
     with pytest.raises(RuntimeError, match=r"call collectives\.world\(\) first"):
         set_deadline(1)
 
@@ -197,17 +295,18 @@ def test_deadline_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def waiting(key: str = "A", sequence: int = 5, name: str = "all_reduce", ranks: Any = (0, 1), **more: Any) -> Waiting:
     fields: dict[str, Any] = {
-        "number": 1, "key": key, "label": f"{key} ({shown_ranks(ranks)})", "awaited": list(ranks), "sequence": sequence,
+        "number": 1, "key": key, "label": f"{key} ({shown_ranks(ranks)})", "awaited": list(ranks), "sequence": sequence, "counter": key,
         "call": f"#{sequence} {name}", "algorithm": "", "age": 3.0, "site": "a.py:3 in f", "thread": 1, "comparing": False,
+        "dispensable": False,
     }  # fmt: skip
     return Waiting(**{**fields, **more})  # type: ignore[typeddict-item]
 
 
 def state(*operations: Waiting, **more: Any) -> State:
     fields: dict[str, Any] = {
-        "waiting": list(operations), "standing": "b.py:4 in g", "left": False, "last": {}, "entered": {}, "serving": {}, "main": 1,
+        "waiting": list(operations), "standing": "b.py:4 in g", "ended": "", "last": {}, "counts": {}, "serving": {}, "main": 1,
     }  # fmt: skip
-    more["entered"] = {each["key"]: each["sequence"] for each in operations} | more.get("entered", {})
+    more["counts"] = {each["key"]: each["sequence"] for each in operations} | more.get("counts", {})
     return State(**{**fields, **more})  # type: ignore[typeddict-item]
 
 
@@ -219,7 +318,7 @@ def test_the_report_names_every_kind_of_missing_rank() -> None:
         state(waiting(ranks=everyone)),
         state(last={"A": "#4 barrier (ended)"}),
         None,
-        state(left=True),
+        state(ended="sys.exit(0)"),
         state(waiting("B", 2, ranks=(5, 6))),
         state(waiting(name="broadcast", ranks=everyone)),
         state(waiting(sequence=4, ranks=everyone)),
@@ -230,13 +329,14 @@ def test_the_report_names_every_kind_of_missing_rank() -> None:
         "  ranks 0, 1: in A (ranks 0-7): #5 all_reduce, at a.py:3 in f, for 3.0 s",
         "  rank 2: in no operation, main thread at b.py:4 in g; its last one there: #4 barrier (ended)",
         "  rank 3: no answer: dead, stopped, or stuck outside Python",
-        "  rank 4: in no operation, its program has ended",
+        "  rank 4: in no operation, its program has ended: sys.exit(0)",
         "  rank 5: in B (ranks 5, 6): #2 all_reduce, at a.py:3 in f, for 3.0 s",
         "  rank 6: in A (ranks 0-7): #5 broadcast, at a.py:3 in f, for 3.0 s",
         "  rank 7: in A (ranks 0-7): #4 all_reduce, at a.py:3 in f, for 3.0 s",
         "  => missing: rank 2 (is in no operation); rank 3 (does not answer); rank 4 (has ended); "
         "rank 5 (is in an operation of another communicator); "
         "ranks 6, 7 (are in a different operation of the same communicator)",
+        "  => MPITRAIN_DEBUG=1 finds the call at which the ranks part",
     ]
 
 
@@ -245,6 +345,53 @@ def test_nobody_is_missing_where_all_are_in_the_operation() -> None:
     assert "=> nobody is missing" in deadline_report(1, late, [state(late), state(late), None], 1.0), (
         "rank 2 is no part of it"
     )
+
+
+@pytest.mark.parametrize(
+    ("other", "stuck"),
+    [
+        pytest.param(state(ended="sys.exit(0)", counts={"A": 4}), [0, 1], id="never came"),
+        pytest.param(state(ended="sys.exit(0)", counts={"A": 5}), [], id="has done its part"),
+        pytest.param(state(ended="sys.exit(0)"), [], id="has freed the communicator"),
+        pytest.param(state(counts={"A": 4}), [], id="still runs"),
+        pytest.param(None, [], id="does not answer"),
+    ],
+)
+def test_who_waits_for_a_rank_that_has_ended(other: State | None, stuck: list[int]) -> None:
+    everyone = range(3)
+    states = [state(waiting(ranks=everyone)), state(waiting("B", 2), waiting(ranks=everyone)), other]
+    assert list(abandoned(states)) == stuck
+    assert abandoned([state(waiting(ranks=everyone), ended="sys.exit(0)"), None, other]) == {}, (
+        "its program has ended, too"
+    )
+    assert abandoned([state(waiting(ranks=everyone, dispensable=True)), None, other]) == {}
+
+
+def test_messages_are_counted_one_by_one() -> None:
+    receives = state(waiting(sequence=3, ranks=[1], counter="A: send, 0, 7", name="recv"))
+    for sent, stuck in ((2, [0]), (3, [])):
+        assert list(abandoned([receives, state(ended="sys.exit(0)", counts={"A": 9, "A: send, 0, 7": sent})])) == stuck
+    assert list(abandoned([receives, state(ended="sys.exit(0)", counts={"A": 9})])) == [0], "none was sent"
+
+
+def test_the_report_of_an_end_names_who_how_and_for_whom_others_wait() -> None:
+    everyone = range(4)
+    states = [
+        state(waiting(ranks=everyone)),
+        state(ended="its script returned", counts={"A": 4}, last={"A": "#4 barrier (ended)"}),
+        state(waiting("B", 2, ranks=(0, 2))),
+        state(waiting(ranks=everyone)),
+    ]
+    text = end_report(abandoned(states), states)
+    assert text.splitlines() == [
+        "rank 1 has ended, and ranks 0, 3 wait for it in A (ranks 0-3): #5 all_reduce. The job ends.",
+        "  ranks 0, 3: in A (ranks 0-3): #5 all_reduce, at a.py:3 in f, for 3.0 s",
+        "  rank 1: in no operation, its program has ended: its script returned; its last one there: #4 barrier (ended)",
+        "  rank 2: in B (ranks 0, 2): #2 all_reduce, at a.py:3 in f, for 3.0 s",
+        "  => missing: rank 1 (has ended); rank 2 (is in an operation of another communicator)",
+        "  => MPITRAIN_DEBUG=1 finds the call at which the ranks part",
+        "  => a rank must end after the last operation that others make with it",
+    ]
 
 
 def comparing(key: str, sequence: int = 5, **more: Any) -> Waiting:
@@ -259,7 +406,7 @@ def comparing(key: str, sequence: int = 5, **more: Any) -> Waiting:
         pytest.param({0: state(comparing("A")), 1: state(comparing("A"))}, [], id="the same"),
         pytest.param({0: state(comparing("A")), 1: state(waiting("B"))}, [], id="the other moves data"),
         pytest.param(
-            {0: state(comparing("A"), entered={"B": 5}), 1: state(comparing("B"))}, [], id="the other is about to go on"
+            {0: state(comparing("A"), counts={"B": 5}), 1: state(comparing("B"))}, [], id="the other is about to go on"
         ),
         pytest.param(
             {0: state(comparing("A")), 1: state(comparing("B"), serving={"A": 9})}, [], id="another thread will come"

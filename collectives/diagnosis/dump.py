@@ -1,0 +1,96 @@
+"""The flight record in words: in this rank's file, and on stderr."""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from collectives.diagnosis import stacks
+from collectives.diagnosis.record import NUM_SLOTS, Operation, last_operations, open_operations
+
+NUM_SHOWN = 20  # operations, where only the newest are shown
+
+
+class Place:
+    """Where this process's record goes: set once by `world()`, the folder also by `set_record_folder`."""
+
+    rank = 0
+    folder: Path | None = None
+
+
+def set_record_folder(folder: str | Path | None) -> None:
+    """Write dumps of the flight record to `rank-N.txt` in this folder too. None: to stderr only. MPITRAIN_RECORD_DIR is the default."""
+    Place.folder = None if folder is None else Path(folder)
+
+
+def text(why: str, limit: int = NUM_SLOTS) -> str:
+    """The record in words: where the threads stand, and the newest `limit` operations."""
+    now, operations = time.monotonic(), last_operations()
+    lines = [
+        f"flight record of rank {Place.rank}: {why}; {time.strftime('%Y-%m-%d %H:%M:%S')}, "
+        f"process {os.getpid()} on {socket.gethostname()}"
+    ]
+    for one in open_operations():
+        lines.append(f"  now, for {now - one.begun:.1f} s: {described(one)}, at {stacks.call_site(one.thread)}")
+    lines.append(f"  main thread: {stacks.standing(_main_thread())}")
+    lines += [f"  {line}" for line in table(operations[-limit:], now)]
+    if len(operations) > limit:
+        lines.append(f"  ({len(operations) - limit} earlier ones: set MPITRAIN_RECORD_DIR to have them all in a file)")
+    return "\n".join(lines) + "\n"
+
+
+def table(operations: Sequence[Operation], now: float) -> list[str]:
+    """One line per operation, oldest first."""
+    if not operations:
+        return ["no operation yet"]
+    rows = [f"{'begun':>9}  {'took':>9}  state   operation"]
+    for one in operations:
+        took = f"{(one.ended - one.begun) * 1e3:6.1f} ms" if one.ended else ""
+        rows.append(f"{one.begun - now:7.1f} s  {took:>9}  {one.state:<6}  {described(one)}")
+    return rows
+
+
+def described(operation: Operation) -> str:
+    """The operation with its communicator and its algorithm."""
+    by = f" by {operation.algorithm}" if operation.algorithm else ""
+    return f"{operation.log}: {operation.call}{by}"
+
+
+def _main_thread() -> int:
+    return threading.main_thread().ident or 0
+
+
+def write_file(why: str) -> None:
+    """Write the whole record, and the stacks of all threads, to this rank's file if there is a folder. Raises nothing."""
+    if Place.folder is None:
+        return
+    stacks_text = "".join(
+        f"\nthread {thread.name}:\n{stacks.stack(thread.ident or 0)}" for thread in threading.enumerate()
+    )
+    file = Place.folder / f"rank-{Place.rank}.txt"
+    try:
+        Place.folder.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(text(why) + stacks_text)
+        partial.replace(file)
+    except OSError as error:
+        say(
+            f"the flight record is not in {file} ({error.strerror}); set MPITRAIN_RECORD_DIR to a folder that can be written"
+        )
+
+
+def dump(why: str) -> None:
+    """The record to this rank's file, and its newest operations to stderr."""
+    write_file(why)
+    say(text(why, NUM_SHOWN))
+
+
+def say(lines: str) -> None:
+    """Print to stderr in one piece, each line with this rank."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write("".join(f"[rank {Place.rank}] {line}\n" for line in lines.splitlines()))
+        sys.stderr.flush()
