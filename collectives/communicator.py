@@ -123,6 +123,7 @@ class Communicator(Collectives):
         from mpi4py import MPI
 
         from collectives.transports.device import Devices
+        from collectives.transports.device_messages import reach
         from collectives.transports.executor import Executor
         from collectives.transports.mpi import Library, library_version, message
         from collectives.transports.scheduled import Scheduled
@@ -140,7 +141,7 @@ class Communicator(Collectives):
         self._executor = Executor(mpi)
         self._make_scheduled = partial(Scheduled, self._executor, rank=self.rank, size=self.size)
         self._message, self._library_version = message, library_version
-        self._devices = Devices(mpi, self._enter)
+        self._devices, self._reach = Devices(self), reach
         self._transports: dict[str, Any] = {"mpi": Library(mpi)}
         self._infeasible: dict[str, str] = {}  # algorithms that these ranks cannot run for a reason that only they know
         # The ranks of each node, in order; and the memory that all ranks see: None on several nodes.
@@ -292,7 +293,8 @@ class Communicator(Collectives):
     def group(self) -> Iterator[None]:
         """Operations within `with comm.group():` are carried out at its end, as one: the same ones on all ranks.
 
-        `send` and `recv` within it go on at the same time, so that ranks may exchange messages in any order. Neighbouring all-reduces,
+        `send` and `recv` within it go on at the same time, so that ranks may exchange messages in any order; those of tag 0 by NCCL
+        where that connects the ranks: then both ends stand in a group (see transports/device_messages.py). Neighbouring all-reduces,
         broadcasts or reduces of small arrays with the same arguments share one message. Results stand in the arrays after the block;
         nothing is done if it ends with an exception. ValueError for JAX arrays, whose results would be new arrays.
         """
@@ -378,8 +380,8 @@ class Communicator(Collectives):
             self.isend(x, peer, tag).wait()
         else:
             b = Buffer(x, "x")
-            with self._log.enter_pair("send", peer, tag, b.flat.size, b.dtype.name):
-                self.mpi.Send(self._message(b.flat), peer, _USER_TAG + tag)
+            with self._log.enter_pair("send", peer, tag, b.size, b.dtype.name):
+                self.mpi.Send(self._message(self._reach(b)), peer, _USER_TAG + tag)
 
     def recv(self, x: Any, peer: int, tag: int = 0) -> Any:
         """Receive into `x` what rank `peer` sends with `tag`; returns `x`. ValueError if the message has another size."""
@@ -390,7 +392,8 @@ class Communicator(Collectives):
         from mpi4py import MPI
 
         b = Buffer(x, "x", write_only=True)
-        with self._log.enter_pair("recv", peer, tag, b.flat.size, b.dtype.name):
+        flat = self._reach(b)
+        with self._log.enter_pair("recv", peer, tag, flat.size, b.dtype.name):
             status = MPI.Status()
             incoming = None
             while self._progress.pending() and incoming is None:
@@ -399,11 +402,11 @@ class Communicator(Collectives):
             if incoming is None:
                 incoming = self.mpi.Mprobe(peer, _USER_TAG + tag, status)
             nbytes = status.Get_elements(MPI.BYTE)
-            if nbytes != b.flat.nbytes:
+            if nbytes != flat.nbytes:
                 # Take it off the line, so that it is not mistaken for the next one.
                 incoming.Recv(self._message(np.empty(nbytes, np.uint8)))
-                raise ValueError(f"recv: rank {peer} sent {nbytes} bytes, but x has {b.flat.nbytes}")
-            incoming.Recv(self._message(b.flat))
+                raise ValueError(f"recv: rank {peer} sent {nbytes} bytes, but x has {flat.nbytes}")
+            incoming.Recv(self._message(flat))
         return b.result()
 
     def isend(self, x: Any, peer: int, tag: int = 0) -> Work:
@@ -419,21 +422,21 @@ class Communicator(Collectives):
     def _transfer(self, start: Callable[..., Any], operation: str, b: Buffer, peer: int, tag: int) -> Work:
         from mpi4py import MPI
 
-        status = MPI.Status()
+        status, flat = MPI.Status(), self._reach(b)
 
         def end(error: Exception | None) -> Any:
-            nbytes = b.flat.nbytes if operation == "isend" or error else status.Get_elements(MPI.BYTE)
+            nbytes = flat.nbytes if operation == "isend" or error else status.Get_elements(MPI.BYTE)
             if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE:
                 raise ValueError(f"irecv: rank {peer} sent more than the {nbytes} bytes of x") from None
             if error is not None:
                 raise error
-            if nbytes != b.flat.nbytes:
-                raise ValueError(f"irecv: rank {peer} sent {nbytes} bytes, but x has {b.flat.nbytes}")
+            if nbytes != flat.nbytes:
+                raise ValueError(f"irecv: rank {peer} sent {nbytes} bytes, but x has {flat.nbytes}")
             return b.result()
 
-        entry = self._log.enter_pair(operation, peer, tag, b.flat.size, b.dtype.name)
+        entry = self._log.enter_pair(operation, peer, tag, flat.size, b.dtype.name)
         with entry.failing():
-            request = start(self._message(b.flat), peer, _USER_TAG + tag)
+            request = start(self._message(flat), peer, _USER_TAG + tag)
         entry.issued()
         return Transfer(self._progress, entry, request, status, end)
 

@@ -42,15 +42,17 @@ class Group:
 
     def run(self, comm: Any) -> None:
         """Carry them all out: messages first begun and last waited for, collectives in between."""
-        works = [call.site.carry_out(partial(call.method, comm, *call.arguments)) for call in self._messages]
+        by_nccl, by_mpi = comm._devices.sort_messages(self._messages)
+        ends = [call.site.carry_out(partial(call.method, comm, *call.arguments)).wait for call in by_mpi]
+        ends += comm._devices.exchange(by_nccl)  # after those: copies to the host must not come to wait for NCCL
         for calls in self._runs():
             method, arguments, options, site = calls[0]
             if len(calls) == 1:
                 site.carry_out(partial(method, comm, *arguments, **options))
             else:
                 site.carry_out(partial(_carry_out_as_one, comm, calls))
-        for work in works:
-            work.wait()
+        for end in ends:
+            end()
 
     def _runs(self) -> Iterator[list[Call]]:
         """Neighbours that can share a message, together."""
@@ -67,7 +69,7 @@ def _sharing(call: Call) -> Any:
     if name not in _CAN_SHARE:
         return None
     b = Buffer(call.arguments[0], "x")
-    if b.flat.nbytes > _SHARED_BYTES:
+    if b.device is not None or b.flat.nbytes > _SHARED_BYTES:
         return None
     # What is only moved shares a message whatever its type.
     kind = "bytes" if name == "broadcast" else b.dtype.name

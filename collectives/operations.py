@@ -64,7 +64,7 @@ class Collectives:
             return x
         b = Buffer(x, "x", writable=True)
         raw = effective_op(b.dtype, op)
-        if b.device is not None and self._devices.all_reduce(b, op, algorithm):
+        if b.device is not None and self._devices.all_reduce(b, op, algorithm, accumulate):
             return b.result()
         with self._begin("all_reduce", b, algorithm, op=op, accumulate=accumulate) as call:
             flat, dtype = _wide(b, call.algorithm, accumulate)
@@ -90,7 +90,7 @@ class Collectives:
         src, dst = Buffer(x, "x"), Buffer(out, "out", write_only=True)
         counts = self._counts("all_gather", counts, part=("x", src), whole=("out", dst))
         in_place = self._in_place("all_gather", counts, part=("x", src), whole=("out", dst))
-        if dst.device is not None and self._devices.all_gather(dst, src, counts, in_place, algorithm):
+        if dst.device is not None and self._devices.all_gather(dst, src, counts, algorithm):
             return dst.result()
         with self._begin("all_gather", dst, algorithm, counts=counts) as call:
             self._transport(call.algorithm).all_gather(dst.flat, src.flat, counts)
@@ -124,7 +124,7 @@ class Collectives:
         raw = effective_op(src.dtype, op)
         counts = self._counts("reduce_scatter", counts, part=("out", dst), whole=("x", src))
         in_place = self._in_place("reduce_scatter", counts, part=("out", dst), whole=("x", src))
-        if dst.device is not None and self._devices.reduce_scatter(dst, src, op, counts, in_place, algorithm):
+        if dst.device is not None and self._devices.reduce_scatter(dst, src, op, counts, algorithm, accumulate):
             return dst.result()
         with self._begin("reduce_scatter", src, algorithm, op=op, counts=counts, accumulate=accumulate) as call:
             flat, dtype = _wide(src, call.algorithm, accumulate)
@@ -171,7 +171,7 @@ class Collectives:
             )
         b = Buffer(x, "x", writable=self.rank == root)
         raw = effective_op(b.dtype, op)
-        if b.device is not None and self._devices.reduce(b, self._root("reduce", root), op, algorithm):
+        if b.device is not None and self._devices.reduce(b, self._root("reduce", root), op, algorithm, accumulate):
             return b.result()
         with self._begin("reduce", b, algorithm, op=op, root=root, accumulate=accumulate) as call:
             flat, dtype = _wide(b, call.algorithm, accumulate)

@@ -7,7 +7,7 @@ Both give the same bits.
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,9 +20,18 @@ UFUNCS: dict[str, np.ufunc] = {
     "max": np.maximum,
     "min": np.minimum,
 }
-_TORCH_UFUNCS = {"sum": "add", "avg": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
+TORCH_UFUNCS = {"sum": "add", "avg": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
 BLOCK_BYTES = 1 << 19  # two such blocks fit a core's L2 cache
 _TORCH_PAYS = 1 << 11  # elements from which torch's kernels are worth the microseconds of handing over
+
+
+class Arithmetic(Protocol):
+    """What an algorithm does to elements where they lie: this module in host memory, transports/kernels.py in GPU memory."""
+
+    def reduce_into(self, out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DType) -> None: ...
+    def divide(self, flat: np.ndarray, divisor: int, dtype: DType) -> None: ...
+    def move(self, target: np.ndarray, source: np.ndarray) -> None: ...
+    def empty(self, size: int, dtype: np.dtype) -> np.ndarray: ...
 
 
 class _Scratch(threading.local):
@@ -55,6 +64,16 @@ def divide(flat: np.ndarray, divisor: int, dtype: DType) -> None:
         reduce_into(flat, [flat], "sum", dtype, divisor=divisor)
 
 
+def move(target: np.ndarray, source: np.ndarray) -> None:
+    """target = source, of the same dtype."""
+    target[...] = source
+
+
+def empty(size: int, dtype: np.dtype) -> np.ndarray:
+    """Memory for `size` elements."""
+    return np.empty(size, dtype)
+
+
 def copy(target: np.ndarray, source: np.ndarray) -> None:
     """target = source, of other precision: fp16 and bf16 to fp32 exactly, back to nearest even."""
     torch = _torch(source.size)
@@ -80,14 +99,14 @@ def _add_halves(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DT
     torch = _torch(out.size)
     if torch is not None and len(parts) == 2 and divisor == 1:  # torch adds two halves in fp32 and rounds once
         one, other = (_tensor(torch, part) for part in parts)
-        getattr(torch, _TORCH_UFUNCS[op])(one, other, out=_tensor(torch, out))
+        getattr(torch, TORCH_UFUNCS[op])(one, other, out=_tensor(torch, out))
         return
     total = _scratch_array(1, out.size, dtype.accumulate)
     copy(total, parts[0])
     for part in parts[1:]:
         if torch is not None:
             wide = _tensor(torch, total)
-            getattr(torch, _TORCH_UFUNCS[op])(wide, _tensor(torch, part), out=wide)
+            getattr(torch, TORCH_UFUNCS[op])(wide, _tensor(torch, part), out=wide)
         else:
             UFUNCS[op](total, part.astype(dtype.accumulate), out=total)
     if divisor != 1:

@@ -87,6 +87,12 @@ def kind_of(operation: str, dtype: DType) -> str:
     return "half" if dtype.mpi is None and operation in REDUCTIONS else "native"
 
 
+def schedule_by_rule(operation: str, nbytes: int) -> str:
+    """The schedule to take for `operation` on so many bytes where nothing was measured."""
+    rule = (*_SHORT, *_LONG) if nbytes <= SHORT_BYTES else _LONG
+    return next(name for name in rule if name in BUILDERS[operation] and name != "two_level")
+
+
 class Choices(Protocol):
     """What a table answers (see `table.Table`): (up to so many bytes, algorithm), rising; None: any number of bytes."""
 

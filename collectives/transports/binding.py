@@ -12,6 +12,12 @@ import warnings
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
+
+from collectives.devices import Device
+from collectives.dtypes import DType
+from collectives.transports.kernels import CupyKernels, place
+
 
 class RawCommunicator(Protocol):
     """One rank's NCCL communicator: the methods of `cupy.cuda.nccl.NcclCommunicator` that are used.
@@ -67,6 +73,15 @@ class Binding(Protocol):
 
     def group_end(self) -> None: ...
 
+    def divide(self, x: Device, divisor: int, dtype: DType, stream: int) -> None:
+        """Queue on `stream`: x /= divisor, of floating numbers, rounded once."""
+
+    def upload(self, flat: np.ndarray) -> tuple[Any, Device]:
+        """A copy of a host array on the current device, ready in its turn on the stream that it tells; the first keeps it alive."""
+
+    def download(self, array: Any, flat: np.ndarray) -> None:
+        """Copy what `upload` gave back to the host, after what is queued on its stream. Blocks until it is there."""
+
     def stream_create(self) -> int:
         """A stream that does not wait for the default stream, nor it for this one."""
 
@@ -92,13 +107,13 @@ class CuPyBinding:
     """The interface above by `cupy.cuda`. Made by `load()`."""
 
     def __init__(self, cupy: Any) -> None:
-        self._nccl, self._runtime, self._device = cupy.cuda.nccl, cupy.cuda.runtime, cupy.cuda.Device
+        self._cupy, self._nccl, self._runtime = cupy, cupy.cuda.nccl, cupy.cuda.runtime
         self.version = self._nccl.get_version
         self.unique_id = self._nccl.get_unique_id
         self.communicator = self._nccl.NcclCommunicator
         self.group_start = self._nccl.groupStart
         self.group_end = self._nccl.groupEnd
-        self.device = self._device
+        self.device = cupy.cuda.Device
         self.stream_wait = self._runtime.streamWaitEvent
         self.event_record = self._runtime.eventRecord
         self.event_destroy = self._runtime.eventDestroy
@@ -112,6 +127,22 @@ class CuPyBinding:
     def gpu(self, index: int) -> str:
         uuid = bytes(self._runtime.getDeviceProperties(index)["uuid"])
         return f"GPU {uuid.hex()}" if any(uuid) else f"{os.uname().nodename} {self._runtime.deviceGetPCIBusId(index)}"
+
+    def divide(self, x: Device, divisor: int, dtype: DType, stream: int) -> None:
+        assert x.index is not None
+        with self._cupy.cuda.ExternalStream(stream):
+            flat = place(None, x.address, x.nbytes, dtype.numpy)
+            CupyKernels(self._cupy, x.index).queue_divide(flat, divisor, dtype)
+
+    def upload(self, flat: np.ndarray) -> tuple[Any, Device]:
+        array = self._cupy.asarray(flat.view(np.uint8))
+        stream = self._cupy.cuda.get_current_stream().ptr
+        return array, Device(array.data.ptr, array.nbytes, array.device.id, stream)
+
+    def download(self, array: Any, flat: np.ndarray) -> None:
+        with array.device:
+            array.get(out=flat.view(np.uint8))
+            self._cupy.cuda.get_current_stream().synchronize()
 
     def stream_create(self) -> int:
         return self._runtime.streamCreateWithFlags(self._runtime.streamNonBlocking)
@@ -147,6 +178,16 @@ def load() -> Binding:
     if num_devices == 0:
         raise NcclUnavailableError("CuPy finds no CUDA device; is CUDA_VISIBLE_DEVICES empty?")
     return CuPyBinding(cupy)
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether this process could use NCCL: if not, none of its communicators ever will. Imports CuPy."""
+    try:
+        load()
+    except NcclUnavailableError:
+        return False
+    return True
 
 
 def version_text(version: int) -> str:

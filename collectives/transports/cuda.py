@@ -17,6 +17,7 @@ import numpy as np
 from collectives.devices import Device
 from collectives.dtypes import DType
 from collectives.transports import binding
+from collectives.transports.kernels import kernels_of, place
 from collectives.transports.lane import lane_of
 
 VARIABLE = "MPITRAIN_CUDA_AWARE"
@@ -40,16 +41,17 @@ def support() -> Support:
     return ask(_finder(paths), paths, os.environ)
 
 
-def agree(mpi: Any, make: Callable[[list[int]], tuple[Any, Device]] | None = None) -> Support:
+def agree(mpi: Any, make: Callable[[list[int]], tuple[Any, Device]] | None) -> Support:
     """Whether all ranks of `mpi` may hand device addresses to it: the same answer everywhere, the first "no" if there is one.
 
-    Collective. `make`: makes an array of these bytes on the device, and says where it lies; with it, two bytes are sent round the
-    ranks to see that they arrive. Cheap (microseconds), but keep the answer.
+    Collective. `make`: makes an array of these bytes on the device, and says where it lies: two bytes are sent round the ranks to
+    see that they arrive. None where nothing here could. Cheap (microseconds), but keep the answer.
     """
-    answers = mpi.allgather(support())
+    answers = mpi.allgather(support() if make is not None else Support(False, "neither torch nor CuPy uses the GPU"))
     refusals = [answer for answer in answers if not answer.aware]
-    if refusals or make is None:
-        return refusals[0] if refusals else answers[0]
+    if refusals:
+        return refusals[0]
+    assert make is not None
     failures = [why for why in mpi.allgather(_try(mpi, make)) if why]
     return Support(False, f"{answers[0].why}, but a try failed: {failures[0]}") if failures else answers[0]
 
@@ -81,19 +83,14 @@ def ask(find: Callable[[str], Any], libraries: Collection[str], environ: Mapping
 def view(x: Device, dtype: DType) -> np.ndarray:
     """`x` as a NumPy array for mpi4py alone, which reads the address and no more: its elements are out of the host's reach.
 
-    The functions of transports/mpi.py take it, except that MPI cannot reduce halves or average without the host's help. Only
-    within `calling`.
+    The transports that transports/kernels.py is the arithmetic of take it. Only within `calling`. It does not keep `x` alive.
     """
-    from mpi4py import MPI
-
-    if x.nbytes == 0:
-        return np.empty(0, dtype.numpy)
-    return np.frombuffer(MPI.buffer.fromaddress(x.address, x.nbytes).cast("B"), np.uint8).view(dtype.numpy)
+    return place(None, x.address, x.nbytes, dtype.numpy)
 
 
 def reduces(dtype: DType, op: str) -> bool:
-    """Whether MPI's own reduction can work on device memory: it has the type, and nothing is left for the host to do."""
-    of_mpi_itself = op in ("sum", "prod") or (op in ("max", "min") and dtype.numpy.kind != "f")
+    """Whether MPI's own reduction can work on device memory: it has the type, and the operation is its own (see mpi._op)."""
+    of_mpi_itself = op in ("sum", "avg", "prod") or (op in ("max", "min") and dtype.numpy.kind != "f")
     return dtype.mpi is not None and of_mpi_itself
 
 
@@ -106,9 +103,26 @@ def calling(*arrays: Device) -> Iterator[None]:
     with ExitStack() as lanes:
         for index in sorted({x.index for x in arrays if x.index is not None}):
             lanes.enter_context(lane_of(index).mpi())
-        for place in sorted({(x.index, x.stream) for x in arrays if x.index is not None and x.stream is not None}):
-            _synchronize(*place)
+        wait_for(*arrays)
         yield
+
+
+def wait_for(*arrays: Device) -> None:
+    """Block until the kernels queued on the arrays' streams have ended."""
+    for index, stream in sorted({(x.index, x.stream) for x in arrays if x.index is not None and x.stream is not None}):
+        _synchronize(index, stream)
+
+
+@functools.cache
+def takes_messages(index: int) -> bool:
+    """Whether a message between two ranks may be given to MPI where it lies on device `index`. Not collective.
+
+    Such a message may be under way for long, and nothing can keep NCCL off the device meanwhile: so only where NCCL never comes.
+    """
+    from mpi4py import MPI
+
+    kernels = kernels_of(index)
+    return not binding.is_available() and kernels is not None and agree(MPI.COMM_SELF, kernels.array).aware
 
 
 def info_lines() -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Collectives on arrays in GPU memory, by whichever way there is: NCCL, else CUDA-aware MPI; and what goes by neither.
 
-Each operation says whether it was carried out here. Where not, the caller goes on with a copy in host memory (collectives/devices.py).
+Each says whether it was carried out here. Where not, the caller goes on with a copy in host memory (collectives/devices.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -10,74 +10,84 @@ import numpy as np
 
 from collectives.arrays import Buffer
 from collectives.devices import say_once
-from collectives.diagnosis.record import Entry
-from collectives.dtypes import effective_op
-from collectives.transports import cuda
+from collectives.dtypes import DType, effective_op
+from collectives.group import Call
+from collectives.schedules import BUILDERS
+from collectives.selection import obstacle, schedule_by_rule
+from collectives.transports import cuda, device_messages, watch
 from collectives.transports.binding import NcclUnavailableError
-from collectives.transports.mpi import Library, message
+from collectives.transports.executor import Executor
+from collectives.transports.kernels import Kernels, kernels_of
+from collectives.transports.mpi import Library
 from collectives.transports.nccl import Nccl, connect, reduces
 from collectives.transports.nccl_queue import Handle
+from collectives.transports.scheduled import Scheduled
+from collectives.transports.transport import Transport, put_own_part
 from collectives.work import Work
 
 
 class Devices:
-    """The ways of the ranks of `mpi` to each other's GPUs. They are looked for at the first operation, which is collective."""
+    """The ways of a communicator's ranks to each other's GPUs. They are looked for at the first collective on such arrays."""
 
-    def __init__(self, mpi: Any, enter: Callable[..., Entry]) -> None:
-        """`enter`: notes a collective in the flight record, and compares it in checked mode."""
-        self._mpi, self._enter = mpi, enter
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
         self._nccl: Nccl | None = None
         self._why_not = ""
-        self._cuda_aware = False
         self._index: int | None = None
+        # Where MPI takes device addresses:
+        self._kernels: Kernels | None = None
+        self._executor: Executor | None = None
         self._handles: list[Handle] | None = None
 
-    def all_reduce(self, x: Buffer, op: str, algorithm: str) -> bool:
+    # Collectives
+
+    def all_reduce(self, x: Buffer, op: str, algorithm: str, accumulate: str | None) -> bool:
+        raw = effective_op(x.dtype, op)
         return self._carry_out(
             "all_reduce",
             [x],
             op,
             algorithm,
             lambda nccl, x_, **more: nccl.all_reduce(x_, op, x.dtype, **more),
-            lambda view: Library(self._mpi).all_reduce(view, effective_op(x.dtype, op), x.dtype),
+            lambda by, x_: by.all_reduce(x_, raw, x.dtype),
+            accumulate=accumulate,
         )
 
-    def reduce(self, x: Buffer, root: int, op: str, algorithm: str) -> bool:
+    def reduce(self, x: Buffer, root: int, op: str, algorithm: str, accumulate: str | None) -> bool:
+        raw = effective_op(x.dtype, op)
         return self._carry_out(
             "reduce",
             [x],
             op,
             algorithm,
             lambda nccl, x_, **more: nccl.reduce(x_, root, op, x.dtype, **more),
-            lambda view: Library(self._mpi).reduce(view, effective_op(x.dtype, op), root, x.dtype),
+            lambda by, x_: by.reduce(x_, raw, root, x.dtype),
+            root=root,
+            accumulate=accumulate,
         )
 
     def reduce_scatter(
-        self, out: Buffer, x: Buffer, op: str, counts: Sequence[int], in_place: bool, algorithm: str
+        self, out: Buffer, x: Buffer, op: str, counts: Sequence[int], algorithm: str, accumulate: str | None
     ) -> bool:
-        def by_mpi(target: np.ndarray, source: np.ndarray) -> None:
-            Library(self._mpi).reduce_scatter(target, source, effective_op(x.dtype, op), counts, x.dtype)
-
+        raw = effective_op(x.dtype, op)
         return self._carry_out(
             "reduce_scatter",
             [out, x],
             op,
             algorithm,
             lambda nccl, out_, x_, **more: nccl.reduce_scatter(out_, x_, op, x.dtype, counts=counts, **more),
-            None if in_place else by_mpi,
+            lambda by, out_, x_: by.reduce_scatter(out_, x_, raw, counts, x.dtype),
+            accumulate=accumulate,
         )
 
-    def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int], in_place: bool, algorithm: str) -> bool:
-        def by_mpi(target: np.ndarray, source: np.ndarray) -> None:
-            self._mpi.Allgatherv(message(source), message(target, list(counts)))
-
+    def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int], algorithm: str) -> bool:
         return self._carry_out(
             "all_gather",
             [out, x],
             None,
             algorithm,
             lambda nccl, out_, x_, **more: nccl.all_gather(out_, x_, x.dtype, counts=counts, **more),
-            None if in_place else by_mpi,
+            lambda by, out_, x_: by.all_gather(out_, x_, counts),
         )
 
     def broadcast(self, x: Buffer, root: int, algorithm: str) -> bool:
@@ -87,25 +97,44 @@ class Devices:
             None,
             algorithm,
             lambda nccl, x_, **more: nccl.broadcast(x_, root, x.dtype, **more),
-            lambda view: Library(self._mpi).broadcast(view, root),
+            lambda by, x_: by.broadcast(x_, root),
+            root=root,
         )
 
     def gather(self, out: Buffer | None, x: Buffer, root: int, algorithm: str) -> bool:
+        def by_mpi(by: Transport, x_: np.ndarray, out_: np.ndarray | None = None) -> None:
+            if out_ is not None:
+                assert self._kernels is not None
+                put_own_part(out_, x_, [x.size] * self._comm.size, root, self._kernels)
+            by.gather(out_, x_, root)
+
         return self._carry_out(
             "gather",
             [x] if out is None else [x, out],
             None,
             algorithm,
             lambda nccl, x_, out_=None, **more: nccl.gather(out_, x_, root, x.dtype, **more),
+            by_mpi,
+            root=root,
         )
 
     def scatter(self, out: Buffer, x: Buffer | None, root: int, algorithm: str) -> bool:
+        def by_mpi(by: Transport, out_: np.ndarray, x_: np.ndarray | None = None) -> None:
+            if x_ is not None:
+                mine = x_[root * out.size :][: out.size]
+                if not np.may_share_memory(out_, mine):
+                    assert self._kernels is not None
+                    self._kernels.move(out_, mine)
+            by.scatter(out_, x_, root)
+
         return self._carry_out(
             "scatter",
             [out] if x is None else [out, x],
             None,
             algorithm,
             lambda nccl, out_, x_=None, **more: nccl.scatter(out_, x_, root, out.dtype, **more),
+            by_mpi,
+            root=root,
         )
 
     def all_to_all(self, out: Buffer, x: Buffer, algorithm: str) -> bool:
@@ -115,7 +144,7 @@ class Devices:
             None,
             algorithm,
             lambda nccl, out_, x_, **more: nccl.all_to_all(out_, x_, x.dtype, **more),
-            lambda target, source: Library(self._mpi).all_to_all(target, source),
+            lambda by, out_, x_: by.all_to_all(out_, x_),
         )
 
     def issue(self, operation: Callable[[], Any]) -> Work:
@@ -127,10 +156,29 @@ class Devices:
         finally:
             self._handles = None
 
+    def sort_messages(self, messages: Sequence[Call]) -> tuple[list[Call], list[Call]]:
+        """Of the messages of a group those that go by NCCL, and those that go by MPI [Note: messages]."""
+        by_nccl: list[Call] = []
+        by_mpi: list[Call] = []
+        for call in messages:
+            (by_nccl if self._nccl is not None and device_messages.goes_by_nccl(call) else by_mpi).append(call)
+        return by_nccl, by_mpi
+
+    def exchange(self, messages: Sequence[Call]) -> list[Callable[[], None]]:
+        """Start messages by NCCL, as one; what is left to do at the end of their group."""
+        if not messages:
+            return []
+        assert self._nccl is not None
+        return device_messages.exchange(self._nccl, messages, self._comm._log)
+
     def free(self) -> None:
         """Collective."""
         if self._nccl is not None:
             self._nccl.free()
+        if self._executor is not None:
+            self._executor.free()
+
+    # Parts of the operations above
 
     def _carry_out(
         self,
@@ -139,43 +187,92 @@ class Devices:
         op: str | None,
         algorithm: str,
         by_nccl: Callable[..., Handle | None],
-        by_mpi: Callable[..., None] | None = None,
+        by_mpi: Callable[..., None],
+        *,
+        root: int | None = None,
+        accumulate: str | None = None,
     ) -> bool:
-        """`by_nccl(nccl, *devices, async_op=...)` if NCCL can, else `by_mpi(*views)` if MPI can read them. `op`: of a reduction."""
+        """`by_nccl(nccl, *devices, async_op=...)` if NCCL can, else `by_mpi(transport, *views)` if MPI can. `op`: of a reduction.
+
+        The first of `buffers`, which is in GPU memory, decides for all ranks: of gather and scatter they have no other in common.
+        """
+        first = buffers[0]
         devices = [b.device for b in buffers if b.device is not None]
-        if len(devices) < len(buffers) or algorithm not in ("auto", "nccl", "mpi"):
-            return False  # mixed with host arrays, or an algorithm of host arrays
-        index = devices[0].index
-        if index is None:
-            return False  # an array that does not tell on which GPU it lies
+        mixed = len(devices) < len(buffers)
+        index, dtype = devices[0].index, first.dtype
+        if (mixed and operation not in ("gather", "scatter")) or index is None:
+            return False  # ... an array that does not tell on which GPU it lies
+        if algorithm not in ("auto", "nccl", "mpi") and not _is_schedule(operation, algorithm):
+            return False
+        if accumulate is not None and dtype.is_half:
+            return False  # fp32 travels for it, of which the host makes the copy
+        self._comm._progress.flush()  # also by NCCL: a rank that waits for the device carries nothing else out
         if self._index is None:
             self._connect(index)
-        dtype = buffers[0].dtype
-        if algorithm != "mpi" and self._nccl is not None and (op is None or reduces(dtype)):
-            with self._enter(operation, op=op, elements=buffers[0].size, dtype=dtype.name) as entry:
-                entry.by("nccl")
-                handle = by_nccl(self._nccl, *devices, async_op=self._handles is not None)
-            if handle is not None and self._handles is not None:
-                self._handles.append(handle)
-            return True
-        if algorithm == "nccl":
+        if strange := [device.index for device in devices if device.index != self._index]:
+            raise ValueError(
+                f"{operation}: an array is on device {strange[0]}, but this communicator's others were on device {self._index}; "
+                "use one device on each rank"
+            )
+        nccl = self._nccl if algorithm in ("auto", "nccl") and (op is None or reduces(dtype)) else None
+        if nccl is None and algorithm == "nccl":
             raise ValueError(
                 f"algorithm 'nccl' cannot be used on this {dtype.name} array: {self._why_not or 'NCCL cannot reduce it'}"
             )
-        if by_mpi is not None and self._cuda_aware and (op is None or cuda.reduces(dtype, op)):
-            with self._enter(operation, op=op, elements=buffers[0].size, dtype=dtype.name), cuda.calling(*devices):
-                by_mpi(*(cuda.view(device, dtype) for device in devices))
-            return True
-        return False
+        nbytes = max(b.size for b in buffers) * dtype.itemsize
+        chosen = "nccl" if nccl is not None else self._choose(operation, algorithm, op, dtype, nbytes)
+        if chosen is None:
+            return False
+        if mixed:
+            raise ValueError(
+                f"{operation}: of x and out one is in GPU memory and one in host memory; pass both in the same kind of memory"
+            )
+        with self._comm._enter(operation, op=op, root=root, elements=first.size, dtype=dtype.name) as entry:
+            entry.by(chosen)
+            if nccl is not None:
+                handle = by_nccl(nccl, *devices, async_op=self._handles is not None)
+                if handle is not None and self._handles is not None:
+                    self._handles.append(handle)
+            else:
+                with cuda.calling(*devices):
+                    by_mpi(self._transport(chosen), *(cuda.view(device, dtype) for device in devices))
+        return True
+
+    def _choose(self, operation: str, algorithm: str, op: str | None, dtype: DType, nbytes: int) -> str | None:
+        """The algorithm for MPI on device addresses; None where it does not take them, or has none for this."""
+        if self._kernels is None:
+            return None
+        if algorithm in ("auto", "mpi") and (op is None or cuda.reduces(dtype, op)):
+            kind = {"placement": self._comm.placement, "itemsize": dtype.itemsize, "nbytes": nbytes}
+            if obstacle(operation, "mpi", **kind) is None:
+                return "mpi"
+        if algorithm == "mpi" or (op is not None and not self._kernels.reduces(dtype, op)):
+            return None
+        return schedule_by_rule(operation, nbytes) if algorithm == "auto" else algorithm
+
+    def _transport(self, algorithm: str) -> Transport:
+        assert self._kernels is not None
+        if algorithm == "mpi":
+            return Library(self._comm.mpi, self._kernels)
+        if self._executor is None:
+            self._executor = Executor(self._comm.mpi, self._kernels)
+        return Scheduled(self._executor, algorithm, rank=self._comm.rank, size=self._comm.size)
 
     def _connect(self, index: int) -> None:
         self._index = index
         try:
-            self._nccl = connect(self._mpi, index)
+            self._nccl = connect(self._comm.mpi, index)
+            watch.over(self._nccl)
         except NcclUnavailableError as error:  # raised on all ranks
             self._why_not = str(error)
             say_once(f"no NCCL for arrays in GPU memory: {error}")
-            self._cuda_aware = cuda.agree(self._mpi).aware
+        kernels = kernels_of(index)
+        if cuda.agree(self._comm.mpi, None if kernels is None else kernels.array).aware:
+            self._kernels = kernels
+
+
+def _is_schedule(operation: str, algorithm: str) -> bool:
+    return algorithm in BUILDERS[operation] and algorithm != "two_level"
 
 
 class OnStream(Work):

@@ -1,4 +1,4 @@
-"""Carries out schedules over MPI point-to-point, on flat host arrays.
+"""Carries out schedules over MPI point-to-point, on flat arrays in host memory, or in GPU memory where MPI takes its addresses.
 
 A message is cut into segments, so that one is added while the next arrives, and memory beyond the caller's is a few segments. What a
 schedule does to an array at a given address is prepared once, as persistent requests, and kept for the next call with it: training
@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from collectives import reduction
 from collectives.arrays import address_of
 from collectives.dtypes import DType
-from collectives.reduction import reduce_into
+from collectives.reduction import Arithmetic
 from collectives.schedules import Step
 
 _SEGMENT_BYTES = 1 << 19
@@ -61,10 +62,10 @@ class _Prepared(NamedTuple):
 
 
 class Executor:
-    """Runs schedules on the ranks of `mpi`. For one thread at a time."""
+    """Runs schedules on the ranks of `mpi`. For one thread at a time. `arithmetic`: of the memory that all its arrays lie in."""
 
-    def __init__(self, mpi: Any) -> None:
-        self._mpi = mpi
+    def __init__(self, mpi: Any, arithmetic: Arithmetic = reduction) -> None:
+        self._mpi, self.arithmetic = mpi, arithmetic
         self._kept: OrderedDict[Hashable, _Prepared] = OrderedDict()
         self._num_kept = 0
         self._scratch: dict[int, np.ndarray] = {}  # by lane
@@ -101,7 +102,8 @@ class Executor:
                     sends[done].Wait()
                 if incoming is not None:
                     total = arrays[place.array][place.begin : place.end]
-                    reduce_into(total, [arrays[operand.array][operand.begin : operand.end], incoming], op, dtype)
+                    mine = arrays[operand.array][operand.begin : operand.end]
+                    self.arithmetic.reduce_into(total, [mine, incoming], op, dtype)
             if sends:
                 MPI.Request.Waitall(sends)
         # Not before: an error leaves requests behind that cannot be started again.
@@ -162,7 +164,7 @@ class Executor:
 
     def _incoming(self, lane: int, which: int) -> np.ndarray:
         if lane not in self._scratch:
-            self._scratch[lane] = np.empty(_NUM_INCOMING * _SEGMENT_BYTES, np.uint8)
+            self._scratch[lane] = self.arithmetic.empty(_NUM_INCOMING * _SEGMENT_BYTES, np.dtype(np.uint8))
         return self._scratch[lane][which * _SEGMENT_BYTES :][:_SEGMENT_BYTES]
 
 

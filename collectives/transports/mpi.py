@@ -1,6 +1,6 @@
-"""MPI: the MPI library's own collectives on flat host arrays, and how a message is described to it.
+"""MPI: the MPI library's own collectives on flat arrays, and how a message is described to it.
 
-`mpi` is an mpi4py communicator throughout. fp16, bf16 and truth values, which MPI cannot add, take a detour over a type that it can.
+`mpi` is an mpi4py communicator throughout. fp16 and bf16, which MPI cannot add, take a detour over fp32, in host memory alone.
 """
 
 import functools
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives import selection
+from collectives import reduction, selection
 from collectives.arrays import address_of
 from collectives.dtypes import DType
-from collectives.reduction import UFUNCS, copy, divide
+from collectives.reduction import UFUNCS, Arithmetic, copy
 from collectives.transports.transport import put_own_part
 
 # Data travels as opaque elements of its size: MPI has no bf16, and counts stay small.
@@ -74,26 +74,16 @@ def _reducible(flat: np.ndarray, dtype: DType) -> tuple[np.ndarray, Any]:
     return flat.view(np.uint8) if dtype.name == "bool" else flat, getattr(MPI, dtype.mpi)
 
 
-def _finish(wide: np.ndarray, flat: np.ndarray, op: str, size: int, dtype: DType) -> None:
-    """End a reduction whose result stands in `wide`: divide for an average, and round once into `flat` where that is another array."""
-    if dtype.is_half:
-        if op == "avg":
-            wide /= np.float32(size)
-        copy(flat, wide)
-    elif op == "avg":
-        divide(flat, size, dtype)
-
-
 class Library:
-    """The collectives of the MPI library on the ranks of `mpi`."""
+    """The collectives of the MPI library on the ranks of `mpi`. `arithmetic`: of the memory that all arrays lie in."""
 
-    def __init__(self, mpi: Any) -> None:
-        self._mpi = mpi
+    def __init__(self, mpi: Any, arithmetic: Arithmetic = reduction) -> None:
+        self._mpi, self._memory = mpi, arithmetic
 
     def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
         wide, kind = _reducible(flat, dtype)
         self._mpi.Allreduce(MPI.IN_PLACE, [wide, wide.size, kind], _op(op, wide.dtype))
-        _finish(wide, flat, op, self._mpi.size, dtype)
+        self._finish(wide, flat, op, dtype)
 
     def reduce(self, flat: np.ndarray, op: str, root: int, dtype: DType) -> None:
         wide, kind = _reducible(flat, dtype)
@@ -101,11 +91,12 @@ class Library:
             self._mpi.Reduce([wide, wide.size, kind], None, _op(op, wide.dtype), root)
         else:
             self._mpi.Reduce(MPI.IN_PLACE, [wide, wide.size, kind], _op(op, wide.dtype), root)
-            _finish(wide, flat, op, self._mpi.size, dtype)
+            self._finish(wide, flat, op, dtype)
 
     def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
-        if np.may_share_memory(out, flat):
-            flat = flat.copy()  # MPI forbids overlapping buffers
+        if np.may_share_memory(out, flat):  # which MPI forbids
+            given, flat = flat, self._memory.empty(flat.size, flat.dtype)
+            self._memory.move(flat, given)
         wide, kind = _reducible(flat, dtype)
         mine = np.empty(out.size, wide.dtype) if dtype.is_half else out.view(wide.dtype)
         if counts.count(counts[0]) == len(counts):
@@ -114,10 +105,10 @@ class Library:
             self._mpi.Reduce_scatter(
                 [wide, wide.size, kind], [mine, mine.size, kind], tuple(counts), _op(op, wide.dtype)
             )
-        _finish(mine, out, op, self._mpi.size, dtype)
+        self._finish(mine, out, op, dtype)
 
     def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
-        put_own_part(out, flat, counts, self._mpi.rank)
+        put_own_part(out, flat, counts, self._mpi.rank, self._memory)
         if counts.count(counts[0]) == len(counts):
             self._mpi.Allgather(MPI.IN_PLACE, message(out, counts[0]))
         else:  # A list: mpi4py would read a tuple of two as (counts, displacements).
@@ -141,6 +132,15 @@ class Library:
     def all_to_all(self, out: np.ndarray, flat: np.ndarray) -> None:
         count = flat.size // self._mpi.size
         self._mpi.Alltoall(message(flat, count), message(out, count))
+
+    def _finish(self, wide: np.ndarray, flat: np.ndarray, op: str, dtype: DType) -> None:
+        """End a reduction whose result stands in `wide`: divide for an average, and round once into `flat` where that is another."""
+        if dtype.is_half:
+            if op == "avg":
+                wide /= np.float32(self._mpi.size)
+            copy(flat, wide)
+        elif op == "avg":
+            self._memory.divide(flat, self._mpi.size, dtype)
 
     def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
         """The one call of MPI that an operation with these arguments comes to, which keeps none of their arrays alive.

@@ -1,7 +1,7 @@
 """NCCL: the collectives of device memory, as NCCL's calls on addresses. How they are ordered and fail: nccl_queue.py.
 
 What moves, moves as bytes; what is reduced goes by the NCCL column of the dtype table. NCCL adds fp16 and bf16 in fp32 and rounds
-at every hop. NCCL_AVG scales each rank's elements by 1/N before it adds them, where our own algorithms divide once.
+at every hop. An average is a sum that is divided once, on NCCL's stream: NCCL_AVG would scale each rank's elements before it adds.
 """
 
 import functools
@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from collectives.devices import Device
 from collectives.diagnosis import together
 from collectives.dtypes import DType, effective_op
@@ -17,7 +19,7 @@ from collectives.transports.binding import Binding, NcclUnavailableError, RawCom
 from collectives.transports.lane import Lane, lane_of
 from collectives.transports.nccl_queue import Call, Handle, NcclError, Queue
 
-_OPS = {"sum": "NCCL_SUM", "avg": "NCCL_AVG", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
+_OPS = {"sum": "NCCL_SUM", "avg": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 # NCCL takes one rank per GPU, unless it is this new and told otherwise.
 _SHARED_GPU_VERSION, _SHARED_GPU_VARIABLE = 23100, "NCCL_MULTI_RANK_GPU_ENABLE"
 
@@ -97,7 +99,7 @@ class Nccl(Queue):
         kind, raw_op = self._reduction(op, dtype)
         count = x.nbytes // dtype.itemsize
         calls = self._call(count, self._raw.allReduce, x.address, x.address, count, kind, raw_op)
-        return self._run("all_reduce", [x], dtype, calls, async_op)
+        return self._run("all_reduce", [x], dtype, calls, async_op, self._average(op, x, dtype))
 
     def reduce(self, x: Device, root: int, op: str, dtype: DType, *, async_op: bool = False) -> Handle | None:
         """The root's `x` becomes the reduction of all ranks' `x`; the others' stay as they are."""
@@ -105,7 +107,8 @@ class Nccl(Queue):
         count = x.nbytes // dtype.itemsize
         target = x.address if root == self.rank else 0  # NCCL looks at it on the root alone
         calls = self._call(count, self._raw.reduce, x.address, target, count, kind, raw_op, root)
-        return self._run("reduce", [x], dtype, calls, async_op)
+        after = self._average(op, x, dtype) if root == self.rank else []
+        return self._run("reduce", [x], dtype, calls, async_op, after)
 
     def reduce_scatter(
         self,
@@ -131,7 +134,7 @@ class Nccl(Queue):
                 part = x.address + start * dtype.itemsize
                 target = out.address if root == self.rank else 0
                 calls += self._call(count, self._raw.reduce, part, target, count, kind, raw_op, root)
-        return self._run("reduce_scatter", [x, out], dtype, calls, async_op)
+        return self._run("reduce_scatter", [x, out], dtype, calls, async_op, self._average(op, out, dtype))
 
     def all_gather(
         self, out: Device, x: Device, dtype: DType, *, counts: Sequence[int] | None = None, async_op: bool = False
@@ -184,15 +187,24 @@ class Nccl(Queue):
             calls += self._recv(out.address + peer * nbytes, nbytes, peer)
         return self._run("all_to_all", [out, x], dtype, calls, async_op)
 
-    # Point to point. Two ranks that both send before they receive do so in a group, else they may wait for each other.
+    # Point to point. Two ranks that both send before they receive do so in a group, else they wait for each other for ever.
 
-    def send(self, x: Device, peer: int, dtype: DType, *, async_op: bool = False) -> Handle | None:
+    def send(self, x: Device, peer: int, dtype: DType) -> None:
         """Send `x` to rank `peer`, which receives as many bytes. NCCL has no tags: messages arrive in the order sent."""
-        return self._run("send", [x], dtype, self._send(x.address, x.nbytes, peer), async_op)
+        self._run("send", [x], dtype, self._send(x.address, x.nbytes, peer), False)
 
-    def recv(self, x: Device, peer: int, dtype: DType, *, async_op: bool = False) -> Handle | None:
+    def recv(self, x: Device, peer: int, dtype: DType) -> None:
         """Receive into `x` what rank `peer` sends."""
-        return self._run("recv", [x], dtype, self._recv(x.address, x.nbytes, peer), async_op)
+        self._run("recv", [x], dtype, self._recv(x.address, x.nbytes, peer), False)
+
+    def upload(self, flat: np.ndarray) -> tuple[Any, Device]:
+        """A copy on the device of an array in host memory, and where it lies; see `Binding.upload`."""
+        with self._binding.device(self.index):
+            return self._binding.upload(flat)
+
+    def download(self, array: Any, flat: np.ndarray) -> None:
+        """What `upload` gave, back in host memory. Blocks until the operations on it have ended."""
+        self._binding.download(array, flat)
 
     # Parts of the operations above
 
@@ -203,6 +215,12 @@ class Nccl(Queue):
             raise TypeError(f"NCCL cannot reduce {dtype.name}; expected a type of 8, 32 or 64 bits, or a floating one")
         kind = self._bytes if dtype.nccl is None else self._binding.constant(dtype.nccl)
         return kind, self._binding.constant(_OPS[raw_op])
+
+    def _average(self, op: str, x: Device, dtype: DType) -> list[Call]:
+        """What makes an average of a sum that stands in `x`."""
+        if op != "avg" or not x.nbytes:
+            return []
+        return [functools.partial(self._binding.divide, x, self.size, dtype, self._stream)]
 
     def _call(self, count: int, method: Callable[..., None], *arguments: int) -> list[Call]:
         """The call to issue, or none where there is nothing to move: which is so on all ranks."""

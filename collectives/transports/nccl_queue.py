@@ -6,6 +6,7 @@
 Nothing of this blocks the host. With `async_op` the last wait is left to `Handle.wait`, and the caller's kernels overlap NCCL's.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -79,12 +80,20 @@ class _Event:
         self._pool.append(self.number)
 
 
+class Underway(NamedTuple):
+    """An operation that was issued, and the event that marks its end."""
+
+    what: _What
+    event: _Event
+
+
 class _Operation(NamedTuple):
     """NCCL's calls for one operation, not issued yet."""
 
     what: _What
     streams: Sequence[int]
     calls: Sequence[Call]
+    after: Sequence[Call]  # kernels of our own that follow on NCCL's stream
     handle: Handle | None
 
 
@@ -101,9 +110,10 @@ class Queue:
         self._raw, self._binding, self._lane, self._timeout_s = raw, binding, lane, timeout_s
         self._state, self._why = _State.OPEN, ""
         self._group: list[_Operation] | None = None
-        self._last: tuple[_What, _Event] | None = None  # the operation issued last
+        self._last: Underway | None = None  # the operation issued last
         self._bytes = binding.constant("NCCL_UINT8")
         self._pool: list[int] = []  # events to use again
+        self._ending = threading.Lock()  # held by another thread that looks, so that it does not end meanwhile
         with binding.device(index):
             self._stream = lane.join(self, binding.stream_create)
             self._ready = binding.event_create()
@@ -123,6 +133,26 @@ class Queue:
             self._issue(operations)
 
     # Its life
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was freed or aborted."""
+        return self._state is not _State.OPEN
+
+    def look(self, operation: Underway | None) -> Underway | None:
+        """For a thread that watches: `operation` if it has not ended, else the one issued last if that has not; None if it has.
+
+        Raises what went wrong on the device or in the network, and leaves it for its own thread to notice.
+        """
+        with self._ending:
+            if self.is_over:
+                return None
+            self._raw.check_async_error()
+            with self._binding.device(self.index):
+                for each in (operation, self._last):
+                    if each is not None and not self._binding.event_done(each.event.number):
+                        return each
+            return None
 
     def synchronize(self) -> None:
         """Block until all its operations have ended on the device; NcclError if one failed, or takes longer than `timeout_s`."""
@@ -152,7 +182,7 @@ class Queue:
     def _give_back(self, end: Call) -> None:
         self._lane.leave(self)
         self._last = None
-        with self._binding.device(self.index):
+        with self._ending, self._binding.device(self.index):
             end()
             for event in (self._ready, *self._pool):
                 self._binding.event_destroy(event)
@@ -161,7 +191,13 @@ class Queue:
     # For the operations
 
     def _run(
-        self, operation: str, arrays: Sequence[Device], dtype: DType, calls: Sequence[Call], async_op: bool
+        self,
+        operation: str,
+        arrays: Sequence[Device],
+        dtype: DType,
+        calls: Sequence[Call],
+        async_op: bool,
+        after: Sequence[Call] = (),
     ) -> Handle | None:
         """Issue an operation, or keep it for the end of the group."""
         for array in arrays:
@@ -173,7 +209,7 @@ class Queue:
         what = _What(operation, arrays[0].nbytes // dtype.itemsize, dtype.name)
         handle = Handle(self, what, streams) if async_op else None
         self._check(what)
-        operations = [_Operation(what, streams, calls, handle)]
+        operations = [_Operation(what, streams, calls, after, handle)]
         if self._group is None:
             self._issue(operations)
         else:
@@ -192,11 +228,14 @@ class Queue:
                 with self._as_one() if len(calls) > 1 else nullcontext():
                     for call in calls:
                         call()
+                for operation in operations:
+                    for call in operation.after:
+                        call()
             except Exception as error:
                 raise self._fail(what, error) from error
             done = _Event(self._pool.pop() if self._pool else b.event_create(), self._pool)
             b.event_record(done.number, self._stream)
-            self._last = what, done
+            self._last = Underway(what, done)
             for operation in operations:
                 if operation.handle is not None:
                     operation.handle._done = done
@@ -240,7 +279,7 @@ class Queue:
         try:
             self._raw.check_async_error()
         except Exception as error:
-            before = f"noticed at {what}" + (f", after {self._last[0]} was started" if self._last else "")
+            before = f"noticed at {what}" + (f", after {self._last.what} was started" if self._last else "")
             raise self._fail(before, error) from error
 
     def _fail(self, where: object, error: Exception) -> NcclError:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from collectives.dtypes import DType, dtype_of
-from collectives.reduction import divide
 from collectives.schedules import build, goes_in_rounds
 from collectives.transports.executor import Chunk, Executor, Plan
 from collectives.transports.transport import even_parts, parts, put_own_part
@@ -22,6 +21,7 @@ class Scheduled:
 
     def __init__(self, executor: Executor, algorithm: str, *, rank: int, size: int) -> None:
         self._executor, self._algorithm = executor, algorithm
+        self._memory = executor.arithmetic
         self._rank, self._size = rank, size
         self.goes_in_rounds = goes_in_rounds(algorithm, size)
 
@@ -40,28 +40,28 @@ class Scheduled:
     def all_reduce_steps(self, flat: np.ndarray, op: str, dtype: DType, lane: int = 0) -> Iterator[None]:
         yield from self._steps("all_reduce", [flat], op, dtype, lane=lane)
         if op == "avg":
-            divide(flat, self._size, dtype)
+            self._memory.divide(flat, self._size, dtype)
 
     def reduce_scatter_steps(
         self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType, lane: int = 0
     ) -> Iterator[None]:
         if flat.nbytes < _COPY_BYTES or self._size == 1:
-            partial = flat.copy()  # comes to hold partial sums
+            partial = self._copy(flat)  # comes to hold partial sums
             yield from self._steps("reduce_scatter", [partial], op, dtype, counts=counts, lane=lane)
             begin = sum(counts[: self._rank])
-            out[...] = partial[begin : begin + out.size]
+            self._memory.move(out, partial[begin : begin + out.size])
         else:  # Sums go to a place of their own, the last ones to `out` at once: memory is touched for those alone that are passed on.
             sums = [Chunk(1, begin, end) for begin, end in parts(counts)]
             sums[self._rank] = Chunk(2, 0, out.size)
-            arrays = [flat, np.empty_like(flat), out]
+            arrays = [flat, self._memory.empty(flat.size, flat.dtype), out]
             yield from self._steps("reduce_scatter", arrays, op, dtype, counts=counts, sums=sums, lane=lane)
         if op == "avg":
-            divide(out, self._size, dtype)
+            self._memory.divide(out, self._size, dtype)
 
     def all_gather_steps(
         self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int], lane: int = 0
     ) -> Iterator[None]:
-        put_own_part(out, flat, counts, self._rank)
+        put_own_part(out, flat, counts, self._rank, self._memory)
         yield from self._steps("all_gather", [out], "sum", dtype_of(out.dtype), counts=counts, lane=lane)
 
     # The other operations
@@ -70,29 +70,34 @@ class Scheduled:
         self._run("broadcast", [flat], "sum", dtype_of(flat.dtype), root=root)
 
     def reduce(self, flat: np.ndarray, op: str, root: int, dtype: DType) -> None:
-        partial = flat if self._rank == root else flat.copy()
+        partial = flat if self._rank == root else self._copy(flat)
         self._run("reduce", [partial], op, dtype, root=root)
         if op == "avg" and self._rank == root:
-            divide(flat, self._size, dtype)
+            self._memory.divide(flat, self._size, dtype)
 
     def gather(self, out: np.ndarray | None, flat: np.ndarray, root: int) -> None:
         counts = [flat.size] * self._size
         if out is None:  # inner ranks of a tree pass on what is not theirs
-            out = np.empty(flat.size * self._size, flat.dtype)
-            put_own_part(out, flat, counts, self._rank)
+            out = self._memory.empty(flat.size * self._size, flat.dtype)
+            put_own_part(out, flat, counts, self._rank, self._memory)
         self._run("gather", [out], "sum", dtype_of(flat.dtype), root=root, counts=counts)
 
     def scatter(self, out: np.ndarray, flat: np.ndarray | None, root: int) -> None:
-        whole = np.empty(out.size * self._size, out.dtype) if flat is None else flat
+        whole = self._memory.empty(out.size * self._size, out.dtype) if flat is None else flat
         self._run("scatter", [whole], "sum", dtype_of(out.dtype), root=root, counts=[out.size] * self._size)
         if flat is None:
-            out[...] = whole[self._rank * out.size :][: out.size]
+            self._memory.move(out, whole[self._rank * out.size :][: out.size])
 
     def all_to_all(self, out: np.ndarray, flat: np.ndarray) -> None:
         count = flat.size // self._size
         mine = slice(self._rank * count, (self._rank + 1) * count)
-        out[mine] = flat[mine]
+        self._memory.move(out[mine], flat[mine])
         self._run("all_to_all", [flat, out], "sum", dtype_of(out.dtype), counts=[count] * self._size)
+
+    def _copy(self, flat: np.ndarray) -> np.ndarray:
+        copy = self._memory.empty(flat.size, flat.dtype)
+        self._memory.move(copy, flat)
+        return copy
 
     def _run(self, operation: str, arrays: Sequence[np.ndarray], op: str, dtype: DType, **options: Any) -> None:
         _finish(self._steps(operation, arrays, op, dtype, **options))

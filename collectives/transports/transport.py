@@ -6,7 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
+from collectives import reduction
 from collectives.dtypes import DType
+from collectives.reduction import Arithmetic
 
 
 class Transport(Protocol):
@@ -50,9 +52,11 @@ def even_parts(length: int, num_parts: int) -> list[tuple[int, int]]:
     return list(pairwise(length * i // num_parts for i in range(num_parts + 1)))
 
 
-def put_own_part(out: np.ndarray, flat: np.ndarray, counts: Sequence[int], rank: int) -> None:
+def put_own_part(
+    out: np.ndarray, flat: np.ndarray, counts: Sequence[int], rank: int, arithmetic: Arithmetic = reduction
+) -> None:
     """Copy `flat` to its place in `out`, unless it is that place."""
     begin = sum(counts[:rank])
     mine = out[begin : begin + flat.size]
     if not np.may_share_memory(mine, flat):
-        mine[...] = flat
+        arithmetic.move(mine, flat)

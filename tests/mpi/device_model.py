@@ -3,27 +3,35 @@
 Work is only queued, and runs when somebody asks the device to get on: then in the worst order that the events allow. Whoever
 forgets to wait for an event sees garbage, as on a real device, but every time. NCCL's own rules are checked at each call: the
 current device, a stream of its own, counts above 0, no communicator that has ended.
+
+`ModelTorchKernels`, `ModelCupyKernels`: the kernels of transports/kernels.py by torch on the CPU, and by NumPy, whose functions CuPy's
+are. `Untouchable`: a view of modelled device memory, at which the host must not look.
 """
 
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+import torch
 from mpi4py import MPI
+
+from collectives import reduction
+from collectives.devices import Device
+from collectives.dtypes import DType
+from collectives.transports.kernels import CupyKernels, TorchKernels
 
 # As in nccl.h
 CONSTANTS = {
     **{"NCCL_INT8": 0, "NCCL_UINT8": 1, "NCCL_INT32": 2, "NCCL_UINT32": 3, "NCCL_INT64": 4, "NCCL_UINT64": 5},
     **{"NCCL_FLOAT16": 6, "NCCL_FLOAT32": 7, "NCCL_FLOAT64": 8, "NCCL_BFLOAT16": 9},
-    **{"NCCL_SUM": 0, "NCCL_PROD": 1, "NCCL_MAX": 2, "NCCL_MIN": 3, "NCCL_AVG": 4},
+    **{"NCCL_SUM": 0, "NCCL_PROD": 1, "NCCL_MAX": 2, "NCCL_MIN": 3},
 }
 DTYPES = [*map(np.dtype, ("i1", "u1", "i4", "u4", "i8", "u8", "f2", "f4", "f8")), np.dtype(ml_dtypes.bfloat16)]
-UFUNCS = [np.add, np.multiply, np.maximum, np.minimum, np.add]
-AVG = 4
+UFUNCS = [np.add, np.multiply, np.maximum, np.minimum]
 
 Start = Callable[[], tuple[list[MPI.Request], Callable[[], None]]]
 
@@ -50,8 +58,9 @@ class Machine:
         self.current = -1  # the device that the thread is on: some other one
         self.streams: dict[int, deque[Task]] = {}
         self.own: set[int] = set()  # made by stream_create
-        self.recorded: dict[int, int] = {}  # event: how often it was recorded, and how often that was reached
-        self.reached: dict[int, int] = {}
+        # Each recording of an event, which may be on another stream each time, has a number of its own: event: the last one.
+        self.recorded: dict[int, int] = {}
+        self.reached: set[int] = set()
         self.patience = 0  # how often an event says "not yet" before the device gets on
         self.fault: Exception | None = None  # raised where an event is looked at
         self._numbers = itertools.count(0x1000)
@@ -101,21 +110,23 @@ class Machine:
 
     def stream_wait(self, stream: int, event: int) -> None:
         self._on_device()
-        times = self.recorded[event]
-        self.streams[stream].append(Task(lambda: self.reached[event] >= times))
+        recording = self.recorded[event]
+        self.streams[stream].append(Task(lambda: recording in self.reached))
 
     def event_create(self) -> int:
         self._on_device()
         number = next(self._numbers)
-        self.recorded[number] = self.reached[number] = 0
+        self.recorded[number] = number  # never recorded: nothing to wait for
+        self.reached.add(number)
         return number
 
     def event_record(self, event: int, stream: int) -> None:
         self._on_device()
-        self.recorded[event] += 1
+        assert event in self.recorded, "an event that was destroyed"
+        recording = self.recorded[event] = next(self._numbers)
 
         def reach() -> bool:
-            self.reached[event] += 1
+            self.reached.add(recording)
             return True
 
         self.streams[stream].append(Task(reach))
@@ -126,13 +137,13 @@ class Machine:
             raise self.fault
         if self.patience > 0:
             self.patience -= 1
-        elif self.reached[event] < self.recorded[event]:
+        elif self.recorded[event] not in self.reached:
             self.step()
-        return self.reached[event] == self.recorded[event]
+        return self.recorded[event] in self.reached
 
     def event_destroy(self, event: int) -> None:
         self._on_device()
-        del self.recorded[event]  # work that waits for it still looks at `reached`
+        del self.recorded[event]  # work that waits for it still looks at what was reached
 
     def _on_device(self) -> None:
         assert self.current == self.index, f"on device {self.current} instead of {self.index}"
@@ -146,6 +157,7 @@ class ModelBinding(Machine):
         self.communicators: list[ModelCommunicator] = []
         self.collected: list[tuple[int, ModelCommunicator, Start]] | None = None
         self.num_groups = 0
+        self.uploads: list[np.ndarray] = []
         self.refuses: Exception | None = None  # what connecting raises
 
     def version(self) -> int:
@@ -164,6 +176,26 @@ class ModelBinding(Machine):
         if self.refuses is not None:
             raise self.refuses
         return comm
+
+    def divide(self, x: Device, divisor: int, dtype: DType, stream: int) -> None:
+        self._on_device()
+        assert stream in self.own and self.collected is None, "a kernel belongs after the group's end"
+        flat = memory(x.address, x.nbytes).view(dtype.numpy)
+        self.queue(stream, lambda: reduction.divide(flat, divisor, dtype))
+
+    def upload(self, flat: np.ndarray) -> tuple[np.ndarray, Device]:
+        self._on_device()
+        source, array = flat.view(np.uint8).copy(), np.full(flat.nbytes, 0x3B, np.uint8)
+        self.uploads.append(
+            array
+        )  # CuPy's pool gives it to nobody before the work that is queued on its stream has ended
+        stream = self.stream()
+        self.queue(stream, lambda: array.__setitem__(slice(None), source))
+        return array, Device(array.ctypes.data, array.nbytes, self.index, stream)
+
+    def download(self, array: np.ndarray, flat: np.ndarray) -> None:
+        self.drain()
+        flat.view(np.uint8)[...] = array
 
     def group_start(self) -> None:
         assert self.collected is None
@@ -249,8 +281,6 @@ class ModelCommunicator:
     def _reduced(self, rows: np.ndarray, datatype: int, op: int) -> np.ndarray:
         dtype = DTYPES[datatype]
         wide = rows.view(dtype).astype(np.float32 if dtype.itemsize == 2 else dtype)
-        if op == AVG:
-            wide *= wide.dtype.type(1 / self.size)  # as NCCL does it
         return UFUNCS[op].reduce(wide, axis=0, dtype=wide.dtype).astype(dtype).view(np.uint8)
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:  # noqa: N802
@@ -306,3 +336,70 @@ class ModelCommunicator:
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         nbytes = count * DTYPES[datatype].itemsize
         self._issue("recv", stream, count, lambda: ([self.mpi.Irecv(memory(recvbuf, nbytes), peer)], lambda: None))
+
+
+class Untouchable(np.ndarray):
+    """A NumPy array that can be cut and described, and whose elements nobody reads or writes."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        raise AssertionError("the host writes to device memory")
+
+    def __getitem__(self, key: Any) -> Any:
+        assert isinstance(key, slice), "the host reads device memory"
+        return super().__getitem__(key)
+
+    def __array_ufunc__(self, *arguments: object, **options: object) -> Any:
+        raise AssertionError("the host computes on device memory")
+
+    def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Any:
+        assert function is np.may_share_memory, f"{function.__name__} of the host on device memory"
+        return super().__array_function__(function, types, arguments, options)
+
+    def copy(self, order: Any = "C") -> Any:
+        raise AssertionError("the host copies device memory")
+
+
+class ModelTorchKernels(TorchKernels):
+    def __init__(self, index: int = 3) -> None:
+        super().__init__(torch, index)
+
+    def empty(self, size: int, dtype: np.dtype) -> np.ndarray:
+        return super().empty(size, dtype).view(Untouchable)
+
+    def _bytes(self, x: np.ndarray) -> Any:
+        return torch.from_numpy(x.view(np.ndarray).view(np.uint8))
+
+    def _where(self) -> str:
+        return "cpu"
+
+    def _stream(self) -> int:
+        return 0
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def _synchronize(self) -> None:
+        pass
+
+
+class ModelCupyKernels(CupyKernels):
+    def __init__(self, index: int = 3) -> None:
+        super().__init__(np, index)
+
+    def empty(self, size: int, dtype: np.dtype) -> np.ndarray:
+        return super().empty(size, dtype).view(Untouchable)
+
+    def _bytes(self, x: np.ndarray) -> Any:
+        return x.view(np.ndarray).view(np.uint8)
+
+    def _address(self, array: Any) -> int:
+        return array.ctypes.data
+
+    def _stream(self) -> int:
+        return 0
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return np.errstate(over="ignore", invalid="ignore")  # of which CuPy says nothing
+
+    def _synchronize(self) -> None:
+        pass

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_model import ModelBinding
+from device_model import ModelBinding, ModelTorchKernels
 
 from collectives import Communicator
 from collectives.devices import Device
@@ -118,6 +118,28 @@ def test_the_library_of_this_run_is_found_and_asked(comm: Communicator) -> None:
 
 
 @pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What was found out about messages is forgotten, before and after."""
+    cuda.takes_messages.cache_clear()
+    yield
+    cuda.takes_messages.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("nccl", "library", "mpi", "answer"),
+    [(False, True, True, True), (True, True, True, False), (False, False, True, False), (False, True, False, False)],
+)
+def test_messages_go_from_where_they_lie_only_where_nccl_never_comes(
+    monkeypatch: pytest.MonkeyPatch, nccl: bool, library: bool, mpi: bool, answer: bool
+) -> None:
+    monkeypatch.setattr(cuda.binding, "is_available", lambda: nccl)
+    monkeypatch.setattr(cuda, "kernels_of", lambda index: ModelTorchKernels(index) if library else None)
+    monkeypatch.setattr(cuda, "support", lambda: Support(mpi, "as if"))
+    assert cuda.takes_messages(INDEX) == answer
+
+
+@pytest.fixture
 def aware(monkeypatch: pytest.MonkeyPatch) -> Iterator[Support]:
     answer = Support(True, "as if")
     monkeypatch.setattr(cuda, "support", lambda: answer)
@@ -130,7 +152,10 @@ def make(values: list[int]) -> tuple[np.ndarray, Device]:
 
 
 def test_all_ranks_agree(comm: Communicator, monkeypatch: pytest.MonkeyPatch, aware: Support) -> None:
-    assert cuda.agree(comm.mpi) == cuda.agree(comm.mpi, make) == aware
+    assert cuda.agree(comm.mpi, make) == aware
+    refusal = cuda.agree(comm.mpi, None if comm.rank == comm.size - 1 else make)
+    assert not refusal.aware
+    assert refusal.why == "neither torch nor CuPy uses the GPU"
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(cuda, "support", lambda: Support(False, "not here"))
     assert cuda.agree(comm.mpi, make) == Support(False, "not here")
@@ -179,7 +204,8 @@ def test_addresses_go_through_mpi(comm: Communicator) -> None:
                     x[...] = whole
     reducible = {row.name for row in TABLE.values() if cuda.reduces(row, "sum")}
     assert reducible == set(TABLE) - {"float16", "bfloat16"}, "MPI has no halves"
-    assert not cuda.reduces(TABLE["float32"], "avg"), "MPI cannot divide"
+    assert cuda.reduces(TABLE["float32"], "avg"), "a sum, which is divided by a kernel"
+    assert not cuda.reduces(TABLE["float32"], "max"), "ours hands on NaN, and works in host memory"
 
 
 def test_a_view_is_not_touched_by_the_host() -> None:
@@ -252,7 +278,6 @@ def test_device_memory_goes_through_mpi(comm: Communicator) -> None:
         x = torch.tensor(values, dtype=torch.uint8, device=f"cuda:{index}")
         return x, Device(x.data_ptr(), x.nbytes, index, torch.cuda.current_stream(index).cuda_stream)
 
-    answer = cuda.agree(comm.mpi)
+    answer = cuda.agree(comm.mpi, on_gpu)
     if not answer.aware:
         pytest.skip(f"this MPI is not CUDA-aware: {answer.why}")
-    assert cuda.agree(comm.mpi, on_gpu) == answer
