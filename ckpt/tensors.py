@@ -9,7 +9,7 @@ import numpy as np
 from ckpt.layout import Box, Shape
 from ckpt.manifest import MAX_NDIM, name_error, nesting_error
 from collectives.arrays import as_numpy
-from collectives.dtypes import dtype_of
+from collectives.dtypes import number_of
 
 
 class Shard:
@@ -75,4 +75,4 @@ def _local(name: str, value: Any, writable: bool) -> Local:
         )
     if len(shape) > MAX_NDIM:
         raise ValueError(f"tensor {name!r} has {len(shape)} dimensions; HDF5 knows at most {MAX_NDIM}")
-    return Local(name, dtype_of(array.dtype).name, shape, box, not isinstance(value, Shard), array)
+    return Local(name, number_of(array.dtype).name, shape, box, not isinstance(value, Shard), array)

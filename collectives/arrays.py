@@ -26,17 +26,16 @@ def is_torch(x: object) -> bool:
     return _library(x) == "torch"
 
 
-def is_on_device(x: object) -> bool:
-    """Whether `x` is an array in GPU memory."""
-    library = _library(x)
-    return library == "cuda" or (library == "torch" and x.is_cuda)  # type: ignore[attr-defined]
+def is_jax(x: object) -> bool:
+    """Whether `x` is a JAX array, which is immutable, or describes one, without importing JAX."""
+    return _library(x) == "jax"
 
 
 def as_numpy(x: Any, *, writable: bool = False, name: str = "x") -> np.ndarray:
     """A NumPy view, of the same shape and without a copy, of a contiguous array in host memory.
 
     `x`: a NumPy array, a torch CPU tensor, a JAX array (immutable: the view is read-only, and JAX copies it where it is on a GPU), or
-    what else offers DLPack or the buffer protocol, of a dtype in `collectives.dtypes.TABLE` (bf16 becomes ml_dtypes.bfloat16).
+    what else offers DLPack or the buffer protocol, of a dtype in `collectives.dtypes` (bf16 and float8 become those of ml_dtypes).
     Raises TypeError for anything else, ValueError if it is not contiguous or, where `writable` is asked for, read-only.
     """
     view = x if type(x) is np.ndarray else _OPEN[_library(x)](x, name)
@@ -88,6 +87,11 @@ class Buffer:
         return self.flat.size if self.device is None else self.device.nbytes // self.dtype.itemsize
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.flat.nbytes if self.device is None else self.device.nbytes
+
+    @property
     def address(self) -> int:
         """Where the first element lies, in host or in GPU memory. An empty array's says nothing."""
         return address_of(self.flat) if self.device is None else self.device.address
@@ -122,9 +126,7 @@ def like(flat: np.ndarray, dtype: object) -> Any:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(dtype, torch.dtype):
         return flat
-    if dtype == torch.bfloat16:
-        return torch.from_numpy(flat.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(flat)
+    return torch.from_numpy(devices.bits(flat)).view(dtype)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -185,7 +187,9 @@ def _open_torch(x: Any, name: str) -> np.ndarray:
             raise TypeError(f"{name} is a {x.layout} tensor; expected a dense one") from None
         if not x.is_cpu:
             raise TypeError(f"{name} is on {x.device}; expected host memory") from None
-        dtype_of(x.dtype)
+        row = dtype_of(x.dtype)
+        if row.numpy.isbuiltin != 1:  # float8, which they have no word for either
+            return x.view(torch.uint8).numpy().view(row.numpy)
         raise TypeError(f"{name} is no tensor that NumPy can view: {error}") from None
 
 
@@ -288,6 +292,6 @@ def _jax_array(x: Any, flat: np.ndarray) -> Any:
     jax = sys.modules["jax"]
     # An array that JAX put where it liked stays movable; one that a user placed is placed again.
     place = x.sharding if getattr(x, "committed", True) else None
-    wide = flat.dtype.itemsize == 8  # made while JAX had 64-bit types on; without them it would come back cut to 32
+    wide = flat.dtype.itemsize >= 8  # made while JAX had 64-bit types on; without them it would come back cut to 32
     with jax.enable_x64(True) if wide else nullcontext():
         return jax.device_put(flat.reshape(x.shape), place, may_alias=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.dtypes import BFLOAT16, DType, dtype_of
+from collectives.dtypes import DType, dtype_of
 from collectives.launcher import launched_rank
 
 _log = logging.getLogger("collectives")
@@ -109,9 +109,7 @@ def to_host(x: Any, row: DType, *, contents: bool) -> np.ndarray:
     pinned = torch.empty(x.numel(), dtype=x.dtype, pin_memory=True)
     if contents:
         pinned.copy_(x.detach().view(-1))
-    if x.dtype == torch.bfloat16:
-        return pinned.view(torch.int16).numpy().view(BFLOAT16)
-    return pinned.numpy()
+    return pinned.view(torch.uint8).numpy().view(row.numpy)  # as bytes: NumPy has no word for bf16
 
 
 def to_device(x: Any, flat: np.ndarray) -> Any:
@@ -123,9 +121,13 @@ def to_device(x: Any, flat: np.ndarray) -> Any:
             sys.modules["cupy"].cuda.get_current_stream().synchronize()
         return given
     torch = sys.modules["torch"]
-    bits = flat.view(np.int16) if x.dtype == torch.bfloat16 else flat
-    x.detach().view(-1).copy_(torch.from_numpy(bits).view(x.dtype))
+    x.detach().view(-1).copy_(torch.from_numpy(bits(flat)).view(x.dtype))
     return given
+
+
+def bits(flat: np.ndarray) -> np.ndarray:
+    """`flat` as torch can take it over: as integers if it is of bf16 or float8, which NumPy has no word for."""
+    return flat if flat.dtype.isbuiltin == 1 else flat.view(f"i{flat.itemsize}")
 
 
 def _is_tensor(x: object) -> bool:

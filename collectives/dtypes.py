@@ -1,6 +1,7 @@
 """The one table of element types: array <-> MPI <-> NCCL, and what a reduction computes in.
 
-A type that is not in the table raises: a wrong guess here would add bit patterns instead of numbers.
+`TABLE` has the numbers, which are moved and reduced; `MOVED` what is moved and never reduced. A type that is in neither raises: a
+wrong guess here would add bit patterns instead of numbers.
 """
 
 from contextlib import suppress
@@ -26,7 +27,8 @@ class DType:
     """One element type.
 
     `mpi` names mpi4py's datatype that the MPI library can reduce; None where MPI has no such type (it then travels as bytes
-    and only our own algorithms, or a detour over `accumulate`, reduce it). `accumulate` is what a reduction adds in.
+    and only our own algorithms, or a detour over `accumulate`, reduce it). `accumulate` is what a reduction adds in. `ops`: those
+    of reductions; none for what is only moved.
     """
 
     name: str
@@ -72,34 +74,55 @@ TABLE: dict[str, DType] = {
     )
 }
 
-# The same rows by their NumPy dtypes, which have the machine's own byte order.
-NATIVE: dict[np.dtype, DType] = {row.numpy: row for row in TABLE.values()}
+
+def _moved(name: str) -> DType:
+    numpy = np.dtype(getattr(ml_dtypes, name, name))
+    return DType(name, numpy, None, None, numpy, frozenset())
+
+
+# Neither MPI, NCCL nor our own kernels reduce these. (Sums of complex numbers are those of their view as floating ones.)
+_FLOAT8 = sorted(name for name in dir(ml_dtypes) if name.startswith("float8_"))  # torch and JAX have some of them
+MOVED: dict[str, DType] = {name: _moved(name) for name in ("complex64", "complex128", *_FLOAT8)}
+_ROWS = TABLE | MOVED
+
+# All rows by their NumPy dtypes, which have the machine's own byte order.
+NATIVE: dict[np.dtype, DType] = {row.numpy: row for row in _ROWS.values()}
 
 # What `dtype_of` has answered: naming a NumPy dtype takes microseconds, as much as a small collective.
 _answers: dict[object, DType] = {}
 
 
 def dtype_of(dtype: object) -> DType:
-    """The table's row for a dtype of any array library, its name, or a scalar type; DTypeError if it is not in the table."""
+    """The row for a dtype of any array library, its name, or a scalar type, also of what is only moved; DTypeError if there is none."""
     try:
         return _answers[dtype]
     except (KeyError, TypeError):  # not asked before, or nothing that a dict can hold, and no dtype then
         pass
     name = str(dtype).removeprefix("torch.")
-    if name not in TABLE and dtype is not None:  # NumPy takes None for float64
+    if name not in _ROWS and dtype is not None:  # NumPy takes None for float64
         with suppress(TypeError, ValueError):
             name = np.dtype(dtype).name  # type: ignore[call-overload]
-    if name not in TABLE:
-        raise DTypeError(f"dtype {dtype} is not supported; expected one of {', '.join(TABLE)}")
+    if name not in _ROWS:
+        raise DTypeError(f"dtype {dtype} is not supported; expected one of {', '.join(_ROWS)}")
     with suppress(TypeError):
-        _answers[dtype] = TABLE[name]
-    return TABLE[name]
+        _answers[dtype] = _ROWS[name]
+    return _ROWS[name]
+
+
+def number_of(dtype: object) -> DType:
+    """`dtype_of` for who takes numbers alone: DTypeError for what is only moved, too."""
+    row = dtype_of(dtype)
+    if row.name not in TABLE:
+        raise DTypeError(f"dtype {dtype} is not supported; expected one of {', '.join(TABLE)}")
+    return row
 
 
 def effective_op(dtype: DType, op: str) -> str:
     """The operation to carry out on the raw elements; ValueError if `op` is unknown, DTypeError if `dtype` has none such."""
     if op not in OPS:
         raise ValueError(f"op {op!r} is unknown; expected one of {', '.join(sorted(OPS))}")
+    if not dtype.ops:
+        raise DTypeError(f"{dtype.name} is only moved, never reduced; reductions take {', '.join(TABLE)}")
     if op not in dtype.ops:
         raise DTypeError(
             f"op {op!r} is not defined for {dtype.name}; use a floating dtype, or op='sum' and divide yourself"

@@ -1,27 +1,36 @@
 """Several operations issued as one: one pass over the messages, one message for neighbours that can share it."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.arrays import Buffer
+from collectives.arrays import Buffer, is_jax
+from collectives.calls import Call
 from collectives.diagnosis.stacks import Site, issued_here
-from collectives.work import Work
 
 # Arrays up to this size share a message: copying them costs less than the latency of another operation.
 _SHARED_BYTES = 1 << 16
 _CAN_SHARE = ("all_reduce", "broadcast", "reduce")
 
 
-class Call(NamedTuple):
-    """An operation that waits for the end of its group: a method of `Communicator` and what it was called with."""
+class Message(NamedTuple):
+    """A message that waits for the end of its group."""
 
-    method: Callable[..., Any]
-    arguments: tuple[Any, ...]  # the array first
-    options: dict[str, Any]
+    operation: str  # isend or irecv
+    array: Buffer
+    peer: int
+    tag: int
+
+
+class _Waiting(NamedTuple):
+    """A collective that waits for the end of its group."""
+
+    call: Call
+    carry_out: Callable[[Any], Any]  # on a communicator
     site: Site
 
 
@@ -29,65 +38,86 @@ class Group:
     """The operations between the two ends of `with comm.group():`, in the order in which they were issued."""
 
     def __init__(self) -> None:
-        self._collectives: list[Call] = []
-        self._messages: list[Call] = []
+        self._collectives: list[_Waiting] = []
+        self._messages: list[tuple[Message, Site]] = []
+        self._error: BaseException | None = None
 
-    def add(self, method: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """A collective."""
-        self._collectives.append(Call(method, arguments, options, issued_here()))
+    def add(self, call: Call, carry_out: Callable[[Any], Any], result: Any) -> None:
+        """A collective that leaves its result in `result`."""
+        _refuse_jax(call.operation, result)
+        self._collectives.append(_Waiting(call, carry_out, issued_here()))
 
-    def add_message(self, start: Callable[..., Work], *arguments: Any) -> None:
-        """A `send` or `recv`, which `start` begins."""
-        self._messages.append(Call(start, arguments, {}, issued_here()))
+    def add_message(self, operation: str, message: Message, result: Any = None) -> None:
+        """A `send` or `recv`."""
+        _refuse_jax(operation, result)
+        self._messages.append((message, issued_here()))
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """A group within this one: its operations are this one's. An exception that leaves it discards all."""
+        try:
+            yield
+        except BaseException as error:
+            self._error = error
+            raise
 
     def run(self, comm: Any) -> None:
         """Carry them all out: messages first begun and last waited for, collectives in between."""
-        by_nccl, by_mpi = comm._devices.sort_messages(self._messages)
-        ends = [call.site.carry_out(partial(call.method, comm, *call.arguments)).wait for call in by_mpi]
+        if self._error is not None:
+            raise ValueError(
+                "group: nothing was carried out, since a group within this one ended with an exception: let it pass, or issue the "
+                "operations outside"
+            ) from self._error
+        by_nccl = [message for message, _ in self._messages if comm._devices.takes(message)]
+        by_mpi = [waiting for waiting in self._messages if not comm._devices.takes(waiting[0])]
+        ends = [site.carry_out(partial(comm._start, *message)).wait for message, site in by_mpi]
         ends += comm._devices.exchange(by_nccl)  # after those: copies to the host must not come to wait for NCCL
         for calls in self._runs():
-            method, arguments, options, site = calls[0]
+            _, carry_out, site = calls[0]
             if len(calls) == 1:
-                site.carry_out(partial(method, comm, *arguments, **options))
+                site.carry_out(partial(carry_out, comm))
             else:
-                site.carry_out(partial(_carry_out_as_one, comm, calls))
+                site.carry_out(partial(_carry_out_as_one, comm, [waiting.call for waiting in calls]))
         for end in ends:
             end()
 
-    def _runs(self) -> Iterator[list[Call]]:
+    def _runs(self) -> Iterator[list[_Waiting]]:
         """Neighbours that can share a message, together."""
-        for key, calls in groupby(self._collectives, _sharing):
+        for key, calls in groupby(self._collectives, lambda waiting: _sharing(waiting.call)):
             if key is None:
                 yield from ([call] for call in calls)
             else:
                 yield list(calls)
 
 
+def _refuse_jax(operation: str, result: Any) -> None:
+    if is_jax(result):
+        raise ValueError(f"group: {operation} of a JAX array would give a new array; call it outside the group")
+
+
 def _sharing(call: Call) -> Any:
     """The same for operations that can share a message; None for one that cannot. The same on all ranks."""
-    name = call.method.__name__
-    if name not in _CAN_SHARE:
-        return None
-    b = Buffer(call.arguments[0], "x")
-    if b.device is not None or b.flat.nbytes > _SHARED_BYTES:
+    b = call.arrays[0]
+    if call.operation not in _CAN_SHARE or b.device is not None or b.flat.nbytes > _SHARED_BYTES:
         return None
     # What is only moved shares a message whatever its type.
-    kind = "bytes" if name == "broadcast" else b.dtype.name
-    return name, kind, call.arguments[1:], tuple(call.options.items())
+    kind = "bytes" if call.operation == "broadcast" else b.dtype.name
+    return call.operation, kind, call.algorithm, call.op, call.root, call.accumulate
 
 
 def _carry_out_as_one(comm: Any, calls: list[Call]) -> None:
-    method, (_, *arguments), options, _ = calls[0]
-    name = method.__name__
+    name, root = calls[0].operation, calls[0].root
     # All ranks write after an all-reduce, the root after a reduce, the others after a broadcast.
-    writes = name == "all_reduce" or (comm.rank == arguments[0]) == (name == "reduce")
-    buffers = [Buffer(call.arguments[0], "x", writable=writes) for call in calls]
-    flats = [b.flat.view(np.uint8) if name == "broadcast" else b.flat for b in buffers]
+    writes = name == "all_reduce" or (comm.rank == root) == (name == "reduce")
+    flats = [call.arrays[0].flat for call in calls]
+    if name == "broadcast":
+        flats = [flat.view(np.uint8) for flat in flats]
     packed = np.concatenate(flats)
-    method(comm, packed, *arguments, **options)
+    options = {key: getattr(calls[0], key) for key in ("algorithm", "op", "root", "accumulate")}
+    getattr(comm, name)(packed, **{key: value for key, value in options.items() if value is not None})
     begin = 0
-    for b, flat in zip(buffers, flats, strict=True):
+    for call, flat in zip(calls, flats, strict=True):
         if writes:
             flat[...] = packed[begin : begin + flat.size]
-            b.result()
+            call.arrays[0].result()
         begin += flat.size

@@ -35,7 +35,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import get_abstract_mesh
 
 from collectives.communicator import Communicator
-from collectives.dtypes import dtype_of, effective_op
+from collectives.dtypes import effective_op, number_of
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
@@ -70,7 +70,7 @@ def _bind(name: str, x: Any, comm: Communicator, op: str) -> jax.Array:
     if x is None or isinstance(x, list | tuple | dict):
         raise TypeError(f"{name}: x is a {type(x).__name__}; expected one array (for a tree of them, use jax.tree.map)")
     x = jnp.asarray(x)
-    effective_op(dtype_of(x.dtype), op)
+    effective_op(number_of(x.dtype), op)  # also of all_gather, whose derivative adds
     mesh = get_abstract_mesh()  # of the shard_map or pmap around this call
     num_devices = prod(mesh.shape[axis] for axis in mesh.manual_axes) if isinstance(x, Tracer) else len(x.devices())
     if num_devices > 1:

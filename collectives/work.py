@@ -1,4 +1,4 @@
-"""Operations in flight: what `async_op=True` returns, and the two ways in which such operations are carried out.
+"""Operations in flight: what `async_op=True` returns, and the two ways, of which a job takes one, to carry such operations out.
 
 [Note: progress] Asynchronous operations of a process form one queue in order of issue, whatever their communicators.
 - `Thread`: a progress thread carries them out while the caller computes. MPI libraries make no progress by themselves.
@@ -9,15 +9,13 @@
 The rule for both: ranks issue their collectives in the same order, also those of different communicators that have ranks in common.
 """
 
+import os
 import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any
-
-from collectives.diagnosis.record import ENDED, FAILED, Entry
-from collectives.diagnosis.stacks import issued_here
 
 
 class Work(ABC):
@@ -223,43 +221,13 @@ class Freed(Progress):
         self.pending()
 
 
-class Transfer(Work):
-    """A message in flight: what `isend` and `irecv` return."""
-
-    def __init__(
-        self, progress: Progress, entry: Entry, request: Any, status: Any, end: Callable[[Exception | None], Any]
-    ) -> None:
-        """`entry`: in the flight record.
-
-        `end(error)` gives the result when the message is through, or raises; it keeps the array alive until then."""
-        super().__init__()
-        self._progress, self._entry, self._site = progress, entry, issued_here()
-        self._request, self._status, self._through = request, status, end
-
-    def done(self) -> bool:
-        """Whether the message is through."""
-        if not self._ended:
-            self._progress.advance()
-            self._poll(self._request.Test)
-        return self._ended
-
-    def _finish(self) -> None:
-        self._site.carry_out(self._wait_for_peer)
-
-    def _wait_for_peer(self) -> None:
-        self._entry.wait()
-        while self._progress.pending() and not self.done():
-            pass
-        if not self._ended:
-            self._poll(self._request.Wait)
-
-    def _poll(self, ended: Callable[[Any], bool]) -> None:
-        error = None
-        try:
-            if not ended(self._status):
-                return
-        except Exception as raised:
-            error = raised
-        self._end(lambda: self._through(error))
-        self._entry.leave(ENDED if self._error is None else FAILED)
-        del self._request, self._through
+def choose_progress(mpi: Any, threads_allowed: bool) -> Progress:
+    """A progress thread if MPITRAIN_PROGRESS_THREAD=1, or unless it is 0 where every rank has two cores or more. Collective."""
+    chosen = os.environ.get("MPITRAIN_PROGRESS_THREAD", "auto")
+    if chosen not in ("0", "1", "auto"):
+        raise ValueError(f"MPITRAIN_PROGRESS_THREAD is {chosen!r}; expected 0, 1 or auto")
+    # Ranks that are bound to cores of their own share no set of cores; others share theirs with all that have the same set.
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    sharing = mpi.allgather((os.uname().nodename, cores, chosen)).count((os.uname().nodename, cores, chosen))
+    wanted = chosen == "1" or (chosen == "auto" and len(cores) >= 2 * sharing)
+    return Thread() if all(mpi.allgather(wanted and threads_allowed)) else Deferred()

@@ -6,7 +6,7 @@ from datetime import timedelta
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
-from collectives.arrays import is_torch
+from collectives.arrays import is_torch, like
 from collectives.communicator import Communicator
 from collectives.dtypes import dtype_of
 
@@ -73,10 +73,7 @@ class Gloo:
     def _tensor(self, array: Any) -> Any:
         if is_torch(array):
             return array
-        name = dtype_of(array.dtype).name
-        if name == "bfloat16":
-            return self._torch.from_numpy(array.view("int16")).view(self._torch.bfloat16)
-        return self._torch.from_numpy(array)
+        return like(array, getattr(self._torch, dtype_of(array.dtype).name))
 
     def _make(self, operation: str, whole: Any, part: Any, other: Any) -> Callable[[], Any]:
         dist = self._dist

@@ -12,7 +12,7 @@ from collectives.bench.timing import LEAST_ROUNDS, Limits, measure
 from collectives.commands.measuring import names_of, positive_seconds, several_ranks, writable
 from collectives.commands.terminal import Commands, UsageError, console, or_usage_error, positive
 from collectives.communicator import Communicator
-from collectives.dtypes import TABLE, dtype_of
+from collectives.dtypes import TABLE, number_of
 from collectives.units import parse_sizes
 
 SIZES = "1KiB..256MiB"
@@ -41,7 +41,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--dtype",
-        type=or_usage_error(lambda text: [dtype_of(name.strip()).name for name in text.split(",")]),
+        type=or_usage_error(lambda text: [number_of(name.strip()).name for name in text.split(",")]),
         default=["float32"],
         metavar="DTYPE,..",
         help=f"of {', '.join(TABLE)} (default: float32)",
@@ -118,7 +118,7 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> Launch:
                     comm,
                     operation,
                     size,
-                    dtype_of(dtype),
+                    number_of(dtype),
                     limits=Limits(options.rounds, options.seconds),
                     memories=options.memory,
                     arrays=options.arrays,

@@ -11,7 +11,7 @@ from rich.text import Text
 import collectives
 from collectives.bench.contestants import OPERATIONS
 from collectives.commands.terminal import Commands, console
-from collectives.dtypes import TABLE
+from collectives.dtypes import MOVED, TABLE
 from collectives.units import show_bytes
 
 
@@ -45,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
         for label, text in cuda.info_lines():
             table.add_row(label, Text(text))  # brackets in it are no markup
         table.add_row("dtypes", ", ".join(TABLE))
+        table.add_row("only moved", ", ".join(MOVED))
         for operation in OPERATIONS:
             table.add_row(operation, ", ".join(("auto", *comm.algorithms(operation))))
         console().print(table)

@@ -11,7 +11,7 @@ import numpy as np
 from collectives.arrays import Buffer
 from collectives.devices import say_once
 from collectives.dtypes import DType, effective_op
-from collectives.group import Call
+from collectives.group import Message
 from collectives.schedules import BUILDERS
 from collectives.selection import obstacle, schedule_by_rule
 from collectives.transports import cuda, device_messages, watch
@@ -156,15 +156,11 @@ class Devices:
         finally:
             self._handles = None
 
-    def sort_messages(self, messages: Sequence[Call]) -> tuple[list[Call], list[Call]]:
-        """Of the messages of a group those that go by NCCL, and those that go by MPI [Note: messages]."""
-        by_nccl: list[Call] = []
-        by_mpi: list[Call] = []
-        for call in messages:
-            (by_nccl if self._nccl is not None and device_messages.goes_by_nccl(call) else by_mpi).append(call)
-        return by_nccl, by_mpi
+    def takes(self, message: Message) -> bool:
+        """Whether a message of a group goes by NCCL, not by MPI [Note: messages]."""
+        return self._nccl is not None and device_messages.goes_by_nccl(message)
 
-    def exchange(self, messages: Sequence[Call]) -> list[Callable[[], None]]:
+    def exchange(self, messages: Sequence[Message]) -> list[Callable[[], None]]:
         """Start messages by NCCL, as one; what is left to do at the end of their group."""
         if not messages:
             return []

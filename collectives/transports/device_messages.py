@@ -18,26 +18,23 @@ import numpy as np
 
 from collectives.arrays import Buffer
 from collectives.diagnosis.record import Log
-from collectives.group import Call
+from collectives.group import Message
 from collectives.transports import cuda
 from collectives.transports.nccl import Nccl
 
 
-def goes_by_nccl(message: Call) -> bool:
+def goes_by_nccl(message: Message) -> bool:
     """Of a message in a group, on ranks that NCCL has connected."""
-    _, _, tag = message.arguments
-    return bool(tag == 0)
+    return message.tag == 0
 
 
-def exchange(nccl: Nccl, messages: Sequence[Call], log: Log) -> list[Callable[[], None]]:
+def exchange(nccl: Nccl, messages: Sequence[Message], log: Log) -> list[Callable[[], None]]:
     """Start messages by NCCL, as one; what is left to do at the end of their group."""
     ends: list[Callable[[], None]] = []
     with nccl.group():
-        for message in messages:
-            name, (x, peer, tag) = message.method.__name__, message.arguments
-            sends = name == "isend"
-            b = Buffer(x, "x", write_only=not sends)
-            with log.enter_pair(name, peer, tag, b.size, b.dtype.name) as entry:
+        for operation, b, peer, tag in messages:
+            sends = operation == "isend"
+            with log.enter_pair(operation, peer, tag, b.size, b.dtype.name) as entry:
                 entry.by("nccl")
                 there, copy = b.device, None
                 if there is None or there.index is None:

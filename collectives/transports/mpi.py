@@ -17,7 +17,13 @@ from collectives.reduction import UFUNCS, Arithmetic, copy
 from collectives.transports.transport import put_own_part
 
 # Data travels as opaque elements of its size: MPI has no bf16, and counts stay small.
-_MOVES = {1: MPI.BYTE, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
+_MOVES = {
+    1: MPI.BYTE,
+    2: MPI.UINT16_T,
+    4: MPI.UINT32_T,
+    8: MPI.UINT64_T,
+    16: MPI.UINT64_T.Create_contiguous(2).Commit(),
+}
 _OPS = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN}
 _ROW = 1 << 20  # elements of a row of a message too large to count
 
@@ -25,6 +31,15 @@ _ROW = 1 << 20  # elements of a row of a message too large to count
 def library_version() -> str:
     """The MPI library's name and version, in one line."""
     return " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split(",")[0].split())
+
+
+def ranks_of_job(mpi: Any) -> list[int]:
+    """The ranks of `mpi` as COMM_WORLD numbers them."""
+    group, world = mpi.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks: list[int] = group.Translate_ranks(None, world)
+    group.Free()
+    world.Free()
+    return ranks
 
 
 def message(flat: np.ndarray, counts: list[int] | int | None = None) -> list[Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator
-from collectives.dtypes import dtype_of
+from collectives.dtypes import number_of
 from mpitrain.sharding.layout import Box, lay_out
 from mpitrain.sharding.policy import MixedPrecisionPolicy
 
@@ -65,6 +65,8 @@ class Unit:
         self.trained = originals[0].requires_grad
         self.full_dtype = (policy.param_dtype if self.dtype.is_floating_point else None) or self.dtype
         self.reduce_dtype = policy.reduce_dtype or self.full_dtype
+        for dtype in (self.dtype, self.full_dtype, self.reduce_dtype):
+            number_of(dtype)  # what could be gathered, but not be reduced, raises here
         self.layout = lay_out([tuple(p.shape) for p in originals], comm.size)
         self.count = self.layout.counts[comm.rank]
         self._first = self.layout.bounds[comm.rank]
@@ -237,4 +239,4 @@ def _raw(flat: torch.Tensor) -> Any:
     if flat.device.type != "cpu" or not flat.numel():
         return flat
     memory = (ctypes.c_uint8 * (flat.numel() * flat.itemsize)).from_address(flat.data_ptr())
-    return np.ctypeslib.as_array(memory).view(dtype_of(flat.dtype).numpy)
+    return np.ctypeslib.as_array(memory).view(number_of(flat.dtype).numpy)

@@ -1,6 +1,7 @@
 """Operations in flight, on the progress thread and without: the same program is right on both. Groups, and a soak of all together."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -69,13 +70,27 @@ def test_a_work_that_nobody_holds_keeps_its_arrays(flying: Communicator) -> None
     assert all((array == -1.0).all() for array in garbage)
 
 
-def test_errors_are_raised_at_wait(flying: Communicator) -> None:
-    work = flying.all_reduce([1, 2], async_op=True)
+def test_errors_that_a_rank_cannot_see_alone_are_raised_at_wait(flying: Communicator) -> None:
+    if flying.size == 1:
+        pytest.skip("one rank cannot differ")
+    checked = Communicator(flying.mpi.Dup(), progress=type(flying._progress)(), checked=True)
+    work = checked.all_reduce(np.ones(3 if checked.rank else 4), async_op=True)
     for _ in range(2):
-        with pytest.raises(TypeError, match="expected"):
+        with pytest.raises(ValueError, match="the ranks call different collectives"):
             work.wait()
     assert work.done()
-    assert flying.all_reduce(np.ones(3), async_op=True).wait().tolist() == [flying.size] * 3
+    assert checked.all_reduce(np.ones(3), async_op=True).wait().tolist() == [flying.size] * 3
+    checked.free()
+
+
+def test_waiting_within_a_group_for_what_was_issued_before(flying: Communicator) -> None:
+    x, y = np.full(3, flying.rank + 1), np.full(4, flying.rank + 1)
+    work = flying.all_reduce(x, async_op=True)
+    with flying.group():
+        flying.all_reduce(y)
+        assert (work.wait() == ranks_sum(flying)).all()
+        assert (y == flying.rank + 1).all()
+    assert (y == ranks_sum(flying)).all()
 
 
 def test_synchronous_calls_keep_their_place_among_asynchronous_ones(flying: Communicator) -> None:
@@ -184,11 +199,8 @@ def test_group_of_messages_in_any_order(flying: Communicator) -> None:
 
 def test_group_mistakes(flying: Communicator) -> None:
     x = np.ones(3)
-    with flying.group():
-        with pytest.raises(ValueError, match="within a group take no async_op"):
-            flying.all_reduce(x, async_op=True)
-        with pytest.raises(ValueError, match="within a group already"), flying.group():
-            pass
+    with flying.group(), pytest.raises(ValueError, match="within a group take no async_op"):
+        flying.all_reduce(x, async_op=True)
 
     def fail() -> None:
         with flying.group():
@@ -198,6 +210,98 @@ def test_group_mistakes(flying: Communicator) -> None:
     with pytest.raises(KeyError):
         fail()
     assert x.tolist() == [1, 1, 1], "nothing is done if the block ends with an exception"
+
+
+def test_a_group_within_a_group_is_a_part_of_it(flying: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, rank = flying.size, flying.rank
+    outer, inner, innermost, last = (np.full(3, rank + 1.0) for _ in range(4))
+    into = np.empty(1 << 15)
+    calls = []
+    transport = flying._transports["mpi"]
+    all_reduce = transport.all_reduce
+    monkeypatch.setattr(transport, "all_reduce", lambda *a: (calls.append(a), all_reduce(*a)))
+    with flying.group():
+        flying.all_reduce(outer, algorithm="mpi")
+        with flying.group():
+            flying.recv(into, (rank - 1) % n)
+            flying.all_reduce(inner, algorithm="mpi")
+            with flying.group():
+                flying.all_reduce(innermost, algorithm="mpi")
+            flying.send(np.full(1 << 15, float(rank)), (rank + 1) % n)
+        assert (inner == rank + 1).all(), "nothing is carried out before the end of the outermost"
+        flying.all_reduce(last, algorithm="mpi")
+    assert all((x == ranks_sum(flying)).all() for x in (outer, inner, innermost, last))
+    assert (into == (rank - 1) % n).all()
+    assert len(calls) == 1, "neighbours share a message across the blocks"
+
+
+def test_an_exception_in_a_group_within_a_group_discards_all(flying: Communicator) -> None:
+    x = np.ones(3)
+
+    def fail(catch: type[Exception]) -> None:
+        with flying.group():
+            flying.all_reduce(x)
+            with suppress(catch), flying.group():
+                flying.all_reduce(x)
+                raise KeyError("stop")
+            flying.all_reduce(x)
+
+    with pytest.raises(KeyError, match="stop"):
+        fail(OSError)
+    with pytest.raises(
+        ValueError, match="nothing was carried out, since a group within this one ended with an exc"
+    ) as caught:
+        fail(KeyError)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert x.tolist() == [1, 1, 1]
+    with flying.group(), flying.group():
+        flying.all_reduce(x)
+    assert (x == flying.size).all()
+
+
+@pytest.mark.parametrize("length", [1, 1 << 17])  # one that MPI sends at once, one that waits for its receiver
+def test_messages_to_oneself(flying: Communicator, length: int) -> None:
+    me = flying.rank
+    x, y = np.full(length, me + 0.5), torch.full((length,), me, dtype=torch.bfloat16)
+    into, other = np.zeros(length), torch.zeros(length, dtype=torch.bfloat16)
+    pending = flying.all_reduce(np.ones(2), async_op=True)
+    sending, receiving = flying.isend(x, me, tag=5), flying.irecv(into, me, tag=5)
+    assert receiving.wait() is into
+    assert sending.wait() is x
+    assert (into == x).all()
+    receiving = flying.irecv(other, me)
+    flying.send(y, me)  # its receive is posted
+    assert (receiving.wait() == me).all()
+    sending = flying.isend(2 * x, me)
+    assert (flying.recv(into, me) == 2 * x).all()
+    sending.wait()
+    into[...], other[...] = 0, 0
+    with flying.group():
+        flying.send(x, me)
+        flying.send(y, me, tag=1)
+        flying.recv(other, me, tag=1)
+        flying.recv(into, me)
+    assert (into == x).all()
+    assert (other == me).all()
+    assert pending.wait().tolist() == [flying.size] * 2
+
+
+def test_blocking_messages_to_oneself_that_would_never_end(flying: Communicator) -> None:
+    x, into, me = np.arange(3.0), np.empty(3), flying.rank
+    receiving = flying.irecv(into, me, tag=1)  # which is no help to another tag
+    with pytest.raises(ValueError, match=rf"send: peer {me} is this rank itself.*; use isend and irecv, or group\(\)"):
+        flying.send(x, me)
+    flying.send(x, me, tag=1)
+    assert receiving.wait().tolist() == [0, 1, 2]
+    for tag in (0, 1):
+        with pytest.raises(ValueError, match=rf"recv: peer {me} is this rank itself, which has sent nothing"):
+            flying.recv(into, me, tag)
+    sending = flying.isend(x[:2], me)
+    with pytest.raises(ValueError, match=f"recv: rank {me} sent 16 bytes, but x has 24"):
+        flying.recv(into, me)
+    sending.wait()
+    with pytest.raises(ValueError, match="recv: peer"):
+        flying.recv(into, me)  # that one message is gone
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from closed_forms import inputs, reduced
 
 from collectives import Communicator, selection
 from collectives.arrays import as_numpy
-from collectives.dtypes import TABLE, DType
+from collectives.dtypes import MOVED, TABLE, DType
 from collectives.reduction import BLOCK_BYTES
 from collectives.transports import meeting
 
@@ -229,6 +229,71 @@ def test_gather_scatter_and_all_to_all(group: Communicator) -> None:
                 assert same(out, whole[:, rank].reshape(-1)), (row.name, size, algorithm)
 
 
+def random_bits(row: DType, size: int, rank: int) -> np.ndarray:
+    """Any pattern, also those of NaN: what is moved arrives bit by bit."""
+    return np.random.default_rng([rank, size]).integers(0, 256, size * row.itemsize, np.uint8).view(row.numpy)
+
+
+def test_what_is_only_moved(group: Communicator) -> None:
+    n, rank = group.size, group.rank
+    makers = [(row, lambda row=row, **options: Maker(group, row, "numpy", **options)) for row in MOVED.values()]
+    makers += [
+        (row, lambda row=row, **options: Maker(group, row, "torch", **options))
+        for row in MOVED.values()
+        if hasattr(torch, row.name)
+    ]
+    assert len(makers) > len(MOVED) > 2
+    for row, maker in makers:
+        make = maker()
+        for size in (1, 7, LARGE):
+            parts = [random_bits(row, size, r) for r in range(n)]
+            mine, whole = parts[rank], np.concatenate(parts)
+            for algorithm in algorithms(group, "all_gather"):
+                for kind in kinds(group, algorithm, "shared")[:2]:
+                    out = maker(length=size * n, kind=kind)(size * n)
+                    group.barrier()  # `out` may be one array for all
+                    for _ in range(2):  # the second time by its plan, where it has one
+                        assert same(group.all_gather(out, make(mine), algorithm=algorithm), whole), (
+                            row.name,
+                            algorithm,
+                        )
+            for algorithm in algorithms(group, "broadcast"):
+                assert same(group.broadcast(make(mine), n - 1, algorithm=algorithm), parts[-1]), (row.name, algorithm)
+            for algorithm in algorithms(group, "gather"):
+                gathered = group.gather(make(size * n) if rank == 0 else None, make(mine), algorithm=algorithm)
+                assert gathered is None or same(gathered, whole), (row.name, algorithm)
+            for algorithm in algorithms(group, "scatter"):
+                x = make(whole) if rank == 0 else None
+                assert same(group.scatter(make(size), x, algorithm=algorithm), mine), (row.name, algorithm)
+            for algorithm in algorithms(group, "all_to_all"):
+                out = group.all_to_all(make(size * n), make(np.tile(mine, n)), algorithm=algorithm)
+                assert same(out, whole), (row.name, algorithm)
+            left, right = (rank - 1) % n, (rank + 1) % n
+            incoming, flags, copied = make(size), np.array([rank == 0]), make(mine)
+            with group.group():
+                group.send(make(mine), right)
+                group.recv(incoming, left)
+                group.broadcast(flags)
+                group.broadcast(copied)
+            assert same(incoming, parts[left]) and same(copied, parts[0]) and flags.tolist() == [True]
+            work = group.irecv(incoming, rank)
+            group.send(make(mine), rank)
+            assert same(work.wait(), mine)
+        for reduce in (group.all_reduce, group.reduce, lambda x: group.reduce_scatter(x, x)):
+            with pytest.raises(TypeError, match=f"{row.name} is only moved, never reduced; reductions take float64, "):
+                reduce(make(n))
+
+
+def test_the_conjugate_of_a_tensor_is_not_taken_for_the_tensor(group: Communicator) -> None:
+    """It lies at the same address, with a mark that the signs are others."""
+    x, out = torch.full((3,), 1 + 2j), torch.zeros(3 * group.size, dtype=torch.complex64)
+    for _ in range(2):
+        assert (group.all_gather(out, x, algorithm="mpi") == 1 + 2j).all()
+    with pytest.raises(TypeError, match=r"x is no tensor that NumPy can view: .*resolve_conj"):
+        group.all_gather(out, x.conj(), algorithm="mpi")
+    assert (group.all_gather(out, x.conj().resolve_conj(), algorithm="mpi") == 1 - 2j).all()
+
+
 def test_arrays_of_any_shape_keep_it(comm: Communicator) -> None:
     for make in (np.zeros, torch.zeros):
         for shape in ((), (2, 3), (2, 0, 3)):
@@ -366,12 +431,12 @@ def test_messages_of_more_elements_than_mpi_can_count(comm: Communicator, monkey
     mpi._block.cache_clear()
     comm.use_table(comm.table)  # forgets the choices made with the true number
     n, rank = comm.size, comm.rank
-    for row, maker in makers(comm):
+    for row, maker in [*makers(comm), (MOVED["complex128"], lambda: Maker(comm, MOVED["complex128"], "numpy"))]:
         make = maker()
         for size in (100, 101, 104, LARGE):
             mine = inputs("sum", row, size, rank)
             whole = np.concatenate([inputs("sum", row, size, r) for r in range(n)])
-            for algorithm in ("auto", "ring", "tree"):
+            for algorithm in ("auto", "ring", "tree") if row.ops else ():
                 x = comm.all_reduce(make(mine), algorithm=algorithm)
                 assert same(x, reduced("sum", row, size, n)), (row.name, size, algorithm)
             assert same(comm.all_gather(make(size * n), make(mine)), whole)

@@ -1,7 +1,9 @@
 """Groups of ranks, messages between two, control messages, and errors: local ones before anything is sent, joint ones on all."""
 
+import re
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -145,14 +147,15 @@ def test_recv_of_another_size_says_both_and_leaves_the_line_clear(comm: Communic
 
 def test_peers_and_tags_are_checked(comm: Communicator) -> None:
     x = np.zeros(1)
-    for peer in (-1, comm.rank, comm.size):
-        for call in (comm.send, comm.recv):
-            with pytest.raises(ValueError, match=f"peer {peer} is not another one of the {comm.size} ranks"):
-                call(x, peer)
-    if comm.size > 1:
+    for name in ("send", "recv", "isend", "irecv"):
+        for peer in (-1, comm.size):
+            with pytest.raises(ValueError, match=f"{name}: peer {peer} is outside the {comm.size} ranks"):
+                getattr(comm, name)(x, peer)
         for tag in (-1, 1 << 20):
-            with pytest.raises(ValueError, match=f"send: tag {tag}; expected 0 to 32511"):
-                comm.send(x, (comm.rank + 1) % comm.size, tag)
+            with pytest.raises(ValueError, match=f"{name}: tag {tag}; expected 0 to 32511"):
+                getattr(comm, name)(x, 0, tag)
+        with comm.group(), pytest.raises(TypeError, match=r"x is a builtins.list; expected an array"):
+            getattr(comm, name)([1.0], 0)
 
 
 # Control
@@ -222,44 +225,63 @@ def test_an_error_of_some_ranks_only_is_not_on_all_ranks(comm: Communicator) -> 
 # Local errors: nothing was sent, and the next collective works
 
 
-def test_local_errors_come_before_anything_is_sent(comm: Communicator) -> None:
+@pytest.mark.parametrize("way", ["at once", "asynchronous", "in a group"])
+def test_local_errors_are_raised_by_the_call_before_anything_is_sent(comm: Communicator, way: str) -> None:
     n = comm.size
     x, xs = np.zeros(3), np.zeros(3 * n)
     frozen = np.zeros(3 * n)
     frozen.flags.writeable = False
     longer = np.zeros(3 * n + 1)
     beside = longer[3 * comm.rank + 1 :][:3]  # not this rank's place
-    cases: list[tuple[type[Exception], str, Any]] = [
-        (TypeError, "x is a builtins.list; expected an array of NumPy, torch, CuPy or JAX", lambda: comm.all_reduce([1.0])),
-        (TypeError, "dtype complex128 is not supported", lambda: comm.all_reduce(x.astype(complex))),
-        (TypeError, "op 'avg' is not defined for int64", lambda: comm.all_reduce(np.arange(3), "avg")),
-        (ValueError, "op 'mean' is unknown; expected one of avg, max", lambda: comm.all_reduce(x, "mean")),
-        (ValueError, "algorithm 'magic' is unknown; expected auto, mpi", lambda: comm.all_reduce(x, algorithm="magic")),
-        (ValueError, "algorithm 'nccl' works on arrays in GPU memory", lambda: comm.all_reduce(x, algorithm="nccl")),
-        (ValueError, "x is not contiguous", lambda: comm.all_reduce(np.zeros((3, 2))[:, 0])),
-        (ValueError, "x is not contiguous", lambda: comm.all_reduce(torch.zeros(3, 2).t())),
-        (ValueError, "x is read-only", lambda: comm.all_reduce(frozen)),
-        (ValueError, "out is read-only", lambda: comm.all_gather(frozen, x)),
-        (ValueError, f"root {n} is outside the {n} ranks", lambda: comm.broadcast(x, n)),
-        (ValueError, "root -1 is outside", lambda: comm.reduce(x, -1)),
-        (ValueError, f"and out {3 * n + 1}; expected 3 in x and {3 * n} in out", lambda: comm.all_gather(longer, x)),
-        (ValueError, "all_gather: x is float32, but out is float64", lambda: comm.all_gather(xs, x.astype(np.float32))),
+    cases: list[tuple[type[Exception], str, Callable[..., Any]]] = [
+        (TypeError, "x is a builtins.list; expected an array of NumPy, torch", lambda **how: comm.all_reduce([1.0], **how)),
+        (TypeError, "dtype object is not supported", lambda **how: comm.all_reduce(x.astype(object), **how)),
+        (TypeError, "complex128 is only moved, never reduced; reductions take float64, float32, float16, bfloat16, int64",
+         lambda **how: comm.all_reduce(x.astype(complex), **how)),
+        (TypeError, "float8_e5m2 is only moved",
+         lambda **how: comm.reduce_scatter(x, torch.zeros(3 * n, dtype=torch.float8_e5m2), **how)),
+        (TypeError, "complex64 is only moved", lambda **how: comm.reduce(x.astype(np.complex64), op="max", **how)),
+        (TypeError, "op 'avg' is not defined for int64", lambda **how: comm.all_reduce(np.arange(3), "avg", **how)),
+        (ValueError, "op 'mean' is unknown; expected one of avg, max", lambda **how: comm.all_reduce(x, "mean", **how)),
+        (ValueError, "algorithm 'magic' is unknown; expected auto, mpi", lambda **how: comm.all_reduce(x, algorithm="magic", **how)),
+        (ValueError, "algorithm 'nccl' works on arrays in GPU memory", lambda **how: comm.all_reduce(x, algorithm="nccl", **how)),
+        (ValueError, "reduce: accumulate 'fp64'; expected", lambda **how: comm.reduce(x, accumulate="fp64", **how)),
+        (ValueError, "x is not contiguous", lambda **how: comm.all_reduce(np.zeros((3, 2))[:, 0], **how)),
+        (ValueError, "x is not contiguous", lambda **how: comm.all_reduce(torch.zeros(3, 2).t(), **how)),
+        (ValueError, "x is read-only", lambda **how: comm.all_reduce(frozen, **how)),
+        (ValueError, "out is read-only", lambda **how: comm.all_gather(frozen, x, **how)),
+        (ValueError, f"root {n} is outside the {n} ranks", lambda **how: comm.broadcast(x, n, **how)),
+        (ValueError, "root -1 is outside", lambda **how: comm.reduce(x, -1, **how)),
+        (ValueError, f"and out {3 * n + 1}; expected 3 in x and {3 * n} in out", lambda **how: comm.all_gather(longer, x, **how)),
+        (ValueError, "all_gather: x is float32, but out is float64", lambda **how: comm.all_gather(xs, x.astype(np.float32), **how)),
         (ValueError, f"{n + 1} counts, the smallest 3; expected {n} numbers of elements from 0 on, one a rank",
-         lambda: comm.all_gather(xs, x, counts=[3] * (n + 1))),
-        (ValueError, "one a rank", lambda: comm.reduce_scatter(x, xs, counts=[-3] * n)),
-        (ValueError, "reduce_scatter: out has 3 elements and x", lambda: comm.reduce_scatter(x, np.zeros(3 * n + 1))),
-        (ValueError, "all_gather: x overlaps out, but is not rank", lambda: comm.all_gather(longer[:-1], beside)),
-        (ValueError, "reduce_scatter: out overlaps x, but is not", lambda: comm.reduce_scatter(beside, longer[:-1])),
-        (ValueError, "all_to_all: x and out overlap", lambda: comm.all_to_all(xs, xs)),
-        (ValueError, "all_to_all: x has 3 elements of float64, out", lambda: comm.all_to_all(np.zeros(n + 3), x)),
-        (ValueError, r"empty: shape \(-1,\); expected lengths of at least 0", lambda: comm.empty(-1, np.float32)),
-        (TypeError, "dtype complex64 is not supported", lambda: comm.node.shared(3, "complex64")),
+         lambda **how: comm.all_gather(xs, x, counts=[3] * (n + 1), **how)),
+        (ValueError, "one a rank", lambda **how: comm.reduce_scatter(x, xs, counts=[-3] * n, **how)),
+        (ValueError, "reduce_scatter: out has 3 elements and x", lambda **how: comm.reduce_scatter(x, np.zeros(3 * n + 1), **how)),
+        (ValueError, "all_gather: x overlaps out, but is not rank", lambda **how: comm.all_gather(longer[:-1], beside, **how)),
+        (ValueError, "reduce_scatter: out overlaps x, but is not", lambda **how: comm.reduce_scatter(beside, longer[:-1], **how)),
+        (ValueError, "all_to_all: x and out overlap", lambda **how: comm.all_to_all(xs, xs, **how)),
+        (ValueError, "all_to_all: x has 3 elements of float64, out", lambda **how: comm.all_to_all(np.zeros(n + 3), x, **how)),
     ]  # fmt: skip
     for kind, text, call in cases:
-        with pytest.raises(kind, match=text):
+        with pytest.raises(kind, match=text) as caught:
             call()
+        if way == "asynchronous":
+            with pytest.raises(kind, match=f"^{re.escape(str(caught.value))}$"):
+                call(async_op=True)
+        elif way == "in a group":
+            with comm.group(), pytest.raises(kind, match=f"^{re.escape(str(caught.value))}$"):
+                call()
         # every rank made the same mistake; none of them has left a message behind
+        assert not comm._progress.pending()
         assert comm.all_reduce(np.ones(2)).tolist() == [n, n]
+
+
+def test_arguments_of_arrays_of_the_node_are_checked(comm: Communicator) -> None:
+    with pytest.raises(ValueError, match=r"empty: shape \(-1,\); expected lengths of at least 0"):
+        comm.empty(-1, np.float32)
+    with pytest.raises(TypeError, match=r"dtype \|S3 is not supported"):
+        comm.node.shared(3, np.dtype("S3"))
 
 
 def test_a_read_only_array_can_be_given_where_it_is_only_read(comm: Communicator) -> None:

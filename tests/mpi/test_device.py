@@ -446,6 +446,30 @@ def test_nccl_by_name(gpu: Gpu) -> None:
         gpu.comm.all_reduce(np.zeros(3), algorithm="nccl")
 
 
+def test_in_a_group_and_wrong_arguments_of_later_calls(gpu: Gpu) -> None:
+    comm, n, rank = gpu.comm, gpu.comm.size, gpu.comm.rank
+    x, y, parts = gpu.full(4, rank + 1), gpu.full(3, rank + 1), gpu.full(2 * n, -1)
+    with comm.group():
+        assert comm.all_reduce(x) is x
+        comm.all_reduce(y)
+        comm.all_gather(parts, gpu.full(2, rank))
+        with pytest.raises(ValueError, match="algorithm 'magic' is unknown"):
+            comm.all_reduce(y, algorithm="magic")
+    assert gpu.read(x) == [sum(range(1, n + 1))] * 4
+    assert gpu.read(y) == [sum(range(1, n + 1))] * 3
+    assert gpu.read(parts) == [r for r in range(n) for _ in range(2)]
+    assert (gpu.staged > 0) == (gpu.way == "host")
+    with pytest.raises(ValueError, match="algorithm 'magic' is unknown"):
+        comm.all_reduce(x, algorithm="magic", async_op=True)
+    out = gpu.full(n, -1) if rank == 0 else None
+    work = comm.gather(
+        out, gpu.full(1, rank), async_op=True
+    )  # by the same way on all ranks, though one alone has `out`
+    assert work.wait() is out
+    gpu.model.drain()  # what it took part in, on all ranks
+    assert out is None or gpu.read(out) == list(range(n))
+
+
 # What the host does not wait for by itself
 
 

@@ -416,6 +416,14 @@ def test_buffers_of_any_kind_begin_as_rank_0s(comm) -> None:
     assert torch.equal(model.expanded, torch.zeros(4))
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_parameters_that_cannot_be_reduced_are_refused(comm, storage: str) -> None:
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"dtype torch\.complex64 is not supported; expected one of float64"):
+        fully_shard(model, comm, storage=storage)
+
+
 def test_parameters_ignored_by_a_block_are_ignored_by_the_whole(comm) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     bias = model[0].bias

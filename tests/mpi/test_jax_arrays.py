@@ -125,3 +125,30 @@ def test_libraries_mix(comm: Communicator) -> None:
     out = np.empty(3 * comm.size, np.float32)
     assert comm.all_gather(out, jnp.ones(3) * comm.rank) is out
     check(comm.all_gather(jnp.zeros(3 * comm.size), out[:3] * 0 + comm.rank), out, "NumPy in, JAX out")
+
+
+def test_no_place_for_a_new_array_in_a_group(comm: Communicator) -> None:
+    x, out = jnp.ones(3), np.zeros(3 * comm.size, np.float32)
+    with comm.group():
+        for operation, call in {
+            "all_reduce": lambda: comm.all_reduce(x),
+            "broadcast": lambda: comm.broadcast(x),
+            "all_gather": lambda: comm.all_gather(jax.ShapeDtypeStruct((3 * comm.size,), x.dtype), x),
+            "recv": lambda: comm.recv(x, 0),
+        }.items():
+            with pytest.raises(
+                ValueError, match=f"group: {operation} of a JAX array would give a new array; call it out"
+            ):
+                call()
+        comm.all_gather(out, x)  # only read
+    assert out.tolist() == [1] * 3 * comm.size
+
+
+def test_what_is_only_moved(comm: Communicator) -> None:
+    for dtype in ("complex64", "float8_e4m3fn"):
+        x = jnp.full(3, comm.rank, dtype)
+        out = comm.all_gather(jax.ShapeDtypeStruct((comm.size, 3), x.dtype), x)
+        assert isinstance(out, jax.Array) and out.dtype == x.dtype
+        assert out.astype(np.complex64).real.tolist() == [[rank] * 3 for rank in range(comm.size)]
+        with pytest.raises(TypeError, match=f"{dtype} is only moved, never reduced"):
+            comm.all_reduce(x)

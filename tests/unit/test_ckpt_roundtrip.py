@@ -192,6 +192,7 @@ def test_shapes_and_dtypes_that_do_not_fit(tmp_path):
     [
         ({"x": np.zeros((4, 4))[:, ::2]}, ValueError, "tensor 'x' is not contiguous"),
         ({"x": np.zeros(3, object)}, TypeError, "not supported"),
+        ({"x": np.zeros(3, np.complex64)}, TypeError, "dtype complex64 is not supported; expected one of float64"),
         ({"x": [1, 2]}, TypeError, "tensor 'x' is a builtins.list"),
         ({"a//b": np.zeros(1)}, ValueError, "'a//b'"),
         ({"a": np.zeros(1), "a/b": np.zeros(1)}, ValueError, "is a tensor and also the group"),

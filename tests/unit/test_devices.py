@@ -11,7 +11,9 @@ import torch
 
 from collectives import devices
 from collectives.arrays import Buffer, Device, as_numpy
-from collectives.dtypes import TABLE, DTypeError
+from collectives.dtypes import MOVED, TABLE, DTypeError
+
+ROWS = TABLE | MOVED
 
 
 class OnGPU:
@@ -30,13 +32,13 @@ class OnGPU:
         }
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", ROWS)
 def test_a_gpu_array_is_described_and_not_touched(name: str) -> None:
     for options in ({}, {"writable": True}, {"write_only": True}):
-        x = OnGPU((2, 3), TABLE[name].numpy)
+        x = OnGPU((2, 3), ROWS[name].numpy)
         buffer = Buffer(x, "x", **options)
-        assert buffer.dtype is TABLE[name]
-        assert buffer.device == Device(address=0x7F00, nbytes=6 * TABLE[name].itemsize, index=None, stream=42)
+        assert buffer.dtype is ROWS[name]
+        assert buffer.device == Device(address=0x7F00, nbytes=6 * ROWS[name].itemsize, index=None, stream=42)
         assert buffer.result() is x
 
 
@@ -74,7 +76,7 @@ def test_only_the_type_string_is_enough() -> None:
             r"x is not contiguous \(shape \(4, 3\), strides \(4, 16\)\); pass cupy",
         ),
         (OnGPU((4,), strides=(0,)), ValueError, "x is not contiguous"),
-        (OnGPU((4,), np.complex64), DTypeError, "dtype complex64 is not supported"),
+        (OnGPU((4,), np.clongdouble), DTypeError, "dtype complex256 is not supported"),
         (OnGPU((4,), ">f4"), TypeError, "x has byte order '>'; expected the machine's own"),
         (OnGPU((4,), mask=OnGPU((4,), bool)), ValueError, "x is masked; pass its data and its mask as two arrays"),
         (OnGPU((4,), data=(1, True)), ValueError, "x is read-only; pass a writable array"),
@@ -121,7 +123,9 @@ def test_the_detour_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(
+    "name", [name for name in ROWS if hasattr(torch, name) and name != "float8_e8m0fnu"]
+)  # no 0 in it
 def test_gpu_tensors(name: str) -> None:
     x = torch.arange(6, device="cuda").view(2, 3).to(getattr(torch, name))
     expected = x.cpu()
@@ -134,13 +138,13 @@ def test_gpu_tensors(name: str) -> None:
     assert buffer.flat is buffer.flat
     assert torch.from_numpy(buffer.flat.view(np.uint8)).is_pinned()
     buffer.flat[...] = 1
-    assert (x.cpu() == expected).all()
+    assert (as_numpy(x.cpu()) == as_numpy(expected)).all()
     assert buffer.result() is x
-    assert (x == torch.ones_like(x)).all()
+    assert (x.to(torch.complex64) == 1).all()
     reading = Buffer(x, "x")
     reading.flat[...] = 0
     assert reading.result() is x
-    assert (x == torch.ones_like(x)).all(), "what is only read is not copied back"
+    assert (x.to(torch.complex64) == 1).all(), "what is only read is not copied back"
     with pytest.raises(ValueError, match="x is not contiguous"):
         Buffer(x.t(), "x")
 

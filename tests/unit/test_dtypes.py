@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 import torch
 
-from collectives.dtypes import ARITHMETIC, OPS, TABLE, DTypeError, dtype_of, effective_op
+from collectives.dtypes import ARITHMETIC, MOVED, OPS, TABLE, DTypeError, dtype_of, effective_op, number_of
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", TABLE | MOVED)
 def test_every_way_to_name_a_dtype_finds_its_row(name: str) -> None:
-    row = TABLE[name]
+    row = (TABLE | MOVED)[name]
     assert row.name == name
-    for way in (name, row.numpy, row.numpy.type, np.zeros(1, row.numpy).dtype, getattr(torch, name)):
+    for way in (name, row.numpy, row.numpy.type, np.zeros(1, row.numpy).dtype, getattr(torch, name, name)):
         assert dtype_of(way) is row
         assert dtype_of(way) is row  # and again, from what it remembers
 
@@ -27,10 +27,27 @@ def test_python_types_and_short_names() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [name for name in TABLE | MOVED if hasattr(torch, name)])
 def test_sizes_agree_with_numpy_and_torch(name: str) -> None:
-    row = TABLE[name]
+    row = (TABLE | MOVED)[name]
     assert row.itemsize == row.numpy.itemsize == torch.empty(0, dtype=getattr(torch, name)).element_size()
+
+
+def test_what_is_only_moved() -> None:
+    assert {"complex64", "complex128", "float8_e4m3fn", "float8_e5m2"} <= set(MOVED)
+    assert not set(MOVED) & set(TABLE)
+    for row in MOVED.values():
+        assert not row.ops
+        for op in OPS:
+            with pytest.raises(
+                DTypeError, match=f"^{row.name} is only moved, never reduced; reductions take float64, fl.*, bool$"
+            ):
+                effective_op(row, op)
+        with pytest.raises(DTypeError, match=f"dtype {row.name} is not supported; expected one of float64, .*, bool$"):
+            number_of(row.name)
+    assert number_of("f4") is TABLE["float32"]
+    with pytest.raises(DTypeError, match="dtype object is not supported"):
+        number_of(np.dtype(object))
 
 
 def test_halves_and_only_they_are_reduced_in_fp32() -> None:
@@ -44,7 +61,18 @@ def test_halves_and_only_they_are_reduced_in_fp32() -> None:
 
 @pytest.mark.parametrize(
     "unknown",
-    [np.complex64, "complex128", torch.complex64, np.dtype("S3"), np.dtype("f4,i4"), object, None, [1], 3],
+    [
+        np.clongdouble,
+        "complex32",
+        torch.complex32,
+        np.longdouble,
+        np.dtype("S3"),
+        np.dtype("f4,i4"),
+        object,
+        None,
+        [1],
+        3,
+    ],
 )
 def test_what_is_not_in_the_table_raises(unknown: object) -> None:
     for _ in range(2):

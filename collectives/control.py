@@ -1,0 +1,62 @@
+"""Control between all ranks: barriers, small Python objects, and errors that all of them raise. Never data."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from collectives import diagnosis
+from collectives.diagnosis.record import Entry, Log
+from collectives.work import Progress
+
+
+class Control:
+    """The control messages of a Communicator, and how a collective is noted. Only as a part of it, which sets these attributes."""
+
+    mpi: Any
+    checked: bool
+    _progress: Progress
+    _log: Log
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self._progress.flush()
+        with self._enter("barrier"):
+            self.mpi.Barrier()
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """The root's `obj`, on every rank. Pickled: for small control messages, never for data."""
+        self._progress.flush()
+        with self._enter("broadcast_object", root=root):
+            return self.mpi.bcast(obj, root)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's `obj` in order of rank. Pickled: for small control messages, never for data."""
+        self._progress.flush()
+        with self._enter("all_gather_object"):
+            return self.mpi.allgather(obj)
+
+    def together(self, doing: str = "") -> AbstractContextManager[None]:
+        """`with comm.together("reading the data"):` - an error in the block on any rank is raised on every rank.
+
+        The same type and text on all, naming the ranks that failed, and `collectives.on_all_ranks(error)` is true of it.
+        The block must hold no collective.
+        """
+        self._progress.flush()
+        if self.checked:
+            self._enter("together").leave()  # `doing` may name a rank's own file
+        return diagnosis.together(self.mpi, doing, self._log)
+
+    def _enter(
+        self,
+        operation: str,
+        call: str = "",
+        root: int | None = None,
+        op: str | None = None,
+        elements: int = 0,
+        dtype: str = "",
+    ) -> Entry:
+        """Note in the flight record that this rank enters a collective; in checked mode compare it, as `call`, with the others'."""
+        entry = self._log.enter(operation, elements, dtype, op, root)
+        if self.checked:
+            with entry.failing():
+                diagnosis.compare_calls(self.mpi, call or entry.operation.words, entry)
+        return entry

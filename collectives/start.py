@@ -1,0 +1,47 @@
+"""How a job's ranks come together: `world()`, the first Communicator, and what stands ready and ends with it."""
+
+import atexit
+import functools
+import sys
+
+from collectives import diagnosis, table_cache
+from collectives.communicator import Communicator
+from collectives.diagnosis import monitor
+from collectives.table import Table, built_in
+from collectives.work import Progress, choose_progress
+
+
+@functools.cache
+def world() -> Communicator:
+    """The one Communicator of all ranks, on a private clone of COMM_WORLD. Starts MPI at the first call, which is collective.
+
+    From then on an uncaught exception on one rank ends the job instead of leaving the others to wait for ever, and so does an
+    operation that waits longer than the deadline (MPITRAIN_DEADLINE_S, 600 s). SIGUSR2 prints the last operations.
+    """
+    from mpi4py import MPI
+
+    clone = MPI.COMM_WORLD.Dup()
+    if clone.size > 1:
+        diagnosis.abort_on_uncaught(clone)
+    progress = choose_progress(clone, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+    comm = Communicator(clone, progress=progress, _name="world")
+    monitor.start(clone, checked=comm.checked)
+    # Runs before the monitor's, for which this rank has then ended, and before mpi4py's own, which ends MPI.
+    atexit.register(_close, progress)
+    comm._take(_measured_table(comm))
+    return comm
+
+
+def _close(progress: Progress) -> None:
+    """At the end of the process: carry out what other ranks may wait for, unless an error ends it, which not all may have come to."""
+    if not hasattr(sys, "last_value") and not diagnosis.is_leaving_together():
+        progress.close()
+
+
+def _measured_table(comm: Communicator) -> Table:
+    """What was measured on this machine for so many ranks and nodes, as rank 0 finds it, over the built-in table."""
+    if comm.size == 1:
+        return built_in()
+    measured = table_cache.read(comm.machine()) if comm.rank == 0 else None
+    data = comm.mpi.bcast(None if measured is None else measured.to_dict())
+    return built_in() if data is None else Table.from_dict(data).over(built_in())
