@@ -132,7 +132,7 @@ class Calls:
 
     def _plan(self, key: Hashable, entry: Entry, *arguments: Any) -> None:
         """Keep the plan of a call that was carried out on `arguments`, in private memory, if its transport makes plans."""
-        if key is not None and entry.algorithm in ("mpi", "shared"):
+        if key is not None and entry.algorithm in ("mpi", "staged"):
             flats = [array for array in arguments if isinstance(array, np.ndarray)]
             if flats[0].dtype.kind == "c":
                 return  # the conjugate of a torch tensor, which is to be refused, lies where the tensor does

@@ -25,10 +25,11 @@ from collectives.group import Group
 from collectives.messages import Messages
 from collectives.operations import Collectives
 from collectives.plans import Plans
-from collectives.selection import Placement, Selector
+from collectives.selection import WITHIN_NODE, Placement, Selector
 from collectives.table import Table, built_in
 from collectives.transports.memory import NodeMemory
 from collectives.transports.shared import Shared
+from collectives.transports.staged import Staged
 from collectives.transports.two_level import TwoLevel
 from collectives.work import Deferred, Freed, Progress
 
@@ -112,9 +113,10 @@ class Communicator(Collectives, Messages, Control):
     def _share_memory(self, memory: NodeMemory) -> None:
         """Of the ranks of a node: what goes through its memory. Where that cannot be had, all else works."""
         try:
-            self._transports["shared"] = Shared(self.mpi, memory)
+            staged = Staged(self.mpi)
+            self._transports |= {"staged": staged, "shared": Shared(self.mpi, memory, staged)}
         except OSError as error:
-            self._infeasible["shared"] = str(error)
+            self._infeasible |= dict.fromkeys(WITHIN_NODE, str(error))
             if self.rank == 0:
                 _log.warning("collectives on this node go through MPI instead of its memory: %s", error)
 
@@ -123,8 +125,7 @@ class Communicator(Collectives, Messages, Control):
         if len(self._grid) == 1:
             self._memory = self.node._memory
             self._infeasible |= self.node._infeasible
-            if "shared" in self.node._transports:
-                self._transports["shared"] = self.node._transports["shared"]
+            self._transports |= {name: of for name, of in self.node._transports.items() if name in WITHIN_NODE}
             return
         if not all(self.mpi.allgather("shared" in self.node._transports)):
             self._infeasible["two_level"] = "a node has no memory to share, see the log"
@@ -143,6 +144,12 @@ class Communicator(Collectives, Messages, Control):
             else:
                 self._transports[algorithm] = self._make_scheduled(algorithm)
         return self._transports[algorithm]
+
+    @property
+    def reads_peers(self) -> bool:
+        """Whether the kernel lets these ranks, all on one node, read each other's private memory."""
+        shared = self._transports.get("shared")
+        return isinstance(shared, Shared) and shared.reads_private
 
     def _chosen(self, operation: str, dtype: DType, nbytes: int) -> Any:
         """The Transport that "auto" takes for arrays in private memory."""

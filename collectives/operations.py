@@ -14,6 +14,7 @@ from collectives.arrays import Buffer
 from collectives.calls import Call, Calls
 from collectives.dtypes import TABLE, DType, effective_op
 from collectives.reduction import copy
+from collectives.selection import WITHIN_NODE
 from collectives.transports.transport import parts
 
 
@@ -239,7 +240,7 @@ class Collectives(Calls):
 
 def _wide(b: Buffer, algorithm: str, accumulate: str | None) -> tuple[np.ndarray, DType]:
     """The array to reduce and its dtype: a copy in fp32 where that is to travel. Within a node and by "mpi" it adds in fp32 anyway."""
-    if accumulate is None or not b.dtype.is_half or algorithm in ("mpi", "shared"):
+    if accumulate is None or not b.dtype.is_half or algorithm in ("mpi", *WITHIN_NODE):
         return b.flat, b.dtype
     wide = np.empty(b.flat.size, np.float32)
     copy(wide, b.flat)

@@ -17,13 +17,16 @@ _OPERATIONS = (
 )  # fmt: skip
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 
-# What is no schedule: "mpi" is the MPI library's own, "shared" goes through the node's memory, "nccl" is for arrays in GPU memory.
+# What is no schedule: "mpi" is the MPI library's own, "shared" reads the peers' arrays on the node, "staged" goes through windows in
+# its memory, "nccl" is for arrays in GPU memory.
 _OTHERS = {
     "mpi": frozenset(_OPERATIONS),
     "shared": frozenset(_OPERATIONS),
+    "staged": frozenset(_OPERATIONS),
     "two_level": REDUCTIONS | {"all_gather", "broadcast"},
     "nccl": frozenset(_OPERATIONS),
 }
+WITHIN_NODE = frozenset({"shared", "staged"})
 # What each operation can be asked for, besides "auto".
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     operation: (
@@ -36,7 +39,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 # Where an array lies: in a rank's own memory; in this communicator's `empty` arrays (for all_gather: `out` in its `shared` array).
 MEMORIES = ("private", "node")
 # Where the node's arrays make a difference.
-NODE_OPERATIONS = frozenset({"all_gather", "reduce_scatter"})
+NODE_OPERATIONS = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
 # Here all ranks write one array. Only "shared" waits until nobody reads any more what stood there, so "auto" takes nothing else.
 _ONE_ARRAY = frozenset({("all_gather", "node")})
 
@@ -68,7 +71,7 @@ def obstacle(operation: str, algorithm: str, *, placement: Placement, itemsize: 
     """Why `algorithm` cannot carry out `operation` on such arrays in such a placement, as words after its name; None if it can."""
     if algorithm == "mpi" and operation in _COUNTED and nbytes > MAX_COUNT * itemsize:
         return f"takes up to {MAX_COUNT} elements, not {nbytes // itemsize}"
-    if algorithm == "shared" and placement.num_nodes > 1:
+    if algorithm in WITHIN_NODE and placement.num_nodes > 1:
         return f"works within one node, not on {placement.num_nodes}"
     if algorithm == "nccl":  # arrays in GPU memory come by transports/device.py and never here
         return "works on arrays in GPU memory"

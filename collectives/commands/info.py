@@ -39,6 +39,8 @@ def run(options: argparse.Namespace) -> int:
         table.add_row("nodes", f"{comm.num_nodes} ({', '.join(f'{name}: {n}' for name, n in nodes.items())})")
         free = show_bytes(room.f_bavail * room.f_frsize)
         table.add_row("shared memory", f"{folder}, {free} free" + ("" if comm.num_nodes == 1 else " on rank 0's node"))
+        reads = "read directly" if comm.node.reads_peers else "not readable: passed through windows in shared memory"
+        table.add_row("private memory of peers", reads)
         table.add_row(
             "asynchronous operations", "on a progress thread" if comm.has_progress_thread else "carried out at wait()"
         )

@@ -14,8 +14,9 @@ import numpy as np
 
 from collectives.dtypes import DType, dtype_of
 from collectives.reduction import divide
+from collectives.transports.pulls import Pull
 from collectives.transports.scheduled import Scheduled
-from collectives.transports.shared import Pull, Shared
+from collectives.transports.shared import Shared
 from collectives.transports.transport import even_parts, parts
 
 _CHUNK_BYTES = 1 << 21  # of what a rank has for the other nodes: what a link of 1 GB/s carries in 2 ms
@@ -58,7 +59,7 @@ class TwoLevel:
             def finish() -> None:
                 if op == "avg":
                     divide(mine, self._size, dtype)
-                pulls: list[Pull] = [(peer, 0, flat[slice(*part)]) for peer, part in enumerate(bounds)]
+                pulls = [Pull(peer, 0, flat[slice(*part)]) for peer, part in enumerate(bounds) if peer != self._local]
                 self._shared.collect(flat, mine, pulls, _longest(bounds))
 
             return across(mine, total, dtype, lane=lane), finish
@@ -105,7 +106,7 @@ class TwoLevel:
                     places = parts([lengths[rank] for rank in theirs])
                     longest = max(longest, places[-1][1])
                     pulls += [
-                        (peer, at, out[slice(*bounds[rank])]) for rank, (at, _) in zip(theirs, places, strict=True)
+                        Pull(peer, at, out[slice(*bounds[rank])]) for rank, (at, _) in zip(theirs, places, strict=True)
                     ]
                 self._shared.collect(out, gathered, pulls, longest)
 

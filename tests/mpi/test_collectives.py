@@ -75,16 +75,17 @@ def same(x: Any, expected: np.ndarray) -> bool:
     return view.dtype == expected.dtype and view.shape == expected.shape and view.tobytes() == expected.tobytes()
 
 
-@pytest.fixture(scope="module", params=["as it is", "two nodes", "stores in any order"])
+@pytest.fixture(scope="module", params=["as it is", "two nodes", "stores in any order, no peer reads"])
 def group(request: pytest.FixtureRequest, comm: Communicator) -> Communicator:
-    """All ranks, by other ways to each other: as this machine has them, on two nodes, as on processors that reorder stores."""
+    """All ranks, by other ways to each other: as they are here, on two nodes, as where stores are reordered and peers not readable."""
     if request.param == "two nodes":
         if comm.num_nodes > 1:
             pytest.skip("the ranks are on several nodes in truth")
         return request.getfixturevalue("two_nodes")
-    if request.param == "stores in any order":
+    if request.param == "stores in any order, no peer reads":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(meeting, "IN_ORDER", False)
+            patch.setenv("MPITRAIN_PEER_READS", "0")
             return Communicator(comm.mpi.Dup())
     return comm
 
@@ -95,7 +96,7 @@ def algorithms(group: Communicator, operation: str) -> tuple[str, ...]:
 
 def kinds(group: Communicator, algorithm: str, kind: str) -> tuple[str, ...]:
     """Where arrays lie: private memory, and the node's where an algorithm cares; "mixed": half of the ranks' in either."""
-    if group.num_nodes > 1 or algorithm not in ("auto", "shared"):
+    if group.num_nodes > 1 or algorithm not in ("auto", "shared", "staged"):
         return ("",)
     return ("", kind) if algorithm == "auto" else ("", kind, "mixed")  # "auto" goes by it: all ranks need the same
 
@@ -383,19 +384,20 @@ def test_arrays_that_come_and_go_at_the_same_addresses(group: Communicator) -> N
 def test_long_arrays_go_in_segments_and_windows(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if segments, windows of the staging area and blocks held a hundred bytes."""
     from collectives import reduction
-    from collectives.transports import executor, scheduled, shared
+    from collectives.transports import executor, scheduled, shared, staged
 
     for module, name in (
         (executor, "_SEGMENT_BYTES"),
         (scheduled, "_PIPELINE_BYTES"),
         (scheduled, "_COPY_BYTES"),
-        (shared, "_WINDOW_BYTES"),
+        (staged, "_WINDOW_BYTES"),
+        (shared, "_SCRATCH_BYTES"),
     ):
         monkeypatch.setattr(module, name, 96)
     monkeypatch.setattr(reduction, "BLOCK_BYTES", 96)
     n, rank = comm.size, comm.rank
     for add_all in (0, 1 << 30):
-        monkeypatch.setattr(shared, "_ADD_ALL_BYTES", add_all)
+        monkeypatch.setattr(staged, "_ADD_ALL_BYTES", add_all)
         group = Communicator(comm.mpi.Dup())
         counts = [LARGE + 7 * r for r in range(n)]
         mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))

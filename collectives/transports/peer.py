@@ -1,0 +1,78 @@
+"""Reading the private memory of another process of the node, where the kernel allows it: Linux's process_vm_readv.
+
+The kernel copies from the peer's pages straight to ours: one copy instead of the two that go through memory shared by both. It allows
+that to processes of the same user, unless a container's or Yama's rules forbid it (Yama's ptrace_scope 1, the default of some
+distributions, does). MPITRAIN_PEER_READS=0 turns it off; 1 lifts Yama's rule for the job's processes, towards all of the same user.
+"""
+
+import ctypes
+import os
+import secrets
+from typing import Any
+
+import numpy as np
+
+_PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
+_TOKEN_BYTES = 16
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class PeerReader:
+    """Reads the memory of one other process. For one thread at a time."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._local, self._remote = _IoVec(), _IoVec()
+        self._pointers = ctypes.addressof(self._local), ctypes.addressof(self._remote)
+
+    def read(self, target: int, source: int, nbytes: int) -> None:
+        """Copy `nbytes` from the peer's address `source` to our address `target`. OSError if the kernel does not."""
+        local, remote = self._local, self._remote
+        while nbytes:
+            local.base, local.length, remote.base, remote.length = target, nbytes, source, nbytes
+            copied = _readv(self._pid, self._pointers[0], 1, self._pointers[1], 1, 0)
+            if copied <= 0:
+                error = ctypes.get_errno()
+                raise OSError(error, f"cannot read {nbytes} bytes of process {self._pid}: {os.strerror(error)}")
+            # The kernel stops after 2 GiB, and where memory ends.
+            target, source, nbytes = target + copied, source + copied, nbytes - copied
+
+
+def peer_readers(mpi: Any) -> list[PeerReader] | None:
+    """A reader for each rank of `mpi`, all on one node; None on all ranks if one of them cannot read another. Collective."""
+    chosen = os.environ.get("MPITRAIN_PEER_READS", "")
+    if chosen == "1" and _libc is not None:
+        _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+    # Where process ids mean something else to the peer (containers), they may name another process: so a token is read.
+    token = np.frombuffer(secrets.token_bytes(_TOKEN_BYTES), np.uint8)
+    ranks = mpi.allgather((os.getpid(), token.ctypes.data, token.tobytes()))
+    readers = [PeerReader(pid) for pid, _, _ in ranks]
+    seen = np.empty(_TOKEN_BYTES, np.uint8)
+    works = _readv is not None and chosen != "0"
+    if works:
+        try:
+            for rank, (_, address, expected) in enumerate(ranks):
+                if rank != mpi.rank:
+                    readers[rank].read(seen.ctypes.data, address, _TOKEN_BYTES)
+                    works = works and seen.tobytes() == expected
+        except OSError:
+            works = False
+    # Collective, and so also what keeps everyone's token alive until all have read it.
+    return readers if all(mpi.allgather(works)) else None
+
+
+_readv: Any = getattr(_libc, "process_vm_readv", None)
+if _readv is not None:
+    _readv.restype = ctypes.c_ssize_t
+    _readv.argtypes = (
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    )
