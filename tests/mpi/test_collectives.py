@@ -390,7 +390,7 @@ def test_long_arrays_go_in_segments_and_windows(comm: Communicator, monkeypatch:
         (executor, "_SEGMENT_BYTES"),
         (scheduled, "_PIPELINE_BYTES"),
         (scheduled, "_COPY_BYTES"),
-        (staged, "_WINDOW_BYTES"),
+        (staged, "_RING_BYTES"),
         (shared, "_SCRATCH_BYTES"),
     ):
         monkeypatch.setattr(module, name, 96)
