@@ -7,6 +7,7 @@ Both give the same bits.
 import sys
 import threading
 from collections.abc import Sequence
+from contextvars import copy_context
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,12 +35,18 @@ class Arithmetic(Protocol):
     def empty(self, size: int, dtype: np.dtype) -> np.ndarray: ...
 
 
-class _Scratch(threading.local):
+class _OfThread(threading.local):
+    """What a thread needs to add."""
+
     def __init__(self) -> None:
-        self.arrays = [np.empty(0, np.uint8)] * 2
+        self.scratch = [np.empty(0, np.uint8)] * 2
+        # Runs a function without NumPy's warnings: overflow to infinity is a result of low precision that callers look for. NumPy
+        # keeps what it warns of in the context, and entering one costs a tenth of np.errstate.
+        self.quietly = copy_context().run
+        self.quietly(np.seterr, over="ignore", invalid="ignore")
 
 
-_scratch = _Scratch()
+_of_thread = _OfThread()
 
 
 def reduce_into(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DType, *, divisor: int = 1) -> None:
@@ -47,15 +54,17 @@ def reduce_into(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DT
 
     All 1-D, of the same length and `dtype`; `out` may be one of `parts`. fp16 and bf16 are added in fp32 and rounded once.
     """
-    # Overflow to infinity is a result of low precision that callers look for, not a reason to warn.
-    with np.errstate(over="ignore", invalid="ignore"):
-        if len(parts) == 2 and divisor == 1 and not dtype.is_half:
-            UFUNCS[op](parts[0], parts[1], out=out)
-            return
-        block, add = BLOCK_BYTES // dtype.itemsize, _add_halves if dtype.is_half else _add
-        for start in range(0, out.size, block):
-            stop = min(start + block, out.size)
-            add(out[start:stop], [part[start:stop] for part in parts], op, dtype, divisor)
+    if len(parts) == 2 and divisor == 1 and not dtype.is_half:
+        _of_thread.quietly(UFUNCS[op], parts[0], parts[1], out=out)
+    else:
+        _of_thread.quietly(_reduce_blocks, out, parts, op, dtype, divisor)
+
+
+def _reduce_blocks(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DType, divisor: int) -> None:
+    block, add = BLOCK_BYTES // dtype.itemsize, _add_halves if dtype.is_half else _add
+    for start in range(0, out.size, block):
+        stop = min(start + block, out.size)
+        add(out[start:stop], [part[start:stop] for part in parts], op, dtype, divisor)
 
 
 def divide(flat: np.ndarray, divisor: int, dtype: DType) -> None:
@@ -76,20 +85,25 @@ def empty(size: int, dtype: np.dtype) -> np.ndarray:
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
     """target = source, of other precision: fp16 and bf16 to fp32 exactly, back to nearest even."""
+    _of_thread.quietly(_copy, target, source)
+
+
+def _copy(target: np.ndarray, source: np.ndarray) -> None:
     torch = _torch(source.size)
     if torch is None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            target[...] = source
+        target[...] = source
     else:
         _tensor(torch, target).copy_(_tensor(torch, source))
 
 
 def _add(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DType, divisor: int) -> None:
-    total, scratch = parts[0], _scratch_array(0, out.size, dtype.numpy)
+    total = parts[0]
     if len(parts) == 1:
         out[...] = total
+    # A sum must not overwrite a part that is still to come.
+    elsewhere = any(np.may_share_memory(out, part) for part in parts[2:])
+    scratch = _scratch_array(0, out.size, dtype.numpy) if elsewhere else out
     for i, part in enumerate(parts[1:], 2):
-        # Not in `out` before the last one: it may be a part that is still to come.
         total = UFUNCS[op](total, part, out=out if i == len(parts) else scratch)
     if divisor != 1:
         out /= divisor
@@ -102,7 +116,7 @@ def _add_halves(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DT
         getattr(torch, TORCH_UFUNCS[op])(one, other, out=_tensor(torch, out))
         return
     total = _scratch_array(1, out.size, dtype.accumulate)
-    copy(total, parts[0])
+    _copy(total, parts[0])
     for part in parts[1:]:
         if torch is not None:
             wide = _tensor(torch, total)
@@ -111,15 +125,15 @@ def _add_halves(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DT
             UFUNCS[op](total, part.astype(dtype.accumulate), out=total)
     if divisor != 1:
         total /= divisor
-    copy(out, total)
+    _copy(out, total)
 
 
 def _scratch_array(which: int, size: int, dtype: np.dtype) -> np.ndarray:
     """Scratch memory of this thread, kept: fresh pages would cost more than the addition."""
     nbytes = size * dtype.itemsize
-    if _scratch.arrays[which].size < nbytes:
-        _scratch.arrays[which] = np.empty(max(nbytes, 1 << 12), np.uint8)
-    return _scratch.arrays[which][:nbytes].view(dtype)
+    if _of_thread.scratch[which].size < nbytes:
+        _of_thread.scratch[which] = np.empty(max(nbytes, 1 << 12), np.uint8)
+    return _of_thread.scratch[which][:nbytes].view(dtype)
 
 
 def _torch(size: int) -> Any:

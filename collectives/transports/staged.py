@@ -3,7 +3,8 @@
 [Note: ring] Each rank goes round in a ring of its own. One meeting a piece is enough: who meets for the next piece has taken everything
 of this one, so a place can be written again two pieces later. The ring is longer than that needs, some times a core's own cache: a line
 that the others have just read takes four times as long to write again as one that they have not looked at for a while. And it is no
-longer, so that it stays in the cache that cores share, and the memory's own bandwidth goes to the callers' arrays alone.
+longer, so that it stays in the cache that cores share, and the memory's own bandwidth goes to the callers' arrays alone. Nobody reads
+its own piece there: while the others fetch the lines, that takes many times as long.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,7 @@ class Staged(ByPulling):
         self._meet = Meeting(mpi, words).meet
         piece = min(_RING_BYTES, _NODE_BYTES // mpi.size) // _PIECES
         self._piece_bytes = max(piece // _LINE, 1) * _LINE
+        self._ring_bytes = _PIECES * self._piece_bytes
         self._next = 0  # byte of the ring
         self._rings: list[np.ndarray] = []  # each rank's, once it is needed, and as elements of a dtype:
         self._views: dict[np.dtype, list[np.ndarray]] = {}
@@ -75,19 +77,23 @@ class Staged(ByPulling):
             piece = flat[start : start + width]
             shown = self._places(flat.dtype, piece.size)
             shown[rank][...] = piece
+            shown[rank] = piece
             self._meet()
             if adds_all:
                 if wanted:
                     reduce_into(piece, shown, op, dtype, divisor=divisor)
                 continue
             bounds = [slice(*part) for part in even_parts(piece.size, size)]
-            mine = bounds[rank]
-            sums = self._places(flat.dtype, piece.size)
-            reduce_into(sums[rank][mine], [array[mine] for array in shown], op, dtype, divisor=divisor)
+            mine, sums = bounds[rank], self._places(flat.dtype, piece.size)
+            total = piece[mine] if wanted else sums[rank][mine]
+            reduce_into(total, [array[mine] for array in shown], op, dtype, divisor=divisor)
+            if wanted:
+                sums[rank][mine] = total
             self._meet()
             if wanted:
-                for part, array in zip(bounds, sums, strict=True):
-                    piece[part] = array[part]
+                for peer, part in enumerate(bounds):
+                    if peer != rank:
+                        piece[part] = sums[peer][part]
 
     def reduce_parts(
         self,
@@ -122,6 +128,7 @@ class Staged(ByPulling):
             places = self._places(shown.dtype, min(width, longest - begin))
             piece = shown[begin : begin + width]
             places[self._rank][: piece.size] = piece
+            places[self._rank] = piece
             self._meet()
             for peer, start, target in pulls:
                 low, high = max(start, begin), min(start + target.size, begin + width)
@@ -130,14 +137,15 @@ class Staged(ByPulling):
 
     def _places(self, dtype: np.dtype, length: int) -> list[np.ndarray]:
         """Where each rank shows its next piece, of `length` elements. Collective at first."""
-        rings = self._views.get(dtype)
-        if rings is None:
+        if dtype not in self._views:
             if not self._rings:
-                self._rings = self._memory.peers(self._memory.empty(_PIECES * self._piece_bytes))
-            rings = self._views[dtype] = [ring.view(dtype) for ring in self._rings]
-        nbytes, begin = -(-length * dtype.itemsize // _LINE) * _LINE, self._next
-        if begin + nbytes > _PIECES * self._piece_bytes:
-            begin = 0
-        self._next = begin + nbytes
-        begin //= dtype.itemsize
-        return [ring[begin : begin + length] for ring in rings]
+                self._rings = self._memory.peers(self._memory.empty(self._ring_bytes))
+            self._views[dtype] = [ring.view(dtype) for ring in self._rings]
+        itemsize, begin = dtype.itemsize, self._next
+        stop = begin + length * itemsize
+        if stop > self._ring_bytes:
+            begin, stop = 0, length * itemsize
+        self._next = (stop + _LINE - 1) & -_LINE
+        begin //= itemsize
+        stop = begin + length
+        return [ring[begin:stop] for ring in self._views[dtype]]
