@@ -7,14 +7,16 @@ longer, so that it stays in the cache that cores share, and the memory's own ban
 its own piece there: while the others fetch the lines, that takes many times as long.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from collectives.arrays import unowned
 from collectives.dtypes import DType
 from collectives.reduction import reduce_into
+from collectives.transports import pulls as exchanges
 from collectives.transports.meeting import WORDS, Meeting
 from collectives.transports.memory import NodeMemory
 from collectives.transports.pulls import ByPulling, Pull
@@ -22,11 +24,21 @@ from collectives.transports.transport import even_parts, parts
 
 _RING_BYTES = 4 << 20  # of a rank
 _NODE_BYTES = 64 << 20  # of all ranks of a node at most
-_PIECES = 4  # that the ring has room for
+_PIECES = 4  # of the greatest length that the ring has room for
 # Bytes of all ranks' arrays up to which each rank adds them all: above, it pays to meet twice and add a slice each.
 _ADD_ALL_BYTES = 1 << 16
 _LINE = 64  # bytes of a cache line
-_MAX_PLANNED_BYTES = 1 << 22  # in longer operations the time that a plan saves does not show
+_PLACES = 64  # in the ring where a piece may begin: so few that what is prepared for each can be kept
+
+Reduction = Callable[[np.ndarray, list[np.ndarray]], None]  # target, addends
+
+
+class _Turn(NamedTuple):
+    """What a rank does with a piece: copies to the ring, meets, adds, copies."""
+
+    shows: Sequence[tuple[np.ndarray, np.ndarray]]  # target, source
+    sums: Sequence[tuple[np.ndarray, list[np.ndarray]]] = ()  # target, addends
+    takes: Sequence[tuple[np.ndarray, np.ndarray]] = ()  # target, source
 
 
 class Staged(ByPulling):
@@ -40,9 +52,10 @@ class Staged(ByPulling):
         self._memory = NodeMemory(mpi)
         words = memoryview(self._memory.shared(8 * WORDS * mpi.size)).cast("Q")  # type: ignore[arg-type]
         self._meet = Meeting(mpi, words).meet
-        piece = min(_RING_BYTES, _NODE_BYTES // mpi.size) // _PIECES
-        self._piece_bytes = max(piece // _LINE, 1) * _LINE
-        self._ring_bytes = _PIECES * self._piece_bytes
+        self._step = (
+            max(min(_RING_BYTES, _NODE_BYTES // mpi.size) // _PLACES // _LINE, 1) * _LINE
+        )  # from place to place
+        self._ring_bytes = _PLACES * self._step
         self._next = 0  # byte of the ring
         self._rings: list[np.ndarray] = []  # each rank's, once it is needed, and as elements of a dtype:
         self._views: dict[np.dtype, list[np.ndarray]] = {}
@@ -50,50 +63,14 @@ class Staged(ByPulling):
     # The operations that `ByPulling` has not
 
     def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
-        self._add(flat, op, dtype, wanted=True)
+        self._run(self._add(flat, wanted=True), self._reduction(op, dtype))
 
     def reduce(self, flat: np.ndarray, op: str, root: int, dtype: DType) -> None:
-        self._add(flat, op, dtype, wanted=self._rank == root)
+        self._run(self._add(flat, wanted=self._rank == root), self._reduction(op, dtype))
 
     def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
         """Each rank adds its part of all arrays. `out` may be its own place in `flat`."""
         self.reduce_parts(flat, parts(counts), {self._rank: out}, op, dtype)
-
-    def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
-        """An operation on short arrays as one call, which keeps none of them alive; None for long ones."""
-        if any(isinstance(x, np.ndarray) and x.nbytes > _MAX_PLANNED_BYTES for x in arguments):
-            return None
-        return getattr(self, operation), tuple(unowned(x) if isinstance(x, np.ndarray) else x for x in arguments)
-
-    # How they come about
-
-    def _add(self, flat: np.ndarray, op: str, dtype: DType, *, wanted: bool) -> None:
-        """The reduction of all ranks' arrays, of the same bits on all ranks, into `flat` where it is `wanted`."""
-        rank, size = self._rank, self._size
-        divisor = size if op == "avg" else 1
-        adds_all = size <= 2 or flat.nbytes * size <= _ADD_ALL_BYTES
-        width = self._piece_bytes // flat.itemsize
-        for start in range(0, flat.size, width):
-            piece = flat[start : start + width]
-            shown = self._places(flat.dtype, piece.size)
-            shown[rank][...] = piece
-            shown[rank] = piece
-            self._meet()
-            if adds_all:
-                if wanted:
-                    reduce_into(piece, shown, op, dtype, divisor=divisor)
-                continue
-            bounds = [slice(*part) for part in even_parts(piece.size, size)]
-            mine, sums = bounds[rank], self._places(flat.dtype, piece.size)
-            total = piece[mine] if wanted else sums[rank][mine]
-            reduce_into(total, [array[mine] for array in shown], op, dtype, divisor=divisor)
-            if wanted:
-                sums[rank][mine] = total
-            self._meet()
-            if wanted:
-                for peer, part in enumerate(bounds):
-                    if peer != rank:
-                        piece[part] = sums[peer][part]
 
     def reduce_parts(
         self,
@@ -104,36 +81,118 @@ class Staged(ByPulling):
         dtype: DType,
     ) -> None:
         """`bounds` are those of parts of `flat`: `outs` are what this rank is to have the reduction of, by number of the part."""
-        divisor = self._size if op == "avg" else 1
-        longest = max(end - begin for begin, end in bounds)
-        # A piece holds as much of every part, so that all ranks have something to add.
-        width = max(self._piece_bytes // (flat.itemsize * len(bounds)), 1)
-        for start in range(0, longest, width):
-            length = min(width, longest - start)
-            shown = self._places(flat.dtype, length * len(bounds))
-            pieces = [flat[min(begin + start, end) : min(begin + start + length, end)] for begin, end in bounds]
-            for part, piece in enumerate(pieces):
-                if part not in outs:
-                    shown[self._rank][part * length :][: piece.size] = piece
-            self._meet()
-            for part, out in outs.items():
-                piece = pieces[part]
-                addends = [array[part * length :][: piece.size] for array in shown]
-                addends[self._rank] = piece
-                reduce_into(out[start : start + length], addends, op, dtype, divisor=divisor)
+        self._run(self._add_parts(flat, bounds, outs), self._reduction(op, dtype))
 
     def pull(self, shown: np.ndarray, pulls: Sequence[Pull], longest: int) -> None:
-        width = self._piece_bytes // shown.itemsize
-        for begin in range(0, longest, width):
-            places = self._places(shown.dtype, min(width, longest - begin))
-            piece = shown[begin : begin + width]
-            places[self._rank][: piece.size] = piece
+        self._run(self._take(shown, pulls, longest))
+
+    def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+        """An operation on short arrays as one prepared call, which keeps none of them alive; None where there is no such.
+
+        `all_gather` and `reduce_scatter` with equal counts and not in place.
+        """
+        if any(isinstance(x, np.ndarray) and x.nbytes > self._ring_bytes // _PIECES for x in arguments):
+            return None  # the time that a plan saves does not show
+        arguments = tuple(unowned(x) if isinstance(x, np.ndarray) else x for x in arguments)
+        reduction = None
+        match operation, arguments:
+            case "all_reduce", (flat, op, dtype):
+                turns, reduction = partial(self._add, flat, wanted=True), self._reduction(op, dtype)
+            case "reduce_scatter", (out, flat, op, counts, dtype):
+                turns = partial(self._add_parts, flat, parts(counts), {self._rank: out})
+                reduction = self._reduction(op, dtype)
+            case "all_gather", (out, flat, counts):
+                turns = partial(self._take, *exchanges.all_gather(self._rank, out, flat, counts))
+            case "broadcast", (flat, root):
+                turns = partial(self._take, *exchanges.broadcast(self._rank, flat, root))
+            case _:
+                return None
+        return self._run_prepared, ({}, turns, reduction)
+
+    # How they come about
+
+    def _reduction(self, op: str, dtype: DType) -> Reduction:
+        return partial(reduce_into, op=op, dtype=dtype, divisor=self._size if op == "avg" else 1)
+
+    def _run(self, turns: Iterable[_Turn], reduction: Reduction | None = None) -> None:
+        meet = self._meet
+        for shows, sums, takes in turns:
+            for target, source in shows:
+                target[...] = source
+            meet()
+            for target, addends in sums:
+                reduction(target, addends)  # type: ignore[misc]  # there is one where there are sums
+            for target, source in takes:
+                target[...] = source
+
+    def _run_prepared(
+        self,
+        prepared: dict[int, tuple[list[_Turn], int]],
+        turns: Callable[[], Iterable[_Turn]],
+        reduction: Reduction | None,
+    ) -> None:
+        """`prepared`: for each place in the ring where they may begin, the turns, and the place where they end."""
+        begin = self._next
+        if begin not in prepared:
+            prepared[begin] = list(turns()), self._next
+        made, self._next = prepared[begin]
+        self._run(made, reduction)
+
+    def _add(self, flat: np.ndarray, *, wanted: bool) -> Iterator[_Turn]:
+        """The reduction of all ranks' arrays, of the same bits on all ranks, into `flat` where it is `wanted`."""
+        rank, size = self._rank, self._size
+        adds_all = size <= 2 or flat.nbytes * size <= _ADD_ALL_BYTES
+        for start, length in self._pieces(flat.size, flat.itemsize):
+            piece = flat[start : start + length]
+            shown = self._places(flat.dtype, length)
+            shows, shown[rank] = [(shown[rank], piece)], piece
+            if adds_all:
+                yield _Turn(shows, sums=[(piece, shown)] if wanted else ())
+                continue
+            bounds = [slice(*part) for part in even_parts(length, size)]
+            mine, sums = bounds[rank], self._places(flat.dtype, length)
+            total = piece[mine] if wanted else sums[rank][mine]
+            yield _Turn(shows, sums=[(total, [array[mine] for array in shown])])
+            yield _Turn(
+                [(sums[rank][mine], total)] if wanted else (),
+                takes=[(piece[part], sums[peer][part]) for peer, part in enumerate(bounds) if peer != rank and wanted],
+            )
+
+    def _add_parts(
+        self, flat: np.ndarray, bounds: Sequence[tuple[int, int]], outs: Mapping[int, np.ndarray]
+    ) -> Iterator[_Turn]:
+        """A piece holds as much of every part, so that all ranks have something to add."""
+        longest = max(end - begin for begin, end in bounds)
+        for start, length in self._pieces(longest, flat.itemsize * len(bounds)):
+            places = self._places(flat.dtype, length * len(bounds))
+            shows, sums = [], []
+            for part, (begin, end) in enumerate(bounds):
+                piece = flat[min(begin + start, end) : min(begin + start + length, end)]
+                shown = [place[part * length :][: piece.size] for place in places]
+                if part not in outs:
+                    shows.append((shown[self._rank], piece))
+                else:
+                    shown[self._rank] = piece
+                    sums.append((outs[part][start : start + length], shown))
+            yield _Turn(shows, sums)
+
+    def _take(self, shown: np.ndarray, pulls: Sequence[Pull], longest: int) -> Iterator[_Turn]:
+        for begin, length in self._pieces(longest, shown.itemsize):
+            piece, places = shown[begin : begin + length], self._places(shown.dtype, length)
+            shows = [(places[self._rank][: piece.size], piece)] if piece.size else []
             places[self._rank] = piece
-            self._meet()
+            takes = []
             for peer, start, target in pulls:
-                low, high = max(start, begin), min(start + target.size, begin + width)
+                low, high = max(start, begin), min(start + target.size, begin + length)
                 if low < high:
-                    target[low - start : high - start] = places[peer][low - begin : high - begin]
+                    takes.append((target[low - start : high - start], places[peer][low - begin : high - begin]))
+            yield _Turn(shows, takes=takes)
+
+    def _pieces(self, length: int, itemsize: int) -> Iterator[tuple[int, int]]:
+        """Starts and lengths of the pieces of `length` things of `itemsize` bytes."""
+        width = max(self._ring_bytes // _PIECES // itemsize, 1)
+        for start in range(0, length, width):
+            yield start, min(width, length - start)
 
     def _places(self, dtype: np.dtype, length: int) -> list[np.ndarray]:
         """Where each rank shows its next piece, of `length` elements. Collective at first."""
@@ -142,10 +201,8 @@ class Staged(ByPulling):
                 self._rings = self._memory.peers(self._memory.empty(self._ring_bytes))
             self._views[dtype] = [ring.view(dtype) for ring in self._rings]
         itemsize, begin = dtype.itemsize, self._next
-        stop = begin + length * itemsize
-        if stop > self._ring_bytes:
-            begin, stop = 0, length * itemsize
-        self._next = (stop + _LINE - 1) & -_LINE
+        if begin + length * itemsize > self._ring_bytes:
+            begin = 0
+        self._next = begin + -(-length * itemsize // self._step) * self._step
         begin //= itemsize
-        stop = begin + length
-        return [ring[begin:stop] for ring in self._views[dtype]]
+        return [ring[begin : begin + length] for ring in self._views[dtype]]
