@@ -34,8 +34,17 @@ class Arrays(NamedTuple):
     other: Any
 
 
+# Which of them an operation reads.
+_READS = {"all_gather": "part", "gather": "part"}
+
+
+class Contestant(NamedTuple):
+    call: Call
+    read: np.ndarray  # what the call reads: written anew before each
+
+
 class Contestants(NamedTuple):
-    calls: dict[Key, Call]
+    calls: dict[Key, Contestant]
     skipped: dict[Key, str]  # and why
 
 
@@ -58,13 +67,14 @@ def contestants(
     `fixed_only`: no "auto", but in the node's memory too all that can work there. `without`: these algorithms. `gloo`: needed for the
     peer GLOO.
     """
-    calls: dict[Key, Call] = {}
+    calls: dict[Key, Contestant] = {}
     skipped: dict[Key, str] = {}
+    reads = _READS.get(operation, "whole")
     private = _filled(Arrays(*(_empty(n, dtype, arrays) for n in _lengths(comm, operation, count))))
     for peer in peers:
         made = _raw(comm, operation, private, dtype) if peer == RAW else gloo and gloo.call(comm, operation, private)
         if callable(made):
-            calls[peer, "private"] = made
+            calls[peer, "private"] = Contestant(made, as_numpy(getattr(private, reads)))
         else:
             skipped[peer, "private"] = made or "not started"
     nbytes = count * dtype.itemsize
@@ -83,10 +93,12 @@ def contestants(
                 skipped["auto", memory] = str(error)
                 continue
         for name in names if fixed_only else ["auto", *names]:
-            calls[name, memory] = _ours(comm, operation, name, used)
+            call = _ours(comm, operation, name, used)
+            calls[name, memory] = Contestant(call, as_numpy(getattr(used, reads)))
         if memory == "node" and operation == "all_gather" and not fixed_only:
             mine = used.whole.reshape(comm.size, -1)[comm.rank]
-            calls["auto", IN_PLACE] = _ours(comm, operation, "auto", used._replace(part=mine))
+            call = _ours(comm, operation, "auto", used._replace(part=mine))
+            calls["auto", IN_PLACE] = Contestant(call, as_numpy(mine))
     return Contestants(calls, skipped)
 
 

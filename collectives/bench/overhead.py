@@ -42,7 +42,7 @@ def overhead(
                     calls = max(10, min(CALLS, int(seconds_each / (LOOPS * a_call))))
                 for turn in range(len(names)):
                     i = (turn + loop) % len(names)
-                    call = made.calls[names[i], "private"]
+                    call = made.calls[names[i], "private"].call
                     comm.mpi.Barrier()
                     start = time.perf_counter()
                     for _ in range(calls):

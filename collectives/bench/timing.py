@@ -1,4 +1,8 @@
-"""The rounds: every contestant once a round, in another order each round, each call after a barrier."""
+"""The rounds: every contestant once a round, in another order each round, each call after a barrier.
+
+Before it each rank writes anew what the call reads, as the computation does that a collective follows. Else a call would pay for
+where the one before it, of another contestant, has left the array: in which core's cache, or read by which peer.
+"""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -6,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives.bench.contestants import Call, Key, contestants
+from collectives.bench.contestants import Contestant, Key, contestants
 from collectives.bench.gloo import Gloo
 from collectives.bench.results import RAW, Measurement, Skipped, bus_factor
 from collectives.communicator import Communicator
@@ -30,7 +34,7 @@ class Limits(NamedTuple):
     quantile: float = 0.5
 
 
-def time_in_turn(comm: Communicator, calls: Mapping[Key, Call], limits: Limits) -> dict[Key, tuple[float, int]]:
+def time_in_turn(comm: Communicator, calls: Mapping[Key, Contestant], limits: Limits) -> dict[Key, tuple[float, int]]:
     """For each of `calls` the median (or quantile) over the rounds of the slowest rank's seconds, and the rounds. Collective."""
     keys = list(calls)
     warm = np.full((WARM_UP, len(keys)), np.inf)
@@ -68,7 +72,9 @@ def turns(round_: int, num: int) -> list[int]:
     return row[::-1] if round_ // num % 2 else row
 
 
-def _timed(comm: Communicator, call: Call) -> float:
+def _timed(comm: Communicator, contestant: Contestant) -> float:
+    call, read = contestant
+    read[...] = 0
     comm.mpi.Barrier()
     start = time.perf_counter()
     call()

@@ -1,10 +1,10 @@
 """Collectives of the ranks of one node through memory that they share: each copies a piece there, all meet, all take what they want.
 
 [Note: ring] Each rank goes round in a ring of its own. One meeting a piece is enough: who meets for the next piece has taken everything
-of this one, so a place can be written again two pieces later. The ring is longer than that needs, some times a core's own cache: a line
-that the others have just read takes four times as long to write again as one that they have not looked at for a while. And it is no
-longer, so that it stays in the cache that cores share, and the memory's own bandwidth goes to the callers' arrays alone. Nobody reads
-its own piece there: while the others fetch the lines, that takes many times as long.
+of this one, so a place can be written again two pieces later. The ring has room for two pieces of the greatest length, and is as long as
+a core's own cache: so it stays in the caches, and the memory's own bandwidth goes to the callers' arrays alone. Short pieces go all
+round it, for a line that the others have just read takes up to four times as long to write again as one read a while ago. And nobody
+reads its own piece there: while the others fetch the lines, that takes many times as long.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,12 +22,13 @@ from collectives.transports.memory import NodeMemory
 from collectives.transports.pulls import ByPulling, Pull
 from collectives.transports.transport import even_parts, parts
 
-_RING_BYTES = 4 << 20  # of a rank
+_RING_BYTES = 1 << 20  # of a rank
 _NODE_BYTES = 64 << 20  # of all ranks of a node at most
-_PIECES = 4  # of the greatest length that the ring has room for
+_PIECES = 2  # of the greatest length that the ring has room for
 # Bytes of all ranks' arrays up to which each rank adds them all: above, it pays to meet twice and add a slice each.
 _ADD_ALL_BYTES = 1 << 16
 _LINE = 64  # bytes of a cache line
+_PLANNED_BYTES = 1 << 21  # in longer operations the time that a plan saves does not show
 _PLACES = 64  # in the ring where a piece may begin: so few that what is prepared for each can be kept
 
 Reduction = Callable[[np.ndarray, list[np.ndarray]], None]  # target, addends
@@ -91,7 +92,7 @@ class Staged(ByPulling):
 
         `all_gather` and `reduce_scatter` with equal counts and not in place.
         """
-        if any(isinstance(x, np.ndarray) and x.nbytes > self._ring_bytes // _PIECES for x in arguments):
+        if any(isinstance(x, np.ndarray) and x.nbytes > _PLANNED_BYTES for x in arguments):
             return None  # the time that a plan saves does not show
         arguments = tuple(unowned(x) if isinstance(x, np.ndarray) else x for x in arguments)
         reduction = None
@@ -200,9 +201,9 @@ class Staged(ByPulling):
             if not self._rings:
                 self._rings = self._memory.peers(self._memory.empty(self._ring_bytes))
             self._views[dtype] = [ring.view(dtype) for ring in self._rings]
-        itemsize, begin = dtype.itemsize, self._next
-        if begin + length * itemsize > self._ring_bytes:
-            begin = 0
-        self._next = begin + -(-length * itemsize // self._step) * self._step
-        begin //= itemsize
+        # As long as a power of two of steps, and at a multiple of that: so that two in turn never overlap, where the ring begins anew too.
+        room = self._step << (-(-length * dtype.itemsize // self._step) - 1).bit_length()
+        begin = -(-self._next // room) * room % self._ring_bytes
+        self._next = begin + room
+        begin //= dtype.itemsize
         return [ring[begin : begin + length] for ring in self._views[dtype]]
