@@ -1,10 +1,10 @@
 """Collectives of the ranks of one node through memory that they share: each copies a piece there, all meet, all take what they want.
 
 [Note: ring] Each rank goes round in a ring of its own. One meeting a piece is enough: who meets for the next piece has taken everything
-of this one, so a place can be written again two pieces later. The ring has room for two pieces of the greatest length, and is as long as
-a core's own cache: so it stays in the caches, and the memory's own bandwidth goes to the callers' arrays alone. Short pieces go all
-round it, for a line that the others have just read takes up to four times as long to write again as one read a while ago. And nobody
-reads its own piece there: while the others fetch the lines, that takes many times as long.
+of this one, so a place can be written again two pieces later. The ring has room for two pieces of the greatest length, some times a
+core's own cache: so it stays in the cache that cores share, and the memory's own bandwidth goes to the callers' arrays alone. Short
+pieces go all round it, for a line that the others have just read takes up to four times as long to write again as one read a while
+ago. And nobody reads its own piece there: while the others fetch the lines, that takes many times as long.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from collectives.transports.memory import NodeMemory
 from collectives.transports.pulls import ByPulling, Pull
 from collectives.transports.transport import even_parts, parts
 
-_RING_BYTES = 1 << 20  # of a rank
+_RING_BYTES = 2 << 20  # of a rank
 _NODE_BYTES = 64 << 20  # of all ranks of a node at most
 _PIECES = 2  # of the greatest length that the ring has room for
 # Bytes of all ranks' arrays up to which each rank adds them all: above, it pays to meet twice and add a slice each.
@@ -201,7 +201,7 @@ class Staged(ByPulling):
             if not self._rings:
                 self._rings = self._memory.peers(self._memory.empty(self._ring_bytes))
             self._views[dtype] = [ring.view(dtype) for ring in self._rings]
-        # As long as a power of two of steps, and at a multiple of that: so that two in turn never overlap, where the ring begins anew too.
+        # A power of two of steps, at a multiple of that: so two in turn never overlap, where the ring begins anew neither.
         room = self._step << (-(-length * dtype.itemsize // self._step) - 1).bit_length()
         begin = -(-self._next // room) * room % self._ring_bytes
         self._next = begin + room
