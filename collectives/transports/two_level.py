@@ -15,11 +15,10 @@ import numpy as np
 from collectives.dtypes import DType, dtype_of
 from collectives.reduction import divide
 from collectives.transports.pulls import Pull
-from collectives.transports.scheduled import Scheduled
 from collectives.transports.shared import Shared
 from collectives.transports.transport import even_parts, parts
 
-_CHUNK_BYTES = 1 << 21  # of what a rank has for the other nodes: what a link of 1 GB/s carries in 2 ms
+_CHUNK_BYTES = 1 << 20  # of what a rank has for the other nodes: as much as the executor receives at once
 
 _LANES = 8  # chunks under way at most
 _DONE = object()
@@ -136,7 +135,7 @@ class TwoLevel:
     ) -> tuple[Callable[..., Iterator[None]], int]:
         """How `operation` goes across nodes on `num_parts` times `length` elements, and how many of `length` make a chunk."""
         transport = self._across(operation, dtype, num_parts * length * dtype.itemsize)
-        if isinstance(transport, Scheduled) and transport.goes_in_rounds:
+        if getattr(transport, "goes_in_rounds", False):  # one of our own algorithms (scheduled.py)
             return getattr(transport, f"{operation}_steps"), max(_CHUNK_BYTES // (num_parts * dtype.itemsize), 1)
         return partial(_at_once, getattr(transport, operation)), length
 
