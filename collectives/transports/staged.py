@@ -17,6 +17,7 @@ from collectives.arrays import unowned
 from collectives.dtypes import DType
 from collectives.reduction import reduce_into
 from collectives.transports import pulls as exchanges
+from collectives.transports.distance import are_far
 from collectives.transports.meeting import WORDS, Meeting
 from collectives.transports.memory import NodeMemory
 from collectives.transports.pulls import ByPulling, Pull
@@ -45,7 +46,7 @@ class _Turn(NamedTuple):
 class Staged(ByPulling):
     """The collectives of the ranks of `mpi`, all on one node. Making it is collective. OSError if the node's memory cannot be had.
 
-    Arrays are flat, of the same length on all ranks unless said.
+    Arrays are flat, of the same length on all ranks unless said. `between_caches`: whether the ranks are far from each other.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -53,6 +54,7 @@ class Staged(ByPulling):
         self._memory = NodeMemory(mpi)
         words = memoryview(self._memory.shared(8 * WORDS * mpi.size)).cast("Q")  # type: ignore[arg-type]
         self._meet = Meeting(mpi, words).meet
+        self.between_caches = mpi.size > 1 and are_far(mpi, self._meet)
         self._step = (
             max(min(_RING_BYTES, _NODE_BYTES // mpi.size) // _PLACES // _LINE, 1) * _LINE
         )  # from place to place
