@@ -36,9 +36,8 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     for operation in _OPERATIONS
 }
 
-# Where an array lies: in a rank's own memory, on a node whose ranks share a cache, or do not ("far", transports/distance.py); in this
-# communicator's `empty` arrays (for all_gather: `out` in its `shared` array).
-MEMORIES = ("private", "far", "node")
+# Where an array lies: in a rank's own memory; in this communicator's `empty` arrays (for all_gather: `out` in its `shared` array).
+MEMORIES = ("private", "node")
 # Where the node's arrays make a difference.
 NODE_OPERATIONS = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
 # Here all ranks write one array. Only "shared" waits until nobody reads any more what stood there, so "auto" takes nothing else.

@@ -17,7 +17,6 @@ from collectives.arrays import unowned
 from collectives.dtypes import DType
 from collectives.reduction import reduce_into
 from collectives.transports import pulls as exchanges
-from collectives.transports.distance import are_far
 from collectives.transports.meeting import WORDS, Meeting
 from collectives.transports.memory import NodeMemory
 from collectives.transports.pulls import ByPulling, Pull
@@ -26,7 +25,8 @@ from collectives.transports.transport import even_parts, parts
 _RING_BYTES = 2 << 20  # of a rank
 _NODE_BYTES = 64 << 20  # of all ranks of a node at most
 _PIECES = 2  # of the greatest length that the ring has room for
-# Bytes of all ranks' arrays up to which each rank adds them all: above, it pays to meet twice and add a slice each.
+# Bytes of all ranks' arrays up to which each rank adds them all: above, it pays to meet twice and add a slice each, but for two
+# ranks: those read no less then. Halves take longer to add than to read.
 _ADD_ALL_BYTES = 1 << 16
 _LINE = 64  # bytes of a cache line
 _PLANNED_BYTES = 1 << 21  # in longer operations the time that a plan saves does not show
@@ -46,7 +46,7 @@ class _Turn(NamedTuple):
 class Staged(ByPulling):
     """The collectives of the ranks of `mpi`, all on one node. Making it is collective. OSError if the node's memory cannot be had.
 
-    Arrays are flat, of the same length on all ranks unless said. `between_caches`: whether the ranks are far from each other.
+    Arrays are flat, of the same length on all ranks unless said.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -54,7 +54,6 @@ class Staged(ByPulling):
         self._memory = NodeMemory(mpi)
         words = memoryview(self._memory.shared(8 * WORDS * mpi.size)).cast("Q")  # type: ignore[arg-type]
         self._meet = Meeting(mpi, words).meet
-        self.between_caches = mpi.size > 1 and are_far(mpi, self._meet)
         self._step = (
             max(min(_RING_BYTES, _NODE_BYTES // mpi.size) // _PLACES // _LINE, 1) * _LINE
         )  # from place to place
@@ -66,10 +65,10 @@ class Staged(ByPulling):
     # The operations that `ByPulling` has not
 
     def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
-        self._run(self._add(flat, wanted=True), self._reduction(op, dtype))
+        self._run(self._add(flat, dtype, wanted=True), self._reduction(op, dtype))
 
     def reduce(self, flat: np.ndarray, op: str, root: int, dtype: DType) -> None:
-        self._run(self._add(flat, wanted=self._rank == root), self._reduction(op, dtype))
+        self._run(self._add(flat, dtype, wanted=self._rank == root), self._reduction(op, dtype))
 
     def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
         """Each rank adds its part of all arrays. `out` may be its own place in `flat`."""
@@ -100,7 +99,7 @@ class Staged(ByPulling):
         reduction = None
         match operation, arguments:
             case "all_reduce", (flat, op, dtype):
-                turns, reduction = partial(self._add, flat, wanted=True), self._reduction(op, dtype)
+                turns, reduction = partial(self._add, flat, dtype, wanted=True), self._reduction(op, dtype)
             case "reduce_scatter", (out, flat, op, counts, dtype):
                 turns = partial(self._add_parts, flat, parts(counts), {self._rank: out})
                 reduction = self._reduction(op, dtype)
@@ -141,21 +140,24 @@ class Staged(ByPulling):
         made, self._next = prepared[begin]
         self._run(made, reduction)
 
-    def _add(self, flat: np.ndarray, *, wanted: bool) -> Iterator[_Turn]:
+    def _add(self, flat: np.ndarray, dtype: DType, *, wanted: bool) -> Iterator[_Turn]:
         """The reduction of all ranks' arrays, of the same bits on all ranks, into `flat` where it is `wanted`."""
         rank, size = self._rank, self._size
-        adds_all = size <= 2 or flat.nbytes * size <= _ADD_ALL_BYTES
+        adds_all = (size <= 2 and not dtype.is_half) or flat.nbytes * size <= _ADD_ALL_BYTES
         for start, length in self._pieces(flat.size, flat.itemsize):
             piece = flat[start : start + length]
             shown = self._places(flat.dtype, length)
-            shows, shown[rank] = [(shown[rank], piece)], piece
+            place, shown[rank] = shown[rank], piece
             if adds_all:
-                yield _Turn(shows, sums=[(piece, shown)] if wanted else ())
+                yield _Turn([(place, piece)], sums=[(piece, shown)] if wanted else ())
                 continue
             bounds = [slice(*part) for part in even_parts(length, size)]
-            mine, sums = bounds[rank], self._places(flat.dtype, length)
+            mine, others = bounds[rank], (slice(bounds[rank].start), slice(bounds[rank].stop, None))
+            sums = self._places(flat.dtype, length)
             total = piece[mine] if wanted else sums[rank][mine]
-            yield _Turn(shows, sums=[(total, [array[mine] for array in shown])])
+            yield _Turn(
+                [(place[part], piece[part]) for part in others], sums=[(total, [array[mine] for array in shown])]
+            )
             yield _Turn(
                 [(sums[rank][mine], total)] if wanted else (),
                 takes=[(piece[part], sums[peer][part]) for peer, part in enumerate(bounds) if peer != rank and wanted],

@@ -417,7 +417,7 @@ def test_a_table_is_given_to_all_ranks_alike(comm: Communicator) -> None:
             ValueError, match=rf"use_table: the table differs from rank 0's.* \[rank {comm.size - 1} of"
         ):
             mine.use_table(table if comm.rank < comm.size - 1 else before)
-        with pytest.raises(ValueError, match=rf"use_table: table: version 0; expected 1 \[rank 1 of {comm.size}\]"):
+        with pytest.raises(ValueError, match=rf"use_table: table: version 0; expected 2 \[rank 1 of {comm.size}\]"):
             mine.use_table({"version": 0} if comm.rank == 1 else table)
     assert mine.table == mine.node.table == table
     mine.use_table(before)
