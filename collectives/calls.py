@@ -34,7 +34,6 @@ class Calls:
     rank: int
     size: int
     checked: bool
-    private_memory: str
     _memory: Any  # a NodeMemory; None on several nodes
     _group: Any
     _progress: Any
@@ -63,9 +62,7 @@ class Calls:
         self._progress.pending()  # an error on a communicator that was freed
         on_device = any(b.device is not None for b in call.arrays)
         if not (on_device and call.algorithm == "nccl"):
-            self._choose(
-                call, call.arrays[0].nbytes, self.private_memory
-            )  # wrong ones are errors now, not at their turn
+            self._choose(call, call.arrays[0].nbytes, "private")  # wrong ones are errors now, not at their turn
         if self._group is not None:
             if async_op:
                 raise ValueError("group: operations within a group take no async_op")
@@ -90,7 +87,7 @@ class Calls:
         b, memory = call.arrays[0], self._memory
         size, name = b.flat.size, b.dtype.name
         number = 0 if memory is None or memory.holds_none else memory.find(b.flat)[0]
-        where = "node" if number else self.private_memory
+        where = "node" if number else "private"
         if not self.checked:
             chosen = self._choose(call, b.flat.nbytes, where)
             return self._log.enter(call.operation, size, name, call.op, call.root, chosen)

@@ -108,9 +108,6 @@ class Communicator(Collectives, Messages, Control):
             self._join_nodes()
         self.placement = Placement.of([len(ranks) for ranks in self._grid])
         self.num_nodes = len(self._grid)
-        staged = self._transports.get("staged")
-        # What "auto" takes ordinary arrays for.
-        self.private_memory = "far" if isinstance(staged, Staged) and staged.between_caches else "private"
         self._take_own(built_in() if table is None else table)
 
     def _share_memory(self, memory: NodeMemory) -> None:
@@ -156,8 +153,7 @@ class Communicator(Collectives, Messages, Control):
 
     def _chosen(self, operation: str, dtype: DType, nbytes: int) -> Any:
         """The Transport that "auto" takes for arrays in private memory."""
-        chosen = self._selector.choose(operation, "auto", dtype=dtype, nbytes=nbytes, memory=self.private_memory)
-        return self._transport(chosen)
+        return self._transport(self._selector.choose(operation, "auto", dtype=dtype, nbytes=nbytes))
 
     @property
     def has_progress_thread(self) -> bool:

@@ -14,7 +14,7 @@ from collectives.bench.results import Measurement
 from collectives.bench.timing import Limits, measure
 from collectives.communicator import Communicator
 from collectives.dtypes import TABLE, DType
-from collectives.selection import ALGORITHMS, NODE_OPERATIONS, Selector, kind_of
+from collectives.selection import ALGORITHMS, MEMORIES, NODE_OPERATIONS, Selector, kind_of
 from collectives.table import KINDS, Entry
 
 CLEARLY = 0.05
@@ -66,7 +66,7 @@ def cases(comm: Communicator, operations: Sequence[str]) -> Iterator[tuple[str, 
             if kind_of(operation, dtype) != kind:
                 continue
             of_node = comm.num_nodes == 1 and operation in NODE_OPERATIONS
-            for memory in (comm.private_memory, "node") if of_node else (comm.private_memory,):
+            for memory in MEMORIES if of_node else ("private",):
                 if selector.has_choice(operation, dtype=dtype, memory=memory):
                     yield operation, memory, kind, dtype
 

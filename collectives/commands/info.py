@@ -41,12 +41,6 @@ def run(options: argparse.Namespace) -> int:
         table.add_row("shared memory", f"{folder}, {free} free" + ("" if comm.num_nodes == 1 else " on rank 0's node"))
         reads = "read directly" if comm.node.reads_peers else "not readable: passed through windows in shared memory"
         table.add_row("private memory of peers", reads)
-        caches = (
-            "not shared by the ranks of a node"
-            if comm.node.private_memory == "far"
-            else "shared by the ranks of a node"
-        )
-        table.add_row("caches", caches)
         table.add_row(
             "asynchronous operations", "on a progress thread" if comm.has_progress_thread else "carried out at wait()"
         )

@@ -1,4 +1,4 @@
-"""Where the ranks of a node meet: what was written before is read after, and waiting holds nothing up. How far they are apart."""
+"""Where the ranks of a node meet: what was written before is read after, and waiting holds nothing up."""
 
 import time
 from collections.abc import Callable
@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.table import Table
-from collectives.transports import distance, meeting
+from collectives.transports import meeting
 from collectives.transports.meeting import WORDS, Meeting
 
 pytestmark = pytest.mark.one_node
@@ -64,24 +63,3 @@ def test_a_long_wait_leaves_the_core_to_others(comm: Communicator) -> None:
         used = time.process_time()
         meet()
         assert time.process_time() - used < 0.6
-
-
-def test_the_distance_of_the_ranks_decides_what_auto_takes(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    if comm.size == 1:
-        pytest.skip("one rank is near to itself")
-    assert len(set(comm.all_gather_object(comm.node.private_memory))) == 1
-    row = {"operation": "all_reduce", "kind": "native", "ranks": comm.size, "nodes": 1}
-    entries = [
-        {**row, "memory": "private", "choices": [[None, "staged"]]},
-        {**row, "memory": "far", "choices": [[None, "ring"]]},
-    ]
-    table = Table.from_dict({**Table(()).to_dict(), "entries": entries})
-    x = np.zeros(10)
-    for speed, chosen in ((0.0, "staged"), (float("inf"), "ring")):
-        monkeypatch.setattr(distance, "_NEAR", speed)
-        group = comm.split(0)
-        group.use_table(table)
-        group.all_reduce(x)
-        group.all_reduce(x)
-        assert (set(group._transports) - {"mpi", "shared", "staged"} == {"ring"}) == (chosen == "ring")
-        group.free()

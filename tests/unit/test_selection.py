@@ -134,7 +134,7 @@ def test_kinds_of_dtypes() -> None:
 
 def test_each_memory_has_choices_of_its_own_or_those_of_private_memory() -> None:
     table = Table((*table_of((None, "tree")).entries, *table_of((None, "shared"), memory="node").entries))
-    assert [chosen("all_reduce", memory=memory, table=table) for memory in MEMORIES] == ["tree", "tree", "shared"]
+    assert [chosen("all_reduce", memory=memory, table=table) for memory in MEMORIES] == ["tree", "shared"]
 
 
 def test_an_all_gather_into_the_node_s_one_array_is_always_ordered() -> None:
@@ -236,7 +236,7 @@ GOOD = table_of((1000, "tree"), (None, "ring")).to_dict()
         ({"operation": "sing"}, r"entries\[0\]: operation 'sing'; expected one of all_reduce, "),
         ({"operation": []}, r"entries\[0\]: operation \[\]; expected one of"),
         ({"kind": "complex"}, r"kind 'complex'; expected one of native, half"),
-        ({"memory": "disk"}, r"memory 'disk'; expected one of private, far, node"),
+        ({"memory": "disk"}, r"memory 'disk'; expected one of private, node"),
         ({"ranks": 0}, r"ranks 0; expected a whole number from 1"),
         ({"nodes": True}, r"nodes True; expected a whole number from 1"),
         ({"nodes": 3}, r"2 ranks on 3 nodes"),
