@@ -54,11 +54,10 @@ class Staged(ByPulling):
         self._memory = NodeMemory(mpi)
         words = memoryview(self._memory.shared(8 * WORDS * mpi.size)).cast("Q")  # type: ignore[arg-type]
         self._meet = Meeting(mpi, words).meet
-        self._step = (
-            max(min(_RING_BYTES, _NODE_BYTES // mpi.size) // _PLACES // _LINE, 1) * _LINE
-        )  # from place to place
+        ring = min(_RING_BYTES, _NODE_BYTES // mpi.size)
+        self._step = max(ring // _PLACES // _LINE, 1) * _LINE  # bytes from place to place
         self._ring_bytes = _PLACES * self._step
-        self._next = 0  # byte of the ring
+        self._next = 0  # byte of the ring; the same on all ranks, as the lengths of what they show are
         self._rings: list[np.ndarray] = []  # each rank's, once it is needed, and as elements of a dtype:
         self._views: dict[np.dtype, list[np.ndarray]] = {}
 
