@@ -38,8 +38,12 @@ def key_of(x: Any) -> Hashable:
             return None  # not contiguous, or a dtype that the buffer protocol has no word for
         return memory.address, memory.nbytes, x.dtype, memory.readonly
     torch = sys.modules.get("torch")
-    if torch is not None and type(x) is torch.Tensor and x.is_cpu and x.layout is torch.strided and x.is_contiguous():
-        return x.data_ptr(), x.numel(), x.dtype
+    if torch is not None and type(x) is torch.Tensor:
+        try:
+            # one in GPU memory has no plan, and lies where no host array can
+            return (x.data_ptr(), x.numel(), x.dtype) if x.is_contiguous() else None
+        except RuntimeError:
+            return None  # sparse
     return None
 
 
