@@ -171,6 +171,8 @@ def _find_library(x: object) -> Library:
 
 
 def _open_numpy(x: Any, name: str) -> np.ndarray:
+    if isinstance(x, np.ma.MaskedArray):
+        raise ValueError(f"{name} is masked; pass its data and its mask as two arrays")
     return np.asarray(x)
 
 

@@ -106,6 +106,8 @@ class Communicator(Collectives, Messages, Control):
                 by_leader.setdefault(leader, []).append(rank)
             self._grid = list(by_leader.values())
             self._join_nodes()
+        if self._memory is not None:
+            self._memory.plans.add(self._plans)
         self.placement = Placement.of([len(ranks) for ranks in self._grid])
         self.num_nodes = len(self._grid)
         self._take_own(built_in() if table is None else table)
@@ -297,7 +299,6 @@ class Communicator(Collectives, Messages, Control):
             raise ValueError(f"{kind}: shape {shape}; expected lengths of at least 0")
         nbytes = prod(map(int, shape)) * row.itemsize
         self._progress.flush()
-        self._plans.forget()
         with self._enter(kind, f"{kind}({shape}, {row.name})"):
             if self._memory is None:
                 flat = np.zeros(nbytes, np.uint8)

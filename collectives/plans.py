@@ -41,7 +41,8 @@ def key_of(x: Any) -> Hashable:
     if torch is not None and type(x) is torch.Tensor:
         try:
             # one in GPU memory has no plan, and lies where no host array can
-            return (x.data_ptr(), x.numel(), x.dtype) if x.is_contiguous() else None
+            # (torch's views that are to be negated when read are refused elsewhere)
+            return (x.data_ptr(), x.numel(), x.dtype) if x.is_contiguous() and not x.is_neg() else None
         except RuntimeError:
             return None  # sparse
     return None

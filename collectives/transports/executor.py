@@ -48,6 +48,7 @@ class _Receive(NamedTuple):
     place: Chunk
     operand: Chunk  # what is added to what arrives; the sum goes to `place`
     incoming: np.ndarray | None  # where it arrives, if it is to be added
+    is_first: bool  # of the operands is what arrives: by rank, so that two which exchange come to the same bits, also of -0.0 and 0.0
 
 
 class _Step(NamedTuple):
@@ -95,7 +96,7 @@ class Executor:
                 MPI.Prequest.Startall(sends)
             posted = _post(receives, 0, _NUM_INCOMING)
             yield
-            for done, (request, place, operand, incoming) in enumerate(receives):
+            for done, (request, place, operand, incoming, is_first) in enumerate(receives):
                 posted = _post(receives, posted, done + _NUM_INCOMING)
                 request.Wait()
                 if is_exchange:
@@ -103,7 +104,7 @@ class Executor:
                 if incoming is not None:
                     total = arrays[place.array][place.begin : place.end]
                     mine = arrays[operand.array][operand.begin : operand.end]
-                    self.arithmetic.reduce_into(total, [mine, incoming], op, dtype)
+                    self.arithmetic.reduce_into(total, [incoming, mine] if is_first else [mine, incoming], op, dtype)
             if sends:
                 MPI.Request.Waitall(sends)
         # Not before: an error leaves requests behind that cannot be started again.
@@ -154,9 +155,8 @@ class Executor:
                         target = [incoming.view(np.uint8), MPI.BYTE]
                     else:
                         target = memory(place)
-                    receives.append(
-                        _Receive(self._mpi.Recv_init(target, recv.peer, _TAG + lane), place, operand, incoming)
-                    )
+                    request = self._mpi.Recv_init(target, recv.peer, _TAG + lane)
+                    receives.append(_Receive(request, place, operand, incoming, recv.peer < self._mpi.rank))
             is_exchange = send is not None and recv is not None and recv.reduce and send[1:] == (recv.chunk, recv.count)
             prepared.append(_Step(sends, receives, is_exchange))
             num_requests += len(sends) + len(receives)

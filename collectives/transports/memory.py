@@ -10,6 +10,7 @@ ends. Not MPI windows: those do not survive a dead rank.
 import mmap
 import os
 import weakref
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
@@ -20,6 +21,7 @@ import numpy as np
 
 from collectives.arrays import address_of
 from collectives.diagnosis import together
+from collectives.plans import Plans
 from collectives.units import show_bytes
 
 _ALIGN = mmap.PAGESIZE
@@ -48,8 +50,12 @@ class NodeMemory:
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
-        self._segments: list[_Segment] = []
+        self._segments: dict[int, _Segment] = {}  # by number
+        self._starts: list[int] = []  # their addresses, rising
+        self._numbers: list[int] = []  # in the order of these
         self._num_allocated = 0
+        # Of the communicators that know this memory. Forgotten when some is allocated: it may lie where a planned array was.
+        self.plans: weakref.WeakSet[Plans] = weakref.WeakSet()
 
     def shared(self, nbytes: int) -> np.ndarray:
         """`nbytes` bytes of zeros that are the same memory on every rank."""
@@ -88,11 +94,14 @@ class NodeMemory:
             if mpi.rank == 0:
                 Path(path).unlink(missing_ok=True)
         flat = np.frombuffer(mapping, np.uint8)
-        self._segments = [segment for segment in self._segments if segment.mapping() is not None]
         self._num_allocated += 1
-        self._segments.append(
-            _Segment(self._num_allocated, weakref.ref(mapping), address_of(flat), length, stride),
-        )
+        new = _Segment(self._num_allocated, weakref.ref(mapping), address_of(flat), length, stride)
+        alive = [segment for segment in self._segments.values() if segment.mapping() is not None]
+        segments = sorted([*alive, new], key=lambda segment: segment.address)
+        self._segments = {segment.number: segment for segment in segments}
+        self._starts, self._numbers = [segment.address for segment in segments], list(self._segments)
+        for plans in self.plans:
+            plans.forget()
         return flat
 
     @staticmethod
@@ -111,7 +120,7 @@ class NodeMemory:
     def peers(self, flat: np.ndarray) -> list[np.ndarray]:
         """Every rank's `empty` array of which `flat` is this rank's, in order of rank."""
         number, at = self.find(flat)
-        (stride,) = (segment.stride for segment in self._segments if segment.number == number)
+        stride = self._segments[number].stride
         within = at - self._mpi.rank * stride
         views = [self.view(number, rank * stride + within, flat.nbytes) for rank in range(self._mpi.size)]
         return [view for view in views if view is not None]  # which all are: `flat` keeps them alive
@@ -124,28 +133,28 @@ class NodeMemory:
     def find(self, flat: np.ndarray) -> tuple[int, int]:
         """(number of the allocation, byte in it) of `flat`, for `view` on any rank; (0, its address) where it is private memory."""
         address = address_of(flat)
-        if flat.size:  # else its address says nothing
-            for segment in self._segments:
-                at = address - segment.address
-                if at >= 0 and at + flat.nbytes <= segment.length and segment.mapping() is not None:
-                    return segment.number, at
+        index = bisect_right(self._starts, address) - 1
+        if flat.size and index >= 0:  # without elements its address says nothing
+            segment = self._segments[self._numbers[index]]
+            at = address - segment.address
+            if at + flat.nbytes <= segment.length and segment.mapping() is not None:
+                return segment.number, at
         return 0, address
 
     def view(self, number: int, at: int, nbytes: int) -> np.ndarray | None:
         """The bytes that a rank of the node `find`s at this place; None if this rank has let go of its own array of the allocation."""
-        for segment in self._segments:
-            if segment.number == number and (mapping := segment.mapping()) is not None:
-                return np.frombuffer(mapping, np.uint8, nbytes, at)
-        return None
+        segment = self._segments.get(number)
+        mapping = None if segment is None else segment.mapping()
+        return None if mapping is None else np.frombuffer(mapping, np.uint8, nbytes, at)
 
     def is_one_array(self, number: int) -> bool:
         """Whether all ranks see the same elements there: `shared`, not `empty`."""
-        return any(segment.number == number and segment.stride == 0 for segment in self._segments)
+        return number in self._segments and self._segments[number].stride == 0
 
     def place(self, flat: np.ndarray) -> str:
         """Where `flat` lies, in words that are the same on all ranks that pass the same place of the same allocation."""
         number, at = self.find(flat)
         if not number:
             return "private memory"
-        (stride,) = (segment.stride for segment in self._segments if segment.number == number)
+        stride = self._segments[number].stride
         return f"node memory {number} + {at % stride if stride else at} bytes"

@@ -65,11 +65,14 @@ def _block(count: int, itemsize: int) -> MPI.Datatype:
 
 @functools.cache
 def _op(op: str, dtype: np.dtype) -> MPI.Op:
-    """MPI's operation, but of its max and min on floating numbers one that hands on NaN, as all other algorithms do.
+    """MPI's operation, or one by NumPy where MPI libraries do otherwise than all other algorithms.
 
-    Those of MPI libraries compare, and a comparison with NaN takes whichever operand comes second: not the same on all ranks.
+    Their max and min compare, and a comparison with NaN takes whichever operand comes second; that of 0.0 and -0.0 does so in NumPy
+    too, so these do not commute, or the ranks would differ. Open MPI's vectorised sums of 8 and 16 bits end at the largest integer
+    instead of wrapping around.
     """
-    if op not in ("max", "min") or dtype.kind != "f":
+    compares = op in ("max", "min") and dtype.kind == "f"
+    if not compares and not (op == "sum" and dtype.kind in "iu" and dtype.itemsize <= 2):
         return _OPS[op]
     ufunc = UFUNCS[op]
 
@@ -77,7 +80,7 @@ def _op(op: str, dtype: np.dtype) -> MPI.Op:
         result = np.frombuffer(total, dtype)
         ufunc(np.frombuffer(mine, dtype), result, out=result)
 
-    return MPI.Op.Create(combine, commute=True)
+    return MPI.Op.Create(combine, commute=not compares)
 
 
 def _reducible(flat: np.ndarray, dtype: DType) -> tuple[np.ndarray, Any]:

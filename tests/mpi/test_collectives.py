@@ -340,6 +340,32 @@ def test_random_data_is_reduced_to_the_same_bits_on_all_ranks_and_every_time(gro
                     assert same(results[0], in_order.astype(row.numpy)), (row.name, size)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "int64"])
+def test_integer_sums_wrap_around(group: Communicator, dtype: str) -> None:
+    # Open MPI's vectorised sums of short integers end at the largest one, in all but an array's last few elements.
+    largest = np.iinfo(dtype).max
+    with np.errstate(over="ignore"):
+        expected = np.full(group.size, largest, dtype).sum(dtype=dtype)
+    for size in (1, 64, 5003):
+        x = np.full(size, largest, dtype)
+        for algorithm in algorithms(group, "all_reduce"):
+            total = group.all_reduce(x.copy(), algorithm=algorithm)
+            assert (total == expected).all(), (size, algorithm)
+        y, part = np.full(size * group.size, largest, dtype), np.empty(size, dtype)
+        for algorithm in algorithms(group, "reduce_scatter"):
+            assert (group.reduce_scatter(part, y, algorithm=algorithm) == expected).all(), (size, algorithm)
+
+
+def test_zeros_of_both_signs_have_the_same_bits_on_all_ranks(group: Communicator) -> None:
+    for row in (TABLE[name] for name in FLOATS):
+        for size in (1, 64, 5000):
+            x = np.full(size, -0.0 if group.rank % 2 else 0.0).astype(row.numpy)
+            for algorithm in algorithms(group, "all_reduce"):
+                for op in ("sum", "max", "min", "prod"):
+                    bits = group.all_reduce(x.copy(), op, algorithm=algorithm).tobytes()
+                    assert len(set(group.all_gather_object(bits))) == 1, (row.name, size, algorithm, op)
+
+
 def test_halves_overflow_to_infinity_without_a_warning(group: Communicator) -> None:
     for algorithm in algorithms(group, "all_reduce"):
         for size in (3, 5000):  # by NumPy's kernels and by torch's

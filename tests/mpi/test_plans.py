@@ -70,6 +70,8 @@ def test_other_arrays_at_the_same_address(group: Communicator) -> None:
         group.all_reduce(t.view(2, 3).t().expand(3, 2))
     with pytest.raises(TypeError, match=r"torch\.sparse_coo tensor; expected a dense one"):
         group.all_reduce(t.to_sparse())
+    with pytest.raises(TypeError, match="x is no tensor that NumPy can view"):
+        group.all_reduce(torch._neg_view(t))
 
 
 def test_plans_keep_no_array_alive_and_are_limited(group: Communicator) -> None:
@@ -95,6 +97,10 @@ def test_what_changes_the_choice_forgets_the_plans(group: Communicator) -> None:
     group.all_reduce(x)
     memory = group.empty(3, np.float64)
     assert num_plans(group) == 0, "another array may come to lie where this one was"
+    group.all_reduce(x)
+    of_node = group.node.shared(3, np.float64)
+    assert num_plans(group) == (0 if group.num_nodes == 1 else 1), "also one of the node's, where all ranks are on it"
+    del of_node
     group.all_reduce(memory, algorithm="mpi")
     assert num_plans(group) == (0 if group.num_nodes == 1 else 1), "none for the node's memory"
 

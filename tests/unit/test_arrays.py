@@ -153,6 +153,7 @@ def test_what_offers_them_and_does_not_fit() -> None:
         (torch.zeros(1).expand(4), ValueError, "gradient is not contiguous"),
         (torch.zeros(3, device="meta"), TypeError, "gradient is on meta; expected host memory"),
         (torch.eye(3).to_sparse(), TypeError, "gradient is a torch.sparse_coo tensor; expected a dense one"),
+        (np.ma.masked_array(np.zeros(2), [True, False]), ValueError, "gradient is masked; pass its data and its mask"),
     ],
 )
 def test_what_cannot_be_viewed_raises_and_says_what_to_do(x: Any, kind: type[Exception], text: str) -> None:
