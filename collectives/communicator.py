@@ -6,7 +6,6 @@ that do not fit each other. What differs between ranks is found in checked mode 
 """
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from collectives.arrays import like
 from collectives.control import Control
 from collectives.diagnosis.record import Log
 from collectives.dtypes import TABLE, DType, dtype_of
+from collectives.environment import switch
 from collectives.group import Group
 from collectives.messages import Messages
 from collectives.operations import Collectives
@@ -69,7 +69,7 @@ class Communicator(Collectives, Messages, Control):
         self.mpi = mpi
         self.rank: int = mpi.rank
         self.size: int = mpi.size
-        self.checked = os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0") if checked is None else checked
+        self.checked = bool(switch("MPITRAIN_DEBUG")) if checked is None else checked
         self._log = Log(ranks_of_job(mpi), _name)
         self._progress = progress = progress or Deferred()
         self._plans, self._keeps_plans = Plans(), not self.checked

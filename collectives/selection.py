@@ -135,7 +135,9 @@ class Selector:
         return algorithm
 
     def feasible(self, operation: str, *, dtype: DType, nbytes: int) -> list[str]:
-        """The algorithms that `choose` would take by name."""
+        """The algorithms that `choose` would take by name. ValueError for an unknown operation."""
+        if operation not in ALGORITHMS:
+            raise ValueError(f"operation {operation!r} is unknown; expected {', '.join(ALGORITHMS)}")
         return [name for name in ALGORITHMS[operation] if self._obstacle(operation, name, dtype, nbytes) is None]
 
     def _obstacle(self, operation: str, algorithm: str, dtype: DType, nbytes: int) -> str | None:

@@ -6,7 +6,8 @@ import sys
 
 from collectives import diagnosis, table_cache
 from collectives.communicator import Communicator
-from collectives.diagnosis import monitor
+from collectives.diagnosis import deadline, monitor
+from collectives.environment import check_switches
 from collectives.table import Table, built_in
 from collectives.work import Progress, choose_progress
 
@@ -21,8 +22,10 @@ def world() -> Communicator:
     from mpi4py import MPI
 
     clone = MPI.COMM_WORLD.Dup()
-    if clone.size > 1:
-        diagnosis.abort_on_uncaught(clone)
+    diagnosis.abort_on_uncaught(clone)
+    with diagnosis.together(clone, ""):
+        check_switches()
+        deadline.from_environment()
     progress = choose_progress(clone, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
     comm = Communicator(clone, progress=progress, _name="world")
     monitor.start(clone, checked=comm.checked)

@@ -21,8 +21,12 @@ def _parsed(text: str, units: dict[str, Fraction], error: str) -> Fraction:
 
 
 def parse_size(text: str) -> int:
-    """'64KiB' as a number of bytes; ValueError if it is none."""
-    return int(_parsed(text, _BYTES, "size {}; expected bytes, such as 4096, 64KiB, 1.5MiB or 1GiB"))
+    """'64KiB' as a number of bytes; ValueError if it is none, or less than 1."""
+    error = "size {}; expected bytes, 1 at least, such as 4096, 64KiB, 1.5MiB or 1GiB"
+    nbytes = int(_parsed(text, _BYTES, error))
+    if nbytes < 1:
+        raise ValueError(error.format(repr(text.strip())))
+    return nbytes
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -30,8 +34,8 @@ def parse_sizes(text: str) -> list[int]:
     if ".." not in text:
         return [parse_size(part) for part in text.split(",")]
     first, last = (parse_size(part) for part in text.split("..", 1))
-    if not 0 < first <= last:
-        raise ValueError(f"sizes {text!r}; expected a range that rises, and begins above 0")
+    if first > last:
+        raise ValueError(f"sizes {text!r}; expected a range that rises")
     sizes = []
     while first <= last:
         sizes.append(first)

@@ -12,10 +12,13 @@ The rule for both: ranks issue their collectives in the same order, also those o
 import os
 import queue
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+from collectives.environment import switch
 
 
 class Work(ABC):
@@ -56,6 +59,9 @@ class Progress(ABC):
     """Carries out asynchronous operations in the order in which they were issued [Note: progress]. One a process."""
 
     on_thread: bool
+
+    def __init__(self) -> None:
+        _of_this_process.add(self)
 
     @abstractmethod
     def issue(self, operation: Callable[[], Any], mpi: Any) -> Work:
@@ -109,6 +115,7 @@ class Deferred(Progress):
     on_thread = False
 
     def __init__(self) -> None:
+        super().__init__()
         self._queue: deque[_Deferred] = deque()
         self._busy = False
 
@@ -147,15 +154,16 @@ class Deferred(Progress):
 
 
 class _Threaded(Work):
-    def __init__(self, operation: Callable[[], Any]) -> None:
+    def __init__(self, progress: Progress, operation: Callable[[], Any]) -> None:
         super().__init__()
-        self._operation = operation
+        self._progress, self._operation = progress, operation
         self._event = threading.Event()
 
     def done(self) -> bool:
-        return self._event.is_set()
+        return self._event.is_set() or self._progress.pending()  # which is never so, and an error in a forked child
 
     def _finish(self) -> None:
+        self._progress.pending()
         self._event.wait()
 
     def carry_out(self) -> None:
@@ -170,6 +178,7 @@ class Thread(Progress):
     on_thread = True
 
     def __init__(self) -> None:
+        super().__init__()
         self._queue: queue.SimpleQueue[_Threaded | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -177,7 +186,7 @@ class Thread(Progress):
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="collectives-progress", daemon=True)
             self._thread.start()
-        work = _Threaded(operation)
+        work = _Threaded(self, operation)
         self._queue.put(work)
         return work
 
@@ -186,7 +195,7 @@ class Thread(Progress):
 
     def drain(self) -> None:
         if self._thread is not None and self._thread is not threading.current_thread():
-            last = _Threaded(lambda: None)
+            last = _Threaded(self, lambda: None)
             self._queue.put(last)
             last.wait()
 
@@ -221,13 +230,47 @@ class Freed(Progress):
         self.pending()
 
 
+class Forked(Freed):
+    """Of all communicators in a child process that a rank has forked, where each call would wait for ever or harm the parent's."""
+
+    def pending(self) -> bool:
+        raise RuntimeError(
+            "a forked child cannot use its parent's communicator; start a new process (multiprocessing's spawn, subprocess), or leave "
+            "communication to the parent"
+        )
+
+    def issue(self, operation: Callable[[], Any], mpi: Any) -> Work:
+        self.pending()
+        raise AssertionError
+
+    def advance(self) -> None:
+        self.pending()
+
+    def finish(self, work: Work) -> None:
+        """Of a Work that the parent's queue holds."""
+        self.pending()
+
+    def close(self) -> None:
+        """Nothing: at the end of a child there is nothing to carry out."""
+
+
+_of_this_process: weakref.WeakSet[Progress] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a child. Each call asks its Progress first, also one that has a plan: so nothing else need know of it."""
+    for progress in _of_this_process:
+        progress.__class__ = Forked
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def choose_progress(mpi: Any, threads_allowed: bool) -> Progress:
     """A progress thread if MPITRAIN_PROGRESS_THREAD=1, or unless it is 0 where every rank has two cores or more. Collective."""
-    chosen = os.environ.get("MPITRAIN_PROGRESS_THREAD", "auto")
-    if chosen not in ("0", "1", "auto"):
-        raise ValueError(f"MPITRAIN_PROGRESS_THREAD is {chosen!r}; expected 0, 1 or auto")
+    chosen = switch("MPITRAIN_PROGRESS_THREAD")
     # Ranks that are bound to cores of their own share no set of cores; others share theirs with all that have the same set.
     cores = tuple(sorted(os.sched_getaffinity(0)))
     sharing = mpi.allgather((os.uname().nodename, cores, chosen)).count((os.uname().nodename, cores, chosen))
-    wanted = chosen == "1" or (chosen == "auto" and len(cores) >= 2 * sharing)
+    wanted = len(cores) >= 2 * sharing if chosen is None else chosen
     return Thread() if all(mpi.allgather(wanted and threads_allowed)) else Deferred()

@@ -35,7 +35,7 @@ def text(why: str, limit: int = NUM_SLOTS) -> str:
         f"process {os.getpid()} on {socket.gethostname()}"
     ]
     for one in open_operations():
-        lines.append(f"  now, for {now - one.begun:.1f} s: {described(one)}, at {stacks.call_site(one.thread)}")
+        lines.append(f"  now, for {_since(one.begun, now):.1f} s: {described(one)}, at {stacks.call_site(one.thread)}")
     lines.append(f"  main thread: {stacks.standing(_main_thread())}")
     lines += [f"  {line}" for line in table(operations[-limit:], now)]
     if len(operations) > limit:
@@ -47,11 +47,16 @@ def table(operations: Sequence[Operation], now: float) -> list[str]:
     """One line per operation, oldest first."""
     if not operations:
         return ["no operation yet"]
-    rows = [f"{'begun':>9}  {'took':>9}  state   operation"]
+    rows = [f"{'begun':>13}  {'took':>9}  state   operation"]
     for one in operations:
-        took = f"{(one.ended - one.begun) * 1e3:6.1f} ms" if one.ended else ""
-        rows.append(f"{one.begun - now:7.1f} s  {took:>9}  {one.state:<6}  {described(one)}")
+        took = f"{_since(one.begun, one.ended) * 1e3:6.1f} ms" if one.ended else ""
+        rows.append(f"{_since(one.begun, now):7.1f} s ago  {took:>9}  {one.state:<6}  {described(one)}")
     return rows
+
+
+def _since(begun: float, now: float) -> float:
+    """Seconds, none of them negative: an operation may have begun after the clock was read."""
+    return max(now - begun, 0.0)
 
 
 def described(operation: Operation) -> str:

@@ -5,10 +5,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from collectives.diagnosis import dump, record
+from collectives.diagnosis import child, dump, record
 from collectives.diagnosis.together import on_all_ranks
 
 NUM_SHOWN = 5
@@ -32,36 +33,28 @@ def how_ended() -> str:
     error = getattr(sys, "last_value", None)
     if error is not None:
         return f"an uncaught {type(error).__name__}"
-    return _last_exit or "its script returned, or raised SystemExit"
-
-
-_last_exit = ""
+    if _last_exit is not None:
+        return f"sys.exit({'' if _last_exit[0] is None else repr(_last_exit[0])})"
+    return "its script returned, or raised SystemExit"
 
 
 class _Exit(SystemExit):
-    """Of `sys.exit`: notes that the program ends by it, at the moment when no frame is left that could have caught it.
+    """Of `sys.exit`: notes that the program ends by it, at the moment when no frame is left that could have caught it."""
 
-    A rank that ends by itself with an error then ends the job.
-    """
-
-    def __init__(self, mpi: Any, code: Any) -> None:
+    def __init__(self, ends: Callable[[Any], None], code: Any) -> None:
+        """`ends(code)`: called at that moment."""
         super().__init__(code)
-        self._mpi = mpi
+        self._ends = ends
 
     def __del__(self) -> None:
-        global _last_exit
         try:
             sys._getframe(1)
         except ValueError:
             # Dropped by the interpreter itself on its way out. A caller that catches it is still there, in a frame.
-            _last_exit = f"sys.exit({'' if self.code is None else repr(self.code)})"
-            if self.code in (None, 0) or _leaving_together:
-                return
-            shown = f"with exit code {self.code}" if isinstance(self.code, int) else f": {self.code}"
-            print(
-                f"[rank {self._mpi.rank}] ended by sys.exit {shown}, and with it the job", file=sys.stderr, flush=True
-            )
-            self._mpi.Abort(self.code if isinstance(self.code, int) else 1)
+            self._ends(self.code)
+
+
+_last_exit: tuple[Any] | None = None  # the code of the `sys.exit` that has ended the program
 
 
 def abort_on_uncaught(mpi: Any) -> None:
@@ -70,7 +63,9 @@ def abort_on_uncaught(mpi: Any) -> None:
     Otherwise the other ranks would wait for ever in their next collective. So does `sys.exit` with a code other than 0, unless
     `leave_together` was called; at `os._exit` mpirun ends the job, and a line says which rank it was. An error that all ranks have
     raised together is printed by one of them, and all end by themselves, with exit code 1. The rank's last operations follow the
-    traceback; its flight record goes to its file, if it has one.
+    traceback; its flight record goes to its file, if it has one. A hook that the program has set before, `sys.excepthook` or
+    `threading.excepthook`, is called after that. In a forked child, which is no rank, all is as it was before; it leaves without
+    MPI_Finalize (child.py). A job of one rank ends as any program.
     """
 
     def report(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
@@ -79,28 +74,65 @@ def abort_on_uncaught(mpi: Any) -> None:
         sys.stdout.flush()
         print(text, file=sys.stderr, end="", flush=True)
 
-    def end_job(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    def end_job(
+        kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, hook: Callable[[], None]
+    ) -> None:
         report(kind, error, trace)
         if operations := record.last_operations()[-NUM_SHOWN:]:
             lines = dump.table(operations, time.monotonic())
             print("".join(f"[rank {mpi.rank}]   {line}\n" for line in lines), file=sys.stderr, end="", flush=True)
         dump.write_file(f"ended by {kind.__name__}")
-        mpi.Abort(1)
+        try:
+            hook()
+        except Exception:
+            traceback.print_exc()
+        finally:
+            mpi.Abort(1)
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not on_all_ranks(error):
-            end_job(kind, error, trace)
-        elif error._speaks_for_all:  # type: ignore[attr-defined]
-            report(kind, error, trace)
-        dump.write_file(f"ended by {kind.__name__} on all ranks")
+        def hook() -> None:
+            if before is not sys.__excepthook__:
+                before(kind, error, trace)
+
+        if os.getpid() != process:
+            before(kind, error, trace)
+        elif not on_all_ranks(error):
+            end_job(kind, error, trace, hook)
+        else:
+            if error._speaks_for_all:  # type: ignore[attr-defined]
+                report(kind, error, trace)
+            dump.write_file(f"ended by {kind.__name__} on all ranks")
+            hook()
 
     def on_thread_exception(args: threading.ExceptHookArgs) -> None:
-        if args.exc_type is not SystemExit:  # which ends its thread alone, as Python's own hook has it
-            end_job(args.exc_type, args.exc_value, args.exc_traceback)
+        def hook() -> None:
+            if thread_before is not threading.__excepthook__:
+                thread_before(args)
+
+        if issubclass(args.exc_type, SystemExit):  # ends its thread alone, as Python's own hook has it
+            hook()
+        elif os.getpid() != process:
+            thread_before(args)
+        else:
+            end_job(args.exc_type, args.exc_value, args.exc_traceback, hook)
+
+    def ends(code: Any) -> None:
+        # A rank that ends by itself with an error ends the job.
+        global _last_exit
+        if _last_exit is not None:
+            return  # an earlier one that was caught, and kept as the context of the last
+        _last_exit = (code,)
+        if code in (None, 0) or _leaving_together or mpi.size == 1 or os.getpid() != process:
+            return
+        shown = f"with exit code {code}" if isinstance(code, int) else f": {code}"
+        print(f"[rank {rank}] ended by sys.exit {shown}, and with it the job", file=sys.stderr, flush=True)
+        mpi.Abort(code if isinstance(code, int) else 1)
 
     def exit_job(code: Any = None) -> NoReturn:
+        if threading.get_ident() != threading.main_thread().ident:
+            raise SystemExit(code)  # which ends its thread alone
         # Python calls no hook for SystemExit, and this rank would wait in MPI_Finalize for the others.
-        raise _Exit(mpi, code)
+        raise _Exit(ends, code)
 
     def exit_at_once(status: int) -> NoReturn:
         # mpirun then ends the job, but not every one says which rank it was. A child process is no rank.
@@ -110,7 +142,11 @@ def abort_on_uncaught(mpi: Any) -> None:
 
     from mpi4py import MPI
 
-    rank, process, leave_at_once = mpi.rank, os.getpid(), os._exit
-    sys.exit, os._exit = exit_job, exit_at_once
-    sys.excepthook = on_exception
-    threading.excepthook = on_thread_exception
+    rank, process = mpi.rank, os.getpid()
+    before, thread_before, leave_at_once = sys.excepthook, threading.excepthook, os._exit
+    child.leave_before_finalize(lambda: _last_exit)
+    sys.exit = exit_job
+    if mpi.size > 1:  # else nobody waits, and only a child's end needs care
+        os._exit = exit_at_once
+        sys.excepthook = on_exception
+        threading.excepthook = on_thread_exception

@@ -16,6 +16,7 @@ import numpy as np
 
 from collectives.devices import Device
 from collectives.dtypes import DType
+from collectives.environment import switch
 from collectives.transports import binding
 from collectives.transports.kernels import kernels_of, place
 from collectives.transports.lane import lane_of
@@ -58,11 +59,9 @@ def agree(mpi: Any, make: Callable[[list[int]], tuple[Any, Device]] | None) -> S
 
 def ask(find: Callable[[str], Any], libraries: Collection[str], environ: Mapping[str, str]) -> Support:
     """The rules of `support`. `find`: a C function of the MPI library by its name, or None; `libraries`: the paths loaded."""
-    chosen = environ.get(VARIABLE, "")
-    if chosen not in ("", "0", "1"):
-        raise ValueError(f"{VARIABLE}={chosen!r}; expected 0, 1, or nothing for what the MPI library says")
-    if chosen:
-        return Support(chosen == "1", f"{VARIABLE}={chosen}")
+    chosen = switch(VARIABLE, environ)
+    if chosen is not None:
+        return Support(chosen, f"{VARIABLE}={chosen:d}")
     cray = environ.get("MPICH_GPU_SUPPORT_ENABLED")
     if cray == "0":
         return Support(False, "MPICH_GPU_SUPPORT_ENABLED=0")

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from collectives.environment import switch
+
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 _TOKEN_BYTES = 16
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -44,15 +46,15 @@ class PeerReader:
 
 def peer_readers(mpi: Any) -> list[PeerReader] | None:
     """A reader for each rank of `mpi`, all on one node; None on all ranks if one of them cannot read another. Collective."""
-    chosen = os.environ.get("MPITRAIN_PEER_READS", "")
-    if chosen == "1" and _libc is not None:
+    chosen = switch("MPITRAIN_PEER_READS")
+    if chosen and _libc is not None:
         _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
     # Where process ids mean something else to the peer (containers), they may name another process: so a token is read.
     token = np.frombuffer(secrets.token_bytes(_TOKEN_BYTES), np.uint8)
     ranks = mpi.allgather((os.getpid(), token.ctypes.data, token.tobytes()))
     readers = [PeerReader(pid) for pid, _, _ in ranks]
     seen = np.empty(_TOKEN_BYTES, np.uint8)
-    works = _readv is not None and chosen != "0"
+    works = _readv is not None and chosen is not False
     if works:
         try:
             for rank, (_, address, expected) in enumerate(ranks):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT, Result, launch
 
+from collectives.environment import SWITCHES
 from collectives.schedules import BUILDERS
 from collectives.selection import ALGORITHMS
 
@@ -36,13 +37,17 @@ def test_an_uncaught_exception_on_one_rank_ends_the_job_and_names_it() -> None:
 
 def test_an_uncaught_exception_in_a_thread_ends_the_job_too() -> None:
     script = """
-import threading
+import _thread, sys, threading, time
 def work():
     raise LookupError("in the background")
 if comm.rank == 1:
-    quiet = threading.Thread(target=lambda: exec("raise SystemExit(3)"))  # ends its thread alone
-    quiet.start()
-    quiet.join()
+    for quiet in (lambda: exec("raise SystemExit(3)"), sys.exit, lambda: sys.exit(3)):  # ends its thread alone
+        thread = threading.Thread(target=quiet)
+        thread.start()
+        thread.join()
+    _thread.start_new_thread(sys.exit, (4,))
+    time.sleep(0.2)
+    print("still here", flush=True)
     threading.Thread(target=work).start()
 comm.barrier() if comm.rank == 0 else comm.recv(np.zeros(1), 0)
 """
@@ -50,7 +55,41 @@ comm.barrier() if comm.rank == 0 else comm.recv(np.zeros(1), 0)
     assert result.returncode != 0, str(result)
     assert result.seconds < PROMPT_S, str(result)
     assert "[rank 1] LookupError: in the background" in result.stderr, str(result)
-    assert "SystemExit" not in result.stderr, str(result)
+    assert "still here" in result.stdout, str(result)
+    assert "SystemExit" not in result.stderr and "sys.exit" not in result.stderr, str(result)
+
+
+def test_a_program_s_own_hooks_are_called_before_the_job_ends() -> None:
+    hooks = """
+import sys, threading
+def show(kind, error, trace):
+    print("mine:", kind.__name__, error, flush=True)
+    raise OSError("a hook's own error")  # changes nothing
+sys.excepthook = show
+threading.excepthook = lambda args: print("mine in a thread:", args.exc_type.__name__, flush=True)
+import collectives, numpy as np
+comm = collectives.world()
+"""
+    in_main = hooks + "if comm.rank == 1:\n    raise LookupError('no such thing')\ncomm.barrier()\n"
+    result = launch(2, "-c", in_main, cwd=ROOT, timeout_s=60)
+    assert result.returncode == 1, str(result)
+    assert result.stdout.splitlines() == ["mine: LookupError no such thing"], str(result)
+    assert "[rank 1] LookupError: no such thing" in result.stderr, str(result)
+    assert "OSError: a hook's own error" in result.stderr, str(result)
+    in_thread = (
+        "if comm.rank == 1:\n    threading.Thread(target=lambda: 1 / 0).start()\ncomm.recv(np.ones(1), 1 - comm.rank)"
+    )
+    result = launch(2, "-c", hooks + in_thread, cwd=ROOT, timeout_s=60)
+    assert result.returncode == 1, str(result)
+    assert result.stdout.splitlines() == ["mine in a thread: ZeroDivisionError"], str(result)
+    assert "[rank 1] ZeroDivisionError: division by zero" in result.stderr, str(result)
+    of_all = hooks + "with comm.together('reading'):\n    int('x')\n"
+    result = launch(2, "-c", of_all, cwd=ROOT, timeout_s=60)
+    assert result.returncode == 1, str(result)
+    assert result.stdout.count("mine: ValueError reading: invalid literal") == 2, (
+        "on each rank, as without this library"
+    )
+    assert "MPI_ABORT" not in result.stderr, str(result)
 
 
 def test_an_error_of_all_ranks_is_printed_once_and_they_end_by_themselves() -> None:
@@ -75,6 +114,22 @@ comm.barrier()
     assert result.returncode != 0, str(result)
     assert result.seconds < PROMPT_S, str(result)
     assert "ValueError: invalid literal" in result.stderr, str(result)
+
+
+@pytest.mark.parametrize("name", [*SWITCHES, "MPITRAIN_DEADLINE_S"])
+def test_a_setting_that_is_none_is_an_error_of_all_ranks_at_the_start(name: str) -> None:
+    script = """
+import os, collectives
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":  # as where the ranks' environments differ
+    os.environ[{name!r}] = "foo"
+try:
+    collectives.world()
+except ValueError as error:
+    print(collectives.on_all_ranks(error), error, flush=True)
+"""
+    result = launch(2, "-c", script.format(name=name), cwd=ROOT, timeout_s=60)
+    assert result.returncode == 0, str(result)
+    assert result.stdout.count(f"True {name} is 'foo'; expected ") == 2, str(result)
 
 
 # Memory of the node
@@ -125,7 +180,16 @@ print(f"rank {comm.rank}: done", flush=True)
     assert not list(small_shm.iterdir())
 
 
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "raise LookupError", "os._exit(0)"])
+ENDS = (
+    "os.kill(os.getpid(), signal.SIGKILL)",
+    "os.kill(os.getpid(), signal.SIGTERM)",
+    "os.kill(os.getppid(), signal.SIGTERM); comm.recv(np.ones(1), 1 - comm.rank)",  # of mpirun, which ends its ranks
+    "raise LookupError",
+    "os._exit(0)",
+)
+
+
+@pytest.mark.parametrize("end", ENDS)
 def test_nothing_is_left_however_the_job_ends(tmp_path: Path, end: str) -> None:
     script = f"""
 import os, signal
@@ -215,7 +279,8 @@ def test_info_with_and_without_mpirun() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["bench", "--sizes", "1kB"], "argument --sizes: size '1kB'; expected bytes, such as 4096, 64KiB"),
+        (["bench", "--sizes", "1kB"], "argument --sizes: size '1kB'; expected bytes, 1 at least, such as 4096, 64KiB"),
+        (["bench", "--sizes", "0"], "argument --sizes: size '0'; expected bytes, 1 at least, such as 4096, 64KiB"),
         (["bench", "--sizes", "4KiB..1KiB"], "argument --sizes: sizes '4KiB..1KiB'; expected a range that rises"),
         (["bench", "--dtype", "complex64"], "argument --dtype: dtype complex64 is not supported; expected one of"),
         (["bench", "--op", "sing"], "argument --op: invalid choice: 'sing'"),
@@ -252,6 +317,8 @@ def test_a_rank_that_exits_by_itself_with_an_error_ends_the_job(tmp_path: Path) 
         "    sys.exit(5)\n"
         "except SystemExit:\n"
         "    print('caught', flush=True)\n"
+        "    if 'caught' in sys.argv:\n"
+        "        sys.exit(0)\n"
         "comm.barrier()\n"
         "if comm.rank == 1 and 'leave' in sys.argv:\n"
         "    sys.exit(3)\n"
@@ -260,6 +327,7 @@ def test_a_rank_that_exits_by_itself_with_an_error_ends_the_job(tmp_path: Path) 
     left = launch(2, str(script), "leave", timeout_s=30)
     assert left.returncode != 0, str(left)
     assert "[rank 1] ended by sys.exit with exit code 3" in left.stderr
-    stayed = launch(2, str(script), timeout_s=30)
-    assert stayed.returncode == 0, str(stayed)
-    assert stayed.stdout.count("caught") == 2
+    for how in ("stay", "caught"):
+        stayed = launch(2, str(script), how, timeout_s=30)
+        assert (stayed.returncode, stayed.stderr) == (0, ""), str(stayed)
+        assert stayed.stdout.count("caught") == 2

@@ -101,7 +101,7 @@ def test_who_takes_device_addresses(
 
 
 def test_a_wrong_override_is_an_error() -> None:
-    with pytest.raises(ValueError, match="MPITRAIN_CUDA_AWARE='yes'; expected 0, 1"):
+    with pytest.raises(ValueError, match="MPITRAIN_CUDA_AWARE is 'yes'; expected 0, 1 or auto"):
         ask(library(), [], {"MPITRAIN_CUDA_AWARE": "yes"})
 
 

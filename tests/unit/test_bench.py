@@ -30,11 +30,10 @@ def test_sizes() -> None:
     assert parse_sizes("1KiB..64KiB") == [1024, 4096, 16384, 65536]
     assert parse_sizes("1KiB..5000") == [1024, 4096]
     for text in ("", "1kb", "KiB", "-1", "1KiB;2KiB", "1e3"):
-        with pytest.raises(ValueError, match="expected bytes, such as"):
+        with pytest.raises(ValueError, match="expected bytes, 1 at least, such as"):
             parse_size(text)
-    for text in ("0..1KiB", "2KiB..1KiB"):
-        with pytest.raises(ValueError, match="expected a range that rises"):
-            parse_sizes(text)
+    with pytest.raises(ValueError, match="expected a range that rises"):
+        parse_sizes("2KiB..1KiB")
 
 
 def test_bytes_are_shown_in_the_largest_unit() -> None:

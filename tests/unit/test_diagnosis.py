@@ -168,13 +168,13 @@ def test_the_nth_communicator_over_the_same_ranks_has_the_same_key_everywhere() 
 
 
 def test_cost_of_one_call() -> None:
-    """Both ends together at most 1 us on an idle machine of 2020; the least of many short runs, and some room for slow ones."""
+    """Both ends together at most 1 us; 0.45 us were measured. The least of many short runs: other processes share the core."""
     log = Log(range(4))
 
     def call() -> None:
         log.enter("all_reduce", 1024, "float32", "sum", None, "mpi").leave()
 
-    assert min(timeit.repeat(call, number=100, repeat=500)) / 100 < 2e-6
+    assert min(timeit.repeat(call, number=100, repeat=500)) / 100 < 1e-6
 
 
 def test_ranks_in_words() -> None:
@@ -201,6 +201,20 @@ def test_the_file_holds_all_and_stderr_the_newest(tmp_path: Path, capsys: pytest
     assert all(line.startswith("[rank 0] ") for line in shown)
     assert sum("ended   group (ranks 0, 1): #" in line for line in shown) == dump.NUM_SHOWN - 1
     assert "begun   group (ranks 0, 1): #257 all_reduce" in shown[-2]
+
+
+def test_no_time_is_negative() -> None:
+    """Also that of an operation which another thread has begun since the clock was read."""
+    log = Log(range(2), "group")
+    for _ in range(2):
+        log.enter("barrier").leave()
+    ops = last_operations()[-2:]
+    assert [line[:27] for line in dump.table([ops[1]._replace(begun=5.0, ended=5.25)], 5.0)] == [
+        "        begun       took  s",
+        "    0.0 s ago   250.0 ms  e",
+    ]
+    for now in (ops[0].begun - 1, ops[0].begun, time.monotonic()):
+        assert not any("-0" in line or "-1" in line for line in dump.table(ops, now)[1:])
 
 
 def test_a_record_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

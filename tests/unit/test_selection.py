@@ -67,6 +67,11 @@ def test_unknown_algorithms_are_named_with_the_known_ones() -> None:
         chosen("broadcast", "sing")
 
 
+def test_an_unknown_operation_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="operation 'foo' is unknown; expected all_reduce, all_gather, "):
+        Selector(built_in(), ONE_NODE).feasible("foo", dtype=TABLE["int8"], nbytes=1)
+
+
 def test_placements_count_their_nodes() -> None:
     assert Placement.of([3]) == (3, 1, 3, 3)
     assert Placement.of([4, 2, 4]) == (10, 3, 2, 4)

@@ -49,8 +49,13 @@ def test_counts_are_read_as_they_are_shown(counts: set[int]) -> None:
 @pytest.mark.parametrize(
     ("parse", "texts", "error"),
     [
-        (parse_size, ("", "1kb", "KiB", "-1", "1KiB;2KiB", "1e3", "1/s"), "expected bytes, such as"),
-        (parse_sizes, ("0..1KiB", "2KiB..1KiB"), "expected a range that rises"),
+        (
+            parse_size,
+            ("", "1kb", "KiB", "-1", "1KiB;2KiB", "1e3", "1/s", "0", "0KiB", "0.4"),
+            "expected bytes, 1 at least, such as",
+        ),
+        (parse_sizes, ("0..1KiB", "0", "4,0"), "size '0'; expected bytes, 1 at least"),
+        (parse_sizes, ("2KiB..1KiB",), "expected a range that rises"),
         (parse_seconds, ("5", "us", "-5us", "5 usec", "5us/s"), "expected a number and its unit, such as 300ns, 5us"),
         (parse_bandwidth, ("25", "25GB", "0GB/s", "-1GB/s", "25gb/s"), "expected a number above 0 and its unit"),
         (parse_counts, ("", "0", "1,x", "1..", "-1..4", "1.5"), "expected a whole number of at least 1"),
