@@ -1,23 +1,66 @@
-"""Whether the arrays of a collective fit each other: what a rank can see by itself, before anything is sent."""
+"""Whether the arguments of an operation are right and fit each other: what a rank can see by itself, before anything is sent."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import Any
 
 import numpy as np
 
 from collectives.arrays import Buffer
 
+_MAX_INT = (1 << 31) - 1  # of MPI's C interface
+
 Named = tuple[str, Buffer]  # an array, and what errors call it
 
 
+def integer(operation: str, name: str, value: Any) -> int:
+    """An argument as an int: also NumPy's integers. TypeError for what is none; a float is not rounded."""
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(
+            f"{operation}: {name} is {value!r}, of type {type(value).__name__}; expected an integer"
+        ) from None
+
+
+def rank_of(operation: str, root: Any, size: int) -> int:
+    """A `root` as an int; TypeError or ValueError if it is no rank."""
+    root = integer(operation, "root", root)
+    if not 0 <= root < size:
+        raise ValueError(f"{operation}: root {root} is outside the {size} ranks of this communicator")
+    return root
+
+
+def color_and_key(color: Any, key: Any) -> tuple[int | None, int]:
+    """What `split` takes, as ints; TypeError or ValueError for what MPI does not."""
+    if color is not None:
+        color = integer("split", "color", color)
+        if not 0 <= color <= _MAX_INT:
+            raise ValueError(f"split: color {color}; expected 0 to {_MAX_INT}, or None to stay out")
+    key = integer("split", "key", key)
+    if not -_MAX_INT <= key <= _MAX_INT:
+        raise ValueError(f"split: key {key}; expected {-_MAX_INT} to {_MAX_INT}")
+    return color, key
+
+
 def fit(
-    operation: str, counts: Sequence[int] | None, rank: int, size: int, *, part: Named, whole: Named
+    operation: str, counts: Iterable[int] | None, rank: int, size: int, *, part: Named, whole: Named
 ) -> tuple[Sequence[int], bool]:
     """The elements of each rank's part, and whether `part` is this rank's place in `whole`.
 
     ValueError unless both have the sizes and the dtype that follow, or if they overlap elsewhere. `counts`: None where all are alike.
     """
-    lengths = _lengths(operation, counts, rank, size, part, whole)
+    lengths = _lengths(operation, None if counts is None else _integers(operation, counts), rank, size, part, whole)
     return lengths, _is_in_place(operation, lengths, rank, part, whole)
+
+
+def _integers(operation: str, counts: Iterable[int]) -> list[int]:
+    try:
+        return [index(count) for count in counts]
+    except TypeError:
+        raise TypeError(
+            f"{operation}: counts is {counts!r}; expected integers, the number of elements of each rank"
+        ) from None
 
 
 def _lengths(

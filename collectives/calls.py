@@ -25,6 +25,7 @@ class Call:
     root: int | None = None
     counts: Sequence[int] | None = None
     accumulate: str | None = None
+    async_op: bool = False  # whether it is carried out later
 
 
 class Calls:
@@ -44,6 +45,7 @@ class Calls:
     _log: Log
     _enter: Any
     _transport: Any  # of an algorithm
+    _issues: Any  # the Issues that a Progress without a thread needs
     _on_progress: Any  # the Communicator that carries out asynchronous operations
 
     def _issue(self, async_op: bool, call: Call, carry_out: Callable[[Any], Any], result: Any) -> Any:
@@ -51,10 +53,6 @@ class Calls:
 
         `carry_out(comm)`: on the communicator that is to do it. `result`: the caller's array, in which a group leaves the result.
         """
-        if call.root is not None and not 0 <= call.root < self.size:
-            raise ValueError(
-                f"{call.operation}: root {call.root} is outside the {self.size} ranks of this communicator"
-            )
         if call.accumulate not in (None, "fp32"):
             raise ValueError(f"{call.operation}: accumulate {call.accumulate!r}; expected 'fp32' or None")
         if not async_op and self._group is None:
@@ -70,8 +68,9 @@ class Calls:
             return result
         if on_device:
             return self._devices.issue(partial(carry_out, self))
+        call.async_op = True
         operation = partial(carry_out, self._on_progress())
-        return self._progress.issue(partial(issued_here().carry_out, operation), self.mpi)
+        return self._progress.issue(partial(issued_here().carry_out, operation), call.operation, self._issues)
 
     def _choose(self, call: Call, nbytes: int, memory: str) -> str:
         """The algorithm; ValueError if the one that was asked for is unknown or cannot work."""
@@ -97,6 +96,7 @@ class Calls:
             "counts": call.counts and tuple(call.counts),
             "algorithm": call.algorithm,
             "accumulate": call.accumulate,
+            "async_op": call.async_op or None,
         }
         said = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
         place = memory.place(b.flat) if number else "private memory"

@@ -7,22 +7,20 @@ that do not fit each other. What differs between ranks is found in checked mode 
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from math import prod
-from typing import Any
-
-import numpy as np
+from typing import Any, SupportsIndex, overload
 
 from collectives import table_cache
-from collectives.arrays import like
+from collectives.allocation import Allocation
+from collectives.arguments import color_and_key
 from collectives.control import Control
 from collectives.diagnosis.record import Log
-from collectives.dtypes import TABLE, DType, dtype_of
+from collectives.dtypes import TABLE, DType
 from collectives.environment import switch
 from collectives.group import Group
-from collectives.messages import Messages
+from collectives.messages import InFlight, Messages
 from collectives.operations import Collectives
 from collectives.plans import Plans
 from collectives.selection import WITHIN_NODE, Placement, Selector
@@ -31,12 +29,12 @@ from collectives.transports.memory import NodeMemory
 from collectives.transports.shared import Shared
 from collectives.transports.staged import Staged
 from collectives.transports.two_level import TwoLevel
-from collectives.work import Deferred, Freed, Progress
+from collectives.work import Deferred, Freed, Issues, Progress
 
 _log = logging.getLogger("collectives")
 
 
-class Communicator(Collectives, Messages, Control):
+class Communicator(Collectives, Messages, Control, Allocation):
     """A group of ranks. Made by `world()`, `split` or a `Mesh`, never directly.
 
     `rank`, `size`; `node`: the Communicator of the ranks that share memory with this one; `num_nodes`; `placement`: how many ranks
@@ -70,8 +68,13 @@ class Communicator(Collectives, Messages, Control):
         self.rank: int = mpi.rank
         self.size: int = mpi.size
         self.checked = bool(switch("MPITRAIN_DEBUG")) if checked is None else checked
-        self._log = Log(ranks_of_job(mpi), _name)
+        ranks = ranks_of_job(mpi)
+        self._log = Log(ranks, _name)
         self._progress = progress = progress or Deferred()
+        self._issues: Issues | None = None
+        if not progress.on_thread:
+            self._issues = Issues(mpi, Log(ranks, f"{_name} async_op".strip()), checked=self.checked)
+        self._in_flight = InFlight()
         self._plans, self._keeps_plans = Plans(), not self.checked
         self._group: Group | None = None
         self._to_self: Counter[int] = Counter()
@@ -171,20 +174,45 @@ class Communicator(Collectives, Messages, Control):
 
     # Groups
 
-    def split(self, color: int, key: int = 0) -> "Communicator":
-        """The ranks that pass the same `color` (0 or more), ordered by (`key`, rank here). Collective."""
-        if not isinstance(color, int) or color < 0:
-            raise ValueError(f"split: color {color!r}; expected a whole number, 0 or more")
+    @overload
+    def split(self, color: SupportsIndex, key: SupportsIndex = 0) -> "Communicator": ...
+
+    @overload
+    def split(self, color: None, key: SupportsIndex = 0) -> None: ...
+
+    @overload
+    def split(self, color: SupportsIndex | None, key: SupportsIndex = 0) -> "Communicator | None": ...
+
+    def split(self, color: SupportsIndex | None, key: SupportsIndex = 0) -> "Communicator | None":
+        """The ranks that pass the same `color` (0 to 2147483647), ordered by (`key`, rank here). Collective.
+
+        A rank that passes None stays out, and gets None.
+        """
+        from mpi4py import MPI
+
+        color, key = color_and_key(color, key)
         self._progress.flush()
         with self._enter("split"):
+            if color is None:
+                self.mpi.Split(MPI.UNDEFINED, key)
+                return None
             return Communicator(
                 self.mpi.Split(color, key), progress=self._progress, checked=self.checked, table=self._table
             )
 
+    @property
+    def is_freed(self) -> bool:
+        """Whether `free` was called."""
+        return type(self._progress) is Freed  # isinstance asks an ABC: 0.1 us
+
     def free(self) -> None:
-        """Give back the MPI communicators of this one and its `node`. Collective; never done by the garbage collector."""
-        if isinstance(self._progress, Freed):
+        """Give back the MPI communicators of this one and its `node`. Collective; never done by the garbage collector.
+
+        Waits for what is in flight, also for messages. After that of the world `collectives.world()` makes a new one.
+        """
+        if self.is_freed:
             return
+        self._in_flight.finish()
         self._progress.drain()
         for other in (self._twin, self._across, self._for_jax, self.node if self.node is not self else None):
             if other is not None:
@@ -193,6 +221,8 @@ class Communicator(Collectives, Messages, Control):
             self._transports.clear()
             self._devices.free()
             self._executor.free()
+            if self._issues is not None:
+                self._issues.free()
             self.mpi.Free()
         self._plans.forget()
         self._progress = Freed()
@@ -240,9 +270,12 @@ class Communicator(Collectives, Messages, Control):
         """Operations within `with comm.group():` are carried out at its end, as one: the same ones on all ranks.
 
         `send` and `recv` within it go on at the same time, so that ranks may exchange messages in any order; those of tag 0 by NCCL
-        where that connects the ranks: then both ends stand in a group (see transports/device_messages.py). Neighbouring all-reduces,
-        broadcasts or reduces of small arrays with the same arguments share one message. Results stand in the arrays after the block.
-        Nothing is done if an exception leaves it. A group in another of this communicator is a part of it. ValueError for JAX arrays.
+        where that connects the ranks: then both ends stand in a group (see transports/device_messages.py). Whatever their place in
+        the block, messages set out before its collectives and arrive after them: of arrays in host memory that these use too, a send
+        takes what they hold when the block ends, and what is received stands in them at last. Neighbouring all-reduces, broadcasts
+        or reduces of small arrays with the same arguments share one message, with the results of calls in turn; arrays that overlap
+        each other do so on all ranks. Results stand in the arrays after the block. Nothing is done if an exception leaves it. A group
+        in another of this communicator is a part of it. ValueError for JAX arrays.
         """
         if self._group is not None:
             with self._group.within():
@@ -260,7 +293,7 @@ class Communicator(Collectives, Messages, Control):
         if not self._progress.on_thread:
             return self
         if self._twin is None:
-            with self._log.enter("preparing asynchronous operations"):
+            with self._enter("preparing asynchronous operations"):
                 self._twin = Communicator(
                     self.mpi.Dup(),
                     progress=self._progress,
@@ -269,39 +302,3 @@ class Communicator(Collectives, Messages, Control):
                     _memory=self.node._memory,
                 )
         return self._twin
-
-    # Memory of the node
-
-    def empty(self, shape: int | Sequence[int], dtype: object) -> Any:
-        """An array of this rank's own that its peers on the node can read: reductions on it move each element once. Collective.
-
-        A torch tensor for a torch dtype, else a NumPy array; zeros. All ranks pass the same shape and dtype. On a communicator of
-        several nodes it is ordinary memory. OSError on all ranks if the node's shared memory is full.
-        """
-        return self._allocate("empty", shape, dtype)
-
-    def shared(self, shape: int | Sequence[int], dtype: object) -> Any:
-        """One array, the same memory on every rank: `comm.node.shared(...)`. Collective. Zeros.
-
-        A torch tensor for a torch dtype, else a NumPy array. Who writes what when is the caller's to order, by `barrier()`.
-        ValueError on a communicator of several nodes; OSError on all ranks if the node's shared memory is full.
-        """
-        if self.num_nodes > 1:
-            raise ValueError(
-                f"shared: these {self.size} ranks are on {self.num_nodes} nodes; call comm.node.shared(...)"
-            )
-        return self._allocate("shared", shape, dtype)
-
-    def _allocate(self, kind: str, shape: int | Sequence[int], dtype: object) -> Any:
-        row = dtype_of(dtype)
-        shape = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-        if any(length < 0 for length in shape):
-            raise ValueError(f"{kind}: shape {shape}; expected lengths of at least 0")
-        nbytes = prod(map(int, shape)) * row.itemsize
-        self._progress.flush()
-        with self._enter(kind, f"{kind}({shape}, {row.name})"):
-            if self._memory is None:
-                flat = np.zeros(nbytes, np.uint8)
-            else:
-                flat = self._memory.shared(nbytes) if kind == "shared" else self._memory.empty(nbytes)
-        return like(flat.view(row.numpy), dtype).reshape(shape)

@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from collectives import diagnosis
+from collectives.arguments import rank_of
 from collectives.diagnosis.record import Entry, Log
 from collectives.work import Progress
 
@@ -12,6 +13,7 @@ class Control:
     """The control messages of a Communicator, and how a collective is noted. Only as a part of it, which sets these attributes."""
 
     mpi: Any
+    size: int
     checked: bool
     _progress: Progress
     _log: Log
@@ -24,6 +26,7 @@ class Control:
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """The root's `obj`, on every rank. Pickled: for small control messages, never for data."""
+        root = rank_of("broadcast_object", root, self.size)
         self._progress.flush()
         with self._enter("broadcast_object", root=root):
             return self.mpi.bcast(obj, root)

@@ -1,5 +1,6 @@
 """Several operations issued as one: one pass over the messages, one message for neighbours that can share it."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -62,7 +63,10 @@ class Group:
             raise
 
     def run(self, comm: Any) -> None:
-        """Carry them all out: messages first begun and last waited for, collectives in between."""
+        """Carry them all out: messages first begun and last waited for, collectives in between.
+
+        Which of them first reads or writes an array that both use would depend on its size, so such a message gets a copy of its own.
+        """
         if self._error is not None:
             raise ValueError(
                 "group: nothing was carried out, since a group within this one ended with an exception: let it pass, or issue the "
@@ -70,7 +74,11 @@ class Group:
             ) from self._error
         by_nccl = [message for message, _ in self._messages if comm._devices.takes(message)]
         by_mpi = [waiting for waiting in self._messages if not comm._devices.takes(waiting[0])]
-        ends = [site.carry_out(partial(comm._start, *message)).wait for message, site in by_mpi]
+        apart = self._apart([message for message, _ in by_mpi])
+        ends = [
+            _ending(site.carry_out(partial(comm._start, *moved)).wait, message, moved)
+            for (message, site), moved in zip(by_mpi, apart, strict=True)
+        ]
         ends += comm._devices.exchange(by_nccl)  # after those: copies to the host must not come to wait for NCCL
         for calls in self._runs():
             _, carry_out, site = calls[0]
@@ -81,13 +89,75 @@ class Group:
         for end in ends:
             end()
 
+    def _apart(self, messages: list[Message]) -> list[Message]:
+        """`messages`, with an array of its own for each one that shares memory with what else the group writes."""
+        used, received = _Stretches(), _Stretches()
+        for waiting in self._collectives:
+            for array in waiting.call.arrays:
+                used.add(array)
+        moved: dict[int, Message] = {}
+        for receives in (True, False):  # a send needs to know all that is received
+            for i, message in enumerate(messages):
+                if (message.operation == "irecv") is receives and message.array.device is None:
+                    if used.meet(message.array) or received.meet(message.array):
+                        copy = np.empty_like(message.array.flat) if receives else message.array.flat.copy()
+                        moved[i] = message._replace(array=Buffer(copy, "x"))
+                    if receives:
+                        received.add(message.array)
+        return [moved.get(i, message) for i, message in enumerate(messages)]
+
     def _runs(self) -> Iterator[list[_Waiting]]:
-        """Neighbours that can share a message, together."""
+        """Neighbours that can share a message, together. One that reads what one before it writes must come after that."""
         for key, calls in groupby(self._collectives, lambda waiting: _sharing(waiting.call)):
-            if key is None:
-                yield from ([call] for call in calls)
-            else:
-                yield list(calls)
+            run: list[_Waiting] = []
+            written = _Stretches()
+            for waiting in calls:
+                array = waiting.call.arrays[0]
+                # Broadcasts of one root write in turn what that root has only read.
+                if run and (key is None or (waiting.call.operation != "broadcast" and written.meet(array))):
+                    yield run
+                    run, written = [], _Stretches()
+                run.append(waiting)
+                if key is not None:
+                    written.add(array)
+            yield run
+
+
+class _Stretches:
+    """Stretches of memory that arrays in host memory take up."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []  # sorted, and none overlaps another
+        self._ends: list[int] = []
+
+    def meet(self, array: Buffer) -> bool:
+        """Whether `array` has bytes in one of them."""
+        first, last = self._among(array)
+        return first < last
+
+    def add(self, array: Buffer) -> None:
+        if array.device is None and array.nbytes:
+            begin, end = array.address, array.address + array.nbytes
+            first, last = self._among(array)
+            if first < last:
+                begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
+            self._begins[first:last], self._ends[first:last] = [begin], [end]
+
+    def _among(self, array: Buffer) -> tuple[int, int]:
+        """Which of them `array` meets: from the first number on, up to the last."""
+        if array.device is not None or not array.nbytes:
+            return 0, 0
+        return bisect_right(self._ends, array.address), bisect_left(self._begins, array.address + array.nbytes)
+
+
+def _ending(wait: Callable[[], Any], message: Message, moved: Message) -> Callable[[], Any]:
+    """What is left to do for a `message` that travels as `moved`."""
+
+    def deliver() -> None:
+        wait()
+        message.array.flat[...] = moved.array.flat
+
+    return deliver if moved is not message and message.operation == "irecv" else wait
 
 
 def _refuse_jax(operation: str, result: Any) -> None:

@@ -1,7 +1,9 @@
 """Messages between two ranks: send, recv, isend, irecv of a Communicator."""
 
+import ctypes
 from collections import Counter
 from collections.abc import Callable
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -31,13 +33,13 @@ class Messages:
     _log: Log
     _message: Any  # mpi4py's description of an array
     _reach: Any  # what MPI reads or writes of an array
-    _to_self: Counter[
-        int
-    ]  # by tag: messages to this rank itself that no receive was posted for; below 0, receives that wait
+    _in_flight: "InFlight"
+    # By tag: messages to this rank itself that no receive was posted for; below 0, receives that wait.
+    _to_self: Counter[int]
 
     def send(self, x: Any, peer: int, tag: int = 0) -> None:
         """Send `x` to rank `peer`. Returns when `x` may be written again. ValueError where that could never be."""
-        self._check_peer("send", peer, tag)
+        peer, tag = self._check_peer("send", peer, tag)
         b = Buffer(x, "x")
         if self._group is not None:
             self._group.add_message("send", Message("isend", b, peer, tag))
@@ -54,7 +56,7 @@ class Messages:
 
     def recv(self, x: Any, peer: int, tag: int = 0) -> Any:
         """Receive into `x` what rank `peer` sends with `tag`; returns `x`. ValueError if the message has another size."""
-        self._check_peer("recv", peer, tag)
+        peer, tag = self._check_peer("recv", peer, tag)
         b = Buffer(x, "x", write_only=True)
         if self._group is not None:
             self._group.add_message("recv", Message("irecv", b, peer, tag), x)
@@ -69,20 +71,28 @@ class Messages:
 
     def isend(self, x: Any, peer: int, tag: int = 0) -> Work:
         """`send` as a Work: `x` may be written again after its `wait()`."""
-        self._check_peer("isend", peer, tag)
+        peer, tag = self._check_peer("isend", peer, tag)
         return self._start("isend", Buffer(x, "x"), peer, tag)
 
     def irecv(self, x: Any, peer: int, tag: int = 0) -> Work:
         """`recv` as a Work, whose `wait()` gives `x`. ValueError there if the message has another size."""
-        self._check_peer("irecv", peer, tag)
+        peer, tag = self._check_peer("irecv", peer, tag)
         return self._start("irecv", Buffer(x, "x", write_only=True), peer, tag)
 
-    def _check_peer(self, operation: str, peer: int, tag: int) -> None:
+    def _check_peer(self, operation: str, peer: int, tag: int) -> tuple[int, int]:
+        """Both as ints. TypeError or ValueError for what is no rank here or no tag."""
         self._progress.pending()  # an error on a communicator that was freed
+        try:
+            peer, tag = index(peer), index(tag)
+        except TypeError:
+            raise TypeError(f"{operation}: peer {peer!r}, tag {tag!r}; expected two integers") from None
         if not 0 <= peer < self.size:
             raise ValueError(f"{operation}: peer {peer} is outside the {self.size} ranks of this communicator")
         if not 0 <= tag < _NUM_USER_TAGS:
             raise ValueError(f"{operation}: tag {tag}; expected 0 to {_NUM_USER_TAGS - 1}")
+        if self._in_flight.transfers:
+            self._in_flight.look()
+        return peer, tag
 
     def _receive(self, b: Buffer, peer: int, tag: int) -> Any:
         from mpi4py import MPI
@@ -127,28 +137,78 @@ class Messages:
         if peer == self.rank:
             self._to_self[tag] += 1 if sends else -1
         entry.issued()
-        return Transfer(self._progress, entry, request, status, end)
+        return Transfer(self._progress, self._in_flight, entry, request, status, end)
+
+
+class InFlight:
+    """The messages of a communicator that are not through: MPI reads and writes their arrays, also where nobody holds the Work."""
+
+    def __init__(self) -> None:
+        self.transfers: set[Transfer] = set()
+        self._look_at = 0
+
+    def add(self, transfer: "Transfer") -> None:
+        self.transfers.add(transfer)
+        _in_flight.add(transfer)
+
+    def remove(self, transfer: "Transfer") -> None:
+        self.transfers.discard(transfer)
+        _in_flight.discard(transfer)
+
+    def look(self) -> None:
+        """Let go of those that are through, when they are few, or twice as many as the last look has left: cheap on average."""
+        if len(self.transfers) <= _FEW or len(self.transfers) >= self._look_at:
+            for transfer in tuple(self.transfers):
+                transfer.look()
+            self._look_at = 2 * len(self.transfers)
+
+    def finish(self) -> None:
+        """Wait for all of them; their errors are raised at their `wait()`."""
+        for transfer in tuple(self.transfers):
+            transfer._finish()
+
+
+_FEW = 8
+_in_flight: set["Transfer"] = set()  # of all communicators, also those that nobody holds
+
+
+def outlive_python() -> None:
+    """At the end of the process: MPI, which ends after Python, may use the arrays of messages that are not through until then."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_in_flight))
 
 
 class Transfer(Work):
     """A message in flight: what `isend` and `irecv` return."""
 
     def __init__(
-        self, progress: Progress, entry: Entry, request: Any, status: Any, end: Callable[[Exception | None], Any]
+        self,
+        progress: Progress,
+        in_flight: InFlight,
+        entry: Entry,
+        request: Any,
+        status: Any,
+        end: Callable[[Exception | None], Any],
     ) -> None:
-        """`entry`: in the flight record.
+        """`in_flight`: keeps it until it is through. `entry`: in the flight record.
 
         `end(error)` gives the result when the message is through, or raises; it keeps the array alive until then."""
         super().__init__()
         self._progress, self._entry, self._site = progress, entry, issued_here()
         self._request, self._status, self._through = request, status, end
+        self._in_flight = in_flight
+        in_flight.add(self)
 
     def done(self) -> bool:
         """Whether the message is through."""
         if not self._ended:
             self._progress.advance()
-            self._poll(self._request.Test)
+            self.look()
         return self._ended
+
+    def look(self) -> None:
+        """Take note if the message is through."""
+        if not self._ended:
+            self._poll(self._request.Test)
 
     def _finish(self) -> None:
         self._site.carry_out(self._wait_for_peer)
@@ -169,4 +229,5 @@ class Transfer(Work):
             error = raised
         self._end(lambda: self._through(error))
         self._entry.leave(ENDED if self._error is None else FAILED)
+        self._in_flight.remove(self)
         del self._request, self._through

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arguments import fit, overlap
+from collectives.arguments import fit, overlap, rank_of
 from collectives.arrays import Buffer
 from collectives.calls import Call, Calls
 from collectives.dtypes import TABLE, DType, effective_op
@@ -131,6 +131,7 @@ class Collectives(Calls):
         key = None if async_op else self._key(x, None, ("broadcast", root, algorithm))
         if key is not None and self._repeat(key):
             return x
+        root = rank_of("broadcast", root, self.size)
         b = Buffer(x, "x", write_only=self.rank != root)
         call = Call("broadcast", (b,), algorithm, root=root)
 
@@ -158,6 +159,7 @@ class Collectives(Calls):
 
         `op`, `accumulate`: as of `all_reduce`.
         """
+        root = rank_of("reduce", root, self.size)
         b = Buffer(x, "x", writable=self.rank == root)
         raw = effective_op(b.dtype, op)
         call = Call("reduce", (b,), algorithm, op=op, root=root, accumulate=accumulate)
@@ -179,6 +181,7 @@ class Collectives(Calls):
 
         The root's `x` may be its own place in `out`.
         """
+        root = rank_of("gather", root, self.size)
         src, dst = Buffer(x, "x"), Buffer(out, "out", write_only=True) if self.rank == root else None
         if dst is not None:
             lengths, in_place = fit("gather", None, self.rank, self.size, part=("x", src), whole=("out", dst))
@@ -200,6 +203,7 @@ class Collectives(Calls):
 
         The root's `out` may be its own place in `x`.
         """
+        root = rank_of("scatter", root, self.size)
         dst, src = Buffer(out, "out", write_only=True), Buffer(x, "x") if self.rank == root else None
         if src is not None:
             lengths, in_place = fit("scatter", None, self.rank, self.size, part=("out", dst), whole=("x", src))

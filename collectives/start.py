@@ -4,35 +4,53 @@ import atexit
 import functools
 import sys
 
-from collectives import diagnosis, table_cache
+from collectives import diagnosis, messages, table_cache
 from collectives.communicator import Communicator
 from collectives.diagnosis import deadline, monitor
-from collectives.environment import check_switches
+from collectives.environment import check_switches, switch
 from collectives.table import Table, built_in
 from collectives.work import Progress, choose_progress
 
+_world: Communicator | None = None
 
-@functools.cache
+
 def world() -> Communicator:
     """The one Communicator of all ranks, on a private clone of COMM_WORLD. Starts MPI at the first call, which is collective.
 
     From then on an uncaught exception on one rank ends the job instead of leaving the others to wait for ever, and so does an
-    operation that waits longer than the deadline (MPITRAIN_DEADLINE_S, 600 s). SIGUSR2 prints the last operations.
+    operation that waits longer than the deadline (MPITRAIN_DEADLINE_S, 600 s). SIGUSR2 prints the last operations. Where it was
+    freed, a new one, which is collective again.
     """
+    global _world
+    if _world is None or _world.is_freed:
+        from mpi4py import MPI
+
+        progress = _stand_ready()
+        comm = Communicator(MPI.COMM_WORLD.Dup(), progress=progress, _name="world")
+        comm._take(_measured_table(comm))
+        _world = comm
+    return _world
+
+
+@functools.cache
+def _stand_ready() -> Progress:
+    """What a process needs once, whatever becomes of its communicators. Collective."""
     from mpi4py import MPI
 
+    if MPI.COMM_WORLD.size > 1:
+        diagnosis.abort_on_uncaught(MPI.COMM_WORLD)
     clone = MPI.COMM_WORLD.Dup()
-    diagnosis.abort_on_uncaught(clone)
     with diagnosis.together(clone, ""):
         check_switches()
         deadline.from_environment()
-    progress = choose_progress(clone, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
-    comm = Communicator(clone, progress=progress, _name="world")
-    monitor.start(clone, checked=comm.checked)
-    # Runs before the monitor's, for which this rank has then ended, and before mpi4py's own, which ends MPI.
+    checked = bool(switch("MPITRAIN_DEBUG"))
+    progress = choose_progress(clone, MPI.Query_thread() == MPI.THREAD_MULTIPLE, checked)
+    monitor.start(clone, checked=checked)
+    clone.Free()
+    # Run before the monitor's, for which this rank has then ended, and before mpi4py's own, which ends MPI.
+    atexit.register(messages.outlive_python)
     atexit.register(_close, progress)
-    comm._take(_measured_table(comm))
-    return comm
+    return progress
 
 
 def _close(progress: Progress) -> None:

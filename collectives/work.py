@@ -5,7 +5,7 @@
 - `Deferred`, where no core is free for that: they are carried out when the caller waits for one, or before its next collective. The
   same program is right on both, only not overlapped. A `send` or `recv` in between must not wait for a collective that its peer has
   not come to yet: so issuing also starts an MPI_Ibarrier, whose end says that all ranks have issued the operation, and only then is
-  it carried out while waiting for a message.
+  it carried out while waiting for a message (`Issues`).
 The rule for both: ranks issue their collectives in the same order, also those of different communicators that have ranks in common.
 """
 
@@ -18,6 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from collectives.diagnosis.record import ENDED, FAILED, Log
+from collectives.diagnosis.stacks import issued_here
+from collectives.diagnosis.together import on_all_ranks
 from collectives.environment import switch
 
 
@@ -64,8 +67,8 @@ class Progress(ABC):
         _of_this_process.add(self)
 
     @abstractmethod
-    def issue(self, operation: Callable[[], Any], mpi: Any) -> Work:
-        """Queue `operation`, a collective of `mpi`."""
+    def issue(self, operation: Callable[[], Any], name: str, issues: "Issues | None") -> Work:
+        """Queue `operation`, a collective of the communicator of `issues`, which only `Deferred` needs. `name`: what it is."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -87,10 +90,53 @@ class Progress(ABC):
         """Carry out all that is left, and end. For the end of the process."""
 
 
+class Issues:
+    """Tells of each asynchronous operation of a communicator when all its ranks have issued it [Note: progress].
+
+    By barriers on a clone: on the communicator itself they would be taken for collectives of ranks that issue none, since they call
+    the operation without async_op. `log`: of the clone.
+    """
+
+    def __init__(self, mpi: Any, log: Log, *, checked: bool) -> None:
+        """Collective. `checked`: the ranks compare what they issue."""
+        self._mpi, self._log, self._checked = mpi.Dup(), log, checked
+
+    def announce(self, name: str) -> "_Announced":
+        """This rank issues the operation `name`."""
+        return _Announced(self._log, name, self._mpi.Ibarrier(), self._checked)
+
+    def free(self) -> None:
+        """Collective."""
+        self._mpi.Free()
+
+
+class _Announced:
+    """An operation that this rank has issued."""
+
+    def __init__(self, log: Log, name: str, request: Any, checked: bool) -> None:
+        self._entry, self._request, self._checked, self._site = log.enter(name), request, checked, issued_here()
+        self._entry.issued()
+
+    def by_all(self) -> bool:
+        """Whether all ranks have issued it."""
+        return bool(self._request.Test())
+
+    def close(self, error: BaseException | None) -> None:
+        """After the operation: wait for the other ranks' words.
+
+        Not after an error, nor where the ranks have compared their calls: another rank may have called it without async_op, and issue
+        nothing. Without a comparison that rank is waited for here, so that the deadline reports it.
+        """
+        if error is None and not self._checked and not self.by_all():
+            self._entry.wait()
+            self._site.carry_out(self._request.Wait)
+        self._entry.leave(ENDED if error is None else FAILED)
+
+
 class _Deferred(Work):
-    def __init__(self, progress: "Deferred", operation: Callable[[], Any], ready: Any) -> None:
+    def __init__(self, progress: "Deferred", operation: Callable[[], Any], announced: _Announced) -> None:
         super().__init__()
-        self._progress, self._operation, self._ready = progress, operation, ready
+        self._progress, self._operation, self._announced = progress, operation, announced
 
     def done(self) -> bool:
         if not self._ended:
@@ -101,11 +147,13 @@ class _Deferred(Work):
         self._progress.finish(self)
 
     def is_ready(self) -> bool:
-        return bool(self._ready.Test())
+        return self._announced.by_all()
 
     def carry_out(self) -> None:
         self._end(self._operation)
-        self._ready.Wait()  # not before: while it waits for other ranks, the flight record is to show the operation
+        self._announced.close(
+            self._error
+        )  # not before: while it waits for other ranks, the record is to show the operation
         del self._operation
 
 
@@ -119,8 +167,9 @@ class Deferred(Progress):
         self._queue: deque[_Deferred] = deque()
         self._busy = False
 
-    def issue(self, operation: Callable[[], Any], mpi: Any) -> Work:
-        work = _Deferred(self, operation, mpi.Ibarrier())
+    def issue(self, operation: Callable[[], Any], name: str, issues: Issues | None) -> Work:
+        assert issues is not None
+        work = _Deferred(self, operation, issues.announce(name))
         self._queue.append(work)
         return work
 
@@ -137,13 +186,17 @@ class Deferred(Progress):
 
     def flush(self) -> None:
         while self._queue and not self._busy:
+            work = self._queue[0]
             self._next()
+            if work._error is not None and on_all_ranks(work._error):
+                raise work._error  # now, not at `wait`: the others may have raised it in this call's place, and not come to it
 
     def drain(self) -> None:
-        self.flush()
+        while self._queue and not self._busy:
+            self._next()
 
     def close(self) -> None:
-        self.flush()
+        self.drain()
 
     def _next(self) -> None:
         self._busy = True  # what is carried out now is itself a collective, and would flush
@@ -182,7 +235,7 @@ class Thread(Progress):
         self._queue: queue.SimpleQueue[_Threaded | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def issue(self, operation: Callable[[], Any], mpi: Any) -> Work:
+    def issue(self, operation: Callable[[], Any], name: str, issues: Issues | None) -> Work:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="collectives-progress", daemon=True)
             self._thread.start()
@@ -215,10 +268,10 @@ class Freed(Progress):
     on_thread = False
 
     def pending(self) -> bool:
-        raise ValueError("this communicator was freed; make another one by split() or Mesh")
+        raise ValueError("this communicator was freed; make another one by world(), split() or Mesh")
 
-    def issue(self, operation: Callable[[], Any], mpi: Any) -> Work:
-        raise ValueError(f"this communicator was freed, and {operation} asked of it")
+    def issue(self, operation: Callable[[], Any], name: str, issues: Issues | None) -> Work:
+        raise ValueError(f"this communicator was freed, and {name} asked of it")
 
     def flush(self) -> None:
         self.pending()
@@ -239,7 +292,7 @@ class Forked(Freed):
             "communication to the parent"
         )
 
-    def issue(self, operation: Callable[[], Any], mpi: Any) -> Work:
+    def issue(self, operation: Callable[[], Any], name: str, issues: Issues | None) -> Work:
         self.pending()
         raise AssertionError
 
@@ -266,11 +319,15 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def choose_progress(mpi: Any, threads_allowed: bool) -> Progress:
-    """A progress thread if MPITRAIN_PROGRESS_THREAD=1, or unless it is 0 where every rank has two cores or more. Collective."""
+def choose_progress(mpi: Any, threads_allowed: bool, checked: bool) -> Progress:
+    """A progress thread if MPITRAIN_PROGRESS_THREAD=1, or unless it is 0 where every rank has two cores or more. Collective.
+
+    In checked mode only if it is 1: the thread has communicators of its own, so that ranks of which some pass async_op and some do not
+    would not meet to compare their calls.
+    """
     chosen = switch("MPITRAIN_PROGRESS_THREAD")
     # Ranks that are bound to cores of their own share no set of cores; others share theirs with all that have the same set.
     cores = tuple(sorted(os.sched_getaffinity(0)))
     sharing = mpi.allgather((os.uname().nodename, cores, chosen)).count((os.uname().nodename, cores, chosen))
-    wanted = len(cores) >= 2 * sharing if chosen is None else chosen
+    wanted = not checked and len(cores) >= 2 * sharing if chosen is None else chosen
     return Thread() if all(mpi.allgather(wanted and threads_allowed)) else Deferred()

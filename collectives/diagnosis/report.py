@@ -3,6 +3,7 @@
 A `State` is what one rank says of itself (a JSON object); None stands for a rank that did not answer.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 
 from collectives.diagnosis.answer import State, Waiting
@@ -76,7 +77,9 @@ def _verdict(late: Waiting, states: Sequence[State | None]) -> str:
         for reason, ranks in reasons.items()
     )
     apart = _ELSEWHERE in reasons or _OTHERWISE in reasons
-    return f"{missing}\n  => MPITRAIN_DEBUG=1 finds the call at which the ranks part" if apart else missing
+    if not apart or os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0"):
+        return missing
+    return f"{missing}\n  => MPITRAIN_DEBUG=1 finds the call at which the ranks part"
 
 
 _ELSEWHERE = "are in an operation of another communicator"

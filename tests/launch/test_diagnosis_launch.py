@@ -176,6 +176,53 @@ if comm.rank == 1:
         assert (result.returncode, result.stdout, result.stderr) == (0, "sum 2.0\n", ""), str(result)
 
 
+@pytest.mark.parametrize("thread", ["0", "1"])
+def test_async_op_on_some_ranks_only_is_reported(thread: str) -> None:
+    script = f"""
+work = comm.all_reduce({X}, async_op=comm.rank == 0)  # line 5
+if comm.rank == 0:
+    work.wait()
+time.sleep(60)
+"""
+    result = job(2, script, MPITRAIN_DEADLINE_S="1", MPITRAIN_PROGRESS_THREAD=thread)
+    assert result.returncode == EXIT_CODE, str(result)
+    what = "world async_op (ranks 0, 1): #1 all_reduce" if thread == "0" else "world (ranks 0, 1): #1 preparing async"
+    assert re.search(rf"\[rank \d\]   rank 0: in {re.escape(what)}.*, at <string>:5 in <module>", result.stderr), str(
+        result
+    )
+
+
+def test_messages_that_nobody_holds_at_the_end_of_a_rank() -> None:
+    script = """
+if comm.rank == 0:
+    comm.isend(np.full(1 << 20, 7.0), 1)
+    comm.irecv(np.empty(1 << 20), 1, tag=1)  # which nobody sends
+else:
+    time.sleep(1.0)
+    print(np.unique(comm.recv(np.empty(1 << 20), 0)), flush=True)
+"""
+    result = job(2, script)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "[7.]\n", ""), str(result)
+
+
+def test_a_world_that_was_freed_is_made_anew() -> None:
+    script = f"""
+comm.all_reduce({X}, async_op=True)
+comm.free()
+again = collectives.world()
+assert again is not comm and again is collectives.world()
+print(again.all_reduce({X}, async_op=True).wait()[0], flush=True)
+again.free()
+if comm.rank == 1:
+    raise KeyError("still ends the job")
+collectives.world()
+"""
+    for thread in "01":
+        result = job(2, script, MPITRAIN_PROGRESS_THREAD=thread)
+        assert (result.returncode, result.stdout) == (1, "2.0\n2.0\n"), str(result)
+        assert "[rank 1] KeyError: 'still ends the job'" in result.stderr, str(result)
+
+
 def test_the_rank_that_ends_by_os_exit_is_named() -> None:
     script = "if comm.rank == 1:\n    os._exit(0)\ncomm.barrier()\n"
     result = job(2, script)

@@ -1,5 +1,8 @@
 """Operations in flight, on the progress thread and without: the same program is right on both. Groups, and a soak of all together."""
 
+import gc
+import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -68,6 +71,79 @@ def test_a_work_that_nobody_holds_keeps_its_arrays(flying: Communicator) -> None
     work.wait()
     assert (x == ranks_sum(flying)).all()
     assert all((array == -1.0).all() for array in garbage)
+
+
+@pytest.mark.parametrize("is_held", [True, False])  # the communicator
+def test_a_message_that_nobody_holds_keeps_its_array(flying: Communicator, is_held: bool) -> None:
+    n, rank, length = flying.size, flying.rank, 1 << 20
+    comm: Communicator | None = flying.split(0)
+    assert comm is not None
+    right, left = (rank + 1) % n, (rank - 1) % n
+    comm.isend(np.full(length, rank + 1.0), right)  # both dropped at once, and their arrays with them
+    comm.irecv(np.empty(length), left, tag=1)
+    into, mpi, tag = np.empty(length), comm.mpi, 256  # where messages of tag 0 travel
+    if not is_held:
+        comm = None
+    gc.collect()
+    garbage = [np.full(length, -1.0) for _ in range(4)]
+    flying.barrier()
+    mpi.Recv(into, left, tag)
+    mpi.Send(np.full(length, 7.0), right, tag + 1)
+    flying.barrier()
+    assert (into == left + 1).all()
+    assert all((array == -1.0).all() for array in garbage)
+    if comm is not None:
+        assert len(comm._in_flight.transfers) == 2
+        comm.free()
+        assert not comm._in_flight.transfers
+
+
+def test_messages_that_nobody_holds_are_let_go_when_they_are_through(flying: Communicator) -> None:
+    alive: list[weakref.ref[np.ndarray]] = []
+    waiting = [flying.irecv(np.empty(1), flying.rank, tag=9) for _ in range(40)]
+    for _ in range(200):
+        x = np.zeros(3)
+        alive.append(weakref.ref(x))
+        flying.isend(x, flying.rank)
+        flying.recv(np.empty(3), flying.rank)
+    del x
+    assert sum(each() is not None for each in alive) <= 2 * 41
+    for _ in waiting:
+        flying.isend(np.ones(1), flying.rank, tag=9)
+    assert sum(work.wait()[0] for work in waiting) == 40
+    flying._in_flight.finish()
+    assert all(each() is None for each in alive)
+
+
+def test_freeing_a_communicator_waits_for_messages(flying: Communicator) -> None:
+    group, into = flying.split(0), np.empty(1 << 18)
+    receiving = group.irecv(into, (group.rank - 1) % group.size)
+    group.isend(np.full(1 << 18, float(group.rank)), (group.rank + 1) % group.size)
+    group.free()
+    assert receiving.done()
+    assert receiving.wait() is into
+    assert (into == (flying.rank - 1) % flying.size).all()
+
+
+@pytest.mark.parametrize("first", ["asynchronous", "at once"])
+def test_checked_mode_finds_that_only_some_ranks_pass_async_op(comm: Communicator, first: str) -> None:
+    if comm.size == 1:
+        pytest.skip("one rank cannot differ")
+    for progress in (Deferred(), Thread()):
+        checked = Communicator(comm.mpi.Dup(), progress=progress, checked=True)
+        odd = (checked.rank == 0) is (first == "asynchronous")
+        x, start = np.ones(3), time.monotonic()
+
+        def call(checked: Communicator = checked, odd: bool = odd, x: np.ndarray = x) -> None:
+            checked.all_reduce(x, async_op=True) if odd else checked.all_reduce(x)
+            checked.barrier()  # before any wait
+
+        with pytest.raises(ValueError, match="the ranks call different collectives") as caught:
+            call()
+        assert time.monotonic() - start < 2
+        assert "async_op=True" in str(caught.value) or "preparing asynchronous operations" in str(caught.value)
+        assert (x == 1).all()
+        checked.free()
 
 
 def test_errors_that_a_rank_cannot_see_alone_are_raised_at_wait(flying: Communicator) -> None:
@@ -183,6 +259,59 @@ def test_group_shares_messages_and_keeps_order(flying: Communicator, monkeypatch
     assert flags.tolist() == [True]
     assert (halves == 0).all()
     assert gathered.tolist() == list(range(n))
+
+
+@pytest.mark.parametrize("length", [4, 1 << 17])  # one that shares a message with others, one that does not
+def test_a_group_gives_arrays_that_overlap_what_calls_in_turn_would(flying: Communicator, length: int) -> None:
+    n, rank = flying.size, flying.rank
+    x, y, z = np.full(length, rank + 1.0), np.arange(2.0 * length), np.full(3, rank + 1.0)
+    w, v = np.full(length, rank + 1.0), np.full(length, rank + 1.0)
+    into = np.empty(length)
+    with flying.group():
+        flying.all_reduce(x)
+        flying.all_reduce(z)
+        flying.all_reduce(x)
+        flying.all_reduce(y[: length + 2])
+        flying.all_reduce(y[length:])
+        flying.reduce(w, 0)
+        flying.reduce(w, 0)
+        flying.broadcast(v, n - 1)
+        flying.broadcast(into if rank < n - 1 else x, n - 1)  # x: where its all-reduces have come to
+        flying.broadcast(into if rank < n - 1 else v, n - 1)  # the last one stays
+    total = ranks_sum(flying)
+    assert (x == n * total).all()
+    assert (z == total).all()
+    expected = np.arange(2.0 * length) * n
+    expected[length : length + 2] *= n
+    assert (y == expected).all()
+    assert (w == (total + sum(range(2, n + 1)) if rank == 0 else rank + 1)).all()
+    assert (v == n).all()
+    assert rank == n - 1 or (into == n).all()
+
+
+@pytest.mark.parametrize("length", [4, 1 << 17])  # one that MPI sends at once, one that waits for its receiver
+def test_messages_of_a_group_set_out_before_its_collectives_and_arrive_after_them(
+    flying: Communicator, length: int
+) -> None:
+    n, rank = flying.size, flying.rank
+    right, left = (rank + 1) % n, (rank - 1) % n
+    a, b, c = np.full(length, rank + 1.0), np.full(length, rank + 1.0), np.full(length, rank + 1.0)
+    total, gathered = np.ones(length), np.empty(n * length)
+    with flying.group():
+        flying.all_reduce(a)
+        flying.send(a, right)
+        flying.recv(b, left)
+        flying.all_reduce(b)  # of what stands in it before the message arrives
+        flying.all_gather(gathered, b)
+        flying.send(c, right, tag=1)
+        flying.recv(c, left, tag=1)
+        flying.send(c, right, tag=2)
+        flying.recv(total, left, tag=2)
+    assert (a == ranks_sum(flying)).all()
+    assert (gathered == ranks_sum(flying)).all()
+    assert (b == left + 1).all()
+    assert (c == left + 1).all()
+    assert (total == left + 1).all()
 
 
 def test_group_of_messages_in_any_order(flying: Communicator) -> None:
@@ -374,5 +503,7 @@ def test_freeing_a_communicator_waits_for_what_is_in_flight(flying: Communicator
         lambda: group.split(0),
         lambda: group.empty(3, np.float32),
     ):
-        with pytest.raises(ValueError, match=r"this communicator was freed; make another one by split\(\) or Mesh"):
+        with pytest.raises(
+            ValueError, match=r"this communicator was freed; make another one by world\(\), split\(\) or Mesh"
+        ):
             use()

@@ -39,9 +39,29 @@ def test_split_groups_by_color_in_order_of_key(comm: Communicator) -> None:
     algorithm = "shared" if group.num_nodes == 1 else "auto"
     assert group.all_reduce(memory, algorithm=algorithm).tolist() == [sum(members)] * 3
     group.free()
-    for color in (-1, None):
-        with pytest.raises(ValueError, match=f"split: color {color}; expected a whole number, 0 or more"):
-            comm.split(color)  # type: ignore[arg-type]
+
+
+def test_split_takes_numpy_s_integers_and_none_to_stay_out(comm: Communicator) -> None:
+    last = comm.size - 1
+    group = comm.split(None if comm.rank == last else np.int64(3), key=np.int32(-comm.rank))
+    if comm.rank == last:
+        assert group is None
+    else:
+        assert group.all_gather_object(comm.rank) == list(range(last))[::-1]
+        group.free()
+    for color in (-1, 1 << 40):
+        with pytest.raises(ValueError, match=f"split: color {color}; expected 0 to 2147483647, or None to stay out"):
+            comm.split(color)
+    for wrong in (0.0, "0"):
+        with pytest.raises(
+            TypeError, match=f"split: color is {wrong!r}, of type {type(wrong).__name__}; expected an int"
+        ):
+            comm.split(wrong)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"split: key is 1.5, of type float; expected an integer"):
+        comm.split(0, 1.5)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"split: key 1099511627776; expected -2147483647 to 2147483647"):
+        comm.split(0, 1 << 40)
+    assert comm.all_reduce(np.ones(1)).tolist() == [comm.size], "nothing was sent"
 
 
 def factors(n: int) -> list[dict[str, int]]:
@@ -154,6 +174,11 @@ def test_peers_and_tags_are_checked(comm: Communicator) -> None:
         for tag in (-1, 1 << 20):
             with pytest.raises(ValueError, match=f"{name}: tag {tag}; expected 0 to 32511"):
                 getattr(comm, name)(x, 0, tag)
+        for wrong in (0.5, "0", None):
+            with pytest.raises(TypeError, match=f"{name}: peer {wrong!r}, tag 1; expected two integers"):
+                getattr(comm, name)(x, wrong, 1)
+            with pytest.raises(TypeError, match=f"{name}: peer 0, tag {wrong!r}; expected two integers"):
+                getattr(comm, name)(x, 0, wrong)
         with comm.group(), pytest.raises(TypeError, match=r"x is a builtins.list; expected an array"):
             getattr(comm, name)([1.0], 0)
 
@@ -162,9 +187,13 @@ def test_peers_and_tags_are_checked(comm: Communicator) -> None:
 
 
 def test_objects(comm: Communicator) -> None:
-    for root in range(comm.size):
+    for root in map(np.int64, range(comm.size)):
         assert comm.broadcast_object({"from": comm.rank, "none": None}, root) == {"from": root, "none": None}
     assert comm.all_gather_object((comm.rank, "x")) == [(rank, "x") for rank in range(comm.size)]
+    with pytest.raises(ValueError, match=f"broadcast_object: root {comm.size} is outside the {comm.size} ranks"):
+        comm.broadcast_object(1, comm.size)
+    with pytest.raises(TypeError, match=r"broadcast_object: root is 0.5, of type float; expected an integer"):
+        comm.broadcast_object(1, 0.5)  # type: ignore[arg-type]
 
 
 class AwkwardError(Exception):
@@ -252,6 +281,16 @@ def test_local_errors_are_raised_by_the_call_before_anything_is_sent(comm: Commu
         (ValueError, "out is read-only", lambda **how: comm.all_gather(frozen, x, **how)),
         (ValueError, f"root {n} is outside the {n} ranks", lambda **how: comm.broadcast(x, n, **how)),
         (ValueError, "root -1 is outside", lambda **how: comm.reduce(x, -1, **how)),
+        (TypeError, "broadcast: root is 0.5, of type float; expected an integer", lambda **how: comm.broadcast(x, 0.5, **how)),
+        (TypeError, "reduce: root is '0', of type str; expected an int", lambda **how: comm.reduce(x, "0", **how)),
+        (TypeError, "gather: root is None, of type NoneType; exp", lambda **how: comm.gather(xs, x, None, **how)),
+        (TypeError, "scatter: root is 0.0, of type float; expected", lambda **how: comm.scatter(x, xs, 0.0, **how)),
+        (TypeError, "all_gather: counts is .*; expected integers, the number of elements of each rank",
+         lambda **how: comm.all_gather(xs, x, counts=np.full(n, 3.0), **how)),
+        (TypeError, "all_gather: counts is 3; expected integers", lambda **how: comm.all_gather(xs, x, counts=3, **how)),
+        (TypeError, "reduce_scatter: counts is .*; expected integers",
+         lambda **how: comm.reduce_scatter(x, xs, counts="3" * n, **how)),
+        (ValueError, "one a rank", lambda **how: comm.reduce_scatter(x, xs, counts=np.full(n, -3), **how)),
         (ValueError, f"and out {3 * n + 1}; expected 3 in x and {3 * n} in out", lambda **how: comm.all_gather(longer, x, **how)),
         (ValueError, "all_gather: x is float32, but out is float64", lambda **how: comm.all_gather(xs, x.astype(np.float32), **how)),
         (ValueError, f"{n + 1} counts, the smallest 3; expected {n} numbers of elements from 0 on, one a rank",
@@ -292,6 +331,22 @@ def test_a_read_only_array_can_be_given_where_it_is_only_read(comm: Communicator
     x.flags.writeable = False
     assert comm.all_gather(np.zeros(3 * comm.size), x).tolist() == [0, 1, 2] * comm.size
     assert comm.reduce_scatter(np.zeros(1), np.ones(comm.size)).tolist() == [comm.size]
+
+
+def test_counts_and_roots_of_numpy_and_torch(comm: Communicator) -> None:
+    n, rank = comm.size, comm.rank
+    lengths = list(range(1, n + 1))
+    whole = np.repeat(np.arange(n), lengths)
+    for counts in (np.array(lengths), np.array(lengths, np.int8), torch.tensor(lengths), tuple(lengths), iter(lengths)):
+        assert (comm.all_gather(np.empty(len(whole), int), np.full(rank + 1, rank), counts=counts) == whole).all()
+    mine = comm.reduce_scatter(np.empty(rank + 1, int), whole, counts=torch.tensor(lengths), async_op=True).wait()
+    assert mine.tolist() == [rank * n] * (rank + 1)
+    for root in (np.int32(n - 1), torch.tensor(n - 1)):
+        assert comm.broadcast(np.full(3, rank), root).tolist() == [n - 1] * 3
+        assert comm.reduce(np.full(3, rank), root)[0] == (sum(range(n)) if rank == n - 1 else rank)
+    sending = comm.isend(np.full(3, rank), np.int64(rank), np.int16(7))
+    assert comm.irecv(np.empty(3, int), torch.tensor(rank), 7).wait().tolist() == [rank] * 3
+    sending.wait()
 
 
 # Checked mode

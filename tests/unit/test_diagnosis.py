@@ -324,7 +324,8 @@ def state(*operations: Waiting, **more: Any) -> State:
     return State(**{**fields, **more})  # type: ignore[typeddict-item]
 
 
-def test_the_report_names_every_kind_of_missing_rank() -> None:
+def test_the_report_names_every_kind_of_missing_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPITRAIN_DEBUG", raising=False)
     everyone = range(8)
     late = waiting(ranks=everyone)
     states = [
@@ -352,6 +353,8 @@ def test_the_report_names_every_kind_of_missing_rank() -> None:
         "ranks 6, 7 (are in a different operation of the same communicator)",
         "  => MPITRAIN_DEBUG=1 finds the call at which the ranks part",
     ]
+    monkeypatch.setenv("MPITRAIN_DEBUG", "1")
+    assert deadline_report(0, late, states, 2.0).splitlines() == text.splitlines()[:-1], "it is on"
 
 
 def test_nobody_is_missing_where_all_are_in_the_operation() -> None:
