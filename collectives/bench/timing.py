@@ -63,13 +63,12 @@ def time_in_turn(comm: Communicator, calls: Mapping[Key, Contestant], limits: Li
 
 
 def turns(round_: int, num: int) -> list[int]:
-    """The order of `num` contestants in a round: over `num` rounds each has every place once, and follows every other equally often.
+    """The order of `num` contestants in a round: drawn, the same on all ranks.
 
-    So nobody always comes after the same neighbour's traces in the cache. Williams squares (for an odd number two of them).
+    So nobody has a fixed neighbour, also not one with another between them: the traces of a slow one, in the cache and in the
+    scheduler, reach further than to the next call.
     """
-    first = [(i + 1) // 2 if i % 2 else num - i // 2 for i in range(num)]  # 0, 1, -1, 2, -2, ...
-    row = [(i + round_) % num for i in first]
-    return row[::-1] if round_ // num % 2 else row
+    return np.random.default_rng([round_, num]).permutation(num).tolist()
 
 
 def _timed(comm: Communicator, contestant: Contestant) -> float:
