@@ -1,5 +1,6 @@
 """What `bench`, `report` and `tune` make of their figures."""
 
+import itertools
 import json
 import random
 from collections import Counter
