@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from mpitrain.sharding.fully_shard import communicator
+from mpitrain.sharding.fully_shard import sharded_over
 
 
 @torch.no_grad()
@@ -16,12 +16,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     norm does not depend on how many there are (but for rounding). What is on every rank alike (`ignored_params`) counts once. A
     plain model works too. The norm is a float64 scalar on the host; a non-finite norm scales nothing.
     """
-    comm = communicator(model)
+    over = sharded_over(model)
     shards = [p for p in model.parameters() if hasattr(p, "shard_box")]
     others = [p for p in model.parameters() if not hasattr(p, "shard_box")]
     squares = _squares(shards)
-    if comm is not None:
-        comm.all_reduce(squares)
+    if over is not None:
+        over.shard.all_reduce(squares)
     norm = (squares + _squares(others)).sqrt()
     scale = max_norm / (norm.item() + 1e-6)
     if norm.isfinite() and scale < 1:

@@ -3,7 +3,8 @@
 [Note: fences] With resident units a rank's shards are rows of parameters that its neighbours read. A shard is therefore written only
 between the fence that closes every forward and backward of the outermost module and the fence that opens the next forward; the
 optimizer, `load` and whoever else writes shards does it there and nowhere else. A fence is a barrier of the ranks of the node: past the
-opening one all have finished writing, past the closing one all have finished reading.
+opening one all have finished writing, past the closing one all have finished reading. Ranks of other nodes read copies, which are
+brought up to date within the opening fence.
 
 [Note: order] Reductions are collective, so all ranks issue them in one order: that of the modules, backwards. A unit whose gradients
 are complete earlier waits for those before it; what was not used at all on this rank is reduced, as zeros, at the end of the
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from collectives import Communicator
+from mpitrain.sharding.ranks import Ranks
 from mpitrain.sharding.unit import Unit
 
 if TYPE_CHECKING:
@@ -42,45 +43,51 @@ class Phase(Enum):
 class Context:
     """The sharded modules under one outermost module, in the order of `modules()`. Made on all ranks alike (collective)."""
 
-    def __init__(self, states: list["State"], comm: Communicator) -> None:
-        self.comm = comm
+    def __init__(self, states: list["State"], ranks: Ranks) -> None:
+        self.ranks = ranks
         self.states = states
         self.units = [unit for state in states for unit in state.units]
+        if any(state.ranks != ranks for state in states):
+            raise ValueError(
+                "the parts of one model are sharded over different ranks; pass the same mesh for all of them"
+            )
         self.phase = Phase.IDLE
         self.comm_s = 0.0
         """Seconds spent in communication and in waiting for other ranks, since the beginning."""
-        self._resident = [unit for unit in self.units if unit.resident]
+        self._lasting = [unit for unit in self.units if unit.storage.lasts]
+        self._is_shared = any(unit.storage.kind == "resident" for unit in self.units) and ranks.shard.node.size > 1
         self._order = [(state, unit) for state in reversed(states) for unit in state.units if unit.trained]
         self._next = 0  # in that order: the unit to reduce next
         self._had_grad: dict[int, bool] = {}  # by id of the parameter's `Sharded`: used on this rank in this backward
         self._fresh: dict[int, bool] = {}  # ... and had no gradient left from before
-        self._grad_buffers: dict[torch.dtype, torch.Tensor] = {}  # of resident units
+        self._grad_buffers: dict[torch.dtype, torch.Tensor] = {}  # of units in host memory
         for state in states:
             state.context = self
         # Weak: torch keeps hooks where Python's garbage collector does not look, so that a model whose hooks refer back to it
         # would stay for ever.
         this = weakref.ref(self)
         for position, (_, unit) in enumerate(self._order):
-            for index, param in enumerate(unit.params if unit.resident else ()):
+            for index, param in enumerate(unit.params if unit.on_host else ()):
                 param.full.register_post_accumulate_grad_hook(partial(_on_grad, this, position, index))
         self._allocate_grad_buffers()
 
     def _allocate_grad_buffers(self) -> None:
-        """One buffer for each dtype, as long as its longest unit; where units are resident, in memory that peers can read."""
+        """In host memory one buffer for each dtype, as long as its longest unit, where peers can read it."""
         longest: dict[torch.dtype, int] = {}
-        for unit in self._resident:
-            if unit.trained:
+        for unit in self.units:
+            if unit.trained and unit.on_host:
                 longest[unit.reduce_dtype] = max(longest.get(unit.reduce_dtype, 0), unit.layout.numel)
+        peers = self.ranks.shard if self.ranks.shard.size > 1 else self.ranks.replicate
         for dtype, numel in longest.items():
-            self._grad_buffers[dtype] = self.comm.empty(numel, dtype)
+            self._grad_buffers[dtype] = peers.node.empty(numel, dtype)
 
     def _grad_buffer(self, unit: Unit) -> torch.Tensor:
-        if unit.resident:
+        if unit.on_host:
             return self._grad_buffers[unit.reduce_dtype]
         return torch.empty(unit.layout.numel, dtype=unit.reduce_dtype, device=unit.device)
 
     def on_grad(self, position: int, index: int) -> None:
-        """Autograd has added up the gradient of parameter `index` of a resident unit: see [Note: gradient buffer]."""
+        """Autograd has added up the gradient of parameter `index` of a unit in host memory: see [Note: gradient buffer]."""
         state, unit = self._order[position]
         if position == self._next and state.sync_gradients:
             unit.place_grad(index, self._grad_buffer(unit))
@@ -101,18 +108,20 @@ class Context:
         if self.phase is not Phase.IDLE:
             self.reset()
         self.phase = Phase.FORWARD
-        if self._resident:
-            with self.communicating():
-                for unit in self._resident:
-                    unit.publish()
-                self.comm.barrier()
+        with self.communicating():
+            for unit in self._lasting:
+                unit.refresh()
+            self._fence()
 
     def close(self) -> None:
         """After the outermost forward, and after a backward."""
         self.phase = Phase.IDLE
-        if self._resident:
-            with self.communicating():
-                self.comm.barrier()
+        with self.communicating():
+            self._fence()
+
+    def _fence(self) -> None:
+        if self._is_shared:
+            self.ranks.shard.node.barrier()
 
     def reset(self) -> None:
         """Back to idle after an exception in the middle of a step. No communication: the ranks may be anywhere."""
@@ -169,7 +178,7 @@ class Context:
         params = [param for unit in self.units for param in unit.params if id(param) in self._had_grad]
         used = torch.tensor([self._had_grad[id(param)] for param in params], dtype=torch.uint8)
         with self.communicating():
-            self.comm.all_reduce(used, "max")
+            self.ranks.all.all_reduce(used, "max")
         for param, anywhere in zip(params, used.tolist(), strict=True):
             if not anywhere and self._fresh[id(param)]:
                 param.shard.grad = None

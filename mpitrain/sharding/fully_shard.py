@@ -1,23 +1,27 @@
 """The public face of sharding: `fully_shard`, which keeps the meaning of torch's function of that name.
 
-ZeRO stage 3 (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020): parameters,
-gradients and optimizer state are each cut over the ranks. The cut by flat units follows torch's FSDP (Zhao et al., VLDB 2023).
+ZeRO (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020) cuts the optimizer's state
+over the ranks in stage 1, gradients too in stage 2, parameters too in stage 3. The cut by flat units, and that of a hybrid of shards
+and copies, follow torch's FSDP (Zhao et al., VLDB 2023).
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-import collectives
 from collectives import Communicator, Mesh
 from mpitrain.sharding.context import Context
+from mpitrain.sharding.layout import Layout
 from mpitrain.sharding.policy import MixedPrecisionPolicy
+from mpitrain.sharding.ranks import Ranks, ranks_of
 from mpitrain.sharding.state import State
+from mpitrain.sharding.storage import Gathered, Kept, Resident, Storage
 from mpitrain.sharding.unit import Sharded, Unit
 
-Storage = Literal["auto", "resident", "private"]
+_log = logging.getLogger("mpitrain")
 
 
 class ShardedModule(nn.Module):
@@ -73,7 +77,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    storage: Storage = "auto",
+    storage: Literal["auto", "resident", "private"] = "auto",
     device: torch.device | str | None = None,
 ) -> nn.Module:
     """Shard the parameters of `module` that are in no unit yet over the ranks of `mesh`, in place; returns it.
@@ -83,22 +87,26 @@ def fully_shard(
     allocated, and given values by `mpitrain.initialize` or a checkpoint.
 
     Args:
-        mesh: a Communicator, or a Mesh whose axis `dp_shard` is taken; None: `collectives.world()`.
-        stage: 3, the only one so far.
-        reshard_after_forward: give private full parameters back after forward and gather them again for backward; False keeps them.
+        mesh: a Communicator, or a Mesh: shards along its axis `dp_shard`, copies of them along `dp_replicate`; None:
+            `collectives.world()`. All parts of a model take the same.
+        stage: what is cut over the ranks of `dp_shard`. 0: nothing, each rank has a copy of the model, gradients are averaged during
+            the backward (as torch's DistributedDataParallel does); 1: the optimizer's state; 2: gradients too; 3: parameters too.
+        reshard_after_forward: in stage 3 give private full parameters back after forward and gather them again for backward; False
+            keeps them.
         mp_policy: dtypes; None: all as the parameters are.
         offload_policy: None, the only one so far.
         ignored_params: left as they are, on every rank.
-        storage: where full parameters live. "resident": once in the memory of the node, which all its ranks share. "private":
-            gathered for each rank, freed after use. "auto": resident on the CPUs of one node, else private.
+        storage: where full parameters live. "resident": once in the memory of each node, which its ranks share; from stage 1 on.
+            "private": of each rank its own, in stage 3 gathered before use and freed after it. "auto": resident for parameters on
+            CPUs, as long as the memory of all nodes suffices, else private.
         device: of parameters that are on the meta device; None: the CPU.
 
     Raises:
         ValueError: an argument that is not available, a module that is sharded already, tied weights across units.
-        OSError: on all ranks, if the node's shared memory is full.
+        OSError: on all ranks, if the node's shared memory is full and "resident" was asked for.
     """
-    comm = _communicator(mesh)
     _check_arguments(module, stage, reshard_after_forward, offload_policy, storage)
+    ranks = ranks_of(mesh, whole=stage == 0)
     policy = mp_policy or MixedPrecisionPolicy()
     ignored = {id(param) for param in ignored_params or ()}
     units = []
@@ -106,18 +114,39 @@ def fully_shard(
         where = params[0][2].device
         if where.type == "meta":
             where = torch.device(device or "cpu")
-        one_node_cpu = where.type == "cpu" and comm.num_nodes == 1
-        if storage == "resident" and not one_node_cpu:
+        if storage == "resident" and where.type != "cpu":
             raise ValueError(
-                f"storage='resident' needs parameters on the CPUs of one node; these are on {where}, "
-                f"the ranks on {comm.num_nodes} nodes; use storage='auto'"
+                f"storage='resident' needs parameters on the CPU; these are on {where}; use storage='auto'"
             )
-        units.append(Unit(params, comm, policy, where, resident=one_node_cpu and storage != "private"))
-    state = State(comm, units, policy, reshard_after_forward=reshard_after_forward)
+        units.append(Unit(params, ranks, policy, where, _storage(ranks, where, stage, storage)))
+    state = State(ranks, units, policy, stage=stage, reshard_after_forward=reshard_after_forward)
     kind = type(module)
     module.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
     module._sharding = state  # type: ignore[assignment]
     return module
+
+
+def _storage(ranks: Ranks, device: torch.device, stage: int, asked: str) -> Callable[[Layout, torch.dtype], Storage]:
+    """What makes the Storage of a unit's full parameters."""
+    private = Gathered if stage == 3 and ranks.shard.size > 1 else Kept
+
+    def make(layout: Layout, dtype: torch.dtype) -> Storage:
+        if asked == "private" or stage == 0 or device.type != "cpu":
+            return private(layout, ranks.shard, dtype, device)
+        resident = None
+        try:
+            resident = Resident(layout, ranks.shard, dtype, device)
+        except OSError as error:
+            if asked == "resident":
+                raise
+            _log.info("full parameters are private from here on: %s", error)
+        if (
+            all(ranks.all.all_gather_object(resident is not None)) and resident is not None
+        ):  # each node knows of itself alone
+            return resident
+        return private(layout, ranks.shard, dtype, device)
+
+    return make
 
 
 def sharded_params(model: nn.Module) -> Iterator[Sharded]:
@@ -127,10 +156,10 @@ def sharded_params(model: nn.Module) -> Iterator[Sharded]:
             yield from unit.params
 
 
-def communicator(model: nn.Module) -> Communicator | None:
+def sharded_over(model: nn.Module) -> Ranks | None:
     """The ranks a model is sharded over; None if it is not sharded."""
     states = _states(model)
-    return states[0].comm if states else None
+    return states[0].ranks if states else None
 
 
 def communication_s(model: nn.Module) -> float:
@@ -143,26 +172,17 @@ def _states(model: nn.Module) -> list[State]:
     return [module._sharding for module in model.modules() if isinstance(module, ShardedModule)]
 
 
-def _communicator(mesh: Mesh | Communicator | None) -> Communicator:
-    if mesh is None:
-        return collectives.world()
-    if isinstance(mesh, Communicator):
-        return mesh
-    others = [f"{name}={size}" for name, size in mesh.axes.items() if size > 1 and name != "dp_shard"]
-    if others:
-        raise ValueError(
-            f"fully_shard: mesh axes {', '.join(others)} are not available yet; only dp_shard may be longer than 1"
-        )
-    return mesh["dp_shard"]
-
-
 def _check_arguments(
     module: nn.Module, stage: int, reshard_after_forward: Any, offload_policy: Any, storage: str
 ) -> None:
     if isinstance(module, ShardedModule):
         raise ValueError(f"fully_shard: this {type(module).__name__} is sharded already")
-    if stage != 3:
-        raise ValueError(f"fully_shard: stage {stage} is not available; only 3 is so far")
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"fully_shard: stage is {stage!r}; expected 0, 1, 2 or 3")
+    if stage == 0 and storage == "resident":
+        raise ValueError(
+            "fully_shard: in stage 0 each rank has a copy of its own; pass storage='auto', or stage 1 to 3"
+        )
     if not isinstance(reshard_after_forward, bool):
         raise ValueError(f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; expected True or False")
     if offload_policy is not None:
@@ -228,7 +248,7 @@ def _context(module: "ShardedModule") -> Context:
             )
         # What is allocated now outlives this forward, which may be one of an evaluation in inference mode.
         with torch.inference_mode(False):
-            _broadcast_buffers(module, state.comm)
-            Context(states, state.comm)
+            _broadcast_buffers(module, state.ranks.all)
+            Context(states, state.ranks)
     assert state.context is not None
     return state.context

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from collectives import Communicator
 from mpitrain.sharding.context import Context, Phase
 from mpitrain.sharding.policy import MixedPrecisionPolicy
+from mpitrain.sharding.ranks import Ranks
 from mpitrain.sharding.unit import Unit
 
 
@@ -16,12 +16,19 @@ class State:
     """The units of one module and where they are in a step. `context` is set at the first forward of the outermost module."""
 
     def __init__(
-        self, comm: Communicator, units: list[Unit], policy: MixedPrecisionPolicy, *, reshard_after_forward: bool
+        self,
+        ranks: Ranks,
+        units: list[Unit],
+        policy: MixedPrecisionPolicy,
+        *,
+        stage: int,
+        reshard_after_forward: bool,
     ) -> None:
-        self.comm = comm
+        self.ranks = ranks
         self.units = units
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
+        self.reduces_early = stage != 1  # as soon as this module's gradients are there, not at the end of the backward
         self.context: Context | None = None
         self.sync_gradients = True
         self.complete = False  # this backward has brought all gradients of this module
@@ -57,7 +64,7 @@ class State:
     def unshard(self) -> None:
         """Full parameters, filled and shown. Idempotent. Collective where units are private."""
         for unit in self.units:
-            if not unit.resident and self.context is not None:
+            if self.context is not None and not unit.storage.lasts:
                 with self.context.communicating():
                     unit.gather()
             else:
@@ -129,7 +136,7 @@ class State:
         if self._pending <= 0:
             self._pending = 0
             self._reshard()
-            self.complete = True
+            self.complete = self.reduces_early
             self.context.reduce_complete()
 
     def end_backward(self) -> None:
