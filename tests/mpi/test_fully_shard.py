@@ -1,44 +1,18 @@
 """fully_shard against the plain model: the same values, gradients and losses for every number of ranks."""
 
 import copy
-import functools
 import gc
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from ways import WAYS, options_of
 
-from collectives import Communicator, Mesh
+from collectives import Mesh
 from mpitrain.sharding import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, sharded_params
 
 STORAGES = ["resident", "private"]
-WAYS: dict[str, dict[str, Any]] = {
-    "stage 0": {"stage": 0},
-    "stage 1": {"stage": 1},
-    "stage 1, private": {"stage": 1, "storage": "private"},
-    "stage 2, private": {"stage": 2, "storage": "private"},
-    "stage 3": {"storage": "resident"},
-    "stage 3, private": {"storage": "private"},
-    "copies of shards": {"mesh": {"dp_replicate": 2, "dp_shard": -1}},
-    "copies of shards, private": {"mesh": {"dp_replicate": -1, "dp_shard": 2}, "storage": "private"},
-}
-
-
-@functools.cache
-def mesh_of(comm: Communicator, *axes: tuple[str, int]) -> Mesh:
-    return Mesh(comm, dict(axes))
-
-
-def options_of(comm: Communicator, way: str) -> dict[str, Any]:
-    """The arguments of fully_shard for one of WAYS."""
-    options = dict(WAYS[way])
-    if "mesh" in options:
-        if comm.size % 2:
-            pytest.skip("an odd number of ranks does not make two copies, or shards in two")
-        options["mesh"] = mesh_of(comm, *options["mesh"].items())
-    return options
 
 
 class Odd(nn.Module):
