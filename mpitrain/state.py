@@ -120,30 +120,6 @@ def load(
     return meta
 
 
-def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The unsharded state dict of a sharded model, on the host, on rank 0; an empty dict on the others. Collective.
-
-    One tensor after the other: a rank other than 0 needs memory for the largest parameter only.
-    """
-    over = sharded_over(model)
-    if over is None:
-        return {name: value.detach().cpu() for name, value in model.state_dict().items()}
-    full: dict[str, torch.Tensor] = {}
-    shards = dict(model.named_parameters(remove_duplicate=False))
-    shapes = {id(param.shard): param.full.shape for param in sharded_params(model)}
-    for name, value in model.state_dict().items():
-        box: Box | None = getattr(shards.get(name), "shard_box", None)
-        whole = value.detach().cpu().contiguous()
-        if box is not None:
-            boxes = over.shard.all_gather_object(box)
-            whole = torch.empty(sum(b.numel for b in boxes), dtype=value.dtype)
-            over.shard.all_gather(whole, value.detach().cpu().contiguous().view(-1), counts=[b.numel for b in boxes])
-            whole = whole.view(shapes[id(shards[name])])
-        if over.all.rank == 0:
-            full[name] = whole
-    return full
-
-
 @dataclass(frozen=True)
 class _Scalar:
     """A rank's part of a scalar parameter, or of what the optimizer keeps for it."""

@@ -1,14 +1,25 @@
-"""ZeRO by flat units. From the bottom: layout (pure), policy, ranks, storage, unit, context, state, fully_shard, clip."""
+"""ZeRO by flat units. From the bottom: layout (pure), policy, ranks, storage, unit, context, state, blocks,
+fully_shard, the rest."""
 
-from mpitrain.sharding.clip import clip_grad_norm_
+from mpitrain.sharding.clip import clip_grad_norm_, grad_norms
+from mpitrain.sharding.ema import EMA
 from mpitrain.sharding.fully_shard import communication_s, fully_shard, sharded_over, sharded_params
 from mpitrain.sharding.policy import MixedPrecisionPolicy
+from mpitrain.sharding.scaler import GradScaler
+from mpitrain.sharding.summary import num_parameters, summary
+from mpitrain.sharding.unshard import unshard
 
 __all__ = [
+    "EMA",
+    "GradScaler",
     "MixedPrecisionPolicy",
     "clip_grad_norm_",
     "communication_s",
     "fully_shard",
+    "grad_norms",
+    "num_parameters",
     "sharded_over",
     "sharded_params",
+    "summary",
+    "unshard",
 ]

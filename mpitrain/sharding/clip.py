@@ -1,4 +1,4 @@
-"""The norm of gradients that are spread over ranks."""
+"""Norms of gradients that are spread over ranks."""
 
 from collections.abc import Iterable
 
@@ -40,3 +40,29 @@ def _squares(params: Iterable[nn.Parameter]) -> torch.Tensor:
             dtype = torch.promote_types(param.grad.dtype, torch.float32)
             total += torch.linalg.vector_norm(param.grad, dtype=dtype).double().cpu() ** 2
     return total
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """This rank's gradients that have elements."""
+    return [param.grad for param in model.parameters() if param.grad is not None and param.grad.numel()]
+
+
+@torch.no_grad()
+def grad_norms(model: nn.Module) -> dict[str, float]:
+    """The 2-norm of each parameter's whole gradient, by name; parameters without one are left out. Collective, one message."""
+    names, squares, sharded = [], [], []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            names.append(name)
+            squares.append(_squares([param]))
+            sharded.append(hasattr(param, "shard_box"))
+    has_grad = torch.tensor([float(param.grad is not None) for param in model.parameters() if param.requires_grad])
+    total = torch.stack([torch.stack(squares), has_grad.double()]) if names else torch.zeros(2, 0, dtype=torch.float64)
+    over = sharded_over(model)
+    if over is not None:
+        alone = total.clone()
+        over.shard.all_reduce(total)
+        keep = ~torch.tensor(sharded)
+        total[:, keep] = alone[:, keep]  # on every rank alike
+    norms, anywhere = total[0].sqrt().tolist(), total[1].tolist()
+    return {name: norm for name, norm, there in zip(names, norms, anywhere, strict=True) if there}

@@ -10,6 +10,10 @@ brought up to date within the opening fence.
 are complete earlier waits for those before it; what was not used at all on this rank is reduced, as zeros, at the end of the
 backward.
 
+[Note: complete] When has a backward brought all gradients of a module? Where full parameters last: when autograd has added up the
+gradient of each parameter, which takes a hook each. Where they are freed, or where some got no gradient in the last backward: when the
+gradients of the module's inputs are there, which takes an autograd function around each call. At the latest at the end of the backward.
+
 [Note: gradient buffer] The unit that is next in order moves each gradient into the buffer as soon as autograd has it, while it is in
 the core's cache; any other unit (the root's head, whose gradient comes first and is reduced last) keeps its gradients where autograd
 put them until its turn comes. So the buffer never holds gradients of two units.
@@ -55,6 +59,7 @@ class Context:
         self.comm_s = 0.0
         """Seconds spent in communication and in waiting for other ranks, since the beginning."""
         self._lasting = [unit for unit in self.units if unit.storage.lasts]
+        self._stale = [unit for unit in self.units if unit.needs_refresh]  # after each step of the optimizer
         self._is_shared = any(unit.storage.kind == "resident" for unit in self.units) and ranks.shard.node.size > 1
         self._order = [(state, unit) for state in reversed(states) for unit in state.units if unit.trained]
         self._next = 0  # in that order: the unit to reduce next
@@ -67,7 +72,7 @@ class Context:
         # would stay for ever.
         this = weakref.ref(self)
         for position, (_, unit) in enumerate(self._order):
-            for index, param in enumerate(unit.params if unit.on_host else ()):
+            for index, param in enumerate(unit.params):
                 param.full.register_post_accumulate_grad_hook(partial(_on_grad, this, position, index))
         self._allocate_grad_buffers()
 
@@ -87,10 +92,12 @@ class Context:
         return torch.empty(unit.layout.numel, dtype=unit.reduce_dtype, device=unit.device)
 
     def on_grad(self, position: int, index: int) -> None:
-        """Autograd has added up the gradient of parameter `index` of a unit in host memory: see [Note: gradient buffer]."""
+        """Autograd has added up the gradient of parameter `index` of a unit: see [Note: complete] and [Note: gradient buffer]."""
+        self.begin_backward()
         state, unit = self._order[position]
-        if position == self._next and state.sync_gradients:
+        if position == self._next and state.sync_gradients and unit.on_host and self.ranks.all.size > 1:
             unit.place_grad(index, self._grad_buffer(unit))
+        state.on_grad()
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
@@ -109,12 +116,16 @@ class Context:
             self.reset()
         self.phase = Phase.FORWARD
         with self.communicating():
-            for unit in self._lasting:
+            for unit in self._stale:
                 unit.refresh()
             self._fence()
+        for unit in self._lasting:
+            unit.show_full()
 
     def close(self) -> None:
         """After the outermost forward, and after a backward."""
+        for unit in self._lasting:
+            unit.show_shards()
         self.phase = Phase.IDLE
         with self.communicating():
             self._fence()
@@ -133,7 +144,7 @@ class Context:
     # Backward
 
     def begin_backward(self) -> None:
-        """At the first gradient that reaches an output of a sharded module."""
+        """At the first gradient that is seen of a backward."""
         if self.phase is Phase.BACKWARD:
             return
         self.phase = Phase.BACKWARD
@@ -141,7 +152,9 @@ class Context:
         self._had_grad.clear()
         self._fresh.clear()
         for state in self.states:
-            state.complete = False
+            state.begin_backward()
+        for unit in self._lasting:
+            unit.show_full()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def reduce_complete(self) -> None:

@@ -40,6 +40,10 @@ class Storage:
         """
         return self.flat[start:stop].data
 
+    def needs_refresh(self, shard: torch.Tensor) -> bool:
+        """Whether lasting full parameters do not change with the shards by themselves."""
+        return False
+
     def refresh(self, shard: torch.Tensor) -> None:
         """The shards have changed: bring the full parameters up to date, those that last. Collective."""
 
@@ -62,11 +66,14 @@ class Kept(Storage):
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(self._layout.numel, dtype=dtype, device=device)
 
+    def needs_refresh(self, shard: torch.Tensor) -> bool:
+        return self._moves or self.flat.dtype != shard.dtype
+
     @torch.no_grad()
     def refresh(self, shard: torch.Tensor) -> None:
         mine = self.flat[self._mine]
-        if mine.data_ptr() != shard.data_ptr():
-            mine.copy_(shard)  # masters of another dtype
+        if self.flat.dtype != shard.dtype:
+            mine.copy_(shard)
         if self._moves:
             self._comm.all_gather(self.flat, mine, counts=self._layout.counts)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from collectives import Communicator
 from collectives.dtypes import number_of
-from mpitrain.sharding.layout import Box, Layout, lay_out
+from mpitrain.sharding.layout import Box, Layout, lay_out, rows_of
 from mpitrain.sharding.policy import MixedPrecisionPolicy
 from mpitrain.sharding.ranks import Ranks
 from mpitrain.sharding.storage import Storage
@@ -103,13 +103,19 @@ class Unit:
                     f"{param.name} was frozen when it was sharded and cannot be trained now: "
                     "set requires_grad before fully_shard"
                 )
-            param.full.requires_grad_(param.shard.requires_grad)
+            if param.full.requires_grad != param.shard.requires_grad:
+                param.full.requires_grad_(param.shard.requires_grad)
             param.show(param.full)
 
     def show_shards(self) -> None:
         """Let the modules see the shards."""
         for param in self.params:
             param.show(param.shard)
+
+    @property
+    def needs_refresh(self) -> bool:
+        """Whether full parameters last and have to be brought up to date."""
+        return self.storage.needs_refresh(self._shard)
 
     def refresh(self) -> None:
         """Bring lasting full parameters up to date with the shards. Collective; between the fences only."""
@@ -148,6 +154,8 @@ class Unit:
         `buffer`: 1-D, of `reduce_dtype`, at least `layout.numel` long. A shard's gradient is added to what `zero_grad` left of
         it. Returns for each parameter whether it had a gradient on this rank.
         """
+        if self.ranks.all.size == 1 and self.dtype == self.full_dtype == self.reduce_dtype:
+            return self._adopt_grads()
         had_grad = []
         for index, param in enumerate(self.params):
             had_grad.append(index in self._placed or param.full.grad is not None)
@@ -192,6 +200,20 @@ class Unit:
             replicate.all_reduce(out, "avg")
         return out
 
+    def _adopt_grads(self) -> list[bool]:
+        """Of one rank alone: the full gradients are those of the shards, which are whole."""
+        had_grad = []
+        for param in self.params:
+            grad, param.full.grad = param.full.grad, None
+            had_grad.append(grad is not None)
+            if grad is not None and param.shard.grad is not None:
+                param.shard.grad += grad.view(param.box.shape)
+            elif grad is not None:
+                param.shard.grad = grad.view(param.box.shape)
+            elif param.shard.grad is None:
+                param.shard.grad = torch.zeros_like(param.shard)
+        return had_grad
+
     def drop_grads(self) -> None:
         """Forget full gradients that were not reduced."""
         self._placed.clear()
@@ -204,7 +226,4 @@ def _take_rows(shard: nn.Parameter, original: nn.Parameter, box: Box, comm: Comm
     with torch.no_grad():
         values = original.detach().contiguous()
         comm.broadcast(values)
-        values = values.view(box.full_shape)
-        for dim, (offset, length) in enumerate(zip(box.offset, box.shape, strict=True)):
-            values = values.narrow(dim, offset, length)
-        shard.copy_(values)
+        shard.copy_(rows_of(values, box))
