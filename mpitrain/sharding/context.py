@@ -63,8 +63,7 @@ class Context:
         self._is_shared = any(unit.storage.kind == "resident" for unit in self.units) and ranks.shard.node.size > 1
         self._order = [(state, unit) for state in reversed(states) for unit in state.units if unit.trained]
         self._next = 0  # in that order: the unit to reduce next
-        self._had_grad: dict[int, bool] = {}  # by id of the parameter's `Sharded`: used on this rank in this backward
-        self._fresh: dict[int, bool] = {}  # ... and had no gradient left from before
+        self._reduced: list[Unit] = []  # in this backward
         self._grad_buffers: dict[torch.dtype, torch.Tensor] = {}  # of units in host memory
         for state in states:
             state.context = self
@@ -149,8 +148,7 @@ class Context:
             return
         self.phase = Phase.BACKWARD
         self._next = 0
-        self._had_grad.clear()
-        self._fresh.clear()
+        self._reduced.clear()
         for state in self.states:
             state.begin_backward()
         for unit in self._lasting:
@@ -168,12 +166,10 @@ class Context:
             self._next += 1
 
     def _reduce(self, unit: Unit) -> None:
-        fresh = [param.shard.grad is None for param in unit.params]
-        with self.communicating():
-            had_grad = unit.reduce_grads(self._grad_buffer(unit))
-        for param, was_fresh, had in zip(unit.params, fresh, had_grad, strict=True):
-            self._fresh[id(param)] = was_fresh
-            self._had_grad[id(param)] = had
+        start = time.perf_counter()
+        unit.reduce_grads(self._grad_buffer(unit))
+        self.comm_s += time.perf_counter() - start
+        self._reduced.append(unit)
 
     def end_backward(self) -> None:
         """Called by the autograd engine when all gradients of a backward are there."""
@@ -186,15 +182,16 @@ class Context:
 
     def _forget_unused(self) -> None:
         """A parameter that no rank used has no gradient, as in plain torch: an optimizer leaves it alone."""
-        if not self._had_grad:
+        params = [param for unit in self._reduced for param in unit.params]
+        if not params:
             return
-        params = [param for unit in self.units for param in unit.params if id(param) in self._had_grad]
-        used = torch.tensor([self._had_grad[id(param)] for param in params], dtype=torch.uint8)
+        used = torch.tensor([param.had_grad for param in params], dtype=torch.uint8)
         with self.communicating():
             self.ranks.all.all_reduce(used, "max")
-        for param, anywhere in zip(params, used.tolist(), strict=True):
-            if not anywhere and self._fresh[id(param)]:
-                param.shard.grad = None
+        if not used.all():
+            for param, anywhere in zip(params, used.tolist(), strict=True):
+                if not anywhere and param.was_fresh:
+                    param.shard.grad = None
 
 
 def _on_grad(context: "weakref.ref[Context]", position: int, index: int, full: torch.Tensor) -> None:

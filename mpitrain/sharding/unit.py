@@ -31,11 +31,8 @@ class Sharded:
     shard: nn.Parameter
     box: Box
     grad: torch.Tensor | None = None  # where the shard's gradient is reduced to: a view of the unit's `shard_grad`
-
-    def show(self, parameter: nn.Parameter) -> None:
-        """Let the modules see `parameter`, one of the two."""
-        for module, name in self.users:
-            module._parameters[name] = parameter
+    had_grad: bool = False  # on this rank, when it was last reduced
+    was_fresh: bool = False  # its shard had no gradient left from before
 
 
 class Unit:
@@ -90,6 +87,10 @@ class Unit:
                 _take_rows(shard, original, box, ranks.all)
             shard.shard_box = full.shard_box = box  # type: ignore[attr-defined]
             self.params.append(Sharded(name, users, full, shard, box))
+        # Who sees a parameter where, and its two faces: short, since all of a model change twice a step and more.
+        self._faces = [
+            (module._parameters, name, param.full, param.shard) for param in self.params for module, name in param.users
+        ]
         self.storage.release()
         self.show_shards()
 
@@ -97,20 +98,24 @@ class Unit:
 
     def show_full(self) -> None:
         """Let the modules see the full parameters."""
-        for param in self.params:
-            if param.shard.requires_grad and not self.trained:
-                raise RuntimeError(
-                    f"{param.name} was frozen when it was sharded and cannot be trained now: "
-                    "set requires_grad before fully_shard"
-                )
-            if param.full.requires_grad != param.shard.requires_grad:
-                param.full.requires_grad_(param.shard.requires_grad)
-            param.show(param.full)
+        for seen, name, full, shard in self._faces:
+            if full.requires_grad != shard.requires_grad:
+                self._set_requires_grad(full, shard)
+            seen[name] = full
+
+    def _set_requires_grad(self, full: nn.Parameter, shard: nn.Parameter) -> None:
+        """The user has frozen or thawed a parameter."""
+        if shard.requires_grad and not self.trained:
+            (name,) = (param.name for param in self.params if param.shard is shard)
+            raise RuntimeError(
+                f"{name} was frozen when it was sharded and cannot be trained now: set requires_grad before fully_shard"
+            )
+        full.requires_grad_(shard.requires_grad)
 
     def show_shards(self) -> None:
         """Let the modules see the shards."""
-        for param in self.params:
-            param.show(param.shard)
+        for seen, name, _, shard in self._faces:
+            seen[name] = shard
 
     @property
     def needs_refresh(self) -> bool:
@@ -148,17 +153,18 @@ class Unit:
         return buffer[place.start : place.stop]
 
     @torch.no_grad()
-    def reduce_grads(self, buffer: torch.Tensor) -> list[bool]:
+    def reduce_grads(self, buffer: torch.Tensor) -> None:
         """Average the full parameters' gradients over the ranks into the shards' and drop them. Collective.
 
         `buffer`: 1-D, of `reduce_dtype`, at least `layout.numel` long. A shard's gradient is added to what `zero_grad` left of
-        it. Returns for each parameter whether it had a gradient on this rank.
+        it. Sets `had_grad` and `was_fresh` of each parameter.
         """
         if self.ranks.all.size == 1 and self.dtype == self.full_dtype == self.reduce_dtype:
-            return self._adopt_grads()
-        had_grad = []
+            self._adopt_grads()
+            return
         for index, param in enumerate(self.params):
-            had_grad.append(index in self._placed or param.full.grad is not None)
+            param.had_grad = index in self._placed or param.full.grad is not None
+            param.was_fresh = param.shard.grad is None
             if param.full.grad is not None:
                 self.place_grad(index, buffer)
             elif index not in self._placed:
@@ -184,7 +190,6 @@ class Unit:
                     param.shard.grad += part
             if param.shard.grad is None:
                 param.shard.grad = param.grad
-        return had_grad
 
     def _reduce(self, grads: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         """The mean over all ranks of this rank's rows of `grads`: in `out`, else in memory that is good until the next reduction."""
@@ -200,19 +205,20 @@ class Unit:
             replicate.all_reduce(out, "avg")
         return out
 
-    def _adopt_grads(self) -> list[bool]:
+    def _adopt_grads(self) -> None:
         """Of one rank alone: the full gradients are those of the shards, which are whole."""
-        had_grad = []
         for param in self.params:
-            grad, param.full.grad = param.full.grad, None
-            had_grad.append(grad is not None)
-            if grad is not None and param.shard.grad is not None:
-                param.shard.grad += grad.view(param.box.shape)
-            elif grad is not None:
-                param.shard.grad = grad.view(param.box.shape)
-            elif param.shard.grad is None:
-                param.shard.grad = torch.zeros_like(param.shard)
-        return had_grad
+            grad, before, shape = param.full.grad, param.shard.grad, param.box.shape
+            param.had_grad, param.was_fresh = grad is not None, before is None
+            if grad is None:
+                grad = torch.zeros_like(param.shard)
+            elif grad.shape != shape:
+                grad = grad.view(shape)  # of a scalar
+            if before is None:
+                param.shard.grad = grad
+            else:
+                before += grad
+            param.full.grad = None
 
     def drop_grads(self) -> None:
         """Forget full gradients that were not reduced."""
