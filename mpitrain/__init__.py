@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         grad_norms,
         num_parameters,
         summary,
+        sync_buffers,
         unshard,
     )
     from mpitrain.state import load, save
@@ -38,6 +39,7 @@ __all__ = [
     "num_parameters",
     "save",
     "summary",
+    "sync_buffers",
     "unshard",
 ]
 
@@ -55,6 +57,7 @@ _ROOMS = {
     "num_parameters": "sharding",
     "save": "state",
     "summary": "sharding",
+    "sync_buffers": "sharding",
     "unshard": "sharding",
 }
 

@@ -1,6 +1,7 @@
 """ZeRO by flat units. From the bottom: layout (pure), policy, ranks, storage, unit, context, state, blocks,
 fully_shard, the rest."""
 
+from mpitrain.sharding.buffers import sync_buffers
 from mpitrain.sharding.clip import clip_grad_norm_, grad_norms
 from mpitrain.sharding.ema import EMA
 from mpitrain.sharding.fully_shard import communication_s, fully_shard, sharded_over, sharded_params
@@ -21,5 +22,6 @@ __all__ = [
     "sharded_over",
     "sharded_params",
     "summary",
+    "sync_buffers",
     "unshard",
 ]

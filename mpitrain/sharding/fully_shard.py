@@ -7,6 +7,7 @@ and copies, follow torch's FSDP (Zhao et al., VLDB 2023).
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from collectives import Communicator, Mesh
 from mpitrain.sharding.blocks import stacked_blocks
 from mpitrain.sharding.context import Context
 from mpitrain.sharding.layout import Layout
+from mpitrain.sharding.optimizers import watch_optimizers
 from mpitrain.sharding.policy import MixedPrecisionPolicy
 from mpitrain.sharding.ranks import Ranks, ranks_of
 from mpitrain.sharding.state import State
@@ -49,6 +51,17 @@ class ShardedModule(nn.Module):
         as the unsharded model's, and the next backward with it reduces the sum."""
         for state in states_of(self) if recurse else [self._sharding]:
             state.sync_gradients = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards within the block reduce nothing: see `set_requires_gradient_sync`."""
+        before = [(state, state.sync_gradients) for state in states_of(self)]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for state, synced in before:
+                state.sync_gradients = synced
 
     def unshard(self) -> None:
         """Fill and show the full parameters of this module (not of modules sharded within it). Collective."""
@@ -119,6 +132,7 @@ def fully_shard(
         ValueError: an argument that is not available, a module that is sharded already, tied weights across units.
         OSError: on all ranks, if the node's shared memory is full and "resident" was asked for.
     """
+    watch_optimizers()
     _check_arguments(module, stage, reshard_after_forward, offload_policy, storage, units)
     ignored_params = list(ignored_params or ())
     if units == "auto" and not states_of(module):

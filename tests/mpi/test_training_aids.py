@@ -160,3 +160,61 @@ def test_second_derivatives_with_respect_to_inputs(comm: Communicator, way: str)
         if hasattr(shard, "shard_box"):
             want = rows_of(dict(plain.named_parameters())[name].grad, shard.shard_box)
             torch.testing.assert_close(shard.grad, want, rtol=1e-4, atol=1e-5)
+
+
+def test_optimizers_that_would_go_wrong_are_refused(comm: Communicator) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    early = torch.optim.AdamW(model.parameters())
+    fully_shard(model, comm, storage="private")
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"holds 0.weight as it was before fully_shard, so it would train nothing"):
+        early.step()
+    whole = torch.optim.Adafactor(model.parameters())
+    if comm.size > 1:
+        with pytest.raises(TypeError, match="Adafactor looks at whole matrices"):
+            whole.step()
+    else:
+        whole.step()
+    copies = fully_shard(nn.Linear(4, 4), comm, stage=0)
+    copies(torch.ones(2, 4)).sum().backward()
+    torch.optim.Adafactor(copies.parameters()).step()
+    plain = nn.Linear(2, 2)
+    plain(torch.ones(1, 2)).sum().backward()
+    torch.optim.Adafactor(plain.parameters()).step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_sync_accumulates_until_the_backward_after_it(comm: Communicator, way: str) -> None:
+    model, plain = pair(comm, way)
+    with model.no_sync():
+        loss_of(model, 0).backward()
+        loss_of(model, 1).backward()
+    assert all(param.grad is None for param in model.parameters() if hasattr(param, "shard_box"))
+    loss_of(model, 2).backward()
+    for step in range(3):
+        loss_of(plain, step).backward()
+    expected = {name: p.grad.norm().item() for name, p in plain.named_parameters()}
+    assert mpitrain.grad_norms(model) == pytest.approx(expected, rel=1e-4)
+
+
+def test_buffers_are_made_the_same(comm: Communicator) -> None:
+    class Buffers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.register_buffer("mean", torch.zeros(3))
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+
+    model = fully_shard(Buffers(), comm)
+    for how, expected in (("average", (comm.size - 1) / 2), ("broadcast", 0.0)):
+        for buffer in model.buffers():
+            buffer.fill_(comm.rank)
+        mpitrain.sync_buffers(model, how)
+        assert model.mean.tolist() == pytest.approx([expected] * 3)
+        assert model.count.item() == 0
+        assert model.phase.tolist() == pytest.approx([expected + 0j] * 2)
+    with pytest.raises(ValueError, match="expected 'average' or 'broadcast'"):
+        mpitrain.sync_buffers(model, "sum")  # type: ignore[arg-type]
+    mpitrain.sync_buffers(nn.BatchNorm1d(2))
