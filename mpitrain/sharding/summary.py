@@ -20,7 +20,8 @@ def num_parameters(model: nn.Module, *, trained_only: bool = False) -> int:
 
 def summary(model: nn.Module) -> str:
     """A table of a sharded model: for each unit its parameters, this rank's part of them, where the full ones live, and dtypes."""
-    table = Table(title=f"{type(model).__name__}: {num_parameters(model):,} parameters")
+    kind = type(model).__mro__[2 if isinstance(model, ShardedModule) else 0]  # the model's own
+    table = Table(title=f"{kind.__name__}: {num_parameters(model):,} parameters")
     for heading, justify in (
         ("unit", "left"), ("parameters", "right"), ("this rank's", "right"), ("bytes", "right"), ("full", "left"),
         ("masters", "left"), ("compute", "left"), ("reduced in", "left"),
