@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpitrain.sharding.ranks import Ranks
+from mpitrain.sharding.tree import Tree
 from mpitrain.sharding.unit import Unit
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class Phase(Enum):
 class Context:
     """The sharded modules under one outermost module, in the order of `modules()`. Made on all ranks alike (collective)."""
 
-    def __init__(self, states: list["State"], ranks: Ranks) -> None:
+    def __init__(self, states: list["State"], ranks: Ranks, tree: Tree) -> None:
+        self._tree = tree
         self.ranks = ranks
         self.states = states
         self.units = [unit for state in states for unit in state.units]
@@ -114,6 +116,7 @@ class Context:
         """Before the outermost forward: see [Note: fences]. What an exception left behind goes first."""
         if self.phase is not Phase.IDLE:
             self.reset()
+        self._tree.check()
         self.phase = Phase.FORWARD
         with self.communicating():
             for unit in self._stale:

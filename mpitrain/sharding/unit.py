@@ -32,6 +32,16 @@ class Sharded:
     box: Box
     grad: torch.Tensor | None = None  # where the shard's gradient is reduced to: a view of the unit's `shard_grad`
 
+    def check_users(self) -> None:
+        """RuntimeError if somebody has put another parameter in its place, which would be lost."""
+        for module, name in self.users:
+            shown = module._parameters.get(name)
+            if shown is not self.shard and shown is not self.full:
+                raise RuntimeError(
+                    f"parameter {self.name} was replaced after fully_shard, and neither its shards nor its gradient would follow; "
+                    "replace parameters before fully_shard, or write new values into the shard (with no_grad: param.copy_(...))"
+                )
+
     def show(self, parameter: nn.Parameter) -> None:
         """Let the modules see `parameter`, one of the two."""
         for module, name in self.users:
@@ -105,6 +115,7 @@ class Unit:
                 )
             if param.full.requires_grad != param.shard.requires_grad:
                 param.full.requires_grad_(param.shard.requires_grad)
+            param.check_users()
             param.show(param.full)
 
     def show_shards(self) -> None:
