@@ -32,8 +32,16 @@ class Sharded:
     box: Box
     grad: torch.Tensor | None = None  # where the shard's gradient is reduced to: a view of the unit's `shard_grad`
 
+    def __post_init__(self) -> None:
+        self._memory = self.shard.data_ptr(), self.shard.dtype
+
     def check_users(self) -> None:
-        """RuntimeError if somebody has put another parameter in its place, which would be lost."""
+        """RuntimeError if somebody has put another parameter in its place, or other memory behind it, which would be lost."""
+        if (self.shard.data_ptr(), self.shard.dtype) != self._memory:
+            raise RuntimeError(
+                f"the memory of parameter {self.name} was replaced after fully_shard (by param.data = ..., or by casting or moving a "
+                "part of the model), and its new values would be lost; write into it instead (with no_grad: param.copy_(...))"
+            )
         for module, name in self.users:
             shown = module._parameters.get(name)
             if shown is not self.shard and shown is not self.full:
