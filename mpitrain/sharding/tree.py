@@ -21,7 +21,9 @@ class Tree:
         modules = list(self._module.modules())
         self._children = [(part._modules, tuple(part._modules.values())) for part in modules]
         self._counts = [(part._parameters, len(part._parameters)) for part in modules]
-        self._absent = [(part._parameters, name) for part in modules for name, p in part._parameters.items() if p is None]
+        self._absent = [
+            (part._parameters, name) for part in modules for name, p in part._parameters.items() if p is None
+        ]
 
     def check(self) -> None:
         """RuntimeError if parameters were added since. Parts without parameters may come, and any part may go."""

@@ -140,9 +140,9 @@ class Unit:
         """Bring lasting full parameters up to date with the shards. Collective; between the fences only."""
         self.storage.refresh(self._shard)
 
-    def gather(self) -> None:
-        """Fill full parameters that do not last. Collective where they are not full."""
-        self.storage.gather(self._shard)
+    def gather(self) -> bool:
+        """Fill full parameters that do not last. Collective where they are not full. Returns whether they were not."""
+        return self.storage.gather(self._shard)
 
     def release(self) -> None:
         """Give the memory back of full parameters that do not last."""
