@@ -1,4 +1,4 @@
-"""ZeRO by flat units. From the bottom: layout (pure), policy, ranks, storage, unit, context, state, blocks,
+"""ZeRO by flat units. From the bottom: layout (pure), policy, ranks, tree, storage, unit, context, state, blocks,
 fully_shard, the rest."""
 
 from mpitrain.sharding.buffers import sync_buffers

@@ -10,7 +10,8 @@ def stacked_blocks(module: nn.Module) -> list[nn.Module]:
     """The blocks of the outermost stacks in a module, in order; none if it has no stack.
 
     A stack is a ModuleList, Sequential or ModuleDict that holds two or more modules of one class which have parts of their own: the
-    layers of a transformer, the stages of a convolutional net. A block whose parameters are used outside it as well is left out.
+    layers of a transformer, the stages of a convolutional net. A block whose parameters are used outside it as well is left out; so are
+    experts, of which each rank uses others, while all ranks have to gather the same units.
     """
     users = Counter(id(param) for part in module.modules() for param in part._parameters.values() if param is not None)
     blocks = []
@@ -24,9 +25,11 @@ def stacked_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    children = list(module.children())
-    composite = Counter(type(child) for child in children if next(child.children(), None) is not None)
-    for child in children:
+    children = dict(module.named_children())
+    composite = Counter(type(child) for child in children.values() if next(child.children(), None) is not None)
+    for name, child in children.items():
+        if "expert" in name.lower():
+            continue
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) and composite[type(child)] > 1:
             yield child
         else:

@@ -21,6 +21,7 @@ put them until its turn comes. So the buffer never holds gradients of two units.
 
 import time
 import weakref
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpitrain.sharding.ranks import Ranks
+from mpitrain.sharding.tree import Tree
 from mpitrain.sharding.unit import Unit
 
 if TYPE_CHECKING:
@@ -47,7 +49,8 @@ class Phase(Enum):
 class Context:
     """The sharded modules under one outermost module, in the order of `modules()`. Made on all ranks alike (collective)."""
 
-    def __init__(self, states: list["State"], ranks: Ranks) -> None:
+    def __init__(self, states: list["State"], ranks: Ranks, tree: Tree) -> None:
+        self._tree = tree
         self.ranks = ranks
         self.states = states
         self.units = [unit for state in states for unit in state.units]
@@ -60,6 +63,8 @@ class Context:
         """Seconds spent in communication and in waiting for other ranks, since the beginning."""
         self._lasting = [unit for unit in self.units if unit.storage.lasts]
         self._stale = [unit for unit in self.units if unit.needs_refresh]  # after each step of the optimizer
+        self._numbers = {id(unit): number for number, unit in enumerate(self.units)}
+        self._gathers = 0  # a checksum of which units were gathered since the last reduction, in order
         self._is_shared = any(unit.storage.kind == "resident" for unit in self.units) and ranks.shard.node.size > 1
         self._order = [(state, unit) for state in reversed(states) for unit in state.units if unit.trained]
         self._next = 0  # in that order: the unit to reduce next
@@ -113,6 +118,7 @@ class Context:
         """Before the outermost forward: see [Note: fences]. What an exception left behind goes first."""
         if self.phase is not Phase.IDLE:
             self.reset()
+        self._tree.check()
         self.phase = Phase.FORWARD
         with self.communicating():
             for unit in self._stale:
@@ -138,7 +144,12 @@ class Context:
         for state in self.states:
             state.reset()
         self._next = 0
+        self._gathers = 0
         self.phase = Phase.IDLE
+
+    def note_gather(self, unit: Unit) -> None:
+        """This rank has gathered a unit: see `_forget_unused`."""
+        self._gathers = zlib.crc32(self._numbers[id(unit)].to_bytes(4), self._gathers)
 
     # Backward
 
@@ -181,13 +192,28 @@ class Context:
         self.close()
 
     def _forget_unused(self) -> None:
-        """A parameter that no rank used has no gradient, as in plain torch: an optimizer leaves it alone."""
+        """A parameter that no rank used has no gradient, as in plain torch: an optimizer leaves it alone.
+
+        In the same message the ranks compare which units they have gathered. Ranks that run different modules gather a mixture of
+        two, with no error where both are of the same size. Copies of the shards may run different ones.
+        """
         params = [param for unit in self._reduced for param in unit.params]
         if not params:
             return
-        used = torch.tensor([param.had_grad for param in params], dtype=torch.uint8)
+        gathers = () if self.ranks.has_replicas else (*self._gathers.to_bytes(4),)
+        flags = [*gathers, *(255 - byte for byte in gathers), *(param.had_grad for param in params)]
+        most = torch.tensor(flags, dtype=torch.uint8)
         with self.communicating():
-            self.ranks.all.all_reduce(used, "max")
+            self.ranks.all.all_reduce(most, "max")
+        highest, lowest, used = most.tensor_split((len(gathers), 2 * len(gathers)))
+        if not torch.equal(highest, 255 - lowest):
+            self.reset()
+            raise RuntimeError(
+                "the ranks ran different sharded modules, or in different orders, and what they gathered and computed is wrong: all "
+                "ranks must run the same ones in private storage; shard modules of which each rank uses others (experts) as one, by "
+                "fully_shard(their_parent, units='one') first, or pass storage='resident'"
+            )
+        self._gathers = 0
         if not used.all():
             for param, anywhere in zip(params, used.tolist(), strict=True):
                 if not anywhere and param.was_fresh:

@@ -22,6 +22,7 @@ from mpitrain.sharding.policy import MixedPrecisionPolicy
 from mpitrain.sharding.ranks import Ranks, ranks_of
 from mpitrain.sharding.state import State
 from mpitrain.sharding.storage import Gathered, Kept, Resident, Storage
+from mpitrain.sharding.tree import Tree
 from mpitrain.sharding.unit import Sharded, Unit
 
 _log = logging.getLogger("mpitrain")
@@ -301,9 +302,10 @@ def context_of(module: "ShardedModule") -> Context:
             raise RuntimeError(
                 f"a part of this {type(module).__name__} was run alone before the whole; call the whole model first"
             )
+        tree = Tree(module)
         # What is allocated now outlives this forward, which may be one of an evaluation in inference mode.
         with torch.inference_mode(False):
             _broadcast_buffers(module, state.ranks.all)
-            Context(states, state.ranks)
+            Context(states, state.ranks, tree)
     assert state.context is not None
     return state.context

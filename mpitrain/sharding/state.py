@@ -80,7 +80,8 @@ class State:
         assert self.context is not None
         for unit in self._gathered:
             with self.context.communicating():
-                unit.gather()
+                if unit.gather():
+                    self.context.note_gather(unit)
             unit.show_full()
 
     def _release(self, *, keep: bool = False) -> None:

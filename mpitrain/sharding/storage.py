@@ -47,8 +47,9 @@ class Storage:
     def refresh(self, shard: torch.Tensor) -> None:
         """The shards have changed: bring the full parameters up to date, those that last. Collective."""
 
-    def gather(self, shard: torch.Tensor) -> None:
-        """Fill the full parameters, unless they are. Collective where they are not lasting."""
+    def gather(self, shard: torch.Tensor) -> bool:
+        """Fill the full parameters, unless they are. Collective where they are not lasting. Returns whether something was gathered."""
+        return False
 
     def release(self) -> None:
         """Give the memory back of those that do not last."""
@@ -112,12 +113,13 @@ class Gathered(Storage):
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
 
     @torch.no_grad()
-    def gather(self, shard: torch.Tensor) -> None:
+    def gather(self, shard: torch.Tensor) -> bool:
         storage = self.flat.untyped_storage()
         if storage.size():
-            return
+            return False
         storage.resize_(self._layout.numel * self.flat.itemsize)
         self._comm.all_gather(_raw(self.flat), shard.to(self.flat.dtype), counts=self._layout.counts)
+        return True
 
     def release(self) -> None:
         self.flat.untyped_storage().resize_(0)

@@ -34,6 +34,22 @@ class Sharded:
     had_grad: bool = False  # on this rank, when it was last reduced
     was_fresh: bool = False  # its shard had no gradient left from before
 
+    def __post_init__(self) -> None:
+        self._memory = self.shard.data_ptr(), self.shard.dtype
+
+    def check(self, shown: nn.Parameter | None) -> None:
+        """RuntimeError if somebody has put another parameter in its place, or other memory behind it, which would be lost."""
+        if (self.shard.data_ptr(), self.shard.dtype) != self._memory:
+            raise RuntimeError(
+                f"the memory of parameter {self.name} was replaced after fully_shard (by param.data = ..., or by casting or moving a "
+                "part of the model), and its new values would be lost; write into it instead (with no_grad: param.copy_(...))"
+            )
+        if shown is not self.shard and shown is not self.full:
+            raise RuntimeError(
+                f"parameter {self.name} was replaced after fully_shard, and neither its shards nor its gradient would follow; "
+                "replace parameters before fully_shard, or write new values into the shard (with no_grad: param.copy_(...))"
+            )
+
 
 class Unit:
     """Parameters of one dtype and one `requires_grad`, sharded over `ranks` together. Made on all ranks alike.
@@ -87,10 +103,8 @@ class Unit:
                 _take_rows(shard, original, box, ranks.all)
             shard.shard_box = full.shard_box = box  # type: ignore[attr-defined]
             self.params.append(Sharded(name, users, full, shard, box))
-        # Who sees a parameter where, and its two faces: short, since all of a model change twice a step and more.
-        self._faces = [
-            (module._parameters, name, param.full, param.shard) for param in self.params for module, name in param.users
-        ]
+        # Who sees a parameter where: short, since all of a model change faces twice a step and more.
+        self._faces = [(module._parameters, name, param) for param in self.params for module, name in param.users]
         self.storage.release()
         self.show_shards()
 
@@ -98,24 +112,24 @@ class Unit:
 
     def show_full(self) -> None:
         """Let the modules see the full parameters."""
-        for seen, name, full, shard in self._faces:
-            if full.requires_grad != shard.requires_grad:
-                self._set_requires_grad(full, shard)
-            seen[name] = full
+        for seen, name, param in self._faces:
+            param.check(seen.get(name))
+            if param.full.requires_grad != param.shard.requires_grad:
+                self._set_requires_grad(param)
+            seen[name] = param.full
 
-    def _set_requires_grad(self, full: nn.Parameter, shard: nn.Parameter) -> None:
+    def _set_requires_grad(self, param: Sharded) -> None:
         """The user has frozen or thawed a parameter."""
-        if shard.requires_grad and not self.trained:
-            (name,) = (param.name for param in self.params if param.shard is shard)
+        if param.shard.requires_grad and not self.trained:
             raise RuntimeError(
-                f"{name} was frozen when it was sharded and cannot be trained now: set requires_grad before fully_shard"
+                f"{param.name} was frozen when it was sharded and cannot be trained now: set requires_grad before fully_shard"
             )
-        full.requires_grad_(shard.requires_grad)
+        param.full.requires_grad_(param.shard.requires_grad)
 
     def show_shards(self) -> None:
         """Let the modules see the shards."""
-        for seen, name, _, shard in self._faces:
-            seen[name] = shard
+        for seen, name, param in self._faces:
+            seen[name] = param.shard
 
     @property
     def needs_refresh(self) -> bool:
@@ -126,9 +140,9 @@ class Unit:
         """Bring lasting full parameters up to date with the shards. Collective; between the fences only."""
         self.storage.refresh(self._shard)
 
-    def gather(self) -> None:
-        """Fill full parameters that do not last. Collective where they are not full."""
-        self.storage.gather(self._shard)
+    def gather(self) -> bool:
+        """Fill full parameters that do not last. Collective where they are not full. Returns whether they were not."""
+        return self.storage.gather(self._shard)
 
     def release(self) -> None:
         """Give the memory back of full parameters that do not last."""
