@@ -9,28 +9,56 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpitrain.full_state import full_state_dict, load_full_state_dict
     from mpitrain.init import initialize
-    from mpitrain.sharding import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
-    from mpitrain.state import full_state_dict, load, save
+    from mpitrain.sharding import (
+        EMA,
+        GradScaler,
+        MixedPrecisionPolicy,
+        clip_grad_norm_,
+        fully_shard,
+        grad_norms,
+        num_parameters,
+        summary,
+        sync_buffers,
+        unshard,
+    )
+    from mpitrain.state import load, save
 
 __all__ = [
+    "EMA",
+    "GradScaler",
     "MixedPrecisionPolicy",
     "clip_grad_norm_",
     "full_state_dict",
     "fully_shard",
+    "grad_norms",
     "initialize",
     "load",
+    "load_full_state_dict",
+    "num_parameters",
     "save",
+    "summary",
+    "sync_buffers",
+    "unshard",
 ]
 
 _ROOMS = {
+    "EMA": "sharding",
+    "GradScaler": "sharding",
     "MixedPrecisionPolicy": "sharding",
     "clip_grad_norm_": "sharding",
-    "full_state_dict": "state",
+    "full_state_dict": "full_state",
     "fully_shard": "sharding",
+    "grad_norms": "sharding",
     "initialize": "init",
     "load": "state",
+    "load_full_state_dict": "full_state",
+    "num_parameters": "sharding",
     "save": "state",
+    "summary": "sharding",
+    "sync_buffers": "sharding",
+    "unshard": "sharding",
 }
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import ckpt
 from collectives import Communicator
-from mpitrain.sharding import communicator, sharded_params
+from mpitrain.sharding import sharded_over, sharded_params
 from mpitrain.sharding.layout import Box
 
 
@@ -37,9 +37,11 @@ def save(
     `meta`: a JSON-like dict of one's own. `tensors`: further ones, as `ckpt.save` takes them. `keep`, `overwrite` and the errors
     are those of `ckpt.save`.
     """
-    comm = communicator(model)
+    over = sharded_over(model)
+    comm = None if over is None else over.all
     scalars = _scalars(model)
-    everything = {**_model_tensors(model, scalars), **(tensors or {})}
+    is_copy = over is not None and over.replicate.rank > 0  # of what another rank writes
+    everything = {**_model_tensors(model, scalars, is_copy), **(tensors or {})}
     described = dict(meta or {})
     if optimizer is not None:
         names = _names(model, optimizer)
@@ -47,7 +49,7 @@ def save(
         for param, name in names.items():
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
-                    everything[f"optimizer/{key}/{name}"] = _held(value, param, scalars)
+                    everything[f"optimizer/{key}/{name}"] = _held(value, param, scalars, is_copy)
                 else:
                     numbers.setdefault(name, {})[key] = value
         described["optimizer"] = {"groups": _hyperparameters(optimizer), "state": numbers}
@@ -73,7 +75,8 @@ def load(
     checkpoint are passed over.
     Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model.
     """
-    comm = communicator(model)
+    over = sharded_over(model)
+    comm = None if over is None else over.all
     scalars = _scalars(model)
     wanted = {**_model_tensors(model, scalars), **(tensors or {})}
     only = ["model/*", *(tensors or {})]
@@ -117,30 +120,6 @@ def load(
     return meta
 
 
-def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The unsharded state dict of a sharded model, on the host, on rank 0; an empty dict on the others. Collective.
-
-    One tensor after the other: a rank other than 0 needs memory for the largest parameter only.
-    """
-    comm = communicator(model)
-    if comm is None:
-        return {name: value.detach().cpu() for name, value in model.state_dict().items()}
-    full: dict[str, torch.Tensor] = {}
-    shards = dict(model.named_parameters(remove_duplicate=False))
-    shapes = {id(param.shard): param.full.shape for param in sharded_params(model)}
-    for name, value in model.state_dict().items():
-        box: Box | None = getattr(shards.get(name), "shard_box", None)
-        whole = value.detach().cpu().contiguous()
-        if box is not None:
-            boxes = comm.all_gather_object(box)
-            whole = torch.empty(sum(b.numel for b in boxes), dtype=value.dtype)
-            comm.all_gather(whole, value.detach().cpu().contiguous().view(-1), counts=[b.numel for b in boxes])
-            whole = whole.view(shapes[id(shards[name])])
-        if comm.rank == 0:
-            full[name] = whole
-    return full
-
-
 @dataclass(frozen=True)
 class _Scalar:
     """A rank's part of a scalar parameter, or of what the optimizer keeps for it."""
@@ -160,25 +139,30 @@ def _scalars(model: nn.Module) -> set[nn.Parameter]:
     return {param.shard for param in sharded_params(model) if param.full.ndim == 0}
 
 
-def _model_tensors(model: nn.Module, scalars: set[nn.Parameter]) -> dict[str, Any]:
-    """Parameters (tied ones under the first of their names) and persistent buffers."""
+def _model_tensors(model: nn.Module, scalars: set[nn.Parameter], is_copy: bool = False) -> dict[str, Any]:
+    """Parameters (tied ones under the first of their names) and persistent buffers. `is_copy`: as of `_held`."""
     params = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     tensors: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if name in params and first.setdefault(id(params[name]), name) != name:
             continue
-        tensors[f"model/{name}"] = _held(value, params.get(name), scalars)
+        tensors[f"model/{name}"] = _held(value, params.get(name), scalars, is_copy)
     return tensors
 
 
-def _held(value: torch.Tensor, param: nn.Parameter | None, scalars: set[nn.Parameter]) -> Any:
-    """How to save or load `value`, which belongs to `param`: as a box if it has the shard's shape, else as alike on all ranks."""
+def _held(value: torch.Tensor, param: nn.Parameter | None, scalars: set[nn.Parameter], is_copy: bool = False) -> Any:
+    """How to save or load `value`, which belongs to `param`: as a box if it has the shard's shape, else as alike on all ranks.
+
+    `is_copy`: another rank saves this one's boxes, so they are empty here.
+    """
     box: Box | None = getattr(param, "shard_box", None)
     data = value.detach()
     if box is None or tuple(value.shape) != box.shape:
         return data
-    return _Scalar(data) if param in scalars else ckpt.Shard(data, box.full_shape, box.offset)
+    if param in scalars:
+        return _Scalar(data)
+    return ckpt.Shard(data[:0] if is_copy else data, box.full_shape, box.offset)
 
 
 def _data(value: Any) -> Any:

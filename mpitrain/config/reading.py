@@ -144,6 +144,8 @@ def _read_word(word: str, kind: Any) -> Any:
     """A flag's text as the value TOML would have given, or the text itself where it is no such value."""
     if get_origin(kind) is UnionType:
         return None if word.lower() == "none" else _read_word(word, get_args(kind)[0])
+    if get_origin(kind) is Literal:
+        return _read_word(word, type(get_args(kind)[0]))
     if kind is bool and word.lower() in ("true", "false"):
         return word.lower() == "true"
     if kind in (int, float):
@@ -163,7 +165,7 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
         if arguments[-1] is Ellipsis or len(value) == len(arguments):
             return tuple(_checked(v, arguments[0], name) for v in value)
     elif origin is Literal:
-        if value in arguments:
+        if value in arguments and type(value) is type(arguments[0]):
             return value
     elif kind is float and type(value) in (int, float):
         return float(value)
@@ -180,7 +182,7 @@ def _wanted(kind: Any) -> str:
     if origin is UnionType:
         return f"{_wanted(arguments[0])} or none"
     if origin is Literal:
-        return f"one of {', '.join(arguments)}"
+        return f"one of {', '.join(map(str, arguments))}"
     if origin is tuple:
         number = "any number of values" if arguments[-1] is Ellipsis else f"{len(arguments)} values"
         return f"{number}, each {_wanted(arguments[0])}"

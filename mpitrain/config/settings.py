@@ -73,8 +73,12 @@ class DataConfig:
 class ParallelConfig:
     """How the work is spread over ranks, memory and cores."""
 
+    stage: Literal[0, 1, 2, 3] = 3
+    """What is cut over the ranks: 3 parameters, gradients and optimizer state, 2 the last two, 1 the last, 0 nothing."""
+    copies: int = 1
+    """Copies of the shards: each is spread over so many times fewer ranks, and gradients are averaged over the copies."""
     storage: Literal["auto", "resident", "private"] = "auto"
-    """Where full parameters live: once per node in memory its ranks share, or gathered by each rank when needed."""
+    """Where full parameters live: once per node in memory its ranks share, or with each rank (stage 3: gathered when needed)."""
     param_dtype: Dtype = "float32"
     """What forward and backward compute in; the optimizer's parameters are always float32."""
     reduce_dtype: Dtype = "float32"
@@ -90,6 +94,11 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         _expect("parallel.threads", self.threads, 1)
+        _expect("parallel.copies", self.copies, 1)
+        if self.stage == 0 and self.storage == "resident":
+            raise ConfigError(
+                "parallel.storage: in stage 0 each rank has a copy of its own; take auto, or stage 1 to 3"
+            )
 
 
 @dataclass(frozen=True)
@@ -207,8 +216,13 @@ def check_ranks(config: Config, num_ranks: int) -> None:
     """Check what depends on the number of ranks.
 
     Raises:
-        ConfigError: a global batch that ranks and micro-batches do not divide.
+        ConfigError: a global batch that ranks and micro-batches do not divide, ranks that copies do not divide.
     """
+    copies = config.parallel.copies
+    if num_ranks % copies:
+        raise ConfigError(
+            f"parallel.copies: {num_ranks} ranks do not make {copies} copies; take a divisor of {num_ranks}"
+        )
     batch, accumulate = config.train.batch, config.train.accumulate
     factor = num_ranks * accumulate
     if batch % factor:

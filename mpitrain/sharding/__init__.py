@@ -1,14 +1,27 @@
-"""ZeRO-3 by flat units. From the bottom: layout (pure), policy, unit, context, state, fully_shard, clip."""
+"""ZeRO by flat units. From the bottom: layout (pure), policy, ranks, tree, storage, unit, context, state, blocks,
+fully_shard, the rest."""
 
-from mpitrain.sharding.clip import clip_grad_norm_
-from mpitrain.sharding.fully_shard import communication_s, communicator, fully_shard, sharded_params
+from mpitrain.sharding.buffers import sync_buffers
+from mpitrain.sharding.clip import clip_grad_norm_, grad_norms
+from mpitrain.sharding.ema import EMA
+from mpitrain.sharding.fully_shard import communication_s, fully_shard, sharded_over, sharded_params
 from mpitrain.sharding.policy import MixedPrecisionPolicy
+from mpitrain.sharding.scaler import GradScaler
+from mpitrain.sharding.summary import num_parameters, summary
+from mpitrain.sharding.unshard import unshard
 
 __all__ = [
+    "EMA",
+    "GradScaler",
     "MixedPrecisionPolicy",
     "clip_grad_norm_",
     "communication_s",
-    "communicator",
     "fully_shard",
+    "grad_norms",
+    "num_parameters",
+    "sharded_over",
     "sharded_params",
+    "summary",
+    "sync_buffers",
+    "unshard",
 ]

@@ -3,11 +3,16 @@
 [Note: fences] With resident units a rank's shards are rows of parameters that its neighbours read. A shard is therefore written only
 between the fence that closes every forward and backward of the outermost module and the fence that opens the next forward; the
 optimizer, `load` and whoever else writes shards does it there and nowhere else. A fence is a barrier of the ranks of the node: past the
-opening one all have finished writing, past the closing one all have finished reading.
+opening one all have finished writing, past the closing one all have finished reading. Ranks of other nodes read copies, which are
+brought up to date within the opening fence.
 
 [Note: order] Reductions are collective, so all ranks issue them in one order: that of the modules, backwards. A unit whose gradients
 are complete earlier waits for those before it; what was not used at all on this rank is reduced, as zeros, at the end of the
 backward.
+
+[Note: complete] When has a backward brought all gradients of a module? Where full parameters last: when autograd has added up the
+gradient of each parameter, which takes a hook each. Where they are freed, or where some got no gradient in the last backward: when the
+gradients of the module's inputs are there, which takes an autograd function around each call. At the latest at the end of the backward.
 
 [Note: gradient buffer] The unit that is next in order moves each gradient into the buffer as soon as autograd has it, while it is in
 the core's cache; any other unit (the root's head, whose gradient comes first and is reduced last) keeps its gradients where autograd
@@ -16,6 +21,7 @@ put them until its turn comes. So the buffer never holds gradients of two units.
 
 import time
 import weakref
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -24,7 +30,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from collectives import Communicator
+from mpitrain.sharding.ranks import Ranks
+from mpitrain.sharding.tree import Tree
 from mpitrain.sharding.unit import Unit
 
 if TYPE_CHECKING:
@@ -42,48 +49,59 @@ class Phase(Enum):
 class Context:
     """The sharded modules under one outermost module, in the order of `modules()`. Made on all ranks alike (collective)."""
 
-    def __init__(self, states: list["State"], comm: Communicator) -> None:
-        self.comm = comm
+    def __init__(self, states: list["State"], ranks: Ranks, tree: Tree) -> None:
+        self._tree = tree
+        self.ranks = ranks
         self.states = states
         self.units = [unit for state in states for unit in state.units]
+        if any(state.ranks != ranks for state in states):
+            raise ValueError(
+                "the parts of one model are sharded over different ranks; pass the same mesh for all of them"
+            )
         self.phase = Phase.IDLE
         self.comm_s = 0.0
         """Seconds spent in communication and in waiting for other ranks, since the beginning."""
-        self._resident = [unit for unit in self.units if unit.resident]
+        self._lasting = [unit for unit in self.units if unit.storage.lasts]
+        self._stale = [unit for unit in self.units if unit.needs_refresh]  # after each step of the optimizer
+        self._numbers = {id(unit): number for number, unit in enumerate(self.units)}
+        self._gathers = 0  # a checksum of which units were gathered since the last reduction, in order
+        self._is_shared = any(unit.storage.kind == "resident" for unit in self.units) and ranks.shard.node.size > 1
         self._order = [(state, unit) for state in reversed(states) for unit in state.units if unit.trained]
         self._next = 0  # in that order: the unit to reduce next
-        self._had_grad: dict[int, bool] = {}  # by id of the parameter's `Sharded`: used on this rank in this backward
-        self._fresh: dict[int, bool] = {}  # ... and had no gradient left from before
-        self._grad_buffers: dict[torch.dtype, torch.Tensor] = {}  # of resident units
+        self._reduced: list[Unit] = []  # in this backward
+        self._grad_buffers: dict[torch.dtype, torch.Tensor] = {}  # of units in host memory
         for state in states:
             state.context = self
         # Weak: torch keeps hooks where Python's garbage collector does not look, so that a model whose hooks refer back to it
         # would stay for ever.
         this = weakref.ref(self)
         for position, (_, unit) in enumerate(self._order):
-            for index, param in enumerate(unit.params if unit.resident else ()):
+            for index, param in enumerate(unit.params):
                 param.full.register_post_accumulate_grad_hook(partial(_on_grad, this, position, index))
         self._allocate_grad_buffers()
 
     def _allocate_grad_buffers(self) -> None:
-        """One buffer for each dtype, as long as its longest unit; where units are resident, in memory that peers can read."""
+        """In host memory one buffer for each dtype, as long as its longest unit, where peers can read it."""
         longest: dict[torch.dtype, int] = {}
-        for unit in self._resident:
-            if unit.trained:
+        for unit in self.units:
+            if unit.trained and unit.on_host:
                 longest[unit.reduce_dtype] = max(longest.get(unit.reduce_dtype, 0), unit.layout.numel)
+        peers = self.ranks.shard if self.ranks.shard.size > 1 else self.ranks.replicate
         for dtype, numel in longest.items():
-            self._grad_buffers[dtype] = self.comm.empty(numel, dtype)
+            self._grad_buffers[dtype] = peers.node.empty(numel, dtype)
 
     def _grad_buffer(self, unit: Unit) -> torch.Tensor:
-        if unit.resident:
+        if unit.on_host:
             return self._grad_buffers[unit.reduce_dtype]
         return torch.empty(unit.layout.numel, dtype=unit.reduce_dtype, device=unit.device)
 
     def on_grad(self, position: int, index: int) -> None:
-        """Autograd has added up the gradient of parameter `index` of a resident unit: see [Note: gradient buffer]."""
+        """Autograd has added up the gradient of parameter `index` of a unit: see [Note: complete] and [Note: gradient buffer]."""
+        self.begin_backward()
         state, unit = self._order[position]
-        if position == self._next and state.sync_gradients:
+        if position == self._next and state.sync_gradients and unit.on_host and self.ranks.all.size > 1:
             unit.place_grad(index, self._grad_buffer(unit))
+        state.on_grad()
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
@@ -100,39 +118,52 @@ class Context:
         """Before the outermost forward: see [Note: fences]. What an exception left behind goes first."""
         if self.phase is not Phase.IDLE:
             self.reset()
+        self._tree.check()
         self.phase = Phase.FORWARD
-        if self._resident:
-            with self.communicating():
-                for unit in self._resident:
-                    unit.publish()
-                self.comm.barrier()
+        with self.communicating():
+            for unit in self._stale:
+                unit.refresh()
+            self._fence()
+        for unit in self._lasting:
+            unit.show_full()
 
     def close(self) -> None:
         """After the outermost forward, and after a backward."""
+        for unit in self._lasting:
+            unit.show_shards()
         self.phase = Phase.IDLE
-        if self._resident:
-            with self.communicating():
-                self.comm.barrier()
+        with self.communicating():
+            self._fence()
+
+    def _fence(self) -> None:
+        if self._is_shared:
+            self.ranks.shard.node.barrier()
 
     def reset(self) -> None:
         """Back to idle after an exception in the middle of a step. No communication: the ranks may be anywhere."""
         for state in self.states:
             state.reset()
         self._next = 0
+        self._gathers = 0
         self.phase = Phase.IDLE
+
+    def note_gather(self, unit: Unit) -> None:
+        """This rank has gathered a unit: see `_forget_unused`."""
+        self._gathers = zlib.crc32(self._numbers[id(unit)].to_bytes(4), self._gathers)
 
     # Backward
 
     def begin_backward(self) -> None:
-        """At the first gradient that reaches an output of a sharded module."""
+        """At the first gradient that is seen of a backward."""
         if self.phase is Phase.BACKWARD:
             return
         self.phase = Phase.BACKWARD
         self._next = 0
-        self._had_grad.clear()
-        self._fresh.clear()
+        self._reduced.clear()
         for state in self.states:
-            state.complete = False
+            state.begin_backward()
+        for unit in self._lasting:
+            unit.show_full()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def reduce_complete(self) -> None:
@@ -146,12 +177,10 @@ class Context:
             self._next += 1
 
     def _reduce(self, unit: Unit) -> None:
-        fresh = [param.shard.grad is None for param in unit.params]
-        with self.communicating():
-            had_grad = unit.reduce_grads(self._grad_buffer(unit))
-        for param, was_fresh, had in zip(unit.params, fresh, had_grad, strict=True):
-            self._fresh[id(param)] = was_fresh
-            self._had_grad[id(param)] = had
+        start = time.perf_counter()
+        unit.reduce_grads(self._grad_buffer(unit))
+        self.comm_s += time.perf_counter() - start
+        self._reduced.append(unit)
 
     def end_backward(self) -> None:
         """Called by the autograd engine when all gradients of a backward are there."""
@@ -163,16 +192,32 @@ class Context:
         self.close()
 
     def _forget_unused(self) -> None:
-        """A parameter that no rank used has no gradient, as in plain torch: an optimizer leaves it alone."""
-        if not self._had_grad:
+        """A parameter that no rank used has no gradient, as in plain torch: an optimizer leaves it alone.
+
+        In the same message the ranks compare which units they have gathered. Ranks that run different modules gather a mixture of
+        two, with no error where both are of the same size. Copies of the shards may run different ones.
+        """
+        params = [param for unit in self._reduced for param in unit.params]
+        if not params:
             return
-        params = [param for unit in self.units for param in unit.params if id(param) in self._had_grad]
-        used = torch.tensor([self._had_grad[id(param)] for param in params], dtype=torch.uint8)
+        gathers = () if self.ranks.has_replicas else (*self._gathers.to_bytes(4),)
+        flags = [*gathers, *(255 - byte for byte in gathers), *(param.had_grad for param in params)]
+        most = torch.tensor(flags, dtype=torch.uint8)
         with self.communicating():
-            self.comm.all_reduce(used, "max")
-        for param, anywhere in zip(params, used.tolist(), strict=True):
-            if not anywhere and self._fresh[id(param)]:
-                param.shard.grad = None
+            self.ranks.all.all_reduce(most, "max")
+        highest, lowest, used = most.tensor_split((len(gathers), 2 * len(gathers)))
+        if not torch.equal(highest, 255 - lowest):
+            self.reset()
+            raise RuntimeError(
+                "the ranks ran different sharded modules, or in different orders, and what they gathered and computed is wrong: all "
+                "ranks must run the same ones in private storage; shard modules of which each rank uses others (experts) as one, by "
+                "fully_shard(their_parent, units='one') first, or pass storage='resident'"
+            )
+        self._gathers = 0
+        if not used.all():
+            for param, anywhere in zip(params, used.tolist(), strict=True):
+                if not anywhere and param.was_fresh:
+                    param.shard.grad = None
 
 
 def _on_grad(context: "weakref.ref[Context]", position: int, index: int, full: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ALIGN = 32  # elements: 64 bytes of bf16, 128 of fp32; kernels and cache lines of neighbouring parameters do not meet
 
@@ -25,6 +25,11 @@ class Box(NamedTuple):
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+
+def rows_of(full: Any, box: Box) -> Any:
+    """The box of a full tensor (of torch or NumPy), as a view."""
+    return full.reshape(box.full_shape)[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
 
 
 @dataclass(frozen=True)

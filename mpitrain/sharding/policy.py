@@ -1,8 +1,10 @@
 """How a sharded module computes and reduces; the meaning is that of torch's `MixedPrecisionPolicy`."""
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -13,9 +15,20 @@ class MixedPrecisionPolicy:
     `reduce_dtype`: in which gradients are reduced over ranks (None: `param_dtype`).
     `output_dtype`: floating outputs of the module are cast to it (None: left as they are).
     `cast_forward_inputs`: cast floating inputs of the module to `param_dtype`.
+    `keep_fp32`: modules that compute in fp32 all the same, by the names of their classes or by patterns of their names within the
+        module (`("LayerNorm", "*.router")`); their inputs are cast to fp32, their outputs to `param_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    keep_fp32: tuple[str, ...] = ()
+
+    def of_kept(self) -> "MixedPrecisionPolicy":
+        """The policy of a module that computes in fp32 within one that computes in `param_dtype`."""
+        return MixedPrecisionPolicy(torch.float32, self.reduce_dtype, self.param_dtype)
+
+    def keeps(self, name: str, module: nn.Module) -> bool:
+        """Whether this module, of that name, computes in fp32."""
+        return any(pattern == type(module).__name__ or fnmatchcase(name, pattern) for pattern in self.keep_fp32)

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from collectives import Communicator
 from mpitrain.sharding.context import Context, Phase
 from mpitrain.sharding.policy import MixedPrecisionPolicy
+from mpitrain.sharding.ranks import Ranks
 from mpitrain.sharding.unit import Unit
 
 
@@ -16,15 +16,30 @@ class State:
     """The units of one module and where they are in a step. `context` is set at the first forward of the outermost module."""
 
     def __init__(
-        self, comm: Communicator, units: list[Unit], policy: MixedPrecisionPolicy, *, reshard_after_forward: bool
+        self,
+        ranks: Ranks,
+        units: list[Unit],
+        policy: MixedPrecisionPolicy,
+        *,
+        stage: int,
+        reshard_after_forward: bool,
     ) -> None:
-        self.comm = comm
+        self.ranks = ranks
         self.units = units
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
+        self.reduces_early = stage != 1  # as soon as this module's gradients are there, not at the end of the backward
         self.context: Context | None = None
         self.sync_gradients = True
-        self.complete = False  # this backward has brought all gradients of this module
+        self.complete = (
+            False  # this backward has brought all gradients of this module: see [Note: complete] in context.py
+        )
+        self._gathered = [unit for unit in units if not unit.storage.lasts]
+        self._num_trained = sum(len(unit.params) for unit in units if unit.trained)
+        self._counts = not self._gathered  # gradients, to know when it is complete
+        self._missing = 0  # gradients that this backward has not brought yet; -1: they are not counted
+        self._is_held = False  # full until `let_go`
+        self._ran = False  # a forward whose backward may come
         self._pending = 0  # forwards whose backward has not come yet: a module may be used twice
 
     # Around forward
@@ -34,51 +49,82 @@ class State:
         if _in_backward():
             # Activation checkpointing recomputes: not a new forward, and what follows needs the parameters still.
             context.begin_backward()  # a reentrant one may be the first that is seen of this backward
-            self.unshard()
+            self._gather()
             args, kwargs = self._cast_inputs(args, kwargs)
             return self._cast_outputs(call(*args, **kwargs))
         outermost = context.phase is not Phase.FORWARD
         if outermost:
             context.open()
         try:
-            self.unshard()
-            args, kwargs = self._watch_inputs(*self._cast_inputs(args, kwargs))
-            output = self._watch_outputs(self._cast_outputs(call(*args, **kwargs)))
+            self._gather()
+            args, kwargs = self._cast_inputs(args, kwargs)
+            with_grad = torch.is_grad_enabled()
+            self._ran = self._ran or with_grad
+            if with_grad and not self._counts:
+                args, kwargs = self._watch_inputs(args, kwargs)
+            output = self._cast_outputs(call(*args, **kwargs))
+            if with_grad and (outermost or self._gathered):
+                self._watch_outputs(output)
         except BaseException:
             if outermost:
                 context.reset()  # no fence: the other ranks may be anywhere
             raise
         # The outermost module's backward comes first: what it holds stays gathered for it.
-        self._reshard(keep=not self.reshard_after_forward or (outermost and torch.is_grad_enabled()))
+        self._release(keep=not self.reshard_after_forward or (outermost and torch.is_grad_enabled()))
         if outermost:
             context.close()
         return output
 
-    def unshard(self) -> None:
-        """Full parameters, filled and shown. Idempotent. Collective where units are private."""
-        for unit in self.units:
-            if not unit.resident and self.context is not None:
-                with self.context.communicating():
-                    unit.gather()
-            else:
-                unit.gather()
+    def _gather(self) -> None:
+        """Fill and show what does not last. Idempotent. Collective."""
+        assert self.context is not None
+        for unit in self._gathered:
+            with self.context.communicating():
+                if unit.gather():
+                    self.context.note_gather(unit)
             unit.show_full()
 
-    def _reshard(self, *, keep: bool = False) -> None:
-        for unit in self.units:
+    def _release(self, *, keep: bool = False) -> None:
+        if self._is_held:
+            return
+        for unit in self._gathered:
             unit.show_shards()
             if not keep:
                 unit.release()
 
+    def hold(self) -> None:
+        """Fill and show what does not last, until `let_go`. Collective."""
+        self._gather()
+        self._is_held = True
+
+    def let_go(self) -> None:
+        """End what `hold` began."""
+        self._is_held = False
+        self._release()
+
+    def unshard(self) -> None:
+        """Full parameters, filled and shown. Idempotent. Collective."""
+        for unit in self.units:
+            unit.refresh()
+            unit.gather()
+            unit.show_full()
+
     def reshard(self) -> None:
         """Shards shown, the memory of gathered parameters given back. Idempotent."""
-        self._reshard()
+        for unit in self.units:
+            unit.show_shards()
+            unit.release()
+
+    def tidy(self) -> None:
+        """Of a backward that ended in an exception nobody tells: it left the full parameters shown."""
+        if self.context is not None and self.context.phase is Phase.BACKWARD and not _in_backward():
+            self.context.reset()
 
     def reset(self) -> None:
         """As if no forward had begun."""
         self._pending = 0
-        self.complete = False
-        self._reshard()
+        self.complete = self._ran = False
+        self.reshard()
         for unit in self.units:
             unit.drop_grads()
 
@@ -96,9 +142,7 @@ class State:
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Learn when the gradients of the inputs are there: by then those of the parameters are too."""
-        if not torch.is_grad_enabled():
-            return args, kwargs
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, rebuild = _flatten(args, kwargs)
         watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not watched:
             return args, kwargs  # nothing flows back through it: complete at the end of the backward
@@ -106,36 +150,56 @@ class State:
         passed = _AfterBackward.apply(self, *(leaves[i] for i in watched))
         for i, tensor in zip(watched, passed, strict=True):
             leaves[i] = tensor
-        return tree_unflatten(leaves, spec)
+        return rebuild(leaves)
 
-    def _watch_outputs(self, output: Any) -> Any:
+    def _watch_outputs(self, output: Any) -> None:
         """Have the parameters in place before a gradient flows into the module."""
-        if torch.is_grad_enabled():
-            for leaf in tree_flatten(output)[0]:
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._before_backward)
-        return output
+        for leaf in (output,) if type(output) is torch.Tensor else tree_flatten(output)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._before_backward)
 
     def _before_backward(self, grad: torch.Tensor) -> torch.Tensor:
         assert self.context is not None
+        if self._gathered and torch.is_grad_enabled():
+            raise RuntimeError(
+                "second derivatives (create_graph=True) need full parameters that stay in memory: pass storage='resident', or "
+                "stage=2, to fully_shard"
+            )
         self.context.begin_backward()
-        self.unshard()
+        self._gather()
         return grad
+
+    def begin_backward(self) -> None:
+        """A backward has begun, perhaps elsewhere."""
+        self.complete = False
+        self._missing = self._num_trained if self._counts and self._ran else -1
+
+    def on_grad(self) -> None:
+        """Autograd has added up the gradient of one of the parameters."""
+        self._missing -= 1
+        if self._missing == 0:
+            self._completed()
 
     def after_backward(self) -> None:
         """The gradients of one forward's inputs are there."""
-        assert self.context is not None
         self._pending -= 1
         if self._pending <= 0:
             self._pending = 0
-            self._reshard()
-            self.complete = True
-            self.context.reduce_complete()
+            self._release()
+            self._completed()
+
+    def _completed(self) -> None:
+        assert self.context is not None
+        self.complete = self.reduces_early
+        self.context.reduce_complete()
 
     def end_backward(self) -> None:
         """The whole backward has ended."""
+        if self._missing > 0 and self._ran:
+            self._counts = False
         self._pending = 0
-        self._reshard()
+        self._ran = False
+        self._release()
         self.complete = True
 
 
@@ -151,6 +215,21 @@ class _AfterBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.state.after_backward()
         return (None, *grads)
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
+
+
+def _flatten(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """The leaves of arguments, and what puts them back. torch's way of it takes 40 us, most arguments hold nothing within."""
+    names, count = list(kwargs), len(args)
+    leaves = [*args, *kwargs.values()]
+    if all(type(leaf) in _PLAIN for leaf in leaves):
+        return leaves, lambda leaves: (tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True)))
+    leaves, spec = tree_flatten((args, kwargs))
+    return leaves, lambda leaves: tree_unflatten(leaves, spec)
 
 
 def _in_backward() -> bool:

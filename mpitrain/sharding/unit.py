@@ -3,25 +3,22 @@
 [Note: kinds of tensors]
 - shard: this rank's rows of a parameter, an `nn.Parameter` that the optimizer steps; what `model.parameters()` shows when idle.
 - full: the whole parameter, another `nn.Parameter` that forward and backward use, shown only then. Both live as long as the unit.
-- full buffer: the full parameters end to end. *Resident* in memory that all ranks of the node share, where the shards are rows of
-  that very buffer (or, in mixed precision, are cast into it), so that gathering moves no bytes; or *private*: gathered from all ranks
-  before use and emptied after it.
+- full buffer: the full parameters end to end (storage.py).
 - gradient buffer: one unit's full gradients, gathered up for the reduction; the shards' gradients come out of it.
 """
 
-import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from collectives import Communicator
 from collectives.dtypes import number_of
-from mpitrain.sharding.layout import Box, lay_out
+from mpitrain.sharding.layout import Box, Layout, lay_out, rows_of
 from mpitrain.sharding.policy import MixedPrecisionPolicy
+from mpitrain.sharding.ranks import Ranks
+from mpitrain.sharding.storage import Storage
 
 
 @dataclass
@@ -34,113 +31,122 @@ class Sharded:
     shard: nn.Parameter
     box: Box
     grad: torch.Tensor | None = None  # where the shard's gradient is reduced to: a view of the unit's `shard_grad`
+    had_grad: bool = False  # on this rank, when it was last reduced
+    was_fresh: bool = False  # its shard had no gradient left from before
 
-    def show(self, parameter: nn.Parameter) -> None:
-        """Let the modules see `parameter`, one of the two."""
-        for module, name in self.users:
-            module._parameters[name] = parameter
+    def __post_init__(self) -> None:
+        self._memory = self.shard.data_ptr(), self.shard.dtype
+
+    def check(self, shown: nn.Parameter | None) -> None:
+        """RuntimeError if somebody has put another parameter in its place, or other memory behind it, which would be lost."""
+        if (self.shard.data_ptr(), self.shard.dtype) != self._memory:
+            raise RuntimeError(
+                f"the memory of parameter {self.name} was replaced after fully_shard (by param.data = ..., or by casting or moving a "
+                "part of the model), and its new values would be lost; write into it instead (with no_grad: param.copy_(...))"
+            )
+        if shown is not self.shard and shown is not self.full:
+            raise RuntimeError(
+                f"parameter {self.name} was replaced after fully_shard, and neither its shards nor its gradient would follow; "
+                "replace parameters before fully_shard, or write new values into the shard (with no_grad: param.copy_(...))"
+            )
 
 
 class Unit:
-    """Parameters of one dtype and one `requires_grad`, sharded over the ranks of `comm` together. Made on all ranks alike.
+    """Parameters of one dtype and one `requires_grad`, sharded over `ranks` together. Made on all ranks alike.
 
-    `params`: (name, users, parameter) of each. Values come from rank 0 of `comm`; on the meta device they are left to
-    `mpitrain.initialize` or a checkpoint. `resident`: see [Note: kinds of tensors].
+    `params`: (name, users, parameter) of each. Values come from rank 0; on the meta device they are left to `mpitrain.initialize`
+    or a checkpoint. `store(layout, dtype)`: makes the Storage of the full parameters.
     """
 
     def __init__(
         self,
         params: Sequence[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]],
-        comm: Communicator,
+        ranks: Ranks,
         policy: MixedPrecisionPolicy,
         device: torch.device,
-        *,
-        resident: bool,
+        store: Callable[[Layout, torch.dtype], Storage],
     ) -> None:
         originals = [param for _, _, param in params]
-        self.comm = comm
-        self.resident = resident
+        self.ranks = ranks
         self.device = device
+        self.on_host = device.type == "cpu"
         self.dtype = originals[0].dtype
         self.trained = originals[0].requires_grad
         self.full_dtype = (policy.param_dtype if self.dtype.is_floating_point else None) or self.dtype
         self.reduce_dtype = policy.reduce_dtype or self.full_dtype
         for dtype in (self.dtype, self.full_dtype, self.reduce_dtype):
             number_of(dtype)  # what could be gathered, but not be reduced, raises here
+        comm = ranks.shard
         self.layout = lay_out([tuple(p.shape) for p in originals], comm.size)
         self.count = self.layout.counts[comm.rank]
         self._first = self.layout.bounds[comm.rank]
         self._shard_grad: torch.Tensor | None = None
         self._placed: set[int] = set()  # parameters whose gradient stands in the gradient buffer already
 
-        if resident:
-            self._full = comm.node.shared(self.layout.numel, self.full_dtype)
-            whole = [_alone(self._full, p.start, p.stop) for p in self.layout.places]
-        else:
-            self._full = torch.empty(self.layout.numel, dtype=self.full_dtype, device=device)
-            whole = [self._full[p.start : p.stop] for p in self.layout.places]
-        self._shares_memory = resident and self.full_dtype == self.dtype
-        if self._shares_memory:
-            self._shard = _alone(self._full, self._first, self._first + self.count)
+        self.storage = store(self.layout, self.full_dtype)
+        in_place = self.storage.lasts and self.full_dtype == self.dtype
+        if in_place:
+            self._shard = self.storage.part(self._first, self._first + self.count)
         else:
             self._shard = torch.zeros(self.count, dtype=self.dtype, device=device)
 
         self.params: list[Sharded] = []
         for index, (name, users, original) in enumerate(params):
-            box = self.layout.box(index, comm.rank)
+            box, place = self.layout.box(index, comm.rank), self.layout.places[index]
+            whole = self.storage.part(place.start, place.stop)
             begin = box.start - self._first
-            part = _alone if self._shares_memory else _slice
-            full = nn.Parameter(whole[index].view(original.shape), requires_grad=self.trained)
-            shard = nn.Parameter(
-                part(self._shard, begin, begin + box.numel).view(box.shape), requires_grad=self.trained
-            )
+            rows = self._shard[begin : begin + box.numel]
+            full = nn.Parameter(whole.view(original.shape), requires_grad=self.trained)
+            # A version counter of its own, as `Storage.part` gives it.
+            shard = nn.Parameter(rows.data.view(box.shape), requires_grad=self.trained)
             if not original.is_meta:
-                _take_rows(shard, original, box, comm)
+                _take_rows(shard, original, box, ranks.all)
             shard.shard_box = full.shard_box = box  # type: ignore[attr-defined]
             self.params.append(Sharded(name, users, full, shard, box))
-        self.release()
+        # Who sees a parameter where: short, since all of a model change faces twice a step and more.
+        self._faces = [(module._parameters, name, param) for param in self.params for module, name in param.users]
+        self.storage.release()
         self.show_shards()
 
     # Full parameters
 
     def show_full(self) -> None:
         """Let the modules see the full parameters."""
-        for param in self.params:
-            if param.shard.requires_grad and not self.trained:
-                raise RuntimeError(
-                    f"{param.name} was frozen when it was sharded and cannot be trained now: "
-                    "set requires_grad before fully_shard"
-                )
-            param.full.requires_grad_(param.shard.requires_grad)
-            param.show(param.full)
+        for seen, name, param in self._faces:
+            param.check(seen.get(name))
+            if param.full.requires_grad != param.shard.requires_grad:
+                self._set_requires_grad(param)
+            seen[name] = param.full
+
+    def _set_requires_grad(self, param: Sharded) -> None:
+        """The user has frozen or thawed a parameter."""
+        if param.shard.requires_grad and not self.trained:
+            raise RuntimeError(
+                f"{param.name} was frozen when it was sharded and cannot be trained now: set requires_grad before fully_shard"
+            )
+        param.full.requires_grad_(param.shard.requires_grad)
 
     def show_shards(self) -> None:
         """Let the modules see the shards."""
-        for param in self.params:
-            param.show(param.shard)
+        for seen, name, param in self._faces:
+            seen[name] = param.shard
 
-    def publish(self) -> None:
-        """Bring this rank's rows of a resident buffer up to date with its masters. Between the fences only."""
-        if self.resident and not self._shares_memory:
-            self._full[self._first : self._first + self.count].copy_(self._shard)
+    @property
+    def needs_refresh(self) -> bool:
+        """Whether full parameters last and have to be brought up to date."""
+        return self.storage.needs_refresh(self._shard)
 
-    @torch.no_grad()
-    def gather(self) -> None:
-        """Fill a private full buffer from all ranks. Collective there; nothing to do if it is filled, or resident."""
-        storage = self._full.untyped_storage()
-        if self.resident or storage.size():
-            return
-        storage.resize_(self.layout.numel * self._full.itemsize)
-        self.comm.all_gather(_raw(self._full), self._shard.to(self.full_dtype), counts=self.layout.counts)
+    def refresh(self) -> None:
+        """Bring lasting full parameters up to date with the shards. Collective; between the fences only."""
+        self.storage.refresh(self._shard)
+
+    def gather(self) -> bool:
+        """Fill full parameters that do not last. Collective where they are not full. Returns whether they were not."""
+        return self.storage.gather(self._shard)
 
     def release(self) -> None:
-        """Give back the memory of a private full buffer.
-
-        The storage stays the same object, emptied: autograd saves views of it (a Linear keeps `weight.t()`), which see the values
-        again after the next `gather`. A buffer lent to several units in turn would give such views another unit's values.
-        """
-        if not self.resident:
-            self._full.untyped_storage().resize_(0)
+        """Give the memory back of full parameters that do not last."""
+        self.storage.release()
 
     # Gradients
 
@@ -161,15 +167,18 @@ class Unit:
         return buffer[place.start : place.stop]
 
     @torch.no_grad()
-    def reduce_grads(self, buffer: torch.Tensor) -> list[bool]:
+    def reduce_grads(self, buffer: torch.Tensor) -> None:
         """Average the full parameters' gradients over the ranks into the shards' and drop them. Collective.
 
         `buffer`: 1-D, of `reduce_dtype`, at least `layout.numel` long. A shard's gradient is added to what `zero_grad` left of
-        it. Returns for each parameter whether it had a gradient on this rank.
+        it. Sets `had_grad` and `was_fresh` of each parameter.
         """
-        had_grad = []
+        if self.ranks.all.size == 1 and self.dtype == self.full_dtype == self.reduce_dtype:
+            self._adopt_grads()
+            return
         for index, param in enumerate(self.params):
-            had_grad.append(index in self._placed or param.full.grad is not None)
+            param.had_grad = index in self._placed or param.full.grad is not None
+            param.was_fresh = param.shard.grad is None
             if param.full.grad is not None:
                 self.place_grad(index, buffer)
             elif index not in self._placed:
@@ -183,8 +192,7 @@ class Unit:
                 param.grad = self._shard_grad[begin : begin + param.box.numel].view(param.box.shape)
         adding = any(param.shard.grad is not None for param in self.params)
         direct = not adding and self.reduce_dtype == self.dtype
-        mean = self._shard_grad if direct else torch.empty(self.count, dtype=self.reduce_dtype, device=self.device)
-        self.comm.reduce_scatter(mean, buffer[: self.layout.numel], "avg", counts=self.layout.counts)
+        mean = self._reduce(buffer[: self.layout.numel], self._shard_grad if direct else None)
         for param in self.params:
             assert param.grad is not None
             if not direct:
@@ -196,7 +204,35 @@ class Unit:
                     param.shard.grad += part
             if param.shard.grad is None:
                 param.shard.grad = param.grad
-        return had_grad
+
+    def _reduce(self, grads: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """The mean over all ranks of this rank's rows of `grads`: in `out`, else in memory that is good until the next reduction."""
+        shard, replicate = self.ranks.shard, self.ranks.replicate
+        if shard.size == 1:
+            # Reduced where the other ranks can read it, in the gradient buffer.
+            replicate.all_reduce(grads, "avg")
+            return grads if out is None else out.copy_(grads)
+        if out is None:
+            out = torch.empty(self.count, dtype=self.reduce_dtype, device=self.device)
+        shard.reduce_scatter(out, grads, "avg", counts=self.layout.counts)
+        if replicate.size > 1:
+            replicate.all_reduce(out, "avg")
+        return out
+
+    def _adopt_grads(self) -> None:
+        """Of one rank alone: the full gradients are those of the shards, which are whole."""
+        for param in self.params:
+            grad, before, shape = param.full.grad, param.shard.grad, param.box.shape
+            param.had_grad, param.was_fresh = grad is not None, before is None
+            if grad is None:
+                grad = torch.zeros_like(param.shard)
+            elif grad.shape != shape:
+                grad = grad.view(shape)  # of a scalar
+            if before is None:
+                param.shard.grad = grad
+            else:
+                before += grad
+            param.full.grad = None
 
     def drop_grads(self) -> None:
         """Forget full gradients that were not reduced."""
@@ -210,33 +246,4 @@ def _take_rows(shard: nn.Parameter, original: nn.Parameter, box: Box, comm: Comm
     with torch.no_grad():
         values = original.detach().contiguous()
         comm.broadcast(values)
-        values = values.view(box.full_shape)
-        for dim, (offset, length) in enumerate(zip(box.offset, box.shape, strict=True)):
-            values = values.narrow(dim, offset, length)
-        shard.copy_(values)
-
-
-def _slice(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    return flat[start:stop]
-
-
-def _alone(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Elements of a resident buffer as a tensor with a version counter of its own.
-
-    Autograd compares the counters of what it saved. Views of one tensor share theirs, so that the optimizer's step on a shard would
-    look like a change of every full parameter in the buffer.
-    """
-    if flat.dtype == torch.bfloat16:
-        return torch.from_numpy(flat.view(torch.int16).numpy()[start:stop]).view(torch.bfloat16)
-    return torch.from_numpy(flat.numpy()[start:stop])
-
-
-def _raw(flat: torch.Tensor) -> Any:
-    """The memory of a private buffer as a NumPy array, for the time of one call; a device tensor as it is.
-
-    Not by `Tensor.numpy()`, after which torch refuses to empty and refill the storage.
-    """
-    if flat.device.type != "cpu" or not flat.numel():
-        return flat
-    memory = (ctypes.c_uint8 * (flat.numel() * flat.itemsize)).from_address(flat.data_ptr())
-    return np.ctypeslib.as_array(memory).view(number_of(flat.dtype).numpy)
+        shard.copy_(rows_of(values, box))

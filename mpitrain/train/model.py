@@ -2,7 +2,7 @@
 
 import torch
 
-from collectives import Communicator
+from collectives import Communicator, Mesh
 from mpitrain.config import Config, OptimConfig
 from mpitrain.init import initialize
 from mpitrain.models import GPT, decay_groups
@@ -17,10 +17,12 @@ def make_model(config: Config, comm: Communicator, device: torch.device) -> GPT:
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, parallel.param_dtype), reduce_dtype=getattr(torch, parallel.reduce_dtype)
     )
+    mesh = comm if parallel.copies == 1 else Mesh(comm, {"dp_replicate": parallel.copies, "dp_shard": -1})
     for module in (*model.blocks, model):
         fully_shard(
             module,
-            comm,
+            mesh,
+            stage=parallel.stage,
             reshard_after_forward=parallel.reshard_after_forward,
             mp_policy=policy,
             storage=parallel.storage,

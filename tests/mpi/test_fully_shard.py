@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from ways import WAYS, options_of
 
+from collectives import Mesh
 from mpitrain.sharding import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, sharded_params
 
 STORAGES = ["resident", "private"]
@@ -47,16 +49,14 @@ class Tied(nn.Module):
         return self.head(x)
 
 
-def shard_odd(model: Odd, comm, **options) -> None:
-    fully_shard(model.first, comm, **options)
-    fully_shard(model.twice, comm, **options)
-    fully_shard(model, comm, **options)
+def shard_odd(model: Odd, comm, *, mesh: Mesh | None = None, **options) -> None:
+    for module in (model.first, model.twice, model):
+        fully_shard(module, mesh or comm, **options)
 
 
-def shard_tied(model: Tied, comm, **options) -> None:
-    for block in model.blocks:
-        fully_shard(block, comm, **options)
-    fully_shard(model, comm, **options)
+def shard_tied(model: Tied, comm, *, mesh: Mesh | None = None, **options) -> None:
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh or comm, **options)
 
 
 def tied_pair(comm, **options) -> tuple[Tied, Tied]:
@@ -109,16 +109,16 @@ CASES: dict[str, tuple[Callable, Callable, Callable]] = {
 }
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_ten_steps_equal_the_plain_model(comm, case: str, storage: str, reshard_after_forward: bool) -> None:
+def test_ten_steps_equal_the_plain_model(comm, case: str, way: str, reshard_after_forward: bool) -> None:
     make, shard, loss_of = CASES[case]
     torch.manual_seed(comm.rank)  # rank 0's values count, whatever the others drew
     model = make()
     torch.manual_seed(0)
     plain = make()
-    shard(model, comm, storage=storage, reshard_after_forward=reshard_after_forward)
+    shard(model, comm, **options_of(comm, way), reshard_after_forward=reshard_after_forward)
     assert_same(model, plain, grads=False, rtol=0, atol=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
@@ -143,10 +143,10 @@ def test_ten_steps_equal_the_plain_model(comm, case: str, storage: str, reshard_
     assert_same(model, plain, grads=False, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_accumulation_with_and_without_sync(comm, storage: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_accumulation_with_and_without_sync(comm, way: str) -> None:
     for sync_each in (True, False):
-        model, plain = tied_pair(comm, storage=storage)
+        model, plain = tied_pair(comm, **options_of(comm, way))
         for step in range(3):
             model.set_requires_gradient_sync(sync_each or step == 2)
             tied_loss(model, step, mine(comm)).backward()
@@ -154,17 +154,17 @@ def test_accumulation_with_and_without_sync(comm, storage: str) -> None:
         assert_same(model, plain, grads=True, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_two_forwards_before_one_backward(comm, storage: str) -> None:
-    model, plain = tied_pair(comm, storage=storage)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_forwards_before_one_backward(comm, way: str) -> None:
+    model, plain = tied_pair(comm, **options_of(comm, way))
     (tied_loss(model, 0, mine(comm)) + tied_loss(model, 1, mine(comm))).backward()
     (tied_loss(plain, 0, slice(None)) + tied_loss(plain, 1, slice(None))).backward()
     assert_same(model, plain, grads=True, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_activation_checkpointing(comm, storage: str) -> None:
-    model, plain = tied_pair(comm, storage=storage)
+@pytest.mark.parametrize("way", WAYS)
+def test_activation_checkpointing(comm, way: str) -> None:
+    model, plain = tied_pair(comm, **options_of(comm, way))
 
     def loss_of(model: nn.Module, rows: slice) -> torch.Tensor:
         for block in model.blocks:
@@ -179,10 +179,10 @@ def test_activation_checkpointing(comm, storage: str) -> None:
     assert_same(model, plain, grads=True, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_checkpointing_whole_sharded_blocks(comm, storage: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpointing_whole_sharded_blocks(comm, way: str) -> None:
     """The recomputed forward of a sharded block runs within the backward."""
-    model, plain = tied_pair(comm, storage=storage)
+    model, plain = tied_pair(comm, **options_of(comm, way))
     tokens = torch.randint(0, 11, (12, 9), generator=torch.Generator().manual_seed(0))
 
     def run(model: nn.Module, rows: slice) -> torch.Tensor:
@@ -201,10 +201,10 @@ def test_checkpointing_whole_sharded_blocks(comm, storage: str) -> None:
     assert_same(model, plain, grads=True, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_bf16_compute_keeps_fp32_masters(comm, storage: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_bf16_compute_keeps_fp32_masters(comm, way: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model, plain = tied_pair(comm, storage=storage, mp_policy=policy)
+    model, plain = tied_pair(comm, **options_of(comm, way), mp_policy=policy)
     half = copy.deepcopy(plain).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
@@ -229,8 +229,8 @@ def test_bf16_compute_keeps_fp32_masters(comm, storage: str) -> None:
     assert_same(model, plain, grads=False, rtol=0.1, atol=5e-2)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_a_parameter_unused_on_some_ranks_only(comm, storage: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parameter_unused_on_some_ranks_only(comm, way: str) -> None:
     class Branch(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -242,7 +242,8 @@ def test_a_parameter_unused_on_some_ranks_only(comm, storage: str) -> None:
     torch.manual_seed(0)
     model, plain = Branch(), Branch()
     plain.load_state_dict(model.state_dict())
-    fully_shard(model, comm, storage=storage)
+    options = options_of(comm, way)
+    fully_shard(model, options.pop("mesh", comm), **options)
     x = torch.arange(12.0).view(3, 4)
     model(x, comm.rank == 1).sum().backward()
     sum(plain(x, rank == 1).sum() for rank in range(comm.size)).backward()
@@ -252,9 +253,9 @@ def test_a_parameter_unused_on_some_ranks_only(comm, storage: str) -> None:
     assert_same(model, plain, grads=True, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_the_step_after_an_exception_works(comm, storage: str) -> None:
-    model, plain = tied_pair(comm, storage=storage)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_step_after_an_exception_works(comm, way: str) -> None:
+    model, plain = tied_pair(comm, **options_of(comm, way))
 
     class Failure(torch.autograd.Function):
         @staticmethod
@@ -303,7 +304,7 @@ def test_each_rank_holds_its_share(comm, storage: str) -> None:
     sizes = torch.tensor([held])
     comm.all_reduce(sizes)
     assert sizes.item() == total
-    if storage == "private":
+    if storage == "private" and comm.size > 1:
         assert all(p.full.untyped_storage().size() == 0 for p in sharded_params(model)), (
             "full parameters were not freed"
         )
@@ -336,8 +337,13 @@ def test_wrong_use_is_refused_with_the_way_out(comm) -> None:
         fully_shard(model, comm)
     with pytest.raises(ValueError, match="sharded already"):
         fully_shard(model.embedding, comm)
-    with pytest.raises(ValueError, match="stage 2 is not available"):
-        fully_shard(nn.Linear(2, 2), comm, stage=2)
+    with pytest.raises(ValueError, match="expected 0, 1, 2 or 3"):
+        fully_shard(nn.Linear(2, 2), comm, stage=4)
+    with pytest.raises(ValueError, match="in stage 0 each rank has a copy of its own"):
+        fully_shard(nn.Linear(2, 2), comm, stage=0, storage="resident")
+    if comm.size > 1:
+        with pytest.raises(ValueError, match="are not available yet; only dp_replicate and dp_shard"):
+            fully_shard(nn.Linear(2, 2), Mesh(comm, {"dp_shard": 1, "tp": -1}))
     with pytest.raises(ValueError, match="expected 'auto', 'resident' or 'private'"):
         fully_shard(nn.Linear(2, 2), comm, storage="disk")  # type: ignore[arg-type]
     sharded = fully_shard(nn.Linear(2, 2), comm)

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from ways import WAYS, options_of
 
 import ckpt
 import mpitrain
-from collectives import Communicator, Table
+from collectives import Communicator, Mesh, Table
 from collectives.table import Entry
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
-
-STORAGES = ["resident", "private"]
 
 
 class Everything(nn.Module):
@@ -51,10 +50,9 @@ def make(seed: int) -> Everything:
     return Everything()
 
 
-def shard(model: Everything, comm: Communicator, **options: Any) -> Everything:
-    for block in model.blocks:
-        fully_shard(block, comm, **options)
-    fully_shard(model, comm, **options)
+def shard(model: Everything, comm: Communicator, *, mesh: Mesh | None = None, **options: Any) -> Everything:
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh or comm, **options)
     return model
 
 
@@ -109,10 +107,10 @@ def assert_same(mine: Any, other: Any, where: str = "", **tolerance: float) -> N
         assert mine == other, where
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_sharded_model_and_its_optimizer_come_back(comm, shared_tmp: Path, kind: str, storage: str) -> None:
-    model = shard(make(0), comm, storage=storage)
+def test_a_sharded_model_and_its_optimizer_come_back(comm, shared_tmp: Path, kind: str, way: str) -> None:
+    model = shard(make(0), comm, **options_of(comm, way))
     optimizer = OPTIMIZERS[kind](model)
     for number in range(3):
         step(model, optimizer, number)
@@ -122,7 +120,7 @@ def test_a_sharded_model_and_its_optimizer_come_back(comm, shared_tmp: Path, kin
     step(model, optimizer, 3)
     expected = snapshot(model, optimizer)
 
-    other = shard(make(1), comm, storage=storage)
+    other = shard(make(1), comm, **options_of(comm, way))
     its_optimizer = OPTIMIZERS[kind](other)
     meta = mpitrain.load(shared_tmp / "saved", other, its_optimizer)
     assert (meta["step"], meta["note"]) == (3, ["a", None])
@@ -193,9 +191,9 @@ def test_saved_by_all_ranks_loaded_by_some_and_by_one(comm, shared_tmp: Path, ki
     part.free()
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_full_state_dict_is_that_of_the_plain_model(comm, storage: str) -> None:
-    model, plain = shard(make(0), comm, storage=storage), make(0)
+@pytest.mark.parametrize("way", WAYS)
+def test_full_state_dict_is_that_of_the_plain_model(comm, way: str) -> None:
+    model, plain = shard(make(0), comm, **options_of(comm, way)), make(0)
     full = mpitrain.full_state_dict(model)
     if comm.rank == 0:
         assert_same(full, dict(plain.state_dict()))

@@ -17,6 +17,7 @@ from mpitrain.config import (
     DataConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     TrainConfig,
     check_ranks,
     differences,
@@ -56,6 +57,7 @@ def test_flags_go_before_the_file_and_the_file_before_the_defaults(tmp_path: Pat
         (["--optim.betas", "0.8", "0.9"], replace(Config(), optim=OptimConfig(betas=(0.8, 0.9)))),
         (["--model.width", "60", "--model.heads", "6"], replace(Config(), model=ModelConfig(width=60, heads=6))),
         (["--model.width", "60", "--model.width", "none"], Config()),
+        (["--parallel.stage", "2"], replace(Config(), parallel=ParallelConfig(stage=2))),
         (["--run", "-x"], replace(Config(), run="-x")),
         (["--train.sample-prompt=--x=1"], replace(Config(), train=TrainConfig(sample_prompt="--x=1"))),
     ],
@@ -80,6 +82,12 @@ def test_forms_of_flags(argv: list[str], expected: Config) -> None:
         (["--optim.lr", "x"], "--optim.lr: expected a number, got 'x'"),
         (["--optim.betas", "0.9"], "--optim.betas: expected 2 values, each a number, got [0.9]"),
         (["--parallel.device", "gpu"], "--parallel.device: expected one of auto, cpu, cuda, got 'gpu'"),
+        (["--parallel.stage", "4"], "--parallel.stage: expected one of 0, 1, 2, 3, got 4"),
+        (["--parallel.stage", "x"], "--parallel.stage: expected one of 0, 1, 2, 3, got 'x'"),
+        (
+            ["--parallel.stage", "0", "--parallel.storage", "resident"],
+            "parallel.storage: in stage 0 each rank has a copy of its own; take auto, or stage 1 to 3",
+        ),
         (["--train.eval-only=maybe"], "--train.eval-only: expected true or false, got 'maybe'"),
         (["--train.no-eval-only=true"], "--train.no-eval-only: expected no value, got 'true'"),
         (["--train.no-eval-only", "true"], "unexpected 'true': settings are given as --section.name value"),
@@ -112,6 +120,7 @@ def test_mistakes_in_flags(argv: list[str], message: str) -> None:
         ("[run]\nx = 3", "run in FILE: expected text, got {'x': 3}"),
         ("[train]\nsteps = 1.0", "train.steps in FILE: expected a whole number, got 1.0"),
         ("[train]\nsteps = true", "train.steps in FILE: expected a whole number, got True"),
+        ("[parallel]\nstage = true", "parallel.stage in FILE: expected one of 0, 1, 2, 3, got True"),
         ("[optim]\nlr = true", "optim.lr in FILE: expected a number, got True"),
         ("[data]\npath = 'a'", "data.path in FILE: expected any number of values, each text, got 'a'"),
         ("[data]\npath = [1]", "data.path in FILE: expected text, got 1"),
@@ -193,6 +202,8 @@ def test_check_ranks_names_the_factors_and_the_nearest_that_fit() -> None:
     )
     with pytest.raises(ConfigError, match=r"got 16; nearest that fit: 40$"):
         check_ranks(config, 20)
+    with pytest.raises(ConfigError, match=r"parallel.copies: 4 ranks do not make 3 copies; take a divisor of 4"):
+        check_ranks(parse(["--parallel.copies", "3"]), 4)
 
 
 def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,52 @@
+"""Which ranks hold what: the shards of one copy, the copies of one shard."""
+
+import weakref
+from typing import NamedTuple
+
+import collectives
+from collectives import Communicator, Mesh
+
+AXES = ("dp_replicate", "dp_shard")
+
+
+class Ranks(NamedTuple):
+    """The ranks that train a model together, `all`, in two directions.
+
+    `shard`: those that hold the shards of one copy of the model. `replicate`: those that hold the same shard of different copies.
+    With one copy (ZeRO) `replicate` is this rank alone, with a copy each (data parallel) `shard` is.
+    """
+
+    all: Communicator
+    shard: Communicator
+    replicate: Communicator
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether there are several copies of the model."""
+        return self.replicate.size > 1
+
+
+# Splitting is collective and costs communicators, so once for all units of a model.
+_alone: "weakref.WeakKeyDictionary[Communicator, Communicator]" = weakref.WeakKeyDictionary()
+
+
+def ranks_of(mesh: Mesh | Communicator | None, *, whole: bool = False) -> Ranks:
+    """The ranks of a mesh's axes `dp_replicate` and `dp_shard`, or of a communicator (None: the world) that shards one copy.
+
+    `whole`: every rank holds a copy of its own. Collective. ValueError if the mesh has other axes longer than 1.
+    """
+    comm = mesh.comm if isinstance(mesh, Mesh) else mesh or collectives.world()
+    if comm not in _alone:
+        _alone[comm] = comm.split(comm.rank)
+    alone = _alone[comm]
+    if isinstance(mesh, Mesh):
+        others = [f"{name}={size}" for name, size in mesh.axes.items() if size > 1 and name not in AXES]
+        if others:
+            raise ValueError(
+                f"fully_shard: mesh axes {', '.join(others)} are not available yet; only {' and '.join(AXES)} may be "
+                "longer than 1"
+            )
+        if not whole:
+            replicate, shard = (mesh[axis] if axis in mesh.axes else alone for axis in AXES)
+            return Ranks(comm, shard, replicate)
+    return Ranks(comm, alone, comm) if whole else Ranks(comm, comm, alone)

@@ -1,0 +1,35 @@
+"""Full parameters outside of forward and backward."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from mpitrain.sharding.context import Phase
+from mpitrain.sharding.fully_shard import context_of, outermost, states_of
+
+
+@contextmanager
+def unshard(model: nn.Module) -> Iterator[nn.Module]:
+    """Within `with unshard(model):` its parameters are the full ones, to be read: for exporting, tying, counting, generating.
+
+    `model`: a model, or a part of one that has run. Collective: all ranks enter and leave it together. Forwards within keep what was
+    gathered, so that a loop which generates gathers once. What is written to full parameters is lost; write to the shards outside.
+    RuntimeError within a forward, where parameters are full already. On a model without sharded parts it does nothing.
+    """
+    states = states_of(model)
+    contexts = list(dict.fromkeys(context_of(part) for part in outermost(model)))
+    for context in contexts:
+        if context.phase is not Phase.IDLE:
+            raise RuntimeError("unshard: the model is in the middle of a step, where its parameters are full already")
+    for context in contexts:
+        context.open()
+    for state in states:
+        state.hold()
+    try:
+        yield model
+    finally:
+        for state in states:
+            state.let_go()
+        for context in contexts:
+            context.close()

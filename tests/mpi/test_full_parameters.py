@@ -1,0 +1,120 @@
+"""Full parameters outside of forward and backward: unshard, full state dicts, the summary."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from ways import WAYS, options_of
+
+import mpitrain
+from collectives import Communicator
+from mpitrain.sharding import fully_shard, unshard
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(x)
+
+
+class Model(nn.Module):
+    """A stack of layers, a scalar, a buffer, a frozen part."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Linear(6, 5).requires_grad_(False)
+        self.register_buffer("shift", torch.arange(5.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.frozen(x * self.scale) + self.shift
+
+
+def sharded(comm: Communicator, way: str, seed: int = 0) -> nn.Module:
+    options = options_of(comm, way)
+    return fully_shard(Model(seed), options.pop("mesh", comm), **options)
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_unshard_shows_full_parameters_before_and_after_a_step(comm: Communicator, way: str) -> None:
+    model, plain = sharded(comm, way), Model(0)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, plain)]
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        shards = list(model.parameters())
+        with unshard(model):
+            full = {name: param.detach().clone() for name, param in model.named_parameters()}
+            with torch.no_grad():
+                inside = model(x)
+                model(x)
+            with pytest.raises(RuntimeError, match="in the middle of a step"), unshard(model):
+                pass
+        assert all(a is b for a, b in zip(model.parameters(), shards, strict=True))
+        for name, value in plain.named_parameters():
+            torch.testing.assert_close(full[name], value.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(inside, plain(x), rtol=1e-5, atol=1e-6)
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            m(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with unshard(plain):
+        pass
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_full_state_dict_goes_in_and_comes_out(comm: Communicator, way: str) -> None:
+    model, other = sharded(comm, way, seed=1), Model(2)
+    mpitrain.load_full_state_dict(model, other.state_dict() if comm.rank == 0 else {})
+    assert_equal(mpitrain.full_state_dict(model), dict(other.state_dict()) if comm.rank == 0 else {})
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(model(x), other(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing(comm: Communicator) -> None:
+    model = sharded(comm, "stage 3", seed=1)
+    before = mpitrain.full_state_dict(model)
+    given = dict(Model(2).state_dict())
+    given["new"] = given.pop("scale")
+    with pytest.raises(ValueError, match="lacks scale and has new that the model does not have"):
+        mpitrain.load_full_state_dict(model, given)
+    wrong = dict(Model(2).state_dict()) | {"frozen.weight": torch.zeros(6, 5)}
+    with pytest.raises(
+        ValueError, match=re.escape("frozen.weight has shape (6, 5) in the state dict; expected (5, 6)")
+    ):
+        mpitrain.load_full_state_dict(model, wrong)
+    assert_equal(mpitrain.full_state_dict(model), before)
+    mpitrain.load_full_state_dict(model, given, strict=False)
+    after = mpitrain.full_state_dict(model)
+    if comm.rank == 0:
+        assert after["scale"] == before["scale"]
+        torch.testing.assert_close(after["frozen.weight"], given["frozen.weight"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_summary_names_every_unit(comm: Communicator, way: str) -> None:
+    model, plain = sharded(comm, way), Model(0)
+    count = sum(param.numel() for param in plain.parameters())
+    assert mpitrain.num_parameters(model) == mpitrain.num_parameters(plain) == count
+    trained = count - sum(param.numel() for param in plain.frozen.parameters())
+    assert mpitrain.num_parameters(model, trained_only=True) == trained
+    text = mpitrain.summary(model)
+    rows = [line.split("│")[1:-1] for line in text.splitlines() if line.startswith("│")]
+    assert [row[0].strip() for row in rows] == ["(root)", "(root)", "layers.0", "layers.1", "layers.2"]
+    assert sum(int(row[1].replace(",", "")) for row in rows) == count
+    held = sum(param.numel() for param in model.parameters())
+    assert sum(int(row[2].replace(",", "")) for row in rows) == held
+    assert ("frozen" in text) and f"{count:,} parameters" in text

@@ -1,0 +1,220 @@
+"""What goes with a sharded model's training: averages of weights, norms of gradients, loss scaling, modules that stay in fp32."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from ways import WAYS, options_of
+
+import mpitrain
+from collectives import Communicator
+from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
+from mpitrain.sharding.layout import rows_of
+
+
+def pair(comm: Communicator, way: str, **more: object) -> tuple[nn.Module, nn.Module]:
+    """A sharded model with a part that is on every rank alike, and a plain one with the same values."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 3))
+    model = copy.deepcopy(plain)
+    options = options_of(comm, way)
+    mesh = options.pop("mesh", comm)
+    fully_shard(model[0], mesh, **options, **more)
+    fully_shard(model, mesh, ignored_params=model[4].parameters(), **options, **more)
+    return model, plain
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    return model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).float().square().mean()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_norms_of_the_gradients_of_each_parameter(comm: Communicator, way: str) -> None:
+    model, plain = pair(comm, way)
+    for m in (model, plain):
+        m[3].bias.requires_grad_(False)
+        loss_of(m, 0).backward()
+    expected = {name: p.grad.norm().item() for name, p in plain.named_parameters() if p.grad is not None}
+    assert mpitrain.grad_norms(model) == pytest.approx(expected, rel=1e-5)
+    assert mpitrain.grad_norms(plain) == pytest.approx(expected, rel=1e-6)
+    assert "3.bias" not in expected and len(expected) == 7
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_average_of_the_weights(comm: Communicator, way: str) -> None:
+    model, plain = pair(comm, way)
+    ema, optimizer = mpitrain.EMA(model, 0.75), torch.optim.SGD(model.parameters(), lr=0.5)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.5)
+    averages = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    for step in range(3):
+        loss_of(model, step).backward()
+        loss_of(plain, step).backward()
+        for o in (optimizer, reference):
+            o.step()
+            o.zero_grad()
+        ema.update()
+        for name, param in plain.named_parameters():
+            averages[name] = 0.75 * averages[name] + 0.25 * param.detach()
+    before = [param.detach().clone() for param in model.parameters()]
+    averaged = copy.deepcopy(plain)
+    averaged.load_state_dict(averages)
+    with torch.no_grad():
+        with ema.swapped():
+            torch.testing.assert_close(loss_of(model, 9), loss_of(averaged, 9), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(loss_of(model, 9), loss_of(plain, 9), rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    with pytest.raises(ValueError, match="expected at least 0 and less than 1"):
+        mpitrain.EMA(model, 1.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(comm: Communicator, way: str) -> None:
+    model, plain = pair(comm, way)
+    optimizer, reference = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, plain))
+    scaler = mpitrain.GradScaler(model, scale=1024.0, interval=2)
+    scales = []
+    for step in range(5):
+        loss = scaler.scale(loss_of(model, step))
+        if step == 1 and comm.rank == comm.size - 1:
+            loss = loss * math.inf
+        loss.backward()
+        before = [param.detach().clone() for param in model.parameters()]
+        stepped = scaler.step(optimizer)
+        assert stepped == (step != 1)
+        if stepped:
+            loss_of(plain, step).backward()
+            reference.step()
+            reference.zero_grad()
+        else:
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        optimizer.zero_grad()
+        scales.append(scaler.value)
+    assert scales == [1024, 512, 512, 1024, 1024]
+    assert scaler.num_skipped == 1
+    for name, shard in model.named_parameters():
+        want = dict(plain.named_parameters())[name].detach()
+        want = rows_of(want, shard.shard_box) if hasattr(shard, "shard_box") else want
+        torch.testing.assert_close(shard.detach(), want, rtol=1e-4, atol=1e-6)
+    again = mpitrain.GradScaler(model)
+    again.load_state_dict(scaler.state_dict())
+    assert (again.value, again.num_skipped) == (1024, 1)
+    with pytest.raises(ValueError, match="expected a scale above 0"):
+        mpitrain.GradScaler(model, scale=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_named_modules_compute_in_fp32(comm: Communicator, way: str) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, keep_fp32=("LayerNorm", "3"))
+    model, plain = pair(comm, way, mp_policy=policy)
+    seen: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {}
+
+    def look(name: str, module: nn.Module) -> None:
+        module.register_forward_hook(
+            lambda m, args, out: seen.__setitem__(name, (args[0].dtype, m.weight.dtype, out.dtype))
+        )
+
+    for name, module in model.named_children():
+        if name in "013":
+            look(name, module)
+    model[4].bfloat16()  # ignored, so the caller's own
+    plain.bfloat16()
+    loss_of(model, 0).backward()
+    with torch.no_grad():
+        for m in (plain[1], plain[3]):
+            m.float()
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    y = plain[3](plain[2](plain[1](plain[0](x).float()).bfloat16()).float()).bfloat16()
+    plain[4](y).float().square().mean().backward()
+    low, high = torch.bfloat16, torch.float32
+    # A hook sees the module's own inputs, before they are cast, and what forward returns, after it is.
+    assert seen["0"][1] == low and seen["1"][1] == seen["3"][1] == high
+    assert seen["1"][2] in (low, high)
+    assert all(p.dtype == high for p in model.parameters() if hasattr(p, "shard_box"))
+    for name, shard in model.named_parameters():
+        if hasattr(shard, "shard_box"):
+            want = rows_of(dict(plain.named_parameters())[name].grad.float(), shard.shard_box)
+            torch.testing.assert_close(shard.grad, want, rtol=0.1, atol=2e-2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_second_derivatives_with_respect_to_inputs(comm: Communicator, way: str) -> None:
+    model, plain = pair(comm, way)
+
+    def penalty(m: nn.Module) -> torch.Tensor:
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        (slope,) = torch.autograd.grad(m(x).square().sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    if way == "stage 3, private" and comm.size > 1:
+        with pytest.raises(RuntimeError, match="pass storage='resident', or stage=2"):
+            penalty(model)
+        loss_of(model, 0).backward()  # and the model works on
+        return
+    if "copies" in way and "private" in way:
+        return
+    penalty(model).backward()
+    penalty(plain).backward()
+    for name, shard in model.named_parameters():
+        if hasattr(shard, "shard_box"):
+            want = rows_of(dict(plain.named_parameters())[name].grad, shard.shard_box)
+            torch.testing.assert_close(shard.grad, want, rtol=1e-4, atol=1e-5)
+
+
+def test_optimizers_that_would_go_wrong_are_refused(comm: Communicator) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    early = torch.optim.AdamW(model.parameters())
+    fully_shard(model, comm, storage="private")
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"holds 0.weight as it was before fully_shard, so it would train nothing"):
+        early.step()
+    whole = torch.optim.Adafactor(model.parameters())
+    if comm.size > 1:
+        with pytest.raises(TypeError, match="Adafactor looks at whole matrices"):
+            whole.step()
+    else:
+        whole.step()
+    copies = fully_shard(nn.Linear(4, 4), comm, stage=0)
+    copies(torch.ones(2, 4)).sum().backward()
+    torch.optim.Adafactor(copies.parameters()).step()
+    plain = nn.Linear(2, 2)
+    plain(torch.ones(1, 2)).sum().backward()
+    torch.optim.Adafactor(plain.parameters()).step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_sync_accumulates_until_the_backward_after_it(comm: Communicator, way: str) -> None:
+    model, plain = pair(comm, way)
+    with model.no_sync():
+        loss_of(model, 0).backward()
+        loss_of(model, 1).backward()
+    assert all(param.grad is None for param in model.parameters() if hasattr(param, "shard_box"))
+    loss_of(model, 2).backward()
+    for step in range(3):
+        loss_of(plain, step).backward()
+    expected = {name: p.grad.norm().item() for name, p in plain.named_parameters()}
+    assert mpitrain.grad_norms(model) == pytest.approx(expected, rel=1e-4)
+
+
+def test_buffers_are_made_the_same(comm: Communicator) -> None:
+    class Buffers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.register_buffer("mean", torch.zeros(3))
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+
+    model = fully_shard(Buffers(), comm)
+    for how, expected in (("average", (comm.size - 1) / 2), ("broadcast", 0.0)):
+        for buffer in model.buffers():
+            buffer.fill_(comm.rank)
+        mpitrain.sync_buffers(model, how)
+        assert model.mean.tolist() == pytest.approx([expected] * 3)
+        assert model.count.item() == 0
+        assert model.phase.tolist() == pytest.approx([expected + 0j] * 2)
+    with pytest.raises(ValueError, match="expected 'average' or 'broadcast'"):
+        mpitrain.sync_buffers(model, "sum")  # type: ignore[arg-type]
+    mpitrain.sync_buffers(nn.BatchNorm1d(2))

@@ -1,0 +1,155 @@
+"""Ranks that do not use the same modules, and losses that are differentiated twice."""
+
+import copy
+
+import pytest
+import torch
+from parity_models import BATCH, Mixture, regression_loss
+from torch import nn
+from ways import WAYS, options_of
+
+from collectives import Communicator
+from mpitrain.sharding import fully_shard
+
+
+class Choice(nn.Module):
+    """A rank runs those parts that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: list[int]) -> torch.Tensor:
+        x = self.first(x)
+        for index in which:
+            x = self.parts[index](x)
+        return x
+
+
+def pair() -> tuple[Choice, Choice]:
+    torch.manual_seed(0)
+    model = Choice()
+    return model, copy.deepcopy(model)
+
+
+X = torch.arange(12.0).view(3, 4) / 12
+PLANS = [[[0]], [[0], [1, 1, 0]], [[2, 1], [], [0, 0, 0], [1]]]  # of the ranks in turn, for a number of steps
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_run_different_parts_different_numbers_of_times(comm: Communicator, way: str) -> None:
+    model, plain = pair()
+    options = options_of(comm, way)
+    units = "one" if "private" in way else "auto"
+    fully_shard(model, options.pop("mesh", comm), **options, units=units)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, plain)]
+    for plan in PLANS:
+        model(X, plan[comm.rank % len(plan)]).square().sum().backward()
+        (sum(plain(X, plan[rank % len(plan)]).square().sum() for rank in range(comm.size)) / comm.size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for shard, full in zip(model.parameters(), plain.parameters(), strict=True):
+        box = shard.shard_box
+        want = full.detach()[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+        torch.testing.assert_close(shard.detach(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_different_units_of_one_size_are_found_out(comm: Communicator) -> None:
+    """The gathers of part 0 and part 1 meet, without an error of their own."""
+    model, plain = pair()
+    fully_shard(model, comm, storage="private")
+    if comm.size == 1:
+        model(X, [0]).sum().backward()  # nothing is gathered, anything goes
+        return
+    loss = model(X, [comm.rank % 2]).sum()
+    with pytest.raises(RuntimeError, match="the ranks ran different sharded modules"):
+        loss.backward()
+    model.zero_grad()
+    model(X, [0]).sum().backward()
+    plain(X, [0]).sum().backward()
+    shard, full = model.parts[0][0].weight, plain.parts[0][0].weight
+    torch.testing.assert_close(shard.grad, full.grad[shard.shard_box.offset[0] :][: shard.shape[0]])
+
+
+@pytest.mark.parametrize("storage", ["resident", "private"])
+def test_experts_are_in_the_unit_of_their_layer(comm: Communicator, storage: str) -> None:
+    for by_layers in (True, False):
+        model = Mixture()
+        for layer in model.layers if by_layers else ():
+            fully_shard(layer, comm, storage=storage)
+        fully_shard(model, comm, storage=storage)
+        assert [type(m).__name__ for m in model.modules() if hasattr(m, "_sharding")] == [
+            "ShardedMixture",
+            "ShardedExperts",
+            "ShardedExperts",
+        ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_gradients(comm: Communicator, way: str) -> None:
+    """A penalty on the gradient of the inputs; with parameters that are freed and gathered again it is refused."""
+    model, plain = pair()
+    options = options_of(comm, way)
+    fully_shard(model, options.pop("mesh", comm), **options)
+    gathers = any(not unit.storage.lasts for unit in model._sharding.units)
+
+    def backward(model: nn.Module) -> None:
+        x = X.clone().requires_grad_()
+        loss = model(x, [0, 1, 2]).square().sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + grad.square().sum()).backward()
+
+    if gathers:
+        with pytest.raises(RuntimeError, match="second derivatives"):
+            backward(model)
+        model.zero_grad()
+        model(X, [0, 1, 2]).square().sum().backward()
+        plain(X, [0, 1, 2]).square().sum().backward()
+    else:
+        backward(model)
+        backward(plain)
+    for shard, full in zip(model.parameters(), plain.parameters(), strict=True):
+        box = shard.shard_box
+        want = full.grad[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+        torch.testing.assert_close(shard.grad, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("storage", ["resident", "private"])
+def test_an_exception_while_activations_are_computed_again(comm: Communicator, storage: str) -> None:
+    torch.manual_seed(0)
+    model = Mixture()
+    plain = copy.deepcopy(model)
+    times = 0
+
+    def checkpointed(layer: nn.Module) -> None:
+        call = layer.forward
+
+        def fail_second(x: torch.Tensor) -> torch.Tensor:
+            nonlocal times
+            times += 1
+            if times == 3:
+                raise ArithmeticError("computed again")
+            return call(x)
+
+        layer.forward = lambda x: torch.utils.checkpoint.checkpoint(fail_second, x, use_reentrant=False)
+
+    for layer in model.layers:
+        checkpointed(layer)
+    fully_shard(model, comm, storage=storage)
+    mine = slice(BATCH // comm.size * comm.rank, BATCH // comm.size * (comm.rank + 1))
+    with pytest.raises(ArithmeticError, match="computed again"):
+        regression_loss(model, 0, mine).backward()
+    model.zero_grad()  # tidies up
+    if storage == "private" and comm.size > 1:
+        params = [
+            param for m in model.modules() if hasattr(m, "_sharding") for u in m._sharding.units for param in u.params
+        ]
+        assert all(param.full.untyped_storage().size() == 0 for param in params)
+    regression_loss(model, 1, mine).backward()
+    regression_loss(plain, 1, slice(None)).backward()
+    shard, full = model.first.weight, plain.first.weight
+    torch.testing.assert_close(
+        shard.grad, full.grad[shard.shard_box.offset[0] :][: shard.shape[0]], rtol=1e-4, atol=1e-6
+    )
