@@ -97,7 +97,7 @@ h5py_build() {
     # itself loads HDF5.
     # shellcheck disable=SC2016 # $ORIGIN is the loader's, not the shell's
     CC=mpicc HDF5_MPI=ON HDF5_LIBDIR=$1/lib HDF5_INCLUDEDIR=$1/include \
-        OMPI_LDFLAGS="-L$venv/lib -Wl,--disable-new-dtags" LD_LIBRARY_PATH=$venv/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} \
+        OMPI_LDFLAGS="-L$venv/lib -Wl,--disable-new-dtags" LD_LIBRARY_PATH=$1/lib:$venv/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} \
         CFLAGS='-O1 -g0' LDFLAGS='-Wl,-rpath,'"$1/lib"',-rpath,$ORIGIN/../../..' \
         "$venv/bin/python" -m pip --no-input --disable-pip-version-check wheel --no-binary h5py --no-build-isolation \
         --no-deps --no-cache-dir --constraint "$constraints" --wheel-dir "$1/wheel" h5py >>"$log" 2>&1 &&
