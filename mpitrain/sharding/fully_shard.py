@@ -123,7 +123,8 @@ def fully_shard(
         offload_policy: None, the only one so far.
         ignored_params: left as they are, on every rank.
         units: what is gathered, used and reduced at a time. "auto": where no part of the module is sharded yet, each block of its
-            stacks (the layers of a transformer) first, then the rest. "one": all of it.
+            stacks (the layers of a transformer; not what is called experts) first, then the rest. "one": all of it. In private
+            storage all ranks must run the same units in the same order; differences within a unit are free.
         storage: where full parameters live. "resident": once in the memory of each node, which its ranks share; from stage 1 on.
             "private": of each rank its own, in stage 3 gathered before use and freed after it. "auto": resident for parameters on
             CPUs, as long as the memory of all nodes suffices, else private.

@@ -14,16 +14,10 @@ from ways import options_of
 
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
+from mpitrain.sharding.layout import rows_of
 
 WAYS = ["stage 3", "stage 3, private", "stage 0"]
 STEPS = 10
-
-
-def rows_of(full: torch.Tensor, box) -> torch.Tensor:
-    full = full.view(box.full_shape)
-    for dim, (offset, length) in enumerate(zip(box.offset, box.shape, strict=True)):
-        full = full.narrow(dim, offset, length)
-    return full
 
 
 def assert_same(model, plain, *, grads: bool, **tolerance: float) -> None:

@@ -10,6 +10,7 @@ from ways import WAYS, options_of
 
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
+from mpitrain.sharding.layout import rows_of
 
 
 class Choice(nn.Module):
@@ -51,8 +52,7 @@ def test_ranks_that_run_different_parts_different_numbers_of_times(comm: Communi
             optimizer.step()
             optimizer.zero_grad()
     for shard, full in zip(model.parameters(), plain.parameters(), strict=True):
-        box = shard.shard_box
-        want = full.detach()[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+        want = rows_of(full.detach(), shard.shard_box)
         torch.testing.assert_close(shard.detach(), want, rtol=1e-4, atol=1e-5)
 
 
@@ -70,7 +70,7 @@ def test_different_units_of_one_size_are_found_out(comm: Communicator) -> None:
     model(X, [0]).sum().backward()
     plain(X, [0]).sum().backward()
     shard, full = model.parts[0][0].weight, plain.parts[0][0].weight
-    torch.testing.assert_close(shard.grad, full.grad[shard.shard_box.offset[0] :][: shard.shape[0]])
+    torch.testing.assert_close(shard.grad, rows_of(full.grad, shard.shard_box))
 
 
 @pytest.mark.parametrize("storage", ["resident", "private"])
@@ -111,8 +111,7 @@ def test_gradients_of_gradients(comm: Communicator, way: str) -> None:
         backward(model)
         backward(plain)
     for shard, full in zip(model.parameters(), plain.parameters(), strict=True):
-        box = shard.shard_box
-        want = full.grad[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+        want = rows_of(full.grad, shard.shard_box)
         torch.testing.assert_close(shard.grad, want, rtol=1e-4, atol=1e-5)
 
 
@@ -150,6 +149,4 @@ def test_an_exception_while_activations_are_computed_again(comm: Communicator, s
     regression_loss(model, 1, mine).backward()
     regression_loss(plain, 1, slice(None)).backward()
     shard, full = model.first.weight, plain.first.weight
-    torch.testing.assert_close(
-        shard.grad, full.grad[shard.shard_box.offset[0] :][: shard.shape[0]], rtol=1e-4, atol=1e-6
-    )
+    torch.testing.assert_close(shard.grad, rows_of(full.grad, shard.shard_box), rtol=1e-4, atol=1e-6)
