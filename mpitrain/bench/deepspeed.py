@@ -1,4 +1,4 @@
-"""The peer DeepSpeed: ZeRO stage 3 (Rajbhandari et al., SC 2020) by its inventors. Needs `pip install deepspeed`; no dependency of ours.
+"""The peer DeepSpeed: ZeRO stage 3 (Rajbhandari et al., SC 2020) by its inventors. Needs `pip install deepspeed`.
 
 It finds torch.distributed started and uses it. On CPUs it compiles a small extension for communication at its first start, and with
 `torch_adam` no optimizer of its own.
@@ -30,12 +30,13 @@ class DeepSpeed(Contestant):
     def __init__(self, model: nn.Module, place: Place) -> None:
         if place.device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
-        # It asks torchrun's variable for the GPU.
-        os.environ.setdefault("LOCAL_RANK", str(place.device.index or 0))
+        os.environ["LOCAL_RANK"] = str(
+            place.comm.node.rank
+        )  # as torchrun sets it; compared with what the MPI launcher says
         # It calls functions of torch.distributed by names that newer releases of torch warn of, at each call.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         with contextlib.redirect_stdout(io.StringIO()):
-            import deepspeed  # type: ignore[import-not-found,unused-ignore]
+            import deepspeed
 
             logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
             self._engine: Any

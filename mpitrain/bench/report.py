@@ -23,8 +23,8 @@ PHASES = {
     "forward": "forward_s", "backward": "backward_s", "comm": "comm_s", "optimizer": "optimizer_s", "other": "other_s",
 }  # fmt: skip
 LEGEND = (
-    "step: the slowest rank's, median of the steps; forward ... other, in ms: the ranks' mean. comm: communication and waiting; where it is "
-    "blank it is within forward and backward. state: parameters, gradients, optimizer; peaks in MB. Largest rank's."
+    "step: the slowest rank's, median of the steps; forward ... other, in ms: the ranks' mean. comm: communication and waiting; where "
+    "it is blank\nit is within forward and backward. state: parameters, gradients, optimizer; state and peaks: MB of the rank with most."
 )
 
 
@@ -64,7 +64,7 @@ def _median_row(everything: Sequence[Sequence[Row]], name: str) -> Row:
     every = [row for rows in everything for row in rows if row.name == name]
     common = [row for rows in everything for row in rows if row.name == name and len(rows) > 1] or every
     values: dict[str, Any] = {item.name: _median(every, item.name) for item in fields(Row) if "_bytes" in item.name}
-    times = {of: _median(common, of) for of in ("step_s", "tokens_per_s", "mfu", "loss")}
+    times: dict[str, Any] = {of: _median(common, of) for of in ("step_s", "tokens_per_s", "mfu", "loss")}
     parts = {item.name: _median([row.phases for row in common], item.name) for item in fields(Phases)}
     return replace(
         common[0],
@@ -105,8 +105,13 @@ def heading(group: Sequence[Launch]) -> str:
     first = group[0]
     nodes = f"{first.nodes} node{'s' * (first.nodes > 1)}"
     where = first.machine.get("cpu", "?") if first.device == "cpu" else first.device
-    count = f", medians of {len(group)} launches" if len(group) > 1 else ""
-    return f"{first.ranks} ranks x {first.threads} thread{'s' * (first.threads > 1)} on {nodes}, {where}, {first.dtype}{count}"
+    ranks = f"{first.ranks} rank{'s' * (first.ranks > 1)} x {first.threads} thread{'s' * (first.threads > 1)}"
+    return f"{ranks} on {nodes}, {where}, {first.dtype}"
+
+
+def _title(group: Sequence[Launch], case: Case) -> str:
+    together = [part for launch in group for part in launch.measured if part.case == case and len(part.rows) > 1]
+    return f"{case}, medians of {len(together)} launches" if len(together) > 1 else str(case)
 
 
 def overhead_line(found: Sequence[Overhead]) -> str:
@@ -139,7 +144,7 @@ def _table(group: Sequence[Launch], case: Case) -> Table:
     ]
     shown = [(name, [show(row) for row in rows]) for name, show in columns]
     shown = [(name, cells) for name, cells in shown if any(cells)]
-    table = Table(title=str(case), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=_title(group, case), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name, _ in shown:
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for cells in zip(*(cells for _, cells in shown), strict=True):
