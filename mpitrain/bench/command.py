@@ -1,6 +1,7 @@
 """`python -m mpitrain bench`: measures, prints, and writes the files; `--report` puts files together, without MPI."""
 
 import gc
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from mpitrain.bench.contestants import Place
 
 _FILE_WIDTH = 240  # of what goes to a file or a pipe: no column is cut
-_OVERHEAD_STEPS = 50  # at least: they are short
 _TIMEOUT_S = 600.0  # of torch.distributed, which waits while the other contestants are at work
+
+_NO_DEEPSPEED = "it is not installed (pip install deepspeed)"
 
 
 def main(words: Sequence[str], comm: Communicator) -> None:
@@ -29,6 +31,8 @@ def main(words: Sequence[str], comm: Communicator) -> None:
         options = parse(words)
         if options.plot:
             need_matplotlib()
+        if options.contestants == ("deepspeed",) and not _has_deepspeed():
+            raise ValueError(f"bench: --only deepspeed: {_NO_DEEPSPEED}")
     writable(comm, options.json, options.plot)
     launch = _measure(options, comm)
     with comm.together():
@@ -76,7 +80,7 @@ def _measure(options: Options, comm: Communicator) -> Launch:
         steps=options.steps,
     )
     if options.overhead:
-        return replace(launch, overhead=overhead(here, steps=max(options.steps, _OVERHEAD_STEPS)))
+        return replace(launch, overhead=overhead(here, steps=options.steps))
     names, skipped = _taking_part(options, here)
     store = _start_torch_distributed(here) if set(names) - {OURS, "none"} else None
     comm.barrier()
@@ -115,20 +119,22 @@ def _taking_part(options: Options, here: "Place") -> tuple[list[str], dict[str, 
     """The contestants, and who cannot be one and why. ValueError on all ranks if that is the only one."""
     import torch
 
-    from mpitrain.bench.deepspeed import is_installed
-
     comm = here.comm
     reasons: dict[str, str] = {}
-    if not all(comm.all_gather_object(is_installed())):
-        reasons["deepspeed"] = "it is not installed (pip install deepspeed)"
+    if not all(comm.all_gather_object(_has_deepspeed())):
+        reasons["deepspeed"] = _NO_DEEPSPEED
     if here.device.type == "cuda" and not all(comm.all_gather_object(comm.node.size <= torch.cuda.device_count())):
         reasons |= dict.fromkeys(("ddp", "fsdp", "deepspeed"), "NCCL needs a GPU for each rank")
     skipped = {name: reasons[name] for name in options.contestants if name in reasons}
     names = [name for name in options.contestants if name not in skipped]
     with comm.together():
         if not names:
-            raise ValueError(f"bench: {options.contestants[0]} cannot take part: {reasons[options.contestants[0]]}")
+            raise ValueError(f"bench: {options.contestants[0]} cannot be measured: {reasons[options.contestants[0]]}")
     return names, skipped
+
+
+def _has_deepspeed() -> bool:
+    return importlib.util.find_spec("deepspeed") is not None
 
 
 def _start_torch_distributed(here: "Place") -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator
+from mpitrain.bench.memory import local
 from mpitrain.bench.options import OURS
 from mpitrain.init import fill_, initialize
 from mpitrain.models import GPT, GPTConfig
@@ -55,10 +56,10 @@ class Contestant:
         return None
 
     def held(self) -> Iterator[torch.Tensor]:
-        """What a rank holds between two steps, and its gradients, which are as large as its parameters."""
+        """What a rank holds between two steps; for its gradients, which are as large as its parameters, tensors without memory."""
         for param in self.model.parameters():
             yield param.data
-            yield torch.empty_like(param.data)
+            yield torch.empty_like(local(param.data), device="meta")
             yield from (value for value in self.optimizer.state.get(param, {}).values() if torch.is_tensor(value))
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ It finds torch.distributed started and uses it. On CPUs it compiles a small exte
 """
 
 import contextlib
-import importlib.util
 import io
 import logging
 import os
@@ -17,11 +16,6 @@ import torch
 from torch import nn
 
 from mpitrain.bench.contestants import LEARNING_RATE, Contestant, Place
-
-
-def is_installed() -> bool:
-    """Whether it is there, without importing it."""
-    return importlib.util.find_spec("deepspeed") is not None
 
 
 class DeepSpeed(Contestant):

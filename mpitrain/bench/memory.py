@@ -21,17 +21,21 @@ class Peak(NamedTuple):
 
 
 def state_bytes(held: Iterable[torch.Tensor]) -> int:
-    """Bytes of tensors; of a DTensor this rank's part. Memory that two of them share counts once."""
+    """Bytes of tensors; of a DTensor this rank's part. Memory that two of them share counts once, one on the meta device each time."""
     total, seen = 0, set()
-    keep = []  # so that no memory is freed and its address given to the next
-    for tensor in held:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        keep.append(local)
-        key = (local.data_ptr(), local.numel())
-        if key not in seen or not local.data_ptr():
+    parts = [local(tensor) for tensor in held]  # all of them alive: no address is used twice
+    for part in parts:
+        key = None if part.is_meta else (part.data_ptr(), part.numel())
+        if key is None or key not in seen:
             seen.add(key)
-            total += local.nbytes
+            total += part.nbytes
     return total
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, any other as it is."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def pss() -> int | None:

@@ -11,6 +11,7 @@ from mpitrain.bench.results import Case
 
 PEERS = ("none", "ddp", "fsdp", "deepspeed")
 OURS = "mpitrain"
+STEPS, OVERHEAD_STEPS = 8, 50
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def parse(words: Sequence[str]) -> Options:
     return Options(
         contestants=(given.only,) if given.only else (OURS, *given.peers),
         cases=cases,
-        steps=given.steps,
+        steps=given.steps or (OVERHEAD_STEPS if given.overhead else STEPS),
         threads=given.threads,
         overhead=given.overhead,
         report=tuple(given.report or ()),
@@ -93,7 +94,6 @@ def _parser() -> argparse.ArgumentParser:
         "heads": (8, "of the model"),
         "context": (128, "tokens of a sequence"),
         "batch": (1, "sequences a rank and step"),
-        "steps": (8, "that are timed"),
         "threads": (1, "of a rank"),
     }
     for name, (default, text) in numbers.items():
@@ -103,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
         type=parse_shapes,
         metavar="WxLxB,..",
         help="several models, one after the other, by width, layers and batch, such as 1024x8x1,512x6x4",
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        help=f"that are timed (default: {STEPS}; of --overhead, which are short, {OVERHEAD_STEPS})",
     )
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     parser.add_argument(

@@ -37,5 +37,5 @@ def plot(path: str, group: Sequence[Launch]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         if place == 1:
             axes.legend(fontsize="small", frameon=False)
-    figure.supxlabel("* communication is within forward and backward", fontsize="small")
+    figure.supxlabel("* communication is within the other parts", fontsize="small")
     figure.savefig(path, format="png", dpi=120)

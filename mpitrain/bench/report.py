@@ -24,7 +24,7 @@ PHASES = {
 }  # fmt: skip
 LEGEND = (
     "step: the slowest rank's, median of the steps; forward ... other, in ms: the ranks' mean. comm: communication and waiting; where "
-    "it is blank\nit is within forward and backward. state: parameters, gradients, optimizer; state and peaks: MB of the rank with most."
+    "it is blank\nit is within forward and backward. state: parameters, gradients, optimizer; state and peaks: MB, largest rank."
 )
 
 

@@ -98,6 +98,8 @@ def measure(
 def sampled_steps(contestant: Contestant, case: Case, place: Place) -> PssSampler:
     """Some steps in which memory is watched, not time. Collective."""
     batches, timed = _Batches(case, place), Timed(contestant)
+    if place.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(place.device)  # the yardstick's matrices are larger than some models
     with PssSampler() as sampler:
         for _ in range(SAMPLED):
             timed.step(next(batches), place)
