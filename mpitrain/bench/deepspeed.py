@@ -24,9 +24,10 @@ class DeepSpeed(Contestant):
     def __init__(self, model: nn.Module, place: Place) -> None:
         if place.device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
-        os.environ["LOCAL_RANK"] = str(
-            place.comm.node.rank
-        )  # as torchrun sets it; compared with what the MPI launcher says
+        # The number of its GPU, by torchrun's variable. It insists that Open MPI's, where there is one, says the same; that counts
+        # the ranks as it placed them, which need not be in our order.
+        number = str(place.comm.node.rank if place.device.index is None else place.device.index)
+        os.environ |= dict.fromkeys({"LOCAL_RANK"} | {"OMPI_COMM_WORLD_LOCAL_RANK"} & set(os.environ), number)
         # It calls functions of torch.distributed by names that newer releases of torch warn of, at each call.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         with contextlib.redirect_stdout(io.StringIO()):

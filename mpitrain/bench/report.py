@@ -16,7 +16,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mpitrain.bench.options import OURS
+from mpitrain.bench.options import OURS, PEERS
 from mpitrain.bench.results import Case, Launch, Overhead, Phases, Row
 
 PHASES = {
@@ -43,10 +43,15 @@ def cases(launches: Sequence[Launch]) -> list[Case]:
 
 
 def merged(launches: Sequence[Launch], case: Case) -> list[Row]:
-    """A row for each contestant, ours first."""
+    """A row for each contestant, in the order of the command line's list, ours first."""
     everything = [list(part.rows) for launch in launches for part in launch.measured if part.case == case]
     names = list(dict.fromkeys(row.name for rows in everything for row in rows))
-    return [_median_row(everything, name) for name in sorted(names, key=lambda name: name != OURS)]
+    return [_median_row(everything, name) for name in sorted(names, key=_place)]
+
+
+def _place(name: str) -> int:
+    order = (OURS, *PEERS)
+    return order.index(name) if name in order else len(order)
 
 
 def ratio(launches: Sequence[Launch], case: Case, name: str) -> float | None:
