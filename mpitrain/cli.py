@@ -9,7 +9,8 @@ import collectives
 
 USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train (under mpirun; --help shows all settings)
        python -m mpitrain sample --checkpoint DIR               let a checkpoint write (one process, no mpirun)
-       python -m mpitrain bench [--peers none,ddp,fsdp]         time a step beside its peers (under mpirun)
+       python -m mpitrain bench [--peers none,ddp,fsdp]         time a step beside its peers (under mpirun; --help shows more)
+       python -m mpitrain bench --report FILE ...               put several launches' figures together (one process, no mpirun)
 """
 
 
@@ -19,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = words.pop(0) if words and not words[0].startswith("-") else "train"
     if command == "sample":
         return _sample(words)
+    if command == "bench" and "--report" in words:
+        return _report(words)
     comm = collectives.world()
     asked_for_help = bool({"-h", "--help"} & set(words)) or command == "help"
     if asked_for_help and comm.rank != 0:
@@ -27,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command == "train":
             _train(words, comm, show_usage=asked_for_help)
         elif command == "bench":
-            from mpitrain import bench
+            from mpitrain.bench.command import main as bench
 
-            bench.main(words, comm)
+            bench(words, comm)
         elif command == "help":
             print(USAGE, end="")
         else:
@@ -91,4 +94,18 @@ def _sample(words: list[str]) -> int:
         print(f"mpitrain: error: {error}", file=sys.stderr)
         return 1
     print()
+    return 0
+
+
+def _report(words: list[str]) -> int:
+    if collectives.launched_rank() > 0:
+        return 0
+    from collectives.bench.plot import NoMatplotlibError
+    from mpitrain.bench.command import report
+
+    try:
+        report(words)
+    except (ValueError, OSError, NoMatplotlibError) as error:
+        print(f"mpitrain: error: {error}", file=sys.stderr)
+        return 1
     return 0

@@ -1,6 +1,7 @@
 """The peer Gloo: torch.distributed's backend for host memory, started inside the same MPI job. Only here is torch imported."""
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from socket import gethostname
@@ -32,22 +33,8 @@ class Gloo:
                 raise RuntimeError(f"torch is missing ({error})") from None
             if not dist.is_available() or not dist.is_gloo_available():
                 raise RuntimeError("this build of torch has no Gloo")
-        make_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch does not list it
-
         torch.set_num_threads(1)
-        timeout = timedelta(seconds=TIMEOUT_S)
-        if comm.num_nodes == 1:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may lead nowhere
-        host = "127.0.0.1" if comm.num_nodes == 1 else os.environ.get("MASTER_ADDR") or gethostname()
-        store: Any = None
-        with comm.together("gloo"):
-            if comm.rank == 0:
-                store = make_store(host, 0, comm.size, True, timeout, wait_for_workers=False)
-        host, port = comm.broadcast_object((host, store.port if store is not None else None))
-        with comm.together("gloo"):
-            if store is None:
-                store = make_store(host, port, comm.size, False, timeout)
-            dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=timeout)
+        store = start_process_group(comm, "gloo")
         self._torch, self._dist, self._store = torch, dist, store
         self._refused: dict[tuple[str, str], str] = {}
 
@@ -92,3 +79,31 @@ class Gloo:
             "scatter": lambda: dist.scatter(part, parts, 0),
             "all_to_all": lambda: dist.all_to_all_single(other, whole),
         }[operation]
+
+
+def start_process_group(comm: Communicator, backend: str, device: Any = None, timeout_s: float = TIMEOUT_S) -> Any:
+    """Start torch.distributed with `backend` over the ranks of `comm`. Collective. RuntimeError on all ranks if it does not start.
+
+    Returns the store by which the ranks find each other; keep it as long as the group. `device`: the GPU of this rank, for NCCL.
+    """
+    import torch.distributed as dist
+
+    make_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch does not list it
+    timeout = timedelta(seconds=timeout_s)
+    if comm.num_nodes == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may lead nowhere
+    host = "127.0.0.1" if comm.num_nodes == 1 else os.environ.get("MASTER_ADDR") or gethostname()
+    store: Any = None
+    with comm.together(backend):
+        if comm.rank == 0:
+            store = make_store(host, 0, comm.size, True, timeout, wait_for_workers=False)
+    host, port = comm.broadcast_object((host, store.port if store is not None else None))
+    with comm.together(backend):
+        if store is None:
+            store = make_store(host, port, comm.size, False, timeout)
+        hook = sys.excepthook
+        dist.init_process_group(
+            backend, store=store, rank=comm.rank, world_size=comm.size, timeout=timeout, device_id=device
+        )
+        sys.excepthook = hook  # torch's would keep a traceback back until ours, which ends the job, returns
+    return store

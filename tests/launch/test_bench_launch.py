@@ -1,4 +1,4 @@
-"""`python -m collectives bench | tune | report` as real jobs."""
+"""`python -m collectives bench | tune | report` and `python -m mpitrain bench` as real jobs."""
 
 import json
 import subprocess
@@ -181,3 +181,82 @@ def test_tune_into_a_file_adds_to_what_it_holds(tmp_path: Path) -> None:
     assert result.returncode != 0
     assert "table.json is in the way: " in result.stderr and "name another file" in result.stderr, str(result)
     assert file.read_text() == "not a table"
+
+
+# a training step beside its peers
+
+TINY = ["--width", "32", "--layers", "1", "--heads", "2", "--context", "16", "--steps", "3"]
+
+
+# DeepSpeed is not to be found, not on a machine that has it either: there it would take part.
+STEP_BENCH = "import sys; sys.modules['deepspeed'] = None\nfrom mpitrain.cli import main\nsys.exit(main(['bench', *sys.argv[1:]]))"
+
+
+def step_bench(num_ranks: int, *arguments: str) -> Result:
+    return launch(num_ranks, "-c", STEP_BENCH, *arguments, cwd=ROOT, timeout_s=90)
+
+
+def test_a_training_step_is_measured_beside_its_peers(tmp_path: Path) -> None:
+    file, picture, alone_file = (tmp_path / name for name in ("a.json", "a.png", "alone.json"))
+    shapes = [*TINY, "--shapes", "32x1x1,16x2x2", "--json", str(file), "--plot", str(picture)]
+    result = step_bench(2, *shapes, "--peers", "none,ddp,fsdp,deepspeed")
+    assert result.returncode == 0, str(result)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "skipped deepspeed: it is not installed (pip install deepspeed)" in result.stdout
+    figures = json.loads(file.read_text())
+    assert (figures["ranks"], figures["nodes"], figures["threads"]) == (2, 1, 1)
+    assert [(part["case"]["width"], part["case"]["batch"]) for part in figures["measured"]] == [(32, 1), (16, 2)]
+    for part in figures["measured"]:
+        rows = {row["name"]: row for row in part["rows"]}
+        assert list(rows) == ["mpitrain", "none", "ddp", "fsdp"]
+        for row in rows.values():
+            assert 0 < row["fastest_s"] <= row["step_s"] <= row["slowest_s"] < 5
+            assert row["tokens_per_s"] == pytest.approx(2 * part["case"]["batch"] * 16 / row["step_s"])
+            known = [seconds or 0.0 for seconds in row["phases"].values()]
+            assert 0 < sum(known) < 3 * row["slowest_s"]
+            assert row["peak_rss_bytes"] is None, "of a process with several in it"
+        # they train together, and the same: a contestant that did less work would show here
+        losses = [rows[name]["loss"] for name in ("mpitrain", "ddp", "fsdp")]
+        assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+        assert rows["none"]["loss"] != pytest.approx(losses[0], rel=1e-5), "on its own batch alone"
+        assert rows["mpitrain"]["phases"]["comm_s"] > 0 and rows["ddp"]["phases"]["comm_s"] is None
+        assert rows["ddp"]["state_bytes"] == rows["none"]["state_bytes"]
+        assert rows["mpitrain"]["state_bytes"] < 0.6 * rows["none"]["state_bytes"]
+
+    result = step_bench(2, *TINY, "--only", "mpitrain", "--json", str(alone_file))
+    assert result.returncode == 0, str(result)
+    (row,) = json.loads(alone_file.read_text())["measured"][0]["rows"]
+    assert row["peak_rss_bytes"] > row["peak_pss_bytes"] > row["added_pss_bytes"]
+    report = [sys.executable, "-m", "mpitrain", "bench", "--report", str(file), str(alone_file)]
+    shown = subprocess.run(report, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    assert f"{row['peak_pss_bytes'] / 1e6:,.0f}" in shown.stdout and "mpitrain / this" in shown.stdout
+
+
+def test_the_overhead_of_hooks_is_that_of_each_rank_alone(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    result = step_bench(2, "--overhead", "--steps", "2", "--json", str(file))
+    assert result.returncode == 0, str(result)
+    figures = json.loads(file.read_text())
+    assert figures["measured"] == [] and figures["overhead"]["units"] == 200
+    assert 0 < figures["overhead"]["plain_s"] < figures["overhead"]["plain_step_s"] < 5
+    assert "hooks and bookkeeping of 200 units on one rank: forward and backward " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--peers", "horovod"],
+            "bench: argument --peers: invalid choice: 'horovod'; expected of none, ddp, fsdp, deepspeed",
+        ),
+        (["--width", "30"], "bench: model.width: expected a multiple of model.heads = 8, got 30"),
+        (["--only", "deepspeed"], "bench: --only deepspeed: it is not installed (pip install deepspeed)"),
+        (["--json", "/nowhere/a.json"], "No such file or directory: '/nowhere/a.json'"),
+    ],
+)
+def test_a_mistake_is_one_line_of_all_ranks(arguments: list[str], message: str) -> None:
+    result = step_bench(2, *arguments)
+    assert result.returncode == 1, str(result)
+    assert result.stderr.count("mpitrain: error: ") == 1 and message in result.stderr, str(result)
+    assert "Traceback" not in result.stderr and "MPI_ABORT" not in result.stderr, str(result)

@@ -1,0 +1,81 @@
+"""What a contestant holds, and the peaks of its process."""
+
+import resource
+import threading
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+SAMPLES_EVERY_S = 0.01
+
+
+class Peak(NamedTuple):
+    """Of this rank; see `Row`. None: not to be had on this system."""
+
+    rss: int
+    pss: int | None
+    added_pss: int | None
+    gpu: int | None
+
+
+def state_bytes(held: Iterable[torch.Tensor]) -> int:
+    """Bytes of tensors; of a DTensor this rank's part. Memory that two of them share counts once, one on the meta device each time."""
+    total, seen = 0, set()
+    parts = [local(tensor) for tensor in held]  # all of them alive: no address is used twice
+    for part in parts:
+        key = None if part.is_meta else (part.data_ptr(), part.numel())
+        if key is None or key not in seen:
+            seen.add(key)
+            total += part.nbytes
+    return total
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, any other as it is."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def pss() -> int | None:
+    """Bytes of this process now, those of pages shared with others divided by their number."""
+    try:
+        with open("/proc/self/smaps_rollup") as file:
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:")), None)
+    except OSError:
+        return None
+
+
+class PssSampler:
+    """`with PssSampler() as sampler:` - afterwards `sampler.peak`. Reading takes the kernel a walk over all pages: not while timing."""
+
+    def __init__(self, read: Callable[[], int | None] = pss) -> None:
+        self.peak: int | None = None
+        self._read = read
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> "PssSampler":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while True:
+            now = self._read()
+            if now is None:
+                return
+            self.peak = max(now, self.peak or 0)
+            if self._done.wait(SAMPLES_EVERY_S):
+                return
+
+
+def peak_of(sampler: PssSampler, before: int | None, device: torch.device) -> Peak:
+    """What there is to say at the end. `before`: the PSS before the model was made."""
+    added = None if before is None or sampler.peak is None else sampler.peak - before
+    gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return Peak(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, sampler.peak, added, gpu)

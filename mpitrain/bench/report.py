@@ -1,0 +1,173 @@
+"""Tables, of one launch or of several. Pure: neither torch nor MPI.
+
+Of several: each figure's median over the launches. A ratio is formed within each launch, where both sides met the same disturbances;
+shown is the median of these ratios. Times come from launches in which several took part, where there are any; memory from those of one
+alone.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mpitrain.bench.options import OURS, PEERS
+from mpitrain.bench.results import Case, Launch, Overhead, Phases, Row
+
+PHASES = {
+    "forward": "forward_s", "backward": "backward_s", "comm": "comm_s", "optimizer": "optimizer_s", "other": "other_s",
+}  # fmt: skip
+LEGEND = (
+    "step: the slowest rank's, median of the steps; forward ... other, in ms: the ranks' mean. comm: communication and waiting; where "
+    "it is blank\nit is within forward and backward. state: parameters, gradients, optimizer; state and peaks: MB, largest rank."
+)
+
+
+def groups(launches: Sequence[Launch]) -> list[list[Launch]]:
+    """The launches that can be put together: on the same machine, as many ranks, nodes and threads, the same device and dtype."""
+    found: dict[str, list[Launch]] = {}
+    for launch in launches:
+        kind = [launch.machine, launch.ranks, launch.nodes, launch.threads, launch.device, launch.dtype]
+        found.setdefault(json.dumps(kind, sort_keys=True), []).append(launch)
+    return list(found.values())
+
+
+def cases(launches: Sequence[Launch]) -> list[Case]:
+    """All that were measured, each once."""
+    return list(dict.fromkeys(part.case for launch in launches for part in launch.measured))
+
+
+def merged(launches: Sequence[Launch], case: Case) -> list[Row]:
+    """A row for each contestant, in the order of the command line's list, ours first."""
+    everything = [list(part.rows) for launch in launches for part in launch.measured if part.case == case]
+    names = list(dict.fromkeys(row.name for rows in everything for row in rows))
+    return [_median_row(everything, name) for name in sorted(names, key=_place)]
+
+
+def _place(name: str) -> int:
+    order = (OURS, *PEERS)
+    return order.index(name) if name in order else len(order)
+
+
+def ratio(launches: Sequence[Launch], case: Case, name: str) -> float | None:
+    """The median over the launches of our step's time over that of `name`; None if no launch has both."""
+    found = []
+    for launch in launches:
+        for part in launch.measured:
+            seconds = {row.name: row.step_s for row in part.rows}
+            if part.case == case and {OURS, name} <= set(seconds):
+                found.append(seconds[OURS] / seconds[name])
+    return median(found) if found else None
+
+
+def _median_row(everything: Sequence[Sequence[Row]], name: str) -> Row:
+    every = [row for rows in everything for row in rows if row.name == name]
+    common = [row for rows in everything for row in rows if row.name == name and len(rows) > 1] or every
+    values: dict[str, Any] = {item.name: _median(every, item.name) for item in fields(Row) if "_bytes" in item.name}
+    times: dict[str, Any] = {of: _median(common, of) for of in ("step_s", "tokens_per_s", "mfu", "loss")}
+    parts = {item.name: _median([row.phases for row in common], item.name) for item in fields(Phases)}
+    return replace(
+        common[0],
+        fastest_s=min(row.fastest_s for row in common),
+        slowest_s=max(row.slowest_s for row in common),
+        phases=Phases(**parts),  # type: ignore[arg-type]
+        **times,
+        **values,
+    )
+
+
+def _median(rows: Sequence[Any], name: str) -> float | None:
+    values = [getattr(row, name) for row in rows if getattr(row, name) is not None]
+    if not values:
+        return None
+    found = median(values)
+    return int(found) if isinstance(values[0], int) else found
+
+
+def tables(launches: Sequence[Launch]) -> Iterator[RenderableType]:
+    """What to print of launches of any kinds."""
+    for group in groups(launches):
+        yield Text(heading(group), style="bold")
+        for case in cases(group):
+            yield _table(group, case)
+            skipped = {name: why for launch in group for part in launch.measured for name, why in part.skipped.items()}
+            for name, reason in skipped.items():
+                yield Text(f"  skipped {name}: {reason}")
+        if any(launch.measured for launch in group):
+            yield Text(LEGEND, style="dim")
+        found = [launch.overhead for launch in group if launch.overhead is not None]
+        if found:
+            yield Text(overhead_line(found))
+
+
+def heading(group: Sequence[Launch]) -> str:
+    """What a group was measured on, in a line."""
+    first = group[0]
+    nodes = f"{first.nodes} node{'s' * (first.nodes > 1)}"
+    where = first.machine.get("cpu", "?") if first.device == "cpu" else first.device
+    ranks = f"{first.ranks} rank{'s' * (first.ranks > 1)} x {first.threads} thread{'s' * (first.threads > 1)}"
+    return f"{ranks} on {nodes}, {where}, {first.dtype}"
+
+
+def _title(group: Sequence[Launch], case: Case) -> str:
+    together = [part for launch in group for part in launch.measured if part.case == case and len(part.rows) > 1]
+    return f"{case}, medians of {len(together)} launches" if len(together) > 1 else str(case)
+
+
+def overhead_line(found: Sequence[Overhead]) -> str:
+    """The ratios' medians over the launches."""
+    units = found[0].units
+    passes = median(one.sharded_s / one.plain_s for one in found)
+    whole = median(one.sharded_step_s / one.plain_step_s for one in found)
+    a_unit = median((one.sharded_s - one.plain_s) / one.units for one in found)
+    return (
+        f"hooks and bookkeeping of {units} units on one rank: forward and backward {passes:.2f} times the plain model's "
+        f"({a_unit * 1e6:.0f} us more a unit), the whole step {whole:.2f} times"
+    )
+
+
+def _table(group: Sequence[Launch], case: Case) -> Table:
+    rows = merged(group, case)
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("", lambda row: row.name),
+        ("step ms", lambda row: _ms(row.step_s)),
+        ("fastest .. slowest", lambda row: f"{_ms(row.fastest_s)} .. {_ms(row.slowest_s)}"),
+        (f"{OURS} / this", lambda row: _shown(ratio(group, case, row.name), 1, ".2f")),
+        *((name, _phase(of)) for name, of in PHASES.items()),
+        ("tokens/s", lambda row: f"{row.tokens_per_s:,.0f}"),
+        ("MFU", lambda row: f"{row.mfu:.0%}"),
+        ("state MB", lambda row: _megabytes(row.state_bytes)),
+        ("peak RSS", lambda row: _megabytes(row.peak_rss_bytes)),
+        ("peak PSS", lambda row: _megabytes(row.peak_pss_bytes)),
+        ("PSS added", lambda row: _megabytes(row.added_pss_bytes)),
+        ("peak GPU", lambda row: _megabytes(row.peak_gpu_bytes)),
+    ]
+    shown = [(name, [show(row) for row in rows]) for name, show in columns]
+    shown = [(name, cells) for name, cells in shown if any(cells)]
+    table = Table(title=_title(group, case), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name, _ in shown:
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for cells in zip(*(cells for _, cells in shown), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def _phase(of: str) -> Callable[[Row], str]:
+    return lambda row: _ms(getattr(row.phases, of))
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:,.1f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
+
+
+def _megabytes(count: int | None) -> str:
+    return _shown(count, 1e-6, ",.0f" if count is None or count >= 1e7 else ",.1f")
+
+
+def _shown(value: float | None, factor: float, style: str) -> str:
+    return "" if value is None else format(value * factor, style)

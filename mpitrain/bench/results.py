@@ -1,0 +1,149 @@
+"""What a launch has measured, and the JSON file. Pure: neither torch nor MPI."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+from mpitrain.models.sizes import GPTConfig, num_parameters
+
+FORMAT = 1  # of the file
+
+
+@dataclass(frozen=True)
+class Case:
+    """The model, and what a rank's step trains it on: `batch` sequences of `context` tokens."""
+
+    width: int
+    layers: int
+    heads: int
+    context: int
+    batch: int
+
+    def config(self) -> GPTConfig:
+        """The model. ValueError for numbers that do not fit together."""
+        return GPTConfig(
+            vocab=256, context=self.context, width=self.width, layers=self.layers, heads=self.heads, tied=False
+        )
+
+    def __str__(self) -> str:
+        size = f"{num_parameters(self.config()) / 1e6:.1f} M parameters ({self.width} x {self.layers})"
+        return f"{size}, batch {self.batch} x {self.context} a rank"
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Where a step's time goes, in seconds: medians over the steps of the ranks' mean."""
+
+    forward_s: float
+    backward_s: float
+    comm_s: float | None
+    """Communication in them, waiting for other ranks included; None: not known, and contained in forward and backward."""
+    optimizer_s: float
+    other_s: float
+    """The rest, up to the end of the slowest rank: dropping gradients, waiting for that rank."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant in one case."""
+
+    name: str
+    step_s: float
+    """Median over the steps of the slowest rank's time."""
+    fastest_s: float
+    slowest_s: float
+    phases: Phases
+    tokens_per_s: float
+    """Of all ranks."""
+    mfu: float
+    """The model's operations per second, as a share of what a large matrix product reaches on the same ranks at once."""
+    loss: float
+    """After the last step, mean over the ranks: those that train together agree."""
+    state_bytes: int
+    """Parameters, gradients and the optimizer's state between two steps, on the rank that holds most."""
+    peak_rss_bytes: int | None = None
+    """Of the process, from its start to its end, of the rank that needs most. As the next three known only of who takes part alone."""
+    peak_pss_bytes: int | None = None
+    """While it trains, with pages that ranks share divided among them."""
+    added_pss_bytes: int | None = None
+    """That peak less what the process had before the model was made."""
+    peak_gpu_bytes: int | None = None
+    """What torch held at most on the GPU."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The rows of a case, ours first, and who was skipped and why."""
+
+    case: Case
+    rows: Sequence[Row]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Medians over the steps of each rank alone, the slowest rank's: a sharded model of many small units beside the plain one."""
+
+    units: int
+    sharded_s: float
+    """Of forward and backward."""
+    plain_s: float
+    sharded_step_s: float
+    """Of the whole step, with the optimizer."""
+    plain_step_s: float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All that one job has measured, and on what."""
+
+    machine: dict[str, Any]  # see Communicator.machine
+    ranks: int
+    nodes: int
+    threads: int
+    device: str
+    """"cpu", or the GPU's name."""
+    dtype: str
+    """What forward and backward compute in."""
+    steps: int
+    measured: Sequence[Measured] = ()
+    overhead: Overhead | None = None
+
+    def write(self, path: str) -> None:
+        """As a JSON object. OSError."""
+        Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: str) -> "Launch":
+        """What `write` has written. OSError; ValueError, which names the file, for anything else."""
+        try:
+            data = json.loads(Path(path).read_text())
+            if data.pop("format") != FORMAT:
+                raise ValueError(f"expected format {FORMAT}")
+            data["measured"] = [
+                Measured(_made(Case, part["case"]), [_row(row) for row in part["rows"]], part["skipped"])
+                for part in data["measured"]
+            ]
+            if data["overhead"] is not None:
+                data["overhead"] = _made(Overhead, data["overhead"])
+            return cls(**data)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no file of `python -m mpitrain bench --json`: {error}") from None
+
+
+def _row(data: Mapping[str, Any]) -> Row:
+    return _made(Row, {**data, "phases": _made(Phases, data["phases"])})
+
+
+def _made(kind: Any, data: Mapping[str, Any]) -> Any:
+    """An instance whose values are of the fields' types, a whole number being a number too."""
+    made = kind(**data)
+    for item in fields(kind):
+        value = getattr(made, item.name)
+        allowed = get_args(item.type) if isinstance(item.type, UnionType) else (item.type,)
+        if not isinstance(value, (*allowed, int) if float in allowed else allowed):
+            raise ValueError(f"{item.name} {value!r}")
+    return made
