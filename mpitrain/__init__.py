@@ -24,18 +24,21 @@ if TYPE_CHECKING:
         unshard,
     )
     from mpitrain.state import load, save
+    from mpitrain.weights import export_weights, load_weights
 
 __all__ = [
     "EMA",
     "GradScaler",
     "MixedPrecisionPolicy",
     "clip_grad_norm_",
+    "export_weights",
     "full_state_dict",
     "fully_shard",
     "grad_norms",
     "initialize",
     "load",
     "load_full_state_dict",
+    "load_weights",
     "num_parameters",
     "save",
     "summary",
@@ -48,12 +51,14 @@ _ROOMS = {
     "GradScaler": "sharding",
     "MixedPrecisionPolicy": "sharding",
     "clip_grad_norm_": "sharding",
+    "export_weights": "weights",
     "full_state_dict": "full_state",
     "fully_shard": "sharding",
     "grad_norms": "sharding",
     "initialize": "init",
     "load": "state",
     "load_full_state_dict": "full_state",
+    "load_weights": "weights",
     "num_parameters": "sharding",
     "save": "state",
     "summary": "sharding",

@@ -1,4 +1,4 @@
-"""The command line: `mpirun -np N python -m mpitrain [train|sample|bench] [settings]`."""
+"""The command line: `mpirun -np N python -m mpitrain [train|sample|bench|memory] [settings]`."""
 
 import argparse
 import sys
@@ -11,6 +11,7 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain sample --checkpoint DIR               let a checkpoint write (one process, no mpirun)
        python -m mpitrain bench [--peers none,ddp,fsdp]         time a step beside its peers (under mpirun; --help shows more)
        python -m mpitrain bench --report FILE ...               put several launches' figures together (one process, no mpirun)
+       python -m mpitrain memory --np N [--nodes M] [--json]    what a run with the given settings will hold (one process)
 """
 
 
@@ -22,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _sample(words)
     if command == "bench" and "--report" in words:
         return _report(words)
+    if command == "memory":
+        return _memory(words)
     comm = collectives.world()
     asked_for_help = bool({"-h", "--help"} & set(words)) or command == "help"
     if asked_for_help and comm.rank != 0:
@@ -37,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(USAGE, end="")
         else:
             with comm.together():
-                raise ValueError(f"unknown command {command!r}; expected train, sample or bench")
+                raise ValueError(f"unknown command {command!r}; expected train, sample, bench or memory")
     except Exception as error:
         if not collectives.on_all_ranks(error):
             raise  # ends the job, with this rank's traceback
@@ -65,6 +68,19 @@ def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool
     from mpitrain.train.trainer import Trainer  # torch comes in here: settings are known to be right by now
 
     Trainer(config, comm).fit()
+
+
+def _memory(words: list[str]) -> int:
+    from mpitrain.memory import command
+
+    if collectives.launched_rank() > 0:
+        return 0  # one process is enough, also under mpirun
+    try:
+        command.main(words)
+    except (ValueError, OSError) as error:
+        print(f"mpitrain: error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _sample(words: list[str]) -> int:

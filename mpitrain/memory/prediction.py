@@ -1,0 +1,129 @@
+"""Bytes of a run by kind, from its settings and the number of ranks."""
+
+from typing import NamedTuple
+
+import torch
+
+from mpitrain.config import Config, ConfigError, check_ranks
+from mpitrain.data import scan
+from mpitrain.memory.step import adopts, measure, units_of
+from mpitrain.models import GPT
+from mpitrain.sharding.layout import lay_out
+
+MASTER_BYTES = 4  # of an element of the shards, their gradients and each of Adam's two moments
+
+# Measured on Linux x86-64, torch 2.13 for CPUs, Open MPI 5, a model of 0.1 M parameters; 1 and 2 ranks.
+PROCESS_BYTES = 255_000_000
+"""Of each process, after some steps: Python, what torch and MPI allocate."""
+LIBRARY_BYTES = 122_000_000
+"""Of the libraries' files, once on a node: their pages are shared."""
+RING_BYTES = 2 << 20
+"""Of a rank in the node's shared memory, for collectives: see collectives/transports/staged.py."""
+HEAP_SHARE = 0.25
+"""What glibc's heap keeps of freed pieces, between those that stay, as a share of activations. Measured: 0.2 to 0.3."""
+
+KINDS = {
+    "parameters": "shards, fp32, that the optimizer steps; 0 where they are rows of the full parameters",
+    "gradients": "of the shards, fp32; full ones that wait to be reduced",
+    "optimizer": "Adam's two moments, fp32",
+    "full parameters": "what forward and backward use",
+    "gradient buffer": "one unit's gradients on their way",
+    "activations": "kept for backward, and temporary ones",
+    "allocator": "freed pieces that it keeps",
+    "data": "the files, once on a node",
+    "process": "Python, torch, MPI: measured",
+}
+"""What is counted, and what it is."""
+
+
+class Prediction(NamedTuple):
+    """Bytes by kind. Memory that ranks share counts for each by its share, as PSS does."""
+
+    num_ranks: int
+    num_nodes: int
+    num_parameters: int
+    storage: str  # resident, kept or gathered
+    rank: dict[str, int]  # of the rank that needs most
+    node: dict[str, int]  # of the node that needs most, all its ranks together
+    shared: int  # of the node's, in its shared memory (/dev/shm)
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON has it."""
+        totals = {"rank_total": sum(self.rank.values()), "node_total": sum(self.node.values())}
+        return {**self._asdict(), **totals}
+
+
+def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
+    """What a run with these settings will hold at most, on CPUs. Ranks are dealt out to nodes evenly, in runs.
+
+    ConfigError for numbers of ranks and nodes that do not fit the settings or each other, ValueError for data that are not there.
+    """
+    if num_ranks < 1 or num_nodes < 1 or num_ranks % num_nodes:
+        raise ConfigError(f"memory: {num_ranks} ranks cannot be dealt out evenly to {num_nodes} nodes")
+    check_ranks(config, num_ranks)
+    parallel = config.parallel
+    if parallel.device == "cuda":
+        raise ConfigError("memory: what a run needs on GPUs is not known yet; take --parallel.device cpu")
+    with torch.device("meta"):
+        model = GPT(config.model.resolve())
+    group = 1 if parallel.stage == 0 else num_ranks // parallel.copies  # ranks that share one copy
+    layouts = [lay_out([tuple(param.shape) for param in unit], group) for unit in units_of(model)]
+    numel = sum(layout.numel for layout in layouts)
+    full_bytes = numel * getattr(torch, parallel.param_dtype).itemsize
+    storage = "kept"
+    if parallel.stage > 0 and parallel.storage != "private":
+        storage = "resident"
+    elif parallel.stage == 3 and group > 1:
+        storage = "gathered"
+    in_place = storage != "gathered" and parallel.param_dtype == "float32"
+    adopted = adopts(config, num_ranks)
+    reduce_bytes = getattr(torch, parallel.reduce_dtype).itemsize
+    copied = (
+        config.train.accumulate > 1 or parallel.reduce_dtype != "float32"
+    )  # before it is added to the shards' gradients
+    step = measure(config, num_ranks, gathered=storage == "gathered")
+
+    on_node = num_ranks // num_nodes
+    corpus = scan(config.data.path, config.data.suffixes, config.data.heldout)
+    data_bytes = corpus.train.num_tokens + corpus.heldout.num_tokens
+    buffer_bytes = 0 if adopted else max(layout.numel for layout in layouts) * reduce_bytes
+
+    def of_rank(rank: int) -> dict[str, int]:
+        index = rank % group
+        counts = [layout.counts[index] for layout in layouts]
+        held = MASTER_BYTES * sum(counts)
+        lasting = {"resident": full_bytes // _num_beside(rank, group, on_node), "kept": full_bytes, "gathered": 0}[
+            storage
+        ]
+        return {
+            "parameters": 0 if in_place else held,
+            "gradients": step["gradients"] + (0 if adopted else held) + (max(counts) * reduce_bytes if copied else 0),
+            "optimizer": 2 * held,
+            "full parameters": lasting + step["full parameters"],
+            "gradient buffer": buffer_bytes,
+            "activations": step["activations"],
+            "allocator": int(HEAP_SHARE * step["heap"]),
+            "data": data_bytes // on_node,
+            "process": PROCESS_BYTES + LIBRARY_BYTES // on_node + (RING_BYTES if on_node > 1 else 0),
+        }
+
+    ranks = [of_rank(rank) for rank in range(num_ranks)]
+    nodes = [ranks[first : first + on_node] for first in range(0, num_ranks, on_node)]
+    sums = [{kind: sum(rank[kind] for rank in node) for kind in KINDS} for node in nodes]
+    most = max(sums, key=lambda node: sum(node.values()))
+    in_shared = most["data"] + most["gradient buffer"] + (most["full parameters"] if storage == "resident" else 0)
+    return Prediction(
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        num_parameters=sum(param.numel() for param in model.parameters()),
+        storage=storage,
+        rank=max(ranks, key=lambda rank: sum(rank.values())),
+        node=most,
+        shared=in_shared + (RING_BYTES * on_node if on_node > 1 else 0),
+    )
+
+
+def _num_beside(rank: int, group: int, on_node: int) -> int:
+    """How many ranks on the node of this one, it among them, hold shards of the same copy."""
+    first = max(rank // group * group, rank // on_node * on_node)
+    return min((rank // group + 1) * group, (rank // on_node + 1) * on_node) - first

@@ -1,0 +1,194 @@
+"""A training step on tensors without memory, which tells how much it would hold at most.
+
+Fake tensors go through the same operations as real ones on the CPU, forward and backward, and are freed as those are. So what is
+counted is exact but for what kernels take for themselves and what the allocator keeps.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mpitrain.config import Config
+from mpitrain.models import GPT, GPTConfig
+
+HEAP_BYTES = 32 << 20  # glibc gives longer pieces back to the system at once, shorter ones it may keep
+
+
+class Tracker(TorchDispatchMode):
+    """Counts the storages that operations make, by kind, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        """The bytes of each kind when they were most in all; "heap" counts those again that the allocator takes from its heap."""
+        self._kinds: dict[int, str] = {}  # of living storages
+        self._alive: dict[int, Any] = {}
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """A tensor that is counted elsewhere."""
+        self._alive[id(tensor.untyped_storage())] = weakref.ref(tensor.untyped_storage())
+
+    def is_of(self, tensor: torch.Tensor, kind: str) -> None:
+        """Count a tensor as of that kind from now on."""
+        key = id(tensor.untyped_storage())
+        if key in self._kinds:
+            self.now[self._kinds[key]] -= tensor.untyped_storage().nbytes()
+            self.now[kind] += tensor.untyped_storage().nbytes()
+            self._kinds[key] = kind
+
+    def add(self, kind: str, nbytes: int) -> None:
+        """Count what no operation makes."""
+        self.now[kind] += nbytes
+        self._note()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count what it made."""
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        self._note()
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._alive and self._alive[key]() is storage:
+            return
+        nbytes = storage.nbytes()
+
+        def freed(_: Any) -> None:
+            self._alive.pop(key, None)
+            self.now[self._kinds.pop(key)] -= nbytes
+            if nbytes <= HEAP_BYTES:
+                self.now["heap"] -= nbytes
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self._kinds[key] = "activations"
+        self.now["activations"] += nbytes
+        if nbytes <= HEAP_BYTES:
+            self.now["heap"] += nbytes
+
+    def _note(self) -> None:
+        if total(self.now) > total(self.peak):
+            self.peak = self.now.copy()
+
+
+def total(counts: Counter[str]) -> int:
+    """All kinds together."""
+    return sum(nbytes for kind, nbytes in counts.items() if kind != "heap")
+
+
+def units_of(model: GPT) -> list[list[nn.Parameter]]:
+    """The parameters of each unit, as `make_model` shards them: the blocks, then the rest."""
+    units = [list(block.parameters()) for block in model.blocks]
+    inside = {id(param) for unit in units for param in unit}
+    return [*units, [param for param in model.parameters() if id(param) not in inside]]
+
+
+def adopts(config: Config, num_ranks: int) -> bool:
+    """Whether the full gradients become those of the shards: of one rank alone, in one dtype."""
+    return num_ranks == 1 and config.parallel.param_dtype == config.parallel.reduce_dtype == "float32"
+
+
+def measure(config: Config, num_ranks: int, *, gathered: bool) -> Counter[str]:
+    """The peak of a step, or of an evaluation where that needs more, on one of `num_ranks` ranks: "activations", "gradients" that
+    wait to be reduced, "full parameters" if they are `gathered`, "heap"."""
+    micro_batch = config.train.batch // num_ranks // config.train.accumulate
+    trained = _run(config, micro_batch, num_ranks, gathered=gathered, train=True)
+    if not config.train.eval_batches:
+        return trained
+    evaluated = _run(config, config.train.batch // num_ranks, num_ranks, gathered=gathered, train=False)
+    return max(trained, evaluated, key=total)
+
+
+def _run(config: Config, rows: int, num_ranks: int, *, gathered: bool, train: bool) -> Counter[str]:
+    sizes = config.model.resolve()
+    with FakeTensorMode():
+        model = _fake_model(sizes, getattr(torch, config.parallel.param_dtype))
+        tracker = Tracker()
+        for param in model.parameters():
+            tracker.ignore(param)
+        if gathered:
+            _gather(model, tracker, again=config.parallel.reshard_after_forward)
+        if train:
+            _reduce(model, tracker, config, num_ranks)
+        elif adopts(config, num_ranks):
+            tracker.add("gradients", sum(param.nbytes for param in model.parameters()))  # until the next step begins
+        with tracker, torch.set_grad_enabled(train):
+            tokens = torch.empty(rows, sizes.context + 1, dtype=torch.int64)
+            logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            if train:
+                loss.backward()
+    return tracker.peak
+
+
+def _fake_model(sizes: GPTConfig, dtype: torch.dtype) -> GPT:
+    with _default_dtype(dtype):
+        return GPT(sizes)  # not cast afterwards: fake parameters cannot be
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _gather(model: GPT, tracker: Tracker, *, again: bool) -> None:
+    """Count full parameters as storage.py's `Gathered` holds them. `again`: freed after a block's forward, for its backward filled."""
+    *blocks, root = [sum(param.nbytes for param in unit) for unit in units_of(model)]
+    tracker.add("full parameters", root)
+    for block, nbytes in zip(model.blocks, blocks, strict=True):
+
+        def fill(*_: Any, nbytes: int = nbytes) -> None:
+            tracker.add("full parameters", nbytes)
+
+        def free(*_: Any, nbytes: int = nbytes) -> None:
+            tracker.add("full parameters", -nbytes)
+
+        block.register_forward_pre_hook(fill)
+        if again:
+            block.register_forward_hook(free)
+            block.register_full_backward_pre_hook(fill)
+        block.register_full_backward_hook(free)
+
+
+def _reduce(model: GPT, tracker: Tracker, config: Config, num_ranks: int) -> None:
+    """Free full gradients when they are reduced: see [Note: order] and [Note: gradient buffer] in sharding/context.py."""
+    *blocks, root = units_of(model)
+    order = [*reversed(blocks), root]
+    missing = [len(unit) for unit in order]
+    adopted = adopts(config, num_ranks)
+    at = 0  # in the order: the unit to reduce next
+
+    def on_grad(param: torch.Tensor, index: int) -> None:
+        nonlocal at
+        assert param.grad is not None
+        tracker.is_of(param.grad, "gradients")
+        missing[index] -= 1
+        if adopted:
+            return
+        if index == at and num_ranks > 1:
+            param.grad = None  # moved to the gradient buffer
+        while at < len(order) and not missing[at] and config.parallel.stage != 1:
+            for done in order[at]:
+                done.grad = None
+            at += 1
+
+    for index, unit in enumerate(order):
+        for param in unit:
+            param.register_post_accumulate_grad_hook(lambda p, i=index: on_grad(p, i))

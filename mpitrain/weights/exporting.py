@@ -1,0 +1,157 @@
+"""Weights of a model into files: rank 0 writes what the others send it, piece by piece."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+
+from mpitrain.sharding.ranks import Ranks
+from mpitrain.weights.files import INDEX, FileTensor, exported, file_names, header, index_text, split
+from mpitrain.weights.targets import Target, begin, targets_of, together
+
+_PIECE_BYTES = 16 << 20  # sent and written at a time; a multiple of every dtype's size
+
+
+@torch.no_grad()
+def export_weights(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_file_bytes: int = 5 * 10**9,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write the whole weights of a model, sharded or not, as safetensors files, as Hugging Face ships them. Collective.
+
+    No rank needs more memory for it than 16 MiB and a copy of that. Tied weights are written once, under the first of their names;
+    buffers are rank 0's. Files get their names when all of them are complete.
+
+    Args:
+        path: a folder: `model.safetensors` in it, or, if that were longer than `max_file_bytes`, several and an index. Or one file,
+            named `*.safetensors`, however long.
+        dtype: cast floating-point values to it; None: as the model has them.
+        overwrite: replace weights that are there.
+
+    Raises:
+        ValueError: on all ranks: a dtype that the format does not know, a `max_file_bytes` below 1.
+        OSError: as that: weights are there already, or the disk is full.
+        RuntimeError: in the middle of a step or within `unshard`.
+    """
+    over = begin(model, "export_weights")
+    rank0 = over is None or over.all.rank == 0
+    targets = {target.names[0]: target for target in targets_of(model)}
+    tensors = [_as_written(name, target, dtype) for name, target in targets.items()]
+    is_file = str(path).endswith(".safetensors")
+    folder = Path(path).parent if is_file else Path(path)
+    before: list[Path] = []
+    with together(over, "export_weights"):
+        if max_file_bytes < 1:
+            raise ValueError(f"max_file_bytes is {max_file_bytes}; expected at least 1")
+        header(tensors)  # what the format does not know raises here
+        if rank0:
+            before = exported(folder) if not is_file else [Path(path)] if Path(path).exists() else []
+            if before and not overwrite:
+                raise FileExistsError(f"{before[0]} exists already; overwrite=True replaces it")
+            folder.mkdir(parents=True, exist_ok=True)
+    parts = [tensors] if is_file else split(tensors, max_file_bytes)
+    files = dict(zip([Path(path).name] if is_file else file_names(len(parts)), parts, strict=True))
+    outputs = [_Output(folder / name) for name in files] if rank0 else []
+    try:
+        for number, content in enumerate(files.values()):
+            if rank0:
+                outputs[number].write(header(content))
+            for piece in _pieces(content, targets, over):
+                outputs[number].write(piece.numpy())
+            with together(over, "export_weights"):
+                if rank0:
+                    outputs[number].close()
+        with together(over, "export_weights"):
+            if rank0:
+                if len(files) > 1:
+                    outputs.append(_Output(folder / INDEX))
+                    outputs[-1].write(index_text(files).encode())
+                    outputs[-1].close()
+                for old in before:
+                    old.unlink()
+                for output in outputs:
+                    output.commit()
+    finally:
+        for output in outputs:
+            output.discard()
+
+
+def _as_written(name: str, target: Target, dtype: torch.dtype | None) -> FileTensor:
+    kind = dtype if dtype is not None and target.tensor.is_floating_point() else target.tensor.dtype
+    return FileTensor(name, target.shape, kind, prod(target.shape) * kind.itemsize)
+
+
+def _pieces(content: Sequence[FileTensor], targets: dict[str, Target], over: Ranks | None) -> Iterator[torch.Tensor]:
+    """On rank 0 the bytes of these tensors one after the other; the others send theirs meanwhile and get nothing."""
+    if over is not None and over.replicate.rank > 0:
+        return  # a copy of what others send
+    rank = 0 if over is None else over.shard.rank
+    for tensor in content:
+        target = targets[tensor.name]
+        # A rank's rows follow those of the rank before it in the file too: the cut is along the first dimension that has a length.
+        lengths = [box.numel * tensor.dtype.itemsize for box in target.boxes] or [tensor.nbytes]
+        for owner, length in enumerate(lengths):
+            for start in range(0, length, _PIECE_BYTES):
+                count = min(_PIECE_BYTES, length - start)
+                if rank == owner:
+                    begin, end = (at // tensor.dtype.itemsize for at in (start, start + count))
+                    values = target.tensor.detach().reshape(-1)[begin:end]
+                    piece = values.to("cpu", tensor.dtype).contiguous().view(torch.uint8)
+                    if rank == 0:
+                        yield piece
+                    elif over is not None:
+                        over.shard.send(piece, 0)
+                elif rank == 0 and over is not None:
+                    yield over.shard.recv(torch.empty(count, dtype=torch.uint8), owner)
+
+
+class _Output:
+    """A file under a temporary name. The first error of writing is kept until `close`: the ranks that send cannot be told before."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        self._file: BinaryIO | None = None
+        self._failure: OSError | None = None
+
+    def write(self, data: Any) -> None:
+        """Add bytes."""
+        if self._failure is None:
+            try:
+                if self._file is None:
+                    self._file = self._temporary.open("wb")
+                self._file.write(data)
+            except OSError as error:
+                self._failure = error
+
+    def close(self) -> None:
+        """Bring it to disk. OSError if that, or a write, failed."""
+        try:
+            if self._failure is None and self._file is not None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+        except OSError as error:
+            self._failure = error
+        if self._failure is not None:
+            raise OSError(f"{self._path} cannot be written: {self._failure.strerror or self._failure}")
+
+    def commit(self) -> None:
+        """Give it its name."""
+        self._temporary.rename(self._path)
+
+    def discard(self) -> None:
+        """Remove it, unless it has its name."""
+        if self._file is not None:
+            with suppress(OSError):  # of a disk that is full, which `close` has told
+                self._file.close()
+            self._temporary.unlink(missing_ok=True)

@@ -1,0 +1,128 @@
+"""Weights from files into a model: each rank reads its own rows."""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mpitrain.sharding.fully_shard import states_of
+from mpitrain.weights.files import Entry, Rename, find, opened, some
+from mpitrain.weights.targets import Target, begin, targets_of, together
+
+
+class Loaded(NamedTuple):
+    """What `load_weights(strict=False)` passed over: the model's names without a tensor, tensors the model has no place for."""
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+@torch.no_grad()
+def load_weights(
+    model: nn.Module,
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    strict: bool = True,
+    rename: Rename | None = None,
+) -> Loaded:
+    """Fill a model, sharded or not, with pretrained weights from safetensors files. Collective, between two steps.
+
+    Each rank reads its own rows of each parameter, and no more, from the files, which all ranks must see under the same path. Values
+    are cast to the model's dtypes. Of tied weights the files need have but one.
+
+    Args:
+        path: a file, several, or a folder with `model.safetensors` or `model.safetensors.index.json`.
+        strict: names that only the model or only the files have are an error.
+        rename: from the files' names to the model's: a function, or a mapping (which leaves the names it has not as they are).
+            None as the new name leaves a tensor out.
+
+    Raises:
+        ValueError: on all ranks, before anything is changed: such names, other shapes, numbers of another kind (int8 for floats),
+            damaged files.
+        OSError: as that, for files that are missing or cannot be read.
+        RuntimeError: in the middle of a step or within `unshard`.
+    """
+    over = begin(model, "load_weights")
+    targets = targets_of(model)
+    plan: tuple[list[Entry | None], Loaded] | None = None
+    with together(over, "load_weights"):
+        if over is None or over.all.rank == 0:
+            plan = _planned(targets, find(path, rename), strict)
+    if over is not None:
+        plan = over.all.broadcast_object(plan)
+    assert plan is not None
+    entries, passed_over = plan
+    with ExitStack() as files:
+        views: list[Any] = []
+        with together(over, "load_weights"):
+            contents: dict[str, Any] = {}
+            for target, entry in zip(targets, entries, strict=True):
+                views.append(None)
+                if entry is None or (target.box is not None and not target.box.numel):
+                    continue
+                if target.tensor.is_meta and target.owner is None:
+                    raise ValueError(
+                        f"{target.names[0]} is on the meta device and has no memory; call to_empty() first"
+                    )
+                if entry.file not in contents:
+                    contents[entry.file] = files.enter_context(opened(entry.file))
+                views[-1] = contents[entry.file].get_slice(entry.name)
+                if tuple(views[-1].get_shape()) != entry.shape:
+                    raise ValueError(
+                        f"{entry.file} is another file here than on rank 0: {entry.name} has another shape"
+                    )
+        with together(over, "load_weights"):  # an input/output error, which nothing foretells
+            for target, entry, view in zip(targets, entries, views, strict=True):
+                if view is not None and entry is not None:
+                    _fill(target, contents[entry.file], entry, view, model)
+    return passed_over
+
+
+def _planned(targets: list[Target], found: dict[str, Entry], strict: bool) -> tuple[list[Entry | None], Loaded]:
+    """For each target the tensor it is read from."""
+    entries = [next((found[name] for name in target.names if name in found), None) for target in targets]
+    known = {name for target in targets for name in target.names}
+    missing = [target.names[0] for target, entry in zip(targets, entries, strict=True) if entry is None]
+    unexpected = [name for name in found if name not in known]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"the files lack {some(missing)} and have {some(unexpected)} that the model does not have; "
+            "rename= maps their names to the model's, strict=False takes what fits"
+        )
+    for target, entry in zip(targets, entries, strict=True):
+        if entry is None:
+            continue
+        if entry.shape != target.shape:
+            raise ValueError(f"{target.names[0]} has shape {entry.shape} in {entry.file}; expected {target.shape}")
+        if _kind(entry.dtype) != _kind(target.tensor.dtype):
+            raise ValueError(f"{target.names[0]} is {entry.dtype} in {entry.file}, {target.tensor.dtype} in the model")
+    return entries, Loaded(missing, unexpected)
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex
+
+
+def _fill(target: Target, content: Any, entry: Entry, view: Any, model: nn.Module) -> None:
+    """Copy this rank's rows from the file's pages, which are mapped, not read into memory of our own."""
+    if not entry.shape:
+        values = content.get_tensor(entry.name)
+    elif target.box is None:
+        values = view[:]
+    else:
+        rows = zip(target.box.offset, target.box.shape, strict=True)
+        values = view[tuple(slice(first, first + count) for first, count in rows)]
+    tensor = target.tensor
+    if tensor.is_meta and target.owner is not None:
+        # fully_shard gives parameters memory, not buffers.
+        tensor = torch.empty(target.shape, dtype=tensor.dtype, device=_device(model))
+        target.owner._buffers[target.names[0].rpartition(".")[2]] = tensor
+    tensor.copy_(values.view(tensor.shape))
+
+
+def _device(model: nn.Module) -> torch.device:
+    units = [unit for state in states_of(model) for unit in state.units]
+    return units[0].device if units else torch.device("cpu")

@@ -1,0 +1,77 @@
+"""What of a model has weights: its parameters and persistent buffers, whole or as this rank's rows of them."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from mpitrain.sharding import sharded_over
+from mpitrain.sharding.context import Phase
+from mpitrain.sharding.fully_shard import states_of
+from mpitrain.sharding.layout import Box
+from mpitrain.sharding.ranks import Ranks
+
+
+class Target(NamedTuple):
+    """A parameter or buffer. `names`: all that it has, several where it is tied. `box`: this rank's rows; None: it has all of it.
+
+    `boxes`: of each rank of its copy of the model, in order. `owner`: the module whose buffer it is.
+    """
+
+    names: list[str]
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box | None
+    boxes: list[Box]
+    owner: nn.Module | None
+
+
+def targets_of(model: nn.Module) -> list[Target]:
+    """In the order of the model's state dict, tied ones once; without what is no tensor (a module's extra state)."""
+    sharded = {
+        id(param.shard): (
+            tuple(param.full.shape),
+            [unit.layout.box(index, rank) for rank in range(unit.ranks.shard.size)],
+        )
+        for state in states_of(model)
+        for unit in state.units
+        for index, param in enumerate(unit.params)
+    }
+    params = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[int, Target] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        tensor = params.get(name, value)
+        if not torch.is_tensor(tensor):
+            continue
+        if id(tensor) in found:
+            found[id(tensor)].names.append(name)
+            continue
+        owner = None if name in params else model.get_submodule(name.rpartition(".")[0])
+        shape, boxes = sharded.get(id(tensor), (tuple(tensor.shape), []))
+        found[id(tensor)] = Target([name], tensor, shape, getattr(tensor, "shard_box", None), boxes, owner)
+    return list(found.values())
+
+
+def begin(model: nn.Module, doing: str) -> Ranks | None:
+    """Have the shards in place, and nothing gathered that would outlive a change of them; returns the ranks, None if not sharded.
+
+    RuntimeError on all ranks in the middle of a step. Collective.
+    """
+    over = sharded_over(model)
+    states = states_of(model)
+    with together(over, doing):
+        for state in states:
+            state.tidy()
+            if state.context is not None and state.context.phase is not Phase.IDLE:
+                raise RuntimeError(
+                    "the model is in the middle of a step, or within unshard, where its parameters are full"
+                )
+    for state in states:
+        state.reshard()
+    return over
+
+
+def together(over: Ranks | None, doing: str) -> AbstractContextManager[None]:
+    """An error in the block on any rank is raised on all."""
+    return nullcontext() if over is None else over.all.together(doing)

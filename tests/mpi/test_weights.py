@@ -1,0 +1,308 @@
+"""Weights from safetensors files into shards, and out of them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from ways import WAYS, options_of
+
+import mpitrain
+from collectives import Communicator
+from mpitrain.sharding import fully_shard
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(x)
+
+
+class Model(nn.Module):
+    """A stack of layers, tied weights, a scalar, a row, an integer buffer, a frozen part."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.inward = nn.Linear(6, 6, bias=False)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(1.5 + seed))
+        self.row = nn.Parameter(torch.randn(1, 6))
+        self.frozen = nn.Linear(6, 5).requires_grad_(False)
+        self.outward = nn.Linear(6, 6, bias=False)
+        self.outward.weight = self.inward.weight
+        self.register_buffer("shift", torch.arange(5.0) + seed)
+        self.register_buffer("count", torch.tensor(seed))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inward(x) + self.row
+        for layer in self.layers:
+            x = layer(x)
+        return self.frozen(self.outward(x) * self.scale) + self.shift
+
+
+def sharded(comm: Communicator, way: str, seed: int = 1) -> nn.Module:
+    options = options_of(comm, way)
+    return fully_shard(Model(seed), options.pop("mesh", comm), **options)
+
+
+def untied(model: nn.Module) -> dict[str, torch.Tensor]:
+    """As the files have it: tied weights once."""
+    return {name: value.clone() for name, value in model.state_dict().items() if name != "outward.weight"}
+
+
+def write(comm: Communicator, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with comm.together():
+        if comm.rank == 0:
+            path.parent.mkdir(exist_ok=True)
+            save_file(tensors, path)
+
+
+def write_parts(comm: Communicator, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """In two files and an index."""
+    names = sorted(tensors)
+    weight_map = {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        write(comm, folder / f"model-0000{i + 1}-of-00002.safetensors", {name: tensors[name] for name in part})
+        weight_map |= dict.fromkeys(part, f"model-0000{i + 1}-of-00002.safetensors")
+    with comm.together():
+        if comm.rank == 0:
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def assert_like(comm: Communicator, model: nn.Module, plain: nn.Module) -> None:
+    full = mpitrain.full_state_dict(model)
+    if comm.rank == 0:
+        assert full.keys() == plain.state_dict().keys()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(full[name], value, rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_is_loaded_between_steps(comm: Communicator, shared_tmp: Path, way: str) -> None:
+    model, plain = sharded(comm, way), Model(2)
+    write(comm, shared_tmp / "w.safetensors", untied(plain))
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+    model(x).square().mean().backward()
+    model(x)  # without a backward: the root's parameters stay gathered
+    passed_over = mpitrain.load_weights(model, shared_tmp / "w.safetensors")
+    assert passed_over == ([], [])
+    assert_like(comm, model, plain)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, plain)]
+    for m, optimizer in zip((model, plain), optimizers, strict=True):
+        optimizer.zero_grad()
+        m(x).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["stage 2, private", "stage 3", "stage 3, private"])
+def test_weights_that_were_not_freed_after_forward_are_not_used_again(
+    comm: Communicator, shared_tmp: Path, way: str
+) -> None:
+    plain = Model(2)
+    model = fully_shard(Model(1), comm, reshard_after_forward=False, **options_of(comm, way))
+    with torch.no_grad():
+        model(torch.zeros(3, 6))
+    write(comm, shared_tmp / "w.safetensors", untied(plain))
+    mpitrain.load_weights(model, shared_tmp / "w.safetensors")
+    assert_like(comm, model, plain)
+
+
+@pytest.mark.parametrize("kind", ["folder of one", "folder of parts", "index", "list"])
+def test_what_a_path_may_be(comm: Communicator, shared_tmp: Path, kind: str) -> None:
+    model, plain = sharded(comm, "stage 3"), Model(2)
+    tensors = untied(plain)
+    path: Any = shared_tmp / "there"
+    if kind == "folder of one":
+        write(comm, path / "model.safetensors", tensors)
+    else:
+        write_parts(comm, path, tensors)
+    if kind == "index":
+        path = path / "model.safetensors.index.json"
+    elif kind == "list":
+        path = sorted(str(file) for file in path.glob("*.safetensors"))
+    mpitrain.load_weights(model, path)
+    assert_like(comm, model, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_values_are_cast_and_names_changed(comm: Communicator, shared_tmp: Path, dtype: torch.dtype) -> None:
+    model, plain = sharded(comm, "stage 3"), Model(2)
+    for value in (*plain.parameters(), plain.shift):
+        value.data = value.data.to(dtype).float()  # to what the file can hold
+    tensors = {
+        f"transformer.{'head.weight' if name == 'outward.weight' else name}": value.to(dtype)
+        if value.is_floating_point()
+        else value
+        for name, value in plain.state_dict().items()
+        if name != "inward.weight"  # under the other of its names
+    }
+    write(comm, shared_tmp / "w.safetensors", tensors | {"mask": torch.zeros(2)})
+
+    def rename(name: str) -> str | None:
+        return None if name == "mask" else name.removeprefix("transformer.").replace("head", "outward")
+
+    mpitrain.load_weights(model, shared_tmp / "w.safetensors", rename=rename)
+    assert_like(comm, model, plain)
+    other = sharded(comm, "stage 3")
+    mpitrain.load_weights(
+        other, shared_tmp / "w.safetensors", rename={name: rename(name) for name in (*tensors, "mask")}
+    )
+    assert_like(comm, other, plain)
+
+
+def test_what_does_not_fit_changes_nothing(comm: Communicator, shared_tmp: Path) -> None:
+    model, before, plain = sharded(comm, "stage 3"), Model(1), Model(2)
+    file = shared_tmp / "w.safetensors"
+    tensors = untied(plain)
+    tensors["new"] = tensors.pop("scale")
+
+    def fails(text: str, path: Any = file, kind: type[Exception] = ValueError, **options: Any) -> None:
+        comm.barrier()
+        with pytest.raises(kind, match=re.escape(text)):
+            mpitrain.load_weights(model, path, **options)
+        assert_like(comm, model, before)
+        comm.barrier()
+
+    write(comm, file, tensors)
+    fails("load_weights: the files lack scale and have new that the model does not have")
+    fails("row is there twice: ", rename={"new": "row"})
+    fails(f"of {file} and count of {file}", path=[file, file])
+    write(comm, file, untied(plain) | {"frozen.weight": torch.zeros(6, 5)})
+    fails(f"frozen.weight has shape (6, 5) in {file}; expected (5, 6)")
+    write(comm, file, untied(plain) | {"frozen.bias": torch.zeros(5, dtype=torch.int8)})
+    fails("frozen.bias is torch.int8 in")
+    with comm.together():
+        if comm.rank == 0:
+            file.write_bytes(file.read_bytes()[:-8])
+    fails(f"{file} is damaged, or no safetensors file")
+    fails(f"{shared_tmp / 'none'} does not exist", path=shared_tmp / "none", kind=FileNotFoundError)
+    fails("has neither model.safetensors nor", path=shared_tmp, kind=FileNotFoundError)
+    (shared_tmp / "model.safetensors.index.json").write_text('{"weight_map": {"row": "../w.safetensors"}}')
+    fails("is not the name of a file beside it", path=shared_tmp)
+    write(comm, file, tensors)
+    assert mpitrain.load_weights(model, file, strict=False) == (["scale"], ["new"])
+    after = mpitrain.full_state_dict(model)
+    if comm.rank == 0:
+        assert after["scale"] == before.scale
+        assert torch.equal(after["row"], plain.row)
+
+
+def test_within_unshard_it_is_an_error(comm: Communicator, shared_tmp: Path) -> None:
+    model = sharded(comm, "stage 3")
+    write(comm, shared_tmp / "w.safetensors", untied(Model(2)))
+    with mpitrain.unshard(model), pytest.raises(RuntimeError, match="within unshard"):
+        mpitrain.load_weights(model, shared_tmp / "w.safetensors")
+    assert_like(comm, model, Model(1))
+
+
+def test_plain_models_and_models_on_the_meta_device(comm: Communicator, shared_tmp: Path) -> None:
+    plain, other = Model(1), Model(2)
+    write(comm, shared_tmp / "w.safetensors", untied(other))
+    mpitrain.load_weights(plain, shared_tmp / "w.safetensors")
+    assert_like(comm, plain, other) if comm.rank == 0 else None
+    with torch.device("meta"):
+        model = Model(1)
+    with pytest.raises(ValueError, match="on the meta device and has no memory"):
+        mpitrain.load_weights(model, shared_tmp / "w.safetensors")
+    fully_shard(model, comm)
+    mpitrain.load_weights(model, shared_tmp / "w.safetensors")
+    assert_like(comm, model, other)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("max_file_bytes", [10**9, 300])
+def test_weights_are_exported(comm: Communicator, shared_tmp: Path, way: str, max_file_bytes: int) -> None:
+    model, plain = sharded(comm, way, seed=2), Model(2)
+    folder = shared_tmp / "out"
+    mpitrain.export_weights(model, folder, max_file_bytes=max_file_bytes)
+    with pytest.raises(FileExistsError, match="exists already; overwrite=True"):
+        mpitrain.export_weights(model, folder)
+    names = sorted(path.name for path in folder.iterdir())
+    read = {}
+    for path in folder.glob("*.safetensors"):
+        part = load_file(path)
+        read |= part
+        assert len(part) == 1 or sum(value.nbytes for value in part.values()) <= max_file_bytes
+    assert read.keys() == untied(plain).keys()
+    for name, value in untied(plain).items():
+        torch.testing.assert_close(read[name], value, rtol=0, atol=0)
+    if max_file_bytes == 300:
+        assert (
+            names[-1] == "model.safetensors.index.json"
+            and names[0] == f"model-00001-of-{len(names) - 1:05d}.safetensors"
+        )
+    else:
+        assert names == ["model.safetensors"]
+    other = sharded(comm, way, seed=3)
+    mpitrain.load_weights(other, folder)
+    assert_like(comm, other, plain)
+    mpitrain.export_weights(other, folder, dtype=torch.bfloat16, overwrite=True)
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+    assert torch.equal(load_file(folder / "model.safetensors")["row"], plain.row.bfloat16())
+
+
+def test_an_export_that_fails_leaves_nothing_and_hangs_nobody(comm: Communicator, shared_tmp: Path) -> None:
+    model = sharded(comm, "stage 3", seed=2)
+    with comm.together():
+        if comm.rank == 0:
+            (shared_tmp / ".out.safetensors.tmp").mkdir()  # where it would be written
+    with pytest.raises(OSError, match=r"out\.safetensors cannot be written: Is a directory"):
+        mpitrain.export_weights(model, shared_tmp / "out.safetensors")
+    with pytest.raises(ValueError, match="max_file_bytes is 0"):
+        mpitrain.export_weights(model, shared_tmp / "there", max_file_bytes=0)
+    assert [path.name for path in shared_tmp.iterdir()] == [".out.safetensors.tmp"]
+    assert_like(comm, model, Model(2))
+
+
+def peak_bytes() -> int:
+    """The most that was resident since `forget_peak`, pages of mapped files included."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])  # type: ignore[index]
+
+
+def forget_peak() -> int:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        pytest.skip(f"the peak cannot be reset here: {error}")
+    return peak_bytes()
+
+
+@pytest.mark.parametrize("storage", ["resident", "private"])
+def test_no_rank_holds_the_whole(comm: Communicator, shared_tmp: Path, storage: Any) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))  # 4 MB each
+    fully_shard(model, comm, storage=storage)
+    whole = 4 * mpitrain.num_parameters(model)
+    for param in model.parameters():
+        nn.init.ones_(param)  # what is touched now is not counted below
+    mpitrain.export_weights(model, shared_tmp / "w")  # MPI allocates at the first messages
+    comm.barrier()
+    before = forget_peak()
+    mpitrain.export_weights(model, shared_tmp / "w", max_file_bytes=5 * 2**22, overwrite=True)
+    grown = peak_bytes() - before
+    # Rank 0 has a piece of one rank's rows at a time, at most 4 MB here, the others send theirs from where they are.
+    assert grown < whole / 4, (grown, whole)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    comm.barrier()
+    before = forget_peak()
+    mpitrain.load_weights(model, shared_tmp / "w")
+    grown = peak_bytes() - before
+    # The pages of the files that it has read: its own rows.
+    assert grown < whole / comm.size + whole / 8, (grown, whole)
+    assert all(bool((param == 1).all()) for param in model.parameters())

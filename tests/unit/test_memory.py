@@ -1,0 +1,107 @@
+"""Predicted memory: what can be counted by hand, and what is refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpitrain.config import parse
+from mpitrain.memory.prediction import KINDS, Prediction, predict
+
+SMALL = ["--model.width", "64", "--model.layers", "4", "--model.heads", "2", "--train.batch", "16"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> list[str]:
+    (tmp_path / "text").write_bytes(b"some words " * 1000)
+    return ["--data.path", str(tmp_path / "text")]
+
+
+def predicted(text: list[str], *settings: str, np: int = 4, nodes: int = 1) -> Prediction:
+    return predict(parse([*SMALL, *text, *settings]), np, nodes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "storage", "full", "shards"),
+    [
+        ([], "resident", 4, 0),  # bytes a parameter on the node; shards are rows of the full ones
+        (["--parallel.param-dtype", "bfloat16"], "resident", 2, 4),
+        (["--parallel.copies", "2"], "resident", 8, 0),
+        (["--parallel.stage", "0"], "kept", 16, 0),
+        (["--parallel.stage", "2", "--parallel.storage", "private"], "kept", 16, 0),
+        (
+            ["--parallel.stage", "1", "--parallel.storage", "private", "--parallel.param-dtype", "bfloat16"],
+            "kept",
+            8,
+            4,
+        ),
+    ],
+)
+def test_what_lasts_is_counted(text: list[str], settings: list[str], storage: str, full: int, shards: int) -> None:
+    p = predicted(text, *settings)
+    copies = 4 if settings[:2] == ["--parallel.stage", "0"] else 2 if "--parallel.copies" in settings else 1
+    # Cuts between rows and gaps for alignment: a percent of so small a model.
+    approx = {"parameters": shards, "full parameters": full, "optimizer": 8 * copies}
+    for kind, each in approx.items():
+        assert p.node[kind] == pytest.approx(each * p.num_parameters, rel=0.01), kind
+    assert p.storage == storage
+    assert set(p.rank) == set(p.node) == set(KINDS)
+
+
+def test_gathered_parameters_are_the_rest_and_one_block(text: list[str]) -> None:
+    private = ["--parallel.storage", "private"]
+    p = predicted(text, *private)
+    width = 64
+    block = 12 * width**2 + 13 * width
+    rest = p.num_parameters - 4 * block
+    assert p.storage == "gathered"
+    assert p.rank["full parameters"] in (4 * rest, 4 * (rest + block))  # the most may be held between blocks
+    kept = predicted(text, *private, "--parallel.no-reshard-after-forward")
+    assert kept.rank["full parameters"] == 4 * p.num_parameters
+    assert p.rank["gradient buffer"] == pytest.approx(4 * max(block, rest), rel=0.01)
+
+
+def test_activations_follow_the_micro_batch(text: list[str]) -> None:
+    no_evaluation = ["--train.eval-batches", "0"]
+    one, two = predicted(text, *no_evaluation), predicted(text, *no_evaluation, "--train.accumulate", "2")
+    assert one.rank["activations"] == pytest.approx(2 * two.rank["activations"], rel=0.05)
+    bf16 = predicted(text, *no_evaluation, "--parallel.param-dtype", "bfloat16")
+    assert 0.4 < bf16.rank["activations"] / one.rank["activations"] < 0.7
+
+
+def test_nodes_share_what_lies_in_their_memory(text: list[str]) -> None:
+    one, two = predicted(text, np=8), predicted(text, np=8, nodes=2)
+    assert one.node["full parameters"] == pytest.approx(two.node["full parameters"], rel=1e-4)
+    assert two.rank["full parameters"] == pytest.approx(2 * one.rank["full parameters"], rel=1e-4)
+    assert two.node["optimizer"] == pytest.approx(one.node["optimizer"] / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "memory: --np N, the number of ranks, is missing"),
+        (["--np"], "memory: --np: expected a whole number of at least 1, got nothing"),
+        (["--np", "0"], "memory: --np: expected a whole number of at least 1, got 0"),
+        (["--np=3", "--nodes=2"], "memory: 3 ranks cannot be dealt out evenly to 2 nodes"),
+        (["--np", "5"], "train.batch: expected a multiple of 5 = 5 ranks x 1 (train.accumulate), got 12"),
+        (["--np", "2", "--model.siz", "xl"], "unknown setting --model.siz: did you mean --model.size?"),
+        (["--np", "2", "--parallel.device", "cuda"], "memory: what a run needs on GPUs is not known yet"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from mpitrain.cli import main
+
+    assert main(["memory", *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"mpitrain: error: {error}") and err.count("\n") == 1
+
+
+def test_the_command_starts_no_mpi(text: list[str]) -> None:
+    script = (
+        "import sys; from mpitrain.cli import main; assert main(sys.argv[1:]) == 0; print('mpi4py.MPI' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script, "memory", "--np", "2", *text]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.stdout.endswith("False\n"), result.stderr
+    assert "1.4 M parameters, resident, 2 ranks on 1 node" in result.stdout
