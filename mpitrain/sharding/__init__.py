@@ -1,10 +1,11 @@
-"""ZeRO by flat units. From the bottom: layout (pure), policy, ranks, tree, storage, unit, context, state, blocks,
-fully_shard, the rest."""
+"""ZeRO by flat units. From the bottom: layout (pure), policy, ranks, tree, storage, unit, context, state, module,
+blocks, fully_shard, the rest."""
 
 from mpitrain.sharding.buffers import sync_buffers
 from mpitrain.sharding.clip import clip_grad_norm_, grad_norms
 from mpitrain.sharding.ema import EMA
-from mpitrain.sharding.fully_shard import communication_s, fully_shard, sharded_over, sharded_params
+from mpitrain.sharding.fully_shard import fully_shard
+from mpitrain.sharding.module import communication_s, sharded_over, sharded_params
 from mpitrain.sharding.policy import MixedPrecisionPolicy
 from mpitrain.sharding.scaler import GradScaler
 from mpitrain.sharding.summary import num_parameters, summary

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from mpitrain.sharding.fully_shard import sharded_over
+from mpitrain.sharding.module import sharded_over
 
 
 @torch.no_grad()

@@ -119,6 +119,8 @@ class Context:
         if self.phase is not Phase.IDLE:
             self.reset()
         self._tree.check()
+        for state in self.states:
+            state.release()  # what an earlier forward has left full holds the values of then
         self.phase = Phase.FORWARD
         with self.communicating():
             for unit in self._stale:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mpitrain.sharding.clip import gradients
-from mpitrain.sharding.fully_shard import sharded_over
+from mpitrain.sharding.module import sharded_over
 
 
 class GradScaler:

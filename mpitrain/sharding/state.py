@@ -70,7 +70,7 @@ class State:
                 context.reset()  # no fence: the other ranks may be anywhere
             raise
         # The outermost module's backward comes first: what it holds stays gathered for it.
-        self._release(keep=not self.reshard_after_forward or (outermost and torch.is_grad_enabled()))
+        self.release(keep=not self.reshard_after_forward or (outermost and torch.is_grad_enabled()))
         if outermost:
             context.close()
         return output
@@ -84,7 +84,8 @@ class State:
                     self.context.note_gather(unit)
             unit.show_full()
 
-    def _release(self, *, keep: bool = False) -> None:
+    def release(self, *, keep: bool = False) -> None:
+        """Show the shards, and give back the memory of what does not last, unless it is held or to `keep`."""
         if self._is_held:
             return
         for unit in self._gathered:
@@ -100,7 +101,7 @@ class State:
     def let_go(self) -> None:
         """End what `hold` began."""
         self._is_held = False
-        self._release()
+        self.release()
 
     def unshard(self) -> None:
         """Full parameters, filled and shown. Idempotent. Collective."""
@@ -185,7 +186,7 @@ class State:
         self._pending -= 1
         if self._pending <= 0:
             self._pending = 0
-            self._release()
+            self.release()
             self._completed()
 
     def _completed(self) -> None:
@@ -199,7 +200,7 @@ class State:
             self._counts = False
         self._pending = 0
         self._ran = False
-        self._release()
+        self.release()
         self.complete = True
 
 

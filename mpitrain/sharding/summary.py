@@ -7,7 +7,7 @@ from rich.table import Table
 from torch import nn
 
 from collectives.units import show_bytes
-from mpitrain.sharding.fully_shard import ShardedModule
+from mpitrain.sharding.module import ShardedModule
 
 
 def num_parameters(model: nn.Module, *, trained_only: bool = False) -> int:

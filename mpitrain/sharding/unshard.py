@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from mpitrain.sharding.context import Phase
-from mpitrain.sharding.fully_shard import context_of, outermost, states_of
+from mpitrain.sharding.module import context_of, outermost, states_of
 
 
 @contextmanager

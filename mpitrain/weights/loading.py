@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mpitrain.sharding.fully_shard import states_of
+from mpitrain.sharding.module import states_of
 from mpitrain.weights.files import Entry, Rename, find, opened, some
 from mpitrain.weights.targets import Target, begin, targets_of, together
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from mpitrain.sharding import sharded_over
 from mpitrain.sharding.context import Phase
-from mpitrain.sharding.fully_shard import states_of
 from mpitrain.sharding.layout import Box
+from mpitrain.sharding.module import states_of
 from mpitrain.sharding.ranks import Ranks
 
 

@@ -84,6 +84,22 @@ def test_a_full_state_dict_goes_in_and_comes_out(comm: Communicator, way: str) -
     torch.testing.assert_close(model(x), other(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_what_a_forward_left_full_is_not_taken_for_the_new_weights(
+    comm: Communicator, reshard_after_forward: bool
+) -> None:
+    model, other = Model(1), Model(2)
+    fully_shard(model, comm, storage="private", reshard_after_forward=reshard_after_forward)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+    model(x)  # its backward never comes
+    mpitrain.load_full_state_dict(model, other.state_dict())
+    torch.testing.assert_close(model(x), other(x), rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        model(x)
+        mpitrain.load_full_state_dict(model, Model(1).state_dict())
+        torch.testing.assert_close(model(x), Model(1)(x), rtol=1e-5, atol=1e-6)
+
+
 def test_a_state_dict_that_does_not_fit_changes_nothing(comm: Communicator) -> None:
     model = sharded(comm, "stage 3", seed=1)
     before = mpitrain.full_state_dict(model)

@@ -1,0 +1,147 @@
+"""What a sharded module is, and what is asked of a model that has such parts."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from collectives import Communicator
+from mpitrain.sharding.context import Context
+from mpitrain.sharding.ranks import Ranks
+from mpitrain.sharding.state import State
+from mpitrain.sharding.tree import Tree
+from mpitrain.sharding.unit import Sharded
+
+
+class ShardedModule(nn.Module):
+    """What `fully_shard` adds to a module: its class becomes a subclass of this and of what it was."""
+
+    _sharding: State
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, with full parameters in place."""
+        return self._sharding.forward(super().__call__, args, kwargs, context_of(self))
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; the shards, but within forward and backward."""
+        self._sharding.tidy()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module: the shards."""
+        self._sharding.tidy()
+        return super().state_dict(*args, **kwargs)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether a backward reduces gradients over the ranks. Without, each rank keeps its full gradients, which takes as much memory
+        as the unsharded model's, and the next backward with it reduces the sum."""
+        for state in states_of(self) if recurse else [self._sharding]:
+            state.sync_gradients = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards within the block reduce nothing: see `set_requires_gradient_sync`."""
+        before = [(state, state.sync_gradients) for state in states_of(self)]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for state, synced in before:
+                state.sync_gradients = synced
+
+    def unshard(self) -> None:
+        """Fill and show the full parameters of this module (not of modules sharded within it). Collective."""
+        self._sharding.unshard()
+
+    def reshard(self) -> None:
+        """Show the shards again and give the memory back."""
+        self._sharding.reshard()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """`to`, `double`, `cuda` and the like end here. The full parameters would not follow the shards."""
+        for param in self.parameters():
+            probe = torch.empty(0, dtype=param.dtype, device=param.device)
+            moved = fn(probe)
+            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+                raise TypeError(
+                    f"a sharded model cannot be cast or moved (here from {probe.dtype} on {probe.device} to {moved.dtype} on "
+                    f"{moved.device}); do so before fully_shard, or compute in another dtype by mp_policy"
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError("a sharded model cannot be copied; copy it before fully_shard, or save it and load the copy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a sharded model cannot be pickled; use mpitrain.save, or pickle mpitrain.full_state_dict(model)"
+        )
+
+
+def sharded_params(model: nn.Module) -> Iterator[Sharded]:
+    """Every sharded parameter of a model, in the order of its modules."""
+    for state in states_of(model):
+        for unit in state.units:
+            yield from unit.params
+
+
+def sharded_over(model: nn.Module) -> Ranks | None:
+    """The ranks a model is sharded over; None if it is not sharded."""
+    states = states_of(model)
+    return states[0].ranks if states else None
+
+
+def communication_s(model: nn.Module) -> float:
+    """Seconds that this rank's forwards and backwards have spent in communication, waiting for other ranks included."""
+    contexts = {id(state.context): state.context for state in states_of(model) if state.context is not None}
+    return sum(context.comm_s for context in contexts.values())
+
+
+def outermost(model: nn.Module) -> Iterator[ShardedModule]:
+    """The sharded modules of a model that are within no other one."""
+    if isinstance(model, ShardedModule):
+        yield model
+    else:
+        for child in model.children():
+            yield from outermost(child)
+
+
+def states_of(model: nn.Module) -> list[State]:
+    """The states of all sharded modules of a model."""
+    return [module._sharding for module in model.modules() if isinstance(module, ShardedModule)]
+
+
+@torch.no_grad()
+def _broadcast_buffers(module: nn.Module, comm: Communicator) -> None:
+    """Let all ranks begin with rank 0's buffers, as torch's DistributedDataParallel does."""
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None or buffer.is_meta:
+                continue
+            values = buffer.detach().contiguous()
+            try:
+                comm.broadcast(torch.view_as_real(values) if values.is_complex() else values)
+            except TypeError as error:
+                raise TypeError(f"buffer {prefix}.{name}: {error}") from error
+            if values.data_ptr() != buffer.data_ptr():
+                owner._buffers[name] = values  # an expanded buffer cannot be written to
+
+
+def context_of(module: "ShardedModule") -> Context:
+    """The context of a module; made at the first forward, by the outermost module. Collective then."""
+    state = module._sharding
+    if state.context is None:
+        states = states_of(module)
+        if any(other.context is not None for other in states):
+            raise RuntimeError(
+                f"a part of this {type(module).__name__} was run alone before the whole; call the whole model first"
+            )
+        tree = Tree(module)
+        # What is allocated now outlives this forward, which may be one of an evaluation in inference mode.
+        with torch.inference_mode(False):
+            _broadcast_buffers(module, state.ranks.all)
+            Context(states, state.ranks, tree)
+    assert state.context is not None
+    return state.context
