@@ -1,7 +1,6 @@
 """The peer Gloo: torch.distributed's backend for host memory, started inside the same MPI job. Only here is torch imported."""
 
 import os
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from socket import gethostname
@@ -101,9 +100,7 @@ def start_process_group(comm: Communicator, backend: str, device: Any = None, ti
     with comm.together(backend):
         if store is None:
             store = make_store(host, port, comm.size, False, timeout)
-        hook = sys.excepthook
         dist.init_process_group(
             backend, store=store, rank=comm.rank, world_size=comm.size, timeout=timeout, device_id=device
         )
-        sys.excepthook = hook  # torch's would keep a traceback back until ours, which ends the job, returns
     return store

@@ -72,7 +72,7 @@ def abort_on_uncaught(mpi: Any) -> None:
         lines = traceback.format_exception(kind, error, trace)
         text = "".join(f"[rank {mpi.rank}] {line}" for chunk in lines for line in chunk.splitlines(keepends=True))
         sys.stdout.flush()
-        print(text, file=sys.stderr, end="", flush=True)
+        print(text, file=_stderr(), end="", flush=True)
 
     def end_job(
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, hook: Callable[[], None]
@@ -80,12 +80,12 @@ def abort_on_uncaught(mpi: Any) -> None:
         report(kind, error, trace)
         if operations := record.last_operations()[-NUM_SHOWN:]:
             lines = dump.table(operations, time.monotonic())
-            print("".join(f"[rank {mpi.rank}]   {line}\n" for line in lines), file=sys.stderr, end="", flush=True)
+            print("".join(f"[rank {mpi.rank}]   {line}\n" for line in lines), file=_stderr(), end="", flush=True)
         dump.write_file(f"ended by {kind.__name__}")
         try:
             hook()
         except Exception:
-            traceback.print_exc()
+            traceback.print_exc(file=_stderr())
         finally:
             mpi.Abort(1)
 
@@ -150,3 +150,12 @@ def abort_on_uncaught(mpi: Any) -> None:
         os._exit = exit_at_once
         sys.excepthook = on_exception
         threading.excepthook = on_thread_exception
+
+
+def _stderr() -> Any:
+    """Where the job's last words are read. torch.distributed wraps `sys.excepthook` by one that keeps them in memory, and dies with it."""
+    try:
+        sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):
+        return sys.__stderr__
+    return sys.stderr

@@ -92,6 +92,20 @@ comm = collectives.world()
     assert "MPI_ABORT" not in result.stderr, str(result)
 
 
+def test_a_traceback_is_seen_where_torch_distributed_has_started() -> None:
+    # Its own hook keeps what is written to stderr until ours returns, which ends the job.
+    script = """
+from collectives.bench.gloo import start_process_group
+store = start_process_group(comm, "gloo")
+if comm.rank == 1:
+    raise LookupError("no such column")
+comm.barrier()
+"""
+    result = job(2, script)
+    assert result.returncode == 1, str(result)
+    assert "[rank 1] LookupError: no such column" in result.stderr, str(result)
+
+
 def test_an_error_of_all_ranks_is_printed_once_and_they_end_by_themselves() -> None:
     script = "with comm.together('reading'):\n    if comm.rank == 1:\n        raise LookupError('no such column')\n"
     result = job(3, script)
