@@ -153,7 +153,7 @@ def abort_on_uncaught(mpi: Any) -> None:
 
 
 def _stderr() -> Any:
-    """Where the job's last words are read. torch.distributed wraps `sys.excepthook` by one that keeps them in memory, and dies with it."""
+    """Where last words are read. torch.distributed puts a hook around ours that keeps what is written in memory, and dies with it."""
     try:
         sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):
