@@ -120,7 +120,7 @@ class Context:
             self.reset()
         self._tree.check()
         for state in self.states:
-            state.release()  # what an earlier forward has left full holds the values of then
+            state.begin()
         self.phase = Phase.FORWARD
         with self.communicating():
             for unit in self._stale:

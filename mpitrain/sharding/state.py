@@ -84,6 +84,12 @@ class State:
                     self.context.note_gather(unit)
             unit.show_full()
 
+    def begin(self) -> None:
+        """Before the outermost forward: what an earlier one has left full holds the values of then."""
+        for unit in self._gathered:
+            unit.check_owners()  # before the shards are shown again in place of what somebody has put there
+        self.release()
+
     def release(self, *, keep: bool = False) -> None:
         """Show the shards, and give back the memory of what does not last, unless it is held or to `keep`."""
         if self._is_held:

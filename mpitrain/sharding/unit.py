@@ -126,6 +126,11 @@ class Unit:
             )
         param.full.requires_grad_(param.shard.requires_grad)
 
+    def check_owners(self) -> None:
+        """RuntimeError if a module has something else in place of one of the parameters."""
+        for seen, name, param in self._faces:
+            param.check(seen.get(name))
+
     def show_shards(self) -> None:
         """Let the modules see the shards."""
         for seen, name, param in self._faces:
