@@ -14,7 +14,7 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "reduce", "all_gather", "broadcast
 
 
 def carry_out(comm: Communicator, operation: str, dtype: np.dtype) -> list[bytes]:
-    count = (3 << 20) // dtype.itemsize // comm.size * comm.size
+    count = (6 << 20) // dtype.itemsize // comm.size * comm.size  # a part is long enough, on four ranks too
     x = np.random.default_rng([comm.rank, 5]).standard_normal(count).astype(dtype)
     out = np.zeros_like(x)
     part = np.zeros(count // comm.size, dtype)
