@@ -210,7 +210,7 @@ class Communicator(Collectives, Messages, Control, Allocation):
 
         Waits for what is in flight, also for messages. After that of the world `collectives.world()` makes a new one.
         """
-        if self.is_freed:
+        if isinstance(self._progress, Freed):  # also in a forked child, which has nothing to give back
             return
         self._in_flight.finish()
         self._progress.drain()

@@ -37,8 +37,7 @@ def _stand_ready() -> Progress:
     """What a process needs once, whatever becomes of its communicators. Collective."""
     from mpi4py import MPI
 
-    if MPI.COMM_WORLD.size > 1:
-        diagnosis.abort_on_uncaught(MPI.COMM_WORLD)
+    diagnosis.abort_on_uncaught(MPI.COMM_WORLD)
     clone = MPI.COMM_WORLD.Dup()
     with diagnosis.together(clone, ""):
         check_switches()
