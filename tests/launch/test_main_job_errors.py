@@ -52,7 +52,7 @@ def test_a_mistake_is_one_line(args: list[str], message: str, corpus: Path, tmp_
 
 
 def test_an_unknown_command_is_one_line() -> None:
-    assert "unknown command 'trian'; expected train, sample or bench" in error_line(
+    assert "unknown command 'trian'; expected train, sample, bench or memory" in error_line(
         launch(2, "-m", "mpitrain", "trian")
     )
 
