@@ -201,7 +201,7 @@ class Shared(ByPulling):
         kind = (idea, flat.nbytes.bit_length())
         board[at], board[at + 1] = self._memory.find(flat)
         board[at + 2], board[at + 3] = flat.nbytes, address_of(flat)
-        board[at + 4] = self._race.pick(kind)
+        board[at + 4] = self._race.pick(kind) if flat.nbytes >= _RACE_BYTES else 0
         self._meet()
         said = [board[at : at + _SAID].tolist() for at in range(0, _SAID * self._size, _SAID)]
         # Who passes an array of an allocation has not let go of it. So where all pass arrays of one, all can read all.

@@ -7,6 +7,7 @@ and copies, follow torch's FSDP (Zhao et al., VLDB 2023).
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -70,21 +71,19 @@ def fully_shard(
     watch_optimizers()
     _check_arguments(module, stage, reshard_after_forward, offload_policy, storage, units)
     ignored_params = list(ignored_params or ())
+    shard_part = partial(
+        fully_shard, mesh=mesh, stage=stage, reshard_after_forward=reshard_after_forward, ignored_params=ignored_params,
+        units="one", storage=storage, device=device,
+    )  # fmt: skip
     if units == "auto" and not states_of(module):
         for block in stacked_blocks(module):
-            fully_shard(
-                block, mesh, stage=stage, reshard_after_forward=reshard_after_forward, mp_policy=mp_policy,
-                ignored_params=ignored_params, units="one", storage=storage, device=device,
-            )  # fmt: skip
+            shard_part(block, mp_policy=mp_policy)
     policy = mp_policy or MixedPrecisionPolicy()
     if policy.param_dtype is not None:
         for name, part in list(module.named_modules()):
             left = any(not hasattr(param, "shard_box") for param in part.parameters())
             if part is not module and left and not isinstance(part, ShardedModule) and policy.keeps(name, part):
-                fully_shard(
-                    part, mesh, stage=stage, reshard_after_forward=reshard_after_forward, mp_policy=policy.of_kept(),
-                    ignored_params=ignored_params, units="one", storage=storage, device=device,
-                )  # fmt: skip
+                shard_part(part, mp_policy=policy.of_kept())
     ranks = ranks_of(mesh, whole=stage == 0)
     ignored = {id(param) for param in ignored_params}
     made = []

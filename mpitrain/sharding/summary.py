@@ -7,12 +7,12 @@ from rich.table import Table
 from torch import nn
 
 from collectives.units import show_bytes
-from mpitrain.sharding.module import ShardedModule
+from mpitrain.sharding.module import ShardedModule, sharded_params
 
 
 def num_parameters(model: nn.Module, *, trained_only: bool = False) -> int:
     """Elements of all parameters of the whole model, sharded or not; tied ones once. `trained_only`: those that require gradients."""
-    sharded = {id(param.shard): param.full.numel() for unit in _units(model) for param in unit.params}
+    sharded = {id(param.shard): param.full.numel() for param in sharded_params(model)}
     return sum(
         sharded.get(id(param), param.numel()) for param in model.parameters() if param.requires_grad or not trained_only
     )
@@ -50,7 +50,3 @@ def summary(model: nn.Module) -> str:
     text = StringIO()
     Console(file=text, width=140).print(table)
     return text.getvalue()
-
-
-def _units(model: nn.Module) -> list:
-    return [unit for module in model.modules() if isinstance(module, ShardedModule) for unit in module._sharding.units]
