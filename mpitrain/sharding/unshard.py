@@ -13,10 +13,10 @@ from mpitrain.sharding.module import context_of, outermost, states_of
 def unshard(model: nn.Module) -> Iterator[nn.Module]:
     """Within `with unshard(model):` its parameters are the full ones, to be read: for exporting, tying, counting, generating.
 
-    `model`: a model, or a part of one that has run. Collective: all ranks enter and leave it together. Forwards within keep what was
-    gathered, so that a loop which generates gathers once. Do not write to full parameters: which ranks see it depends on where those live.
-    Write to the shards, outside.
-    RuntimeError within a forward, where parameters are full already. On a model without sharded parts it does nothing.
+    `model`: a model, or a part of one that has run. Collective: all ranks enter and leave it together. Forwards within keep what
+    was gathered, so that a loop which generates gathers once. Do not write to full parameters: which ranks see it depends on where
+    those live. Write to the shards, outside. RuntimeError within a forward, where parameters are full already. On a model without
+    sharded parts it does nothing.
     """
     states = states_of(model)
     contexts = list(dict.fromkeys(context_of(part) for part in outermost(model)))
