@@ -12,6 +12,8 @@ from collectives.diagnosis.record import Entry, Log
 from collectives.diagnosis.stacks import issued_here
 from collectives.plans import Plan, Plans, key_of
 from collectives.selection import Selector
+from collectives.transports.posted import Post
+from collectives.work import Posted, Work
 
 
 @dataclass(slots=True)
@@ -45,13 +47,22 @@ class Calls:
     _log: Log
     _enter: Any
     _transport: Any  # of an algorithm
+    _transports: dict[str, Any]  # those made so far
     _issues: Any  # the Issues that a Progress without a thread needs
     _on_progress: Any  # the Communicator that carries out asynchronous operations
 
-    def _issue(self, async_op: bool, call: Call, carry_out: Callable[[Any], Any], result: Any) -> Any:
+    def _issue(
+        self,
+        async_op: bool,
+        call: Call,
+        carry_out: Callable[[Any], Any],
+        result: Any,
+        post: Callable[[Any], Post] | None = None,
+    ) -> Any:
         """Carry out a call whose arrays are checked: now, or later as a Work or with its group.
 
         `carry_out(comm)`: on the communicator that is to do it. `result`: the caller's array, in which a group leaves the result.
+        `post(transport)`: posts it, where it may be carried out so: see `_posted`.
         """
         if call.accumulate not in (None, "fp32"):
             raise ValueError(f"{call.operation}: accumulate {call.accumulate!r}; expected 'fp32' or None")
@@ -69,8 +80,29 @@ class Calls:
         if on_device:
             return self._devices.issue(partial(carry_out, self))
         call.async_op = True
+        if post is not None and (work := self._posted(call, post)) is not None:
+            return work
         operation = partial(carry_out, self._on_progress())
         return self._progress.issue(partial(issued_here().carry_out, operation), call.operation, self._issues)
+
+    def _posted(self, call: Call, post: Callable[[Any], Post]) -> Work | None:
+        """An operation that ranks post and go on from; None where its array, or the ranks', are not for that."""
+        shared, b = self._transports.get("shared"), call.arrays[0]
+        if self.checked or self._progress.on_thread or shared is None or not shared.posts.takes(b.flat):
+            return None
+        if call.algorithm not in ("auto", "shared"):
+            return None
+        if shared.posts.are_many:
+            self._progress.drain()
+        entry = self._log.enter(call.operation, b.flat.size, b.dtype.name, call.op, call.root, "shared")
+        with entry.failing():
+            posted = Posted(post(shared), entry)
+
+        def operation() -> Any:
+            posted.finish()
+            return call.arrays[-1].result()
+
+        return self._progress.queue(operation, posted)
 
     def _choose(self, call: Call, nbytes: int, memory: str) -> str:
         """The algorithm; ValueError if the one that was asked for is unknown or cannot work."""

@@ -124,7 +124,10 @@ class Collectives(Calls):
                 copy(dst.flat, mine)
             return dst.result()
 
-        return self._issue(async_op, call, carry_out, out)
+        def post(shared: Any) -> Any:
+            return shared.post_reduce_scatter(dst.flat, src.flat, raw, lengths, src.dtype)
+
+        return self._issue(async_op, call, carry_out, out, post)
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Any:
         """Every rank's `x` becomes the root's. In place; returns `x`, or a Work with `async_op`."""

@@ -5,7 +5,8 @@
 - `Deferred`, where no core is free for that: they are carried out when the caller waits for one, or before its next collective. The
   same program is right on both, only not overlapped. A `send` or `recv` in between must not wait for a collective that its peer has
   not come to yet: so issuing also starts an MPI_Ibarrier, whose end says that all ranks have issued the operation, and only then is
-  it carried out while waiting for a message (`Issues`).
+  it carried out while waiting for a message (`Issues`). A reduce-scatter in node memory does without (`Posted`): whenever a rank waits
+  for a message or asks whether it is done, it adds up its part if all have issued it, and no rank has to wait for another to do so.
 The rule for both: ranks issue their collectives in the same order, also those of different communicators that have ranks in common.
 """
 
@@ -18,10 +19,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from collectives.diagnosis.record import ENDED, FAILED, Log
+from collectives.diagnosis.record import ENDED, FAILED, Entry, Log
 from collectives.diagnosis.stacks import issued_here
 from collectives.diagnosis.together import on_all_ranks
 from collectives.environment import switch
+from collectives.transports.posted import Post
 
 
 class Work(ABC):
@@ -110,19 +112,49 @@ class Issues:
         self._mpi.Free()
 
 
-class _Announced:
-    """An operation that this rank has issued."""
+class Announced(ABC):
+    """An operation that this rank has issued, and which `Deferred` will carry out."""
+
+    @abstractmethod
+    def by_all(self) -> bool:
+        """Whether it can be carried out now, without waiting for a rank that has not issued it."""
+
+    @abstractmethod
+    def close(self, error: BaseException | None) -> None:
+        """After the operation."""
+
+
+class Posted(Announced):
+    """An operation whose ranks need not come together (transports/posted.py): looking is what carries it on. `entry`: in the record."""
+
+    def __init__(self, post: Post, entry: Entry) -> None:
+        self._post, self._entry, self._site = post, entry, issued_here()
+        entry.issued()
+
+    def by_all(self) -> bool:
+        return self._post.step()
+
+    def finish(self) -> None:
+        """Carry it out."""
+        self._entry.wait()
+        self._site.carry_out(self._post.finish)
+
+    def close(self, error: BaseException | None) -> None:
+        self._entry.leave(ENDED if error is None else FAILED)
+
+
+class _Announced(Announced):
+    """One that ranks come together for; a barrier tells that all have issued it."""
 
     def __init__(self, log: Log, name: str, request: Any, checked: bool) -> None:
         self._entry, self._request, self._checked, self._site = log.enter(name), request, checked, issued_here()
         self._entry.issued()
 
     def by_all(self) -> bool:
-        """Whether all ranks have issued it."""
         return bool(self._request.Test())
 
     def close(self, error: BaseException | None) -> None:
-        """After the operation: wait for the other ranks' words.
+        """Wait for the other ranks' words.
 
         Not after an error, nor where the ranks have compared their calls: another rank may have called it without async_op, and issue
         nothing. Without a comparison that rank is waited for here, so that the deadline reports it.
@@ -134,7 +166,7 @@ class _Announced:
 
 
 class _Deferred(Work):
-    def __init__(self, progress: "Deferred", operation: Callable[[], Any], announced: _Announced) -> None:
+    def __init__(self, progress: "Deferred", operation: Callable[[], Any], announced: Announced) -> None:
         super().__init__()
         self._progress, self._operation, self._announced = progress, operation, announced
 
@@ -169,7 +201,11 @@ class Deferred(Progress):
 
     def issue(self, operation: Callable[[], Any], name: str, issues: Issues | None) -> Work:
         assert issues is not None
-        work = _Deferred(self, operation, issues.announce(name))
+        return self.queue(operation, issues.announce(name))
+
+    def queue(self, operation: Callable[[], Any], announced: Announced) -> Work:
+        """An operation that this rank has announced."""
+        work = _Deferred(self, operation, announced)
         self._queue.append(work)
         return work
 

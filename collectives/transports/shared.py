@@ -28,6 +28,7 @@ from collectives.transports import pulls as exchanges
 from collectives.transports.meeting import WORDS, Meeting
 from collectives.transports.memory import NodeMemory
 from collectives.transports.peer import PeerReader, peer_readers
+from collectives.transports.posted import Post, Posts
 from collectives.transports.pulls import ByPulling, Pull
 from collectives.transports.staged import Staged
 from collectives.transports.transport import even_parts, parts
@@ -102,6 +103,7 @@ class Shared(ByPulling):
         meeting, *self._boards = (words[slice(*part)] for part in parts(lengths))
         self._meet = Meeting(mpi, meeting).meet
         self._readers = peer_readers(mpi)
+        self.posts = Posts(mpi, memory)
         self._race = Race()
         self._running: tuple[Hashable, int, float] | None = None  # kind, way and start of a call in the race
         each = max(_SCRATCH_BYTES // mpi.size // 16, 1) * 16  # bytes: whole elements of any dtype
@@ -148,6 +150,17 @@ class Shared(ByPulling):
     def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
         """Where `out` is one array for the node, each rank writes its part, unless it stands there already."""
         self.collect(out, *exchanges.all_gather(self._rank, out, flat, counts))
+
+    def post_reduce_scatter(
+        self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType
+    ) -> Post:
+        """`reduce_scatter` of an array that `posts` takes, without waiting for anyone."""
+        begin = sum(counts[: self._rank])
+
+        def add(arrays: Sequence[np.ndarray]) -> None:
+            self._add(out, [_Source(array.view(flat.dtype)) for array in arrays], begin, op, dtype)
+
+        return self.posts.post(flat, add)
 
     # The ideas
 

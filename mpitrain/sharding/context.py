@@ -14,14 +14,18 @@ backward.
 gradient of each parameter, which takes a hook each. Where they are freed, or where some got no gradient in the last backward: when the
 gradients of the module's inputs are there, which takes an autograd function around each call. At the latest at the end of the backward.
 
-[Note: gradient buffer] The unit that is next in order moves each gradient into the buffer as soon as autograd has it, while it is in
+[Note: gradient buffers] The unit that is next in order moves each gradient into a buffer as soon as autograd has it, while it is in
 the core's cache; any other unit (the root's head, whose gradient comes first and is reduced last) keeps its gradients where autograd
-put them until its turn comes. So the buffer never holds gradients of two units.
+put them until its turn comes. So a buffer never holds gradients of two units. There are two in turn: while the gradients of a unit are
+reduced, those of the next come into the other. A reduction that has begun is carried on, where no thread does that, whenever a
+gradient comes, and its end is waited for before the next one begins: a rank that is ahead of the others by less than a unit waits for
+nobody.
 """
 
 import time
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -69,7 +73,8 @@ class Context:
         self._order = [(state, unit) for state in reversed(states) for unit in state.units if unit.trained]
         self._next = 0  # in that order: the unit to reduce next
         self._reduced: list[Unit] = []  # in this backward
-        self._grad_buffers: dict[torch.dtype, torch.Tensor] = {}  # of units in host memory
+        self._reducing: Unit | None = None  # its reduction has begun
+        self._grad_buffers: dict[torch.dtype, deque[torch.Tensor]] = {}  # of units in host memory; the first is free
         for state in states:
             state.context = self
         # Weak: torch keeps hooks where Python's garbage collector does not look, so that a model whose hooks refer back to it
@@ -81,24 +86,28 @@ class Context:
         self._allocate_grad_buffers()
 
     def _allocate_grad_buffers(self) -> None:
-        """In host memory one buffer for each dtype, as long as its longest unit, where peers can read it."""
-        longest: dict[torch.dtype, int] = {}
+        """In host memory two buffers for each dtype, as long as its longest unit, where peers can read them."""
+        lengths: dict[torch.dtype, list[int]] = {}
         for unit in self.units:
-            if unit.trained and unit.on_host:
-                longest[unit.reduce_dtype] = max(longest.get(unit.reduce_dtype, 0), unit.layout.numel)
+            if unit.trained and unit.on_host and not unit.adopts:
+                lengths.setdefault(unit.reduce_dtype, []).append(unit.layout.numel)
         peers = self.ranks.shard if self.ranks.shard.size > 1 else self.ranks.replicate
-        for dtype, numel in longest.items():
-            self._grad_buffers[dtype] = peers.node.empty(numel, dtype)
+        for dtype, of_units in lengths.items():
+            count = min(len(of_units), 2)
+            self._grad_buffers[dtype] = deque(peers.node.empty(max(of_units), dtype) for _ in range(count))
 
     def _grad_buffer(self, unit: Unit) -> torch.Tensor:
-        if unit.on_host:
-            return self._grad_buffers[unit.reduce_dtype]
-        return torch.empty(unit.layout.numel, dtype=unit.reduce_dtype, device=unit.device)
+        if unit.adopts or not unit.on_host:
+            return torch.empty(0 if unit.adopts else unit.layout.numel, dtype=unit.reduce_dtype, device=unit.device)
+        return self._grad_buffers[unit.reduce_dtype][0]
 
     def on_grad(self, position: int, index: int) -> None:
-        """Autograd has added up the gradient of parameter `index` of a unit: see [Note: complete] and [Note: gradient buffer]."""
+        """Autograd has added up the gradient of parameter `index` of a unit: see [Note: complete] and [Note: gradient buffers]."""
         self.begin_backward()
         state, unit = self._order[position]
+        if self._reducing is not None:
+            with self.communicating():
+                self._reducing.progress()
         if position == self._next and state.sync_gradients and unit.on_host and self.ranks.all.size > 1:
             unit.place_grad(index, self._grad_buffer(unit))
         state.on_grad()
@@ -118,6 +127,9 @@ class Context:
         """Before the outermost forward: see [Note: fences]. What an exception left behind goes first."""
         if self.phase is not Phase.IDLE:
             self.reset()
+        if self._reducing is not None:  # since an exception
+            self._reducing.give_up_reduction()
+            self._reducing = None
         self._tree.check()
         for state in self.states:
             state.begin()
@@ -179,16 +191,26 @@ class Context:
             self._next += 1
 
     def _reduce(self, unit: Unit) -> None:
-        start = time.perf_counter()
-        unit.reduce_grads(self._grad_buffer(unit))
-        self.comm_s += time.perf_counter() - start
+        with self.communicating():
+            self._end_reduction()
+            unit.begin_reduction(self._grad_buffer(unit))
+        if unit.on_host and not unit.adopts:
+            self._grad_buffers[unit.reduce_dtype].rotate()
+        self._reducing = unit
         self._reduced.append(unit)
+
+    def _end_reduction(self) -> None:
+        if self._reducing is not None:
+            self._reducing.end_reduction()
+            self._reducing = None
 
     def end_backward(self) -> None:
         """Called by the autograd engine when all gradients of a backward are there."""
         for state in self.states:
             state.end_backward()
         self.reduce_complete()
+        with self.communicating():
+            self._end_reduction()
         self._forget_unused()
         self._next = 0
         self.close()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from collectives import Communicator
+from collectives import Communicator, Work
 from collectives.dtypes import number_of
 from mpitrain.sharding.layout import Box, Layout, lay_out, rows_of
 from mpitrain.sharding.policy import MixedPrecisionPolicy
@@ -81,6 +81,7 @@ class Unit:
         self.count = self.layout.counts[comm.rank]
         self._first = self.layout.bounds[comm.rank]
         self._shard_grad: torch.Tensor | None = None
+        self._reduction: Work | None = None  # under way
         self._placed: set[int] = set()  # parameters whose gradient stands in the gradient buffer already
 
         self.storage = store(self.layout, self.full_dtype)
@@ -171,14 +172,19 @@ class Unit:
         place = self.layout.places[index]
         return buffer[place.start : place.stop]
 
-    @torch.no_grad()
-    def reduce_grads(self, buffer: torch.Tensor) -> None:
-        """Average the full parameters' gradients over the ranks into the shards' and drop them. Collective.
+    @property
+    def adopts(self) -> bool:
+        """Whether the full gradients become the shards' as they are: those of one rank alone."""
+        return self.ranks.all.size == 1 and self.dtype == self.full_dtype == self.reduce_dtype
 
-        `buffer`: 1-D, of `reduce_dtype`, at least `layout.numel` long. A shard's gradient is added to what `zero_grad` left of
-        it. Sets `had_grad` and `was_fresh` of each parameter.
+    @torch.no_grad()
+    def begin_reduction(self, buffer: torch.Tensor) -> None:
+        """Begin to average the full parameters' gradients over the ranks, and drop them. Collective.
+
+        `buffer`: 1-D, of `reduce_dtype`, at least `layout.numel` long; not to be written before `end_reduction`. Sets `had_grad` and
+        `was_fresh` of each parameter.
         """
-        if self.ranks.all.size == 1 and self.dtype == self.full_dtype == self.reduce_dtype:
+        if self.adopts:
             self._adopt_grads()
             return
         for index, param in enumerate(self.params):
@@ -195,34 +201,50 @@ class Unit:
             for param in self.params:
                 begin = param.box.start - self._first
                 param.grad = self._shard_grad[begin : begin + param.box.numel].view(param.box.shape)
-        adding = any(param.shard.grad is not None for param in self.params)
-        direct = not adding and self.reduce_dtype == self.dtype
-        mean = self._reduce(buffer[: self.layout.numel], self._shard_grad if direct else None)
-        for param in self.params:
-            assert param.grad is not None
-            if not direct:
-                begin = param.box.start - self._first
-                part = mean[begin : begin + param.box.numel].view(param.box.shape)
-                if param.shard.grad is None:
-                    param.grad.copy_(part)
-                else:
-                    param.shard.grad += part
-            if param.shard.grad is None:
-                param.shard.grad = param.grad
-
-    def _reduce(self, grads: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """The mean over all ranks of this rank's rows of `grads`: in `out`, else in memory that is good until the next reduction."""
+        grads = buffer[: self.layout.numel]
         shard, replicate = self.ranks.shard, self.ranks.replicate
         if shard.size == 1:
             # Reduced where the other ranks can read it, in the gradient buffer.
-            replicate.all_reduce(grads, "avg")
-            return grads if out is None else out.copy_(grads)
-        if out is None:
+            self._reduction = replicate.all_reduce(grads, "avg", async_op=True)
+            return
+        out = self._shard_grad
+        if self.reduce_dtype != self.dtype or any(param.shard.grad is not None for param in self.params):
             out = torch.empty(self.count, dtype=self.reduce_dtype, device=self.device)
-        shard.reduce_scatter(out, grads, "avg", counts=self.layout.counts)
-        if replicate.size > 1:
-            replicate.all_reduce(out, "avg")
-        return out
+        self._reduction = shard.reduce_scatter(out, grads, "avg", counts=self.layout.counts, async_op=True)
+
+    def progress(self) -> None:
+        """Carry a reduction on that has begun, without waiting for anyone."""
+        if self._reduction is not None and self.on_host:
+            self._reduction.done()
+
+    @torch.no_grad()
+    def end_reduction(self) -> None:
+        """Wait for the reduction that has begun, if any, and take its result for the shards' gradients. Collective.
+
+        A shard's gradient is added to what `zero_grad` left of it.
+        """
+        if self._reduction is None:
+            return
+        mean = self._reduction.wait()
+        self._reduction = None
+        if self.ranks.shard.size > 1 and self.ranks.replicate.size > 1:
+            self.ranks.replicate.all_reduce(mean, "avg")
+        for param in self.params:
+            assert param.grad is not None
+            begin = param.box.start - self._first
+            part = mean[begin : begin + param.box.numel].view(param.box.shape)
+            if param.shard.grad is not None:
+                param.shard.grad += part
+                continue
+            if mean is not self._shard_grad:
+                param.grad.copy_(part)
+            param.shard.grad = param.grad
+
+    def give_up_reduction(self) -> None:
+        """Wait for the reduction that has begun, if any, and forget its result."""
+        if self._reduction is not None:
+            self._reduction.wait()
+            self._reduction = None
 
     def _adopt_grads(self) -> None:
         """Of one rank alone: the full gradients are those of the shards, which are whole."""
