@@ -38,7 +38,7 @@ class Meeting:
     def is_complete(self, count: int) -> bool:
         """Whether every rank has come to meeting `count`."""
         words = self._words
-        return all(words[other] >= count for other in self._others)
+        return self._count >= count and all(words[other] >= count for other in self._others)
 
     def wait(self, count: int) -> None:
         """Return when every rank has come to meeting `count`."""

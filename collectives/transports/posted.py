@@ -48,7 +48,7 @@ class Post:
 
 
 class Posts:
-    """The operations that the ranks of `mpi`, all on one node, have posted. `memory`: where their arrays lie. Making it is collective."""
+    """The operations that the ranks of `mpi`, all on one node, have posted; `memory`: where their arrays lie. Made by all together."""
 
     def __init__(self, mpi: Any, memory: NodeMemory) -> None:
         self._rank, self._size, self._memory = mpi.rank, mpi.size, memory
@@ -83,7 +83,9 @@ class Posts:
             at = self._at(number, rank)
             view = self._memory.view(self._board[at], self._board[at + 1], nbytes)
             if view is None:
-                raise RuntimeError(f"rank {rank} has passed an array of another allocation; all pass parts of the same one")
+                raise RuntimeError(
+                    f"rank {rank} has passed an array of another allocation; all pass parts of the same one"
+                )
             arrays.append(view)
         return arrays
 

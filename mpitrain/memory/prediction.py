@@ -27,7 +27,7 @@ KINDS = {
     "gradients": "of the shards, fp32; full ones that wait to be reduced",
     "optimizer": "Adam's two moments, fp32",
     "full parameters": "what forward and backward use",
-    "gradient buffer": "one unit's gradients on their way",
+    "gradient buffers": "the gradients of two units on their way",
     "activations": "kept for backward, and temporary ones",
     "allocator": "freed pieces that it keeps",
     "data": "the files, once on a node",
@@ -86,7 +86,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     on_node = num_ranks // num_nodes
     corpus = scan(config.data.path, config.data.suffixes, config.data.heldout)
     data_bytes = corpus.train.num_tokens + corpus.heldout.num_tokens
-    buffer_bytes = 0 if adopted else max(layout.numel for layout in layouts) * reduce_bytes
+    buffer_bytes = 0 if adopted else min(len(layouts), 2) * max(layout.numel for layout in layouts) * reduce_bytes
 
     def of_rank(rank: int) -> dict[str, int]:
         index = rank % group
@@ -100,7 +100,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
             "gradients": step["gradients"] + (0 if adopted else held) + (max(counts) * reduce_bytes if copied else 0),
             "optimizer": 2 * held,
             "full parameters": lasting + step["full parameters"],
-            "gradient buffer": buffer_bytes,
+            "gradient buffers": buffer_bytes,
             "activations": step["activations"],
             "allocator": int(HEAP_SHARE * step["heap"]),
             "data": data_bytes // on_node,
@@ -111,7 +111,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     nodes = [ranks[first : first + on_node] for first in range(0, num_ranks, on_node)]
     sums = [{kind: sum(rank[kind] for rank in node) for kind in KINDS} for node in nodes]
     most = max(sums, key=lambda node: sum(node.values()))
-    in_shared = most["data"] + most["gradient buffer"] + (most["full parameters"] if storage == "resident" else 0)
+    in_shared = most["data"] + most["gradient buffers"] + (most["full parameters"] if storage == "resident" else 0)
     return Prediction(
         num_ranks=num_ranks,
         num_nodes=num_nodes,

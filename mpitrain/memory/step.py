@@ -168,7 +168,7 @@ def _gather(model: GPT, tracker: Tracker, *, again: bool) -> None:
 
 
 def _reduce(model: GPT, tracker: Tracker, config: Config, num_ranks: int) -> None:
-    """Free full gradients when they are reduced: see [Note: order] and [Note: gradient buffer] in sharding/context.py."""
+    """Free full gradients when they are reduced: see [Note: order] and [Note: gradient buffers] in sharding/context.py."""
     *blocks, root = units_of(model)
     order = [*reversed(blocks), root]
     missing = [len(unit) for unit in order]
@@ -183,7 +183,7 @@ def _reduce(model: GPT, tracker: Tracker, config: Config, num_ranks: int) -> Non
         if adopted:
             return
         if index == at and num_ranks > 1:
-            param.grad = None  # moved to the gradient buffer
+            param.grad = None  # moved to a gradient buffer
         while at < len(order) and not missing[at] and config.parallel.stage != 1:
             for done in order[at]:
                 done.grad = None

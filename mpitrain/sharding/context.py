@@ -1,4 +1,4 @@
-"""What the units of one model share: the order of events in a step, the fences, the gradient buffer.
+"""What the units of one model share: the order of events in a step, the fences, the gradient buffers.
 
 [Note: fences] With resident units a rank's shards are rows of parameters that its neighbours read. A shard is therefore written only
 between the fence that closes every forward and backward of the outermost module and the fence that opens the next forward; the

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator, Mesh
+from mpitrain.heap import keep_freed_memory
 from mpitrain.sharding.blocks import stacked_blocks
 from mpitrain.sharding.layout import Layout
 from mpitrain.sharding.module import ShardedModule, states_of
@@ -95,6 +96,8 @@ def fully_shard(
             raise ValueError(
                 f"storage='resident' needs parameters on the CPU; these are on {where}; use storage='auto'"
             )
+        if where.type == "cpu":
+            keep_freed_memory()
         made.append(Unit(params, ranks, policy, where, _storage(ranks, where, stage, storage)))
     state = State(ranks, made, policy, stage=stage, reshard_after_forward=reshard_after_forward)
     kind = type(module)
