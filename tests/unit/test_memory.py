@@ -68,6 +68,8 @@ def test_activations_follow_the_micro_batch(text: list[str]) -> None:
     assert one.rank["activations"] == pytest.approx(2 * two.rank["activations"], rel=0.05)
     bf16 = predicted(text, *no_evaluation, "--parallel.param-dtype", "bfloat16")
     assert 0.4 < bf16.rank["activations"] / one.rank["activations"] < 0.7
+    fp16 = predicted(text, *no_evaluation, "--parallel.param-dtype", "float16")
+    assert fp16.rank["activations"] == pytest.approx(bf16.rank["activations"], rel=0.01)
 
 
 def test_nodes_share_what_lies_in_their_memory(text: list[str]) -> None:
