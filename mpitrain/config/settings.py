@@ -85,6 +85,8 @@ class ParallelConfig:
     """What gradients travel in between ranks. float16: the loss is scaled."""
     reshard_after_forward: bool = True
     """Free gathered parameters after forward and gather them again for backward: less memory, more traffic."""
+    checkpoint_activations: bool = False
+    """Compute each block's activations again in the backward: less memory, a third more time."""
     threads: int | None = None
     """Torch's threads per rank; default: the node's cores over its ranks."""
     bind: bool = True
