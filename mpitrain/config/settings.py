@@ -13,7 +13,7 @@ class ConfigError(ValueError):
     """A setting that is unknown, of the wrong type or out of range. Its message is one line for the user."""
 
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,13 @@ class ParallelConfig:
     storage: Literal["auto", "resident", "private"] = "auto"
     """Where full parameters live: once per node in memory its ranks share, or with each rank (stage 3: gathered when needed)."""
     param_dtype: Dtype = "float32"
-    """What forward and backward compute in; the optimizer's parameters are always float32."""
+    """What forward and backward compute in; the optimizer's parameters are always float32. float16: the loss is scaled."""
     reduce_dtype: Dtype = "float32"
-    """What gradients travel in between ranks."""
+    """What gradients travel in between ranks. float16: the loss is scaled."""
     reshard_after_forward: bool = True
     """Free gathered parameters after forward and gather them again for backward: less memory, more traffic."""
+    checkpoint_activations: bool = False
+    """Compute each block's activations again in the backward: less memory, a third more time."""
     threads: int | None = None
     """Torch's threads per rank; default: the node's cores over its ranks."""
     bind: bool = True
@@ -136,11 +138,13 @@ class TrainConfig:
     """How long, on how much at once, and what is shown for it."""
 
     steps: int = 1000
-    """Steps of the optimizer."""
+    """Steps of the optimizer, those that are left out among them."""
     batch: int = 12
     """Sequences in a global batch, all ranks and micro-batches together."""
     accumulate: int = 1
     """Micro-batches per step."""
+    max_skipped_steps: int = 0
+    """Steps in a row left out because their loss or gradient is not finite, before that is an error; 0: the first one is."""
     seed: int = 0
     """Decides initial values, order of the data, and the sample."""
     eval_every: int = 250
@@ -159,7 +163,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate"):
             _expect(f"train.{name}", getattr(self, name), 1)
-        for name in ("seed", "eval_every", "eval_batches", "sample_bytes", "sample_temperature"):
+        for name in (
+            "max_skipped_steps",
+            "seed",
+            "eval_every",
+            "eval_batches",
+            "sample_bytes",
+            "sample_temperature",
+        ):
             _expect(f"train.{name}", getattr(self, name), 0)
         if self.sample_bytes and not self.sample_prompt:
             raise ConfigError("train.sample_prompt: expected at least one character, got none")

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpitrain.config import Config
 from mpitrain.models import GPT, GPTConfig
+from mpitrain.sharding import checkpoint_activations
 
 HEAP_BYTES = 32 << 20  # glibc gives longer pieces back to the system at once, shorter ones it may keep
 
@@ -118,6 +119,8 @@ def _run(config: Config, rows: int, num_ranks: int, *, gathered: bool, train: bo
         tracker = Tracker()
         for param in model.parameters():
             tracker.ignore(param)
+        if config.parallel.checkpoint_activations:
+            checkpoint_activations(model, model.blocks)
         if gathered:
             _gather(model, tracker, again=config.parallel.reshard_after_forward)
         if train:

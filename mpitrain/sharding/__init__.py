@@ -1,7 +1,8 @@
 """ZeRO by flat units. From the bottom: layout (pure), policy, ranks, tree, storage, unit, context, state, module,
-blocks, fully_shard, the rest."""
+blocks, checkpointing, fully_shard, the rest."""
 
 from mpitrain.sharding.buffers import sync_buffers
+from mpitrain.sharding.checkpointing import checkpoint_activations
 from mpitrain.sharding.clip import clip_grad_norm_, grad_norms
 from mpitrain.sharding.ema import EMA
 from mpitrain.sharding.fully_shard import fully_shard
@@ -15,6 +16,7 @@ __all__ = [
     "EMA",
     "GradScaler",
     "MixedPrecisionPolicy",
+    "checkpoint_activations",
     "clip_grad_norm_",
     "communication_s",
     "fully_shard",

@@ -66,17 +66,21 @@ class GradScaler:
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step the optimizer unless a gradient on any rank is not finite, and adapt the scale; returns whether it did. Collective."""
-        stepped = self.unscale_()
+        if not self.unscale_():
+            self.skip()
+            return False
         self._is_finite = None
-        if stepped:
-            optimizer.step()
-            self._num_good += 1
-            if self._num_good == self._interval:
-                self.value, self._num_good = self.value * self._growth, 0
-        else:
-            self.num_skipped += 1
-            self.value, self._num_good = self.value / self._backoff, 0
-        return stepped
+        optimizer.step()
+        self._num_good += 1
+        if self._num_good == self._interval:
+            self.value, self._num_good = self.value * self._growth, 0
+        return True
+
+    def skip(self) -> None:
+        """Leave this step out whatever its gradients are, as if one had overflowed. All ranks alike."""
+        self._is_finite = None
+        self.num_skipped += 1
+        self.value, self._num_good = self.value / self._backoff, 0
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and its history; plain numbers, the same on all ranks, for the `meta` of a checkpoint."""

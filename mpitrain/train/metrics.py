@@ -1,6 +1,7 @@
 """What a run tells about itself: one JSON object a step in `metrics.jsonl`, and lines or a live bar on the terminal."""
 
 import json
+import math
 import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,13 @@ class StepMetrics(NamedTuple):
         int  # of this rank: resident set (pages shared on the node included), on a GPU what torch holds at most
     )
     mfu: float  # share of what a large matrix product reached on the same ranks at the start
+    loss_scale: float | None = None  # that the loss was multiplied by, where it is at all: see `GradScaler`
+    skipped: bool = False  # left out, since loss or gradients are not finite
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: without what does not apply, and with null for what is no number."""
+        entry = {name: value for name, value in self._asdict().items() if value is not None and value is not False}
+        return {name: value if math.isfinite(value) else None for name, value in entry.items()}
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -118,13 +126,15 @@ class Terminal:
         self.console.print(text, markup=False)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a step: the bar at once, a line every so often."""
+        """Show a step: the bar at once, a line every so often and for each that was left out."""
         text = describe(metrics)
         if self._progress is not None:
             if not self._progress.live.is_started:
                 self._progress.start()
             self._progress.update(self._task, completed=metrics.step, description=text)
-        elif metrics.step % self._every == 0 or metrics.step in (1, self._steps):
+            if metrics.skipped:
+                self.say(f"step {metrics.step}/{self._steps}  {text}")
+        elif metrics.skipped or metrics.step % self._every == 0 or metrics.step in (1, self._steps):
             self.say(f"step {metrics.step}/{self._steps}  {text}")
 
     def close(self) -> None:
@@ -135,7 +145,11 @@ class Terminal:
 
 def describe(metrics: StepMetrics) -> str:
     """Loss, speed and costs of a step in one short line."""
-    return (
+    text = (
         f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s  {metrics.step_s * 1e3:.0f} ms  "
         f"comm {metrics.comm_s / metrics.step_s:.0%}  {metrics.memory_bytes / 1e6:,.0f} MB a rank"
     )
+    if metrics.skipped:
+        scale = "" if metrics.loss_scale is None else f" at loss scale {metrics.loss_scale:g}"
+        text += f"  skipped: gradient norm {metrics.grad_norm:g}{scale}"
+    return text

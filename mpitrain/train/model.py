@@ -6,7 +6,7 @@ from collectives import Communicator, Mesh
 from mpitrain.config import Config, OptimConfig
 from mpitrain.init import initialize
 from mpitrain.models import GPT, decay_groups
-from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
+from mpitrain.sharding import MixedPrecisionPolicy, checkpoint_activations, fully_shard
 
 
 def make_model(config: Config, comm: Communicator, device: torch.device) -> GPT:
@@ -28,6 +28,8 @@ def make_model(config: Config, comm: Communicator, device: torch.device) -> GPT:
             storage=parallel.storage,
             device=device,
         )
+    if parallel.checkpoint_activations:
+        checkpoint_activations(model, model.blocks)
     initialize(model, seed=config.train.seed)
     return model
 

@@ -19,10 +19,11 @@ _EXPECTED = ("step", "config", "num_ranks", "data")
 
 
 class Resumed(NamedTuple):
-    """Where a run goes on. `remarks`: lines about what is different from when it was saved."""
+    """Where a run goes on. `stepper`: of its state_dict. `remarks`: lines about what is different from when it was saved."""
 
     step: int  # steps done
     next_sample: int  # samples of the training data seen
+    stepper: dict[str, Any]
     remarks: list[str]
 
 
@@ -35,6 +36,7 @@ def save(
     comm: Communicator,
     step: int,
     next_sample: int,
+    stepper: dict[str, Any],
     fingerprint: str,
 ) -> None:
     """Write the state after `step` steps. Collective. One of that name is one that was not gone on from, and is replaced."""
@@ -45,6 +47,8 @@ def save(
         "collectives": comm.table.to_dict(),  # the choice of algorithms decides in which order numbers are added
         "data": {"fingerprint": fingerprint, "seed": config.train.seed, "next_sample": next_sample},
     }
+    if stepper:
+        meta["stepper"] = stepper
     rows = random_states.pack(_device(model))
     states = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
     keep = config.checkpoint.keep
@@ -91,7 +95,7 @@ def load(
     for line in differences(saved, config):
         if not line.startswith(("run:", "resume:", "log.", "train.eval_only")):
             remarks.append(f"setting changed: {line}")
-    return Resumed(step, meta["data"]["next_sample"], remarks)
+    return Resumed(step, meta["data"]["next_sample"], meta.get("stepper", {}), remarks)
 
 
 def _take_table(table: Any, comm: Communicator) -> list[str]:

@@ -16,7 +16,7 @@ from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data import Batches, HeldoutBatches
 from mpitrain.data.loading import load_corpus
 from mpitrain.models import flops_per_token, num_parameters
-from mpitrain.sharding import clip_grad_norm_, communication_s
+from mpitrain.sharding import communication_s
 from mpitrain.train import random_states, saving, stop
 from mpitrain.train.lr import learning_rate
 from mpitrain.train.metrics import MetricsFile, StepMetrics, Terminal, is_evaluated, memory_bytes
@@ -24,6 +24,7 @@ from mpitrain.train.model import make_model, make_optimizer
 from mpitrain.train.placement import Placement, matmul_flops_per_s, place
 from mpitrain.train.run import Run
 from mpitrain.train.sampling import write
+from mpitrain.train.stepper import Stepper
 
 BITS_PER_NAT = 1 / math.log(2)
 
@@ -67,6 +68,7 @@ class Trainer:
             )
         self.model = make_model(config, comm, self.placement.device)
         self.optimizer = make_optimizer(self.model, config.optim)
+        self.stepper = Stepper(self.model, self.optimizer, config)
         self.step = 0
         self.metrics: MetricsFile | None = None  # on rank 0, while it trains
         self._own_comm_s = 0.0
@@ -101,18 +103,16 @@ class Trainer:
             rows = self.batches.get(self.step, *self._rows(micro))
             data_s += time.perf_counter() - at
             loss = self._loss(rows) / config.train.accumulate
-            loss.backward()
+            self.stepper.scale(loss).backward()
             total += loss.detach()
-        grad_norm = clip_grad_norm_(self.model, config.optim.clip_norm or math.inf).item()
+        grad_norm, loss_scale = self.stepper.clip(), self.stepper.loss_scale
         # Sums, one message: the loss of the global batch, and who was asked to stop.
         mean, asked = self._sum(total.item() / self.comm.size, float(stop.requested()))
-        if not math.isfinite(mean) or not math.isfinite(grad_norm):
+        try:
+            taken = self.stepper.step(mean, grad_norm, number=self.step + 1)
+        except FloatingPointError as error:
             with self.comm.together():  # every rank has the same numbers
-                raise FloatingPointError(
-                    f"step {self.step + 1}: loss {mean}, gradient norm {grad_norm}; no step was taken. "
-                    "Go on from the last checkpoint with a lower optim.lr or optim.clip_norm"
-                )
-        self.optimizer.step()
+                raise error from None
         self.step += 1
         step_s = time.perf_counter() - began
         tokens = config.train.batch * self.model.config.context
@@ -127,6 +127,8 @@ class Trainer:
             data_s=data_s,
             memory_bytes=memory_bytes(self.placement.device),
             mfu=tokens / step_s * flops_per_token(self.model.config) / self._peak_flops_per_s,
+            loss_scale=loss_scale,
+            skipped=not taken,
         )
         return metrics, asked > 0
 
@@ -165,6 +167,7 @@ class Trainer:
             comm=self.comm,
             step=self.step,
             next_sample=self.batches.next_sample(self.step),
+            stepper=self.stepper.state_dict(),
             fingerprint=self.corpus.fingerprint,
         )
         with self.comm.together():
@@ -188,6 +191,7 @@ class Trainer:
             raise
         self.step = resumed.step
         self.batches.go_on(resumed.step, resumed.next_sample)
+        self.stepper.load_state_dict(resumed.stepper)
         return resumed.remarks
 
     # The whole
@@ -240,7 +244,7 @@ class Trainer:
         while self.step < config.train.steps and not stopped:
             metrics, stopped = self.train_step()
             if terminal is not None and self.metrics is not None:
-                self.metrics.write(metrics._asdict())
+                self.metrics.write(metrics.to_dict())
                 terminal.step(metrics)
             if self._evaluation_due() and not stopped:
                 self._evaluate_and_report()
@@ -251,6 +255,10 @@ class Trainer:
                     self._say(f"saved {self.run.checkpoint(self.step)}")
         if terminal is not None:
             terminal.close()
+        if self.stepper.num_skipped:
+            self._say(
+                f"{self.stepper.num_skipped} of {self.step} steps were skipped: their loss or gradient was not finite"
+            )
         if stopped:
             self._say(f"stopped after step {self.step} as asked; the same command goes on from there")
         elif config.train.sample_bytes:

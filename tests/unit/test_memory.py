@@ -68,6 +68,20 @@ def test_activations_follow_the_micro_batch(text: list[str]) -> None:
     assert one.rank["activations"] == pytest.approx(2 * two.rank["activations"], rel=0.05)
     bf16 = predicted(text, *no_evaluation, "--parallel.param-dtype", "bfloat16")
     assert 0.4 < bf16.rank["activations"] / one.rank["activations"] < 0.7
+    fp16 = predicted(text, *no_evaluation, "--parallel.param-dtype", "float16")
+    assert fp16.rank["activations"] == pytest.approx(bf16.rank["activations"], rel=0.01)
+
+
+def test_checkpointed_blocks_keep_their_inputs(text: list[str]) -> None:
+    settings = ["--train.eval-batches", "0", "--model.layers"]
+    again = ["--parallel.checkpoint-activations"]
+
+    def activations(layers: int, *more: str) -> int:
+        return predicted(text, *settings, str(layers), *more).rank["activations"]
+
+    stream = 4 * 128 * 64 * 4  # bytes: 4 sequences of 128 tokens, fp32
+    assert activations(12, *again) - activations(4, *again) == pytest.approx(8 * stream, rel=0.01)
+    assert activations(12) - activations(4) > 8 * 12 * stream
 
 
 def test_nodes_share_what_lies_in_their_memory(text: list[str]) -> None:

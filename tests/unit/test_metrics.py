@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +84,25 @@ def test_a_step_in_one_line() -> None:
     assert describe(METRICS) == "loss 2.5000  12,346 tokens/s  200 ms  comm 25%  250 MB a rank"
 
 
+def test_a_skipped_step_is_said_and_no_number_is_null() -> None:
+    skipped = METRICS._replace(loss=math.nan, grad_norm=math.inf, skipped=True)
+    assert describe(skipped).endswith("250 MB a rank  skipped: gradient norm inf")
+    scaled = skipped._replace(loss=2.5, loss_scale=2.0**20)
+    assert describe(scaled).endswith("skipped: gradient norm inf at loss scale 1.04858e+06")
+    assert skipped.to_dict() == {**METRICS.to_dict(), "loss": None, "grad_norm": None, "skipped": True}
+    assert scaled.to_dict() == {**METRICS.to_dict(), "grad_norm": None, "loss_scale": 2.0**20, "skipped": True}
+    assert list(METRICS.to_dict()) == list(METRICS._fields[:-2])
+
+
 def test_plain_lines_every_so_often(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPITRAIN_TTY", "0")
     terminal = Terminal(every=10, steps=25)
     for step in range(1, 26):
-        terminal.step(METRICS._replace(step=step))
+        terminal.step(METRICS._replace(step=step, skipped=step == 7))
     terminal.say("[bold]as it is[/bold]")
     terminal.close()
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[:-1]] == ["1/25", "10/25", "20/25", "25/25"]
+    assert [line.split()[1] for line in lines[:-1]] == ["1/25", "7/25", "10/25", "20/25", "25/25"]
     assert lines[-1] == "[bold]as it is[/bold]"
 
 

@@ -1,0 +1,65 @@
+"""Activation checkpointing: what a block computes within its forward is not kept for the backward but computed there again.
+
+A checkpointed block keeps its class, its parts and its names: it gets a `forward` of its own, around the one of its class. What
+`fully_shard` does stands around that, so it makes no difference which of the two comes first: the block's full parameters are in
+place by the time its gradient comes, and what is computed again uses them.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mpitrain.sharding.blocks import stacked_blocks
+
+
+def checkpoint_activations(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> nn.Module:
+    """Let blocks of a model keep only their inputs, and compute their activations again in the backward; returns the model.
+
+    It costs one more forward of the blocks, up to a third of a step's time, and leaves of their activations one block's at a time
+    (Chen et al. 2016, "Training deep nets with sublinear memory cost"). By torch's non-reentrant checkpoint: gradients have the
+    same bits, also with dropout by torch's generators. Before or after `fully_shard`; names of parameters stay. A block that
+    changes something in its forward, as BatchNorm does in training, does so once more when it is computed again; caches of keys
+    and values have to be off (`use_cache=False` in transformers).
+
+    Args:
+        model: changed in place.
+        blocks: parts of the model; None: the blocks of its stacks, as `fully_shard` finds them.
+
+    Raises:
+        ValueError: no blocks, one that is no part of the model, or that is checkpointed already.
+    """
+    chosen = stacked_blocks(model) if blocks is None else list(blocks)
+    if not chosen:
+        raise ValueError(
+            f"checkpoint_activations: this {type(model).__name__} has no stack of blocks; name what to checkpoint by blocks=..."
+        )
+    parts = {id(part) for part in model.modules()}
+    for block in chosen:
+        if id(block) not in parts:
+            raise ValueError(f"checkpoint_activations: this {type(block).__name__} is no part of the model")
+        if _is_checkpointed(block):
+            raise ValueError(f"checkpoint_activations: this {type(block).__name__} is checkpointed already")
+        block.forward = partial(
+            _checkpointed, block.forward
+        )  # not a closure: a copy of the block is to run the copy's forward
+    return model
+
+
+def _is_checkpointed(block: nn.Module) -> bool:
+    return isinstance(block.forward, partial) and block.forward.func is _checkpointed
+
+
+def _checkpointed(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # By position, since torch's function has keywords of its own, and guards only what it gets so against changes in place.
+    return checkpoint(_run, forward, tuple(kwargs), *args, *kwargs.values(), use_reentrant=False)
+
+
+def _run(forward: Callable[..., Any], names: tuple[str, ...], *values: Any) -> Any:
+    count = len(values) - len(names)
+    return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))

@@ -1,0 +1,97 @@
+"""The optimizer's steps, and which are left out: those with a loss or gradients that are not finite, on all ranks alike."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.config import Config
+from mpitrain.sharding import GradScaler, clip_grad_norm_
+
+MIN_LOSS_SCALE = 1e-4
+"""30 overflows in a row lead here from 65536. Gradients that overflow even so are those of a run gone wrong. fairseq's value."""
+
+
+class Stepper:
+    """Takes an optimizer's steps, with the loss scaled where gradients are in fp16.
+
+    What is decided is decided from numbers that all ranks have: the loss of the global batch and the norm of the whole gradient. An
+    overflow of scaled gradients is no mistake: it is how the scale is found, and ends in an error only where the scale comes to
+    nothing. Any other loss or gradient that is not finite is one, unless `train.max_skipped_steps` allows for some in a row.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._clip_norm = config.optim.clip_norm or math.inf
+        self._max_skipped = config.train.max_skipped_steps
+        uses_fp16 = "float16" in (config.parallel.param_dtype, config.parallel.reduce_dtype)
+        self._scaler = GradScaler(model) if uses_fp16 else None
+        self.num_skipped = 0
+        """Steps left out so far."""
+        self._in_a_row = 0  # of those, not counting overflows of scaled gradients
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the next loss is multiplied by; None if it is not."""
+        return None if self._scaler is None else self._scaler.value
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as it is to be differentiated."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def clip(self) -> float:
+        """Bring the gradients to their true size, and clip them; returns their norm before that. Collective."""
+        if self._scaler is not None:
+            self._scaler.unscale_()
+        return clip_grad_norm_(self._model, self._clip_norm).item()
+
+    def step(self, loss: float, grad_norm: float, *, number: int) -> bool:
+        """Take step `number`, or leave it out; returns whether it was taken. `loss`, `grad_norm`: the same on all ranks.
+
+        FloatingPointError, with the optimizer not stepped, if too many are left out.
+        """
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self._in_a_row = 0
+            if self._scaler is None:
+                self._optimizer.step()
+            else:
+                self._scaler.step(self._optimizer)
+            return True
+        said = f"step {number}: loss {loss}, gradient norm {grad_norm}"
+        if self._scaler is not None and math.isfinite(loss):
+            if self._scaler.value < MIN_LOSS_SCALE:
+                raise FloatingPointError(
+                    f"{said} in float16, even with the loss scaled by {self._scaler.value:.2g}; no step was taken. "
+                    "Go on from the last checkpoint with a lower optim.lr or optim.clip_norm, or in bfloat16"
+                )
+        elif self._in_a_row < self._max_skipped:
+            self._in_a_row += 1
+        else:
+            many = (
+                f", after {self._in_a_row} steps skipped for the like (train.max_skipped_steps)"
+                if self._in_a_row
+                else ""
+            )
+            raise FloatingPointError(
+                f"{said}{many}; no step was taken. Go on from the last checkpoint with a lower optim.lr or optim.clip_norm"
+            )
+        if self._scaler is not None:
+            self._scaler.skip()
+        self.num_skipped += 1
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, the same on all ranks, for the `meta` of a checkpoint; nothing where nothing was scaled or left out."""
+        state: dict[str, Any] = {}
+        if self.num_skipped:
+            state |= {"skipped": self.num_skipped, "skipped_in_a_row": self._in_a_row}
+        if self._scaler is not None:
+            state["scaler"] = self._scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave, perhaps in a run of other dtypes."""
+        self.num_skipped, self._in_a_row = state.get("skipped", 0), state.get("skipped_in_a_row", 0)
+        if self._scaler is not None and "scaler" in state:
+            self._scaler.load_state_dict(state["scaler"])
