@@ -24,8 +24,8 @@ pytestmark = pytest.mark.timeout_s(300)
 
 GOLDEN = Path(__file__).with_name("golden_losses.json")
 
-# Relative. A processor with other vector instructions adds the products of a matrix multiplication in another order. Measured with those
-# of SSE4, AVX2 and AVX-512 over the 60 steps: up to 1.1e-6. A clip that is 5 % off moves the losses by 2e-4.
+# Relative. A processor with other vector instructions adds the products of a matrix multiplication in another order. Measured with
+# those of SSE4, AVX2 and AVX-512 over the 60 steps: up to 1.1e-6. A clip that is 5 % off moves the losses by 2e-4.
 TOLERANCE = 2e-5
 
 
