@@ -34,7 +34,8 @@ mpi_environment() {
     export OMPI_MCA_hwloc_base_binding_policy=${OMPI_MCA_hwloc_base_binding_policy-none}
     # More ranks than cores: allowed, and then a waiting rank must give its core away or all crawl. Under a batch
     # system the slots are its to count, and oversubscribing would put every rank on the first host.
-    if [ "$1" -gt "$(nproc)" ] && [ -z "${SLURM_JOB_ID-}${PBS_JOBID-}${LSB_JOBID-}${PE_HOSTFILE-}" ]; then
+    # nproc says what OMP_NUM_THREADS says, where it is set.
+    if [ "$1" -gt "$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)" ] && [ -z "${SLURM_JOB_ID-}${PBS_JOBID-}${LSB_JOBID-}${PE_HOSTFILE-}" ]; then
         export PRTE_MCA_rmaps_default_mapping_policy=${PRTE_MCA_rmaps_default_mapping_policy-:oversubscribe}
         export OMPI_MCA_rmaps_base_oversubscribe=${OMPI_MCA_rmaps_base_oversubscribe-1}
         export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle-1}

@@ -58,6 +58,11 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
+def heldout_losses(folder: Path) -> list[float]:
+    """The loss of each evaluation of a run, in order."""
+    return [line["heldout_loss"] for line in metrics(folder) if "heldout_loss" in line]
+
+
 def outcome(folder: Path) -> list[tuple[Any, ...]]:
     """What of metrics.jsonl depends on the computation alone, not on the clock."""
     kept = ("step", "loss", "lr", "grad_norm", "heldout_loss")

@@ -87,7 +87,7 @@ import time, numpy as np, collectives
 comm = collectives.world()
 x = np.ones(64 << 20, np.uint8)
 seconds = []
-for _ in range(3):
+for _ in range(5):
     comm.barrier()
     start = time.perf_counter()
     comm.send(x, 1) if comm.rank == 0 else comm.recv(x, 0)
@@ -100,7 +100,7 @@ if comm.rank == 1:
     seconds = [
         float(word) for line in result.stdout.splitlines() if line.startswith("seconds") for word in line.split()[1:]
     ]
-    assert len(seconds) == 3, str(result)
+    assert len(seconds) == 5, str(result)
     # 0.537 s for the bytes alone, 0.561 s with the headers of TCP, IP and Ethernet at 1,500 bytes a packet
     assert min(seconds) >= 0.5, seconds
     assert min(seconds) < 0.8, "the link stands idle"

@@ -1,5 +1,6 @@
 """What the main job refuses: one line that says what to do, a non-zero exit of all ranks, within seconds."""
 
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -30,23 +31,38 @@ def error_line(result: Result) -> str:
     return lines[0].strip()
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--train.step", "5"], "unknown setting --train.step: did you mean --train.steps?"),
-        (["--train.steps", "five"], "--train.steps: expected a whole number, got 'five'"),
-        (["--train.batch", "13"], "train.batch: expected a multiple of 2 = 2 ranks x 1 (train.accumulate), got 13"),
-        (["--resume", "{tmp}/none"], "{tmp}/none does not exist"),
-        (["--data.path", "{tmp}/none"], "data.path: {tmp}/none does not exist"),
-        (["--data.path", "{tmp}/tiny"], "data.path: a batch of 12 windows of 32 tokens needs 416 training tokens, got"),
-        (["--run", "{tmp}/tiny/run"], "run: the folder {tmp}/tiny/run cannot be written: {tmp}/tiny is no folder"),
-        (["--train.eval-only"], "train.eval_only: run {tmp}/run has no checkpoint to evaluate"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_mistake_is_one_line(args: list[str], message: str, corpus: Path, tmp_path: Path) -> None:
+MISTAKES: list[tuple[list[str], str]] = [
+    (["--train.step", "5"], "unknown setting --train.step: did you mean --train.steps?"),
+    (["--train.batch", "13"], "train.batch: expected a multiple of 2 = 2 ranks x 1 (train.accumulate), got 13"),
+    (["--train.steps", "five"], "--train.steps: expected a whole number, got 'five'"),
+    (["--resume", "{tmp}/none"], "{tmp}/none does not exist"),
+    (["--data.path", "{tmp}/none"], "data.path: {tmp}/none does not exist"),
+    (["--data.path", "{tmp}/tiny"], "data.path: a batch of 12 windows of 32 tokens needs 416 training tokens, got"),
+    (["--run", "{tmp}/tiny/run"], "run: the folder {tmp}/tiny/run cannot be written: {tmp}/tiny is no folder"),
+    (["--train.eval-only"], "train.eval_only: run {tmp}/run has no checkpoint to evaluate"),
+]
+
+
+def test_every_mistake_is_one_line(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "tiny").write_text("too short to learn from")
-    result = train(2, tmp_path / "run", corpus, *(arg.format(tmp=tmp_path) for arg in args))
+    script = (
+        "import json, sys\nfrom mpitrain.cli import main\nprint([main(a) for a in json.loads(sys.argv[1])], flush=True)"
+    )
+    words = [command(tmp_path / "run", corpus, *(arg.format(tmp=tmp_path) for arg in args))[2:] for args, _ in MISTAKES]
+    result = launch(2, "-c", script, json.dumps(words), cwd=ROOT, timeout_s=100)
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == len(MISTAKES), str(result)
+    for line, (_, message) in zip(lines, MISTAKES, strict=True):
+        assert line.startswith("mpitrain: error: ") and message.format(tmp=tmp_path) in line, str(result)
+    codes = str([1] * len(MISTAKES))
+    assert result.returncode == 0 and result.stdout.split("\n") == [codes, codes, ""], str(result)
+    assert not (tmp_path / "run").exists(), "it had begun to write before all was checked"
+
+
+# one that is seen before torch is there, and one after
+@pytest.mark.parametrize(("args", "message"), MISTAKES[:2], ids=["before torch", "with torch"])
+def test_a_run_with_a_mistake_ends_with_an_error(args: list[str], message: str, corpus: Path, tmp_path: Path) -> None:
+    result = train(2, tmp_path / "run", corpus, *args)
     assert message.format(tmp=tmp_path) in error_line(result), str(result)
     assert not (tmp_path / "run").exists(), "it had begun to write before all was checked"
 

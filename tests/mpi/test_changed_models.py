@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from ways import spread
 
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
@@ -65,11 +66,12 @@ def cast_a_part(model: nn.Sequential) -> None:
 
 
 CHANGES = [wrap, append, replace_module, replace_parameter, give_a_bias, register, delete, replace_memory, cast_a_part]
+WHEN = ["before the first forward", "later", "between forward and backward"]
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("when", ["before the first forward", "later", "between forward and backward"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    ("change", "when", "storage"), spread(CHANGES, WHEN, STORAGES), ids=lambda value: getattr(value, "__name__", None)
+)
 def test_parameters_added_or_replaced_are_refused(comm: Communicator, change, when: str, storage: str) -> None:
     model, x = sharded(comm, storage), torch.ones(2, WIDTH)
     if when != "before the first forward":

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from ways import WAYS, options_of
+from ways import WAYS, options_of, spread
 
 from collectives import Mesh
 from mpitrain.sharding import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, sharded_params
@@ -109,9 +109,7 @@ CASES: dict[str, tuple[Callable, Callable, Callable]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "way", "reshard_after_forward"), spread(CASES, WAYS, [True, False]))
 def test_ten_steps_equal_the_plain_model(comm, case: str, way: str, reshard_after_forward: bool) -> None:
     make, shard, loss_of = CASES[case]
     torch.manual_seed(comm.rank)  # rank 0's values count, whatever the others drew

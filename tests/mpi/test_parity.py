@@ -10,13 +10,14 @@ import copy
 import pytest
 import torch
 from parity_models import BATCH, CASES
-from ways import options_of
+from ways import options_of, spread
 
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
 from mpitrain.sharding.layout import rows_of
 
-WAYS = ["stage 3", "stage 3, private", "stage 0"]
+# what is sharded first, and the way
+CUTS = [("itself", "stage 3"), ("itself", "stage 3, private"), ("itself", "stage 0"), ("blocks", "stage 3, private")]
 STEPS = 10
 
 
@@ -34,10 +35,10 @@ def assert_same(model, plain, *, grads: bool, **tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("by", "way"), [*(("itself", way) for way in WAYS), ("blocks", "stage 3, private")], ids=lambda value: value
+    ("name", "cut"), spread(CASES, CUTS), ids=lambda value: value if isinstance(value, str) else " by ".join(value)
 )
-@pytest.mark.parametrize("name", CASES)
-def test_ten_steps(comm: Communicator, name: str, by: str, way: str) -> None:
+def test_ten_steps(comm: Communicator, name: str, cut: tuple[str, str]) -> None:
+    by, way = cut
     case = CASES[name]
     torch.manual_seed(0)
     model = case.make()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from ways import WAYS, options_of
+from ways import WAYS, options_of, spread
 
 import ckpt
 import mpitrain
@@ -107,8 +107,7 @@ def assert_same(mine: Any, other: Any, where: str = "", **tolerance: float) -> N
         assert mine == other, where
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "way"), spread(OPTIMIZERS, WAYS))
 def test_a_sharded_model_and_its_optimizer_come_back(comm, shared_tmp: Path, kind: str, way: str) -> None:
     model = shard(make(0), comm, **options_of(comm, way))
     optimizer = OPTIMIZERS[kind](model)

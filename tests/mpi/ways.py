@@ -1,9 +1,12 @@
 """The ways to shard a model: arguments of fully_shard that must all give the same values."""
 
 import functools
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from mpi4py import MPI
 
 from collectives import Communicator, Mesh
 
@@ -17,6 +20,22 @@ WAYS: dict[str, dict[str, Any]] = {
     "copies of shards": {"mesh": {"dp_replicate": 2, "dp_shard": -1}},
     "copies of shards, private": {"mesh": {"dp_replicate": -1, "dp_shard": 2}, "storage": "private"},
 }
+
+
+def spread(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Combinations of the axes' values for `parametrize`: all of them on 2 ranks, some on other numbers, to save time.
+
+    On these every value of an axis still meets some of each other axis: those combinations are taken whose places in the axes add
+    up to the number of ranks, modulo the length of the shortest axis. So 3 ranks and 4 take different ones.
+    """
+    columns = [list(axis) for axis in axes]
+    shortest = min(map(len, columns))
+    places = itertools.product(*(range(len(column)) for column in columns))
+    return [
+        tuple(column[index] for column, index in zip(columns, place, strict=True))
+        for place in places
+        if MPI.COMM_WORLD.size == 2 or sum(place) % shortest == MPI.COMM_WORLD.size % shortest
+    ]
 
 
 @functools.cache
