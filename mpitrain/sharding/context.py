@@ -4,7 +4,11 @@
 between the fence that closes every forward and backward of the outermost module and the fence that opens the next forward; the
 optimizer, `load` and whoever else writes shards does it there and nowhere else. A fence is a barrier of the ranks of the node: past the
 opening one all have finished writing, past the closing one all have finished reading. Ranks of other nodes read copies, which are
-brought up to date within the opening fence.
+brought up to date by an all-gather which each rank begins before the opening fence. Where that goes on while ranks compute, a rank
+waits for a unit's before the unit's module runs, and shows the full parameters then; for the rest before the closing fence. It writes
+rows of other nodes alone, into the full parameters that are not in use before its end, and reads shards, which are written again past
+the closing fence only. Since each rank begins it after its own writing, and it ends when all have taken part, whoever waited for it
+reads what is new. Units whose module did not run in the last forward are waited for at once: others may use their parameters.
 
 [Note: order] Reductions are collective, so all ranks issue them in one order: that of the modules, backwards. A unit whose gradients
 are complete earlier waits for those before it; what was not used at all on this rank is reduced, as zeros, at the end of the
@@ -30,6 +34,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpitrain.sharding.prefetch import Prefetch
 from mpitrain.sharding.ranks import Ranks
 from mpitrain.sharding.tree import Tree
 from mpitrain.sharding.unit import Unit
@@ -64,6 +69,9 @@ class Context:
         self._lasting = [unit for unit in self.units if unit.storage.lasts]
         self._stale = [unit for unit in self.units if unit.needs_refresh]  # after each step of the optimizer
         self._numbers = {id(unit): number for number, unit in enumerate(self.units)}
+        inner = [unit.storage.nbytes for state in states[1:] for unit in state.units if not unit.storage.lasts]
+        limit = states[0].prefetch_bytes
+        self.prefetch = Prefetch(max(inner, default=0) if limit is None else limit)
         self._gathers = 0  # a checksum of which units were gathered since the last reduction, in order
         self._is_shared = any(unit.storage.kind == "resident" for unit in self.units) and ranks.shard.node.size > 1
         self._order = [(state, unit) for state in reversed(states) for unit in state.units if unit.trained]
@@ -124,13 +132,22 @@ class Context:
         self.phase = Phase.FORWARD
         with self.communicating():
             for unit in self._stale:
-                unit.refresh()
+                unit.refresh(ahead=True)
             self._fence()
+        for state in self.states:
+            state.finish_refresh(of_idle=True)
         for unit in self._lasting:
-            unit.show_full()
+            if not unit.storage.is_under_way:
+                unit.show_full()
+        with self.communicating():
+            self.prefetch.begin("forward")
 
     def close(self) -> None:
         """After the outermost forward, and after a backward."""
+        with self.communicating():
+            self.prefetch.end()
+            for unit in self._stale:
+                unit.finish_refresh()
         for unit in self._lasting:
             unit.show_shards()
         self.phase = Phase.IDLE
@@ -145,6 +162,7 @@ class Context:
         """Back to idle after an exception in the middle of a step. No communication: the ranks may be anywhere."""
         for state in self.states:
             state.reset()
+        self.prefetch.reset()
         self._next = 0
         self._gathers = 0
         self.phase = Phase.IDLE
@@ -152,6 +170,7 @@ class Context:
     def note_gather(self, unit: Unit) -> None:
         """This rank has gathered a unit: see `_forget_unused`."""
         self._gathers = zlib.crc32(self._numbers[id(unit)].to_bytes(4), self._gathers)
+        self.prefetch.used(unit)
 
     # Backward
 
@@ -166,6 +185,8 @@ class Context:
             state.begin_backward()
         for unit in self._lasting:
             unit.show_full()
+        with self.communicating():
+            self.prefetch.begin("backward")
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def reduce_complete(self) -> None:
@@ -210,6 +231,7 @@ class Context:
         highest, lowest, used = most.tensor_split((len(gathers), 2 * len(gathers)))
         if not torch.equal(highest, 255 - lowest):
             self.reset()
+            self.prefetch.forget()
             raise RuntimeError(
                 "the ranks ran different sharded modules, or in different orders, and what they gathered and computed is wrong: all "
                 "ranks must run the same ones in private storage; shard modules of which each rank uses others (experts) as one, by "

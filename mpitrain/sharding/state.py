@@ -1,6 +1,7 @@
 """One sharded module: what happens around its forward and in its backward."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ class State:
         *,
         stage: int,
         reshard_after_forward: bool,
+        prefetch_bytes: int | None = None,
     ) -> None:
         self.ranks = ranks
         self.units = units
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
+        self.prefetch_bytes = prefetch_bytes  # that of the outermost module counts
         self.reduces_early = stage != 1  # as soon as this module's gradients are there, not at the end of the backward
         self.context: Context | None = None
         self.sync_gradients = True
@@ -38,6 +41,7 @@ class State:
         self._num_trained = sum(len(unit.params) for unit in units if unit.trained)
         self._counts = not self._gathered  # gradients, to know when it is complete
         self._missing = 0  # gradients that this backward has not brought yet; -1: they are not counted
+        self._has_run = False  # a forward, since the last fence opened
         self._is_held = False  # full until `let_go`
         self._ran = False  # a forward whose backward may come
         self._pending = 0  # forwards whose backward has not come yet: a module may be used twice
@@ -55,6 +59,7 @@ class State:
         outermost = context.phase is not Phase.FORWARD
         if outermost:
             context.open()
+        self._has_run = True
         try:
             self._gather()
             args, kwargs = self._cast_inputs(args, kwargs)
@@ -70,19 +75,33 @@ class State:
                 context.reset()  # no fence: the other ranks may be anywhere
             raise
         # The outermost module's backward comes first: what it holds stays gathered for it.
-        self.release(keep=not self.reshard_after_forward or (outermost and torch.is_grad_enabled()))
+        self.release(keep=not self.reshard_after_forward or (outermost and with_grad), for_backward=with_grad)
         if outermost:
             context.close()
         return output
 
     def _gather(self) -> None:
-        """Fill and show what does not last. Idempotent. Collective."""
+        """Fill and show what does not last, or is being refreshed. Idempotent. Collective."""
         assert self.context is not None
+        self.finish_refresh()
         for unit in self._gathered:
             with self.context.communicating():
                 if unit.gather():
                     self.context.note_gather(unit)
             unit.show_full()
+
+    def finish_refresh(self, *, of_idle: bool = False) -> None:
+        """Wait for what is being refreshed, and show it. `of_idle`: if this module did not run in the last forward, at its fence."""
+        if of_idle:
+            has_run, self._has_run = self._has_run, False
+            if has_run:
+                return
+        assert self.context is not None
+        for unit in self.units:
+            if unit.storage.lasts and unit.storage.is_under_way:
+                with self.context.communicating():
+                    unit.finish_refresh()
+                unit.show_full()
 
     def begin(self) -> None:
         """Before the outermost forward: what an earlier one has left full holds the values of then."""
@@ -90,14 +109,17 @@ class State:
             unit.check_owners()  # before the shards are shown again in place of what somebody has put there
         self.release()
 
-    def release(self, *, keep: bool = False) -> None:
-        """Show the shards, and give back the memory of what does not last, unless it is held or to `keep`."""
+    def release(self, *, keep: bool = False, for_backward: bool = False) -> None:
+        """Show the shards, and give back the memory of what does not last, unless it is held or to `keep`.
+
+        `for_backward`: all of it or, where that was asked for, but this rank's piece of a smaller group's.
+        """
         if self._is_held:
             return
         for unit in self._gathered:
             unit.show_shards()
             if not keep:
-                unit.release()
+                unit.release(for_backward=for_backward)
 
     def hold(self) -> None:
         """Fill and show what does not last, until `let_go`. Collective."""
@@ -133,6 +155,8 @@ class State:
         self.complete = self._ran = False
         self.reshard()
         for unit in self.units:
+            with suppress(Exception):  # the one that led here says more
+                unit.finish_refresh()
             unit.drop_grads()
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
