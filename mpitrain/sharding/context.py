@@ -18,6 +18,12 @@ backward.
 gradient of each parameter, which takes a hook each. Where they are freed, or where some got no gradient in the last backward: when the
 gradients of the module's inputs are there, which takes an autograd function around each call. At the latest at the end of the backward.
 
+[Note: second derivatives] A backward with create_graph=True makes a graph whose nodes use full parameters, and which a later backward
+enters before it comes to the modules' outputs. So where those are freed, such a backward leaves them gathered; a forward that follows
+gathers them anew. They are given back when the next forward begins after another backward has ended, which is taken for the one the
+graph was made for; one that enters the graph later still, by the gradients of a module's inputs, gathers them again. The
+gradients of a module are complete when those of the inputs are back in all graphs that live and were not freed.
+
 [Note: gradient buffer] The unit that is next in order moves each gradient into the buffer as soon as autograd has it, while it is in
 the core's cache; any other unit (the root's head, whose gradient comes first and is reduced last) keeps its gradients where autograd
 put them until its turn comes. So the buffer never holds gradients of two units.
@@ -64,6 +70,9 @@ class Context:
                 "the parts of one model are sharded over different ranks; pass the same mesh for all of them"
             )
         self.phase = Phase.IDLE
+        self.makes_graph = False  # this backward: see [Note: second derivatives]
+        self.has_graph = False  # it, or one before it
+        self._graph_was_used = False
         self.comm_s = 0.0
         """Seconds spent in communication and in waiting for other ranks, since the beginning."""
         self._lasting = [unit for unit in self.units if unit.storage.lasts]
@@ -127,6 +136,7 @@ class Context:
         if self.phase is not Phase.IDLE:
             self.reset()
         self._tree.check()
+        self.has_graph = self.has_graph and not self._graph_was_used
         for state in self.states:
             state.begin()
         self.phase = Phase.FORWARD
@@ -166,6 +176,17 @@ class Context:
         self._next = 0
         self._gathers = 0
         self.phase = Phase.IDLE
+        self.makes_graph = self.has_graph = False
+
+    def note_graph(self) -> None:
+        """This backward makes a graph of its own: see [Note: second derivatives]."""
+        self.makes_graph = self.has_graph = True
+
+    def gather_graph(self, grad: torch.Tensor) -> None:
+        """A backward enters the graph that an earlier one has made: see [Note: second derivatives]."""
+        self.begin_backward()
+        for state in self.states:
+            state.gather_graph()
 
     def note_gather(self, unit: Unit) -> None:
         """This rank has gathered a unit: see `_forget_unused`."""
@@ -209,6 +230,7 @@ class Context:
         """Called by the autograd engine when all gradients of a backward are there."""
         for state in self.states:
             state.end_backward()
+        self._graph_was_used, self.makes_graph = not self.makes_graph, False
         self.reduce_complete()
         self._forget_unused()
         self._next = 0

@@ -1,5 +1,6 @@
 """One sharded module: what happens around its forward and in its backward."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -44,7 +45,12 @@ class State:
         self._has_run = False  # a forward, since the last fence opened
         self._is_held = False  # full until `let_go`
         self._ran = False  # a forward whose backward may come
-        self._pending = 0  # forwards whose backward has not come yet: a module may be used twice
+        self._in_graph = False  # that a backward has made: see [Note: second derivatives] in context.py
+        self._was_in_graph = False  # of any backward so far
+        # Of forwards whose backward may come, the nodes that `_watch_inputs` put into the graph, while those live: a module may be used
+        # twice, a graph gone through twice.
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._returned: weakref.WeakSet[Any] = weakref.WeakSet()  # those of them that this backward has come to
 
     # Around forward
 
@@ -105,9 +111,14 @@ class State:
 
     def begin(self) -> None:
         """Before the outermost forward: what an earlier one has left full holds the values of then."""
+        assert self.context is not None
         for unit in self._gathered:
             unit.check_owners()  # before the shards are shown again in place of what somebody has put there
+        in_graph, self._in_graph = self._in_graph and self.context.has_graph, False
         self.release()
+        if in_graph:
+            self._gather()
+            self._in_graph = True
 
     def release(self, *, keep: bool = False, for_backward: bool = False) -> None:
         """Show the shards, and give back the memory of what does not last, unless it is held or to `keep`.
@@ -118,7 +129,7 @@ class State:
             return
         for unit in self._gathered:
             unit.show_shards()
-            if not keep:
+            if not (keep or self._in_graph):
                 unit.release(for_backward=for_backward)
 
     def hold(self) -> None:
@@ -151,8 +162,9 @@ class State:
 
     def reset(self) -> None:
         """As if no forward had begun."""
-        self._pending = 0
-        self.complete = self._ran = False
+        self._graphs.clear()
+        self._returned.clear()
+        self.complete = self._ran = self._in_graph = False
         self.reshard()
         for unit in self.units:
             with suppress(Exception):  # the one that led here says more
@@ -177,7 +189,6 @@ class State:
         watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not watched:
             return args, kwargs  # nothing flows back through it: complete at the end of the backward
-        self._pending += 1
         passed = _AfterBackward.apply(self, *(leaves[i] for i in watched))
         for i, tensor in zip(watched, passed, strict=True):
             leaves[i] = tensor
@@ -191,14 +202,17 @@ class State:
 
     def _before_backward(self, grad: torch.Tensor) -> torch.Tensor:
         assert self.context is not None
-        if self._gathered and torch.is_grad_enabled():
-            raise RuntimeError(
-                "second derivatives (create_graph=True) need full parameters that stay in memory: pass storage='resident', or "
-                "stage=2, to fully_shard"
-            )
         self.context.begin_backward()
+        if torch.is_grad_enabled():
+            self.context.note_graph()
+            self._in_graph = self._was_in_graph = True
         self._gather()
         return grad
+
+    def gather_graph(self) -> None:
+        """A backward is about to use full parameters of a graph that an earlier one made. Idempotent. Collective."""
+        if self._was_in_graph:
+            self._gather()
 
     def begin_backward(self) -> None:
         """A backward has begun, perhaps elsewhere."""
@@ -211,11 +225,17 @@ class State:
         if self._missing == 0:
             self._completed()
 
-    def after_backward(self) -> None:
+    def add_graph(self, node: Any) -> None:
+        """A forward has begun whose inputs' gradients come back to `node`, as `after_backward` is told."""
+        self._graphs.add(node)
+
+    def after_backward(self, node: Any) -> None:
         """The gradients of one forward's inputs are there."""
-        self._pending -= 1
-        if self._pending <= 0:
-            self._pending = 0
+        assert self.context is not None
+        self._returned.add(node)
+        if self.context.makes_graph:
+            return  # which is to be gone through again
+        if all(other in self._returned or _is_spent(other) for other in self._graphs):
             self.release()
             self._completed()
 
@@ -226,9 +246,10 @@ class State:
 
     def end_backward(self) -> None:
         """The whole backward has ended."""
-        if self._missing > 0 and self._ran:
+        assert self.context is not None
+        if self._missing > 0 and self._ran and not self.context.makes_graph:
             self._counts = False
-        self._pending = 0
+        self._returned.clear()
         self._ran = False
         self.release()
         self.complete = True
@@ -240,12 +261,26 @@ class _AfterBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, state: State, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.state = state
+        state.add_graph(ctx)
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.state.after_backward()
+        ctx.state.after_backward(ctx)
+        if torch.is_grad_enabled():
+            for grad in grads:
+                if grad is not None and grad.requires_grad:
+                    grad.register_hook(ctx.state.context.gather_graph)
         return (None, *grads)
+
+
+def _is_spent(node: Any) -> bool:
+    """Whether a backward has gone through a graph's node, and freed what it saved: no other will."""
+    try:
+        node.saved_tensors  # noqa: B018
+    except RuntimeError:
+        return True
+    return False
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
