@@ -98,7 +98,9 @@ def behind(model: Any) -> int:
 def test_slow_ranks_change_nothing(
     nodes: str, options: dict[str, Any], shared_tmp: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """On one node, on two, and on two where full parameters are refreshed behind the forward."""
+    """On the nodes there are, on two, and on two where full parameters are refreshed behind the forward."""
+    if nodes != "comm" and request.getfixturevalue("comm").num_nodes > 1:
+        pytest.skip("the ranks of what would seem a node share no memory")
     comm: Communicator = request.getfixturevalue(nodes)
     rng = random.Random(comm.rank)
     model, plain = model_of(rng), model_of(random.Random(0))
@@ -115,6 +117,7 @@ def test_slow_ranks_change_nothing(
     assert all(values == got for values in comm.all_gather_object(got)), "the ranks saw different parameters"
 
 
+@pytest.mark.one_node
 def test_parameters_that_other_modules_use(two_nodes_flying: Communicator) -> None:
     """A block that never runs, whose weight its parent uses, and an exception, while refreshes are under way."""
 
