@@ -165,6 +165,13 @@ class Communicator(Collectives, Messages, Control, Allocation):
         """Whether asynchronous operations are carried out on a thread of their own, while the caller computes."""
         return self._progress.on_thread
 
+    def overlaps(self, *, on_device: bool = False) -> bool:
+        """Whether an asynchronous collective goes on while the caller computes. The same on all ranks.
+
+        In host memory: on a progress thread. `on_device`, in GPU memory: by NCCL, which is known after the first collective there.
+        """
+        return self._devices.by_nccl if on_device else self._progress.on_thread
+
     def algorithms(self, operation: str, dtype: DType = TABLE["float32"], nbytes: int = 0) -> tuple[str, ...]:
         """What `operation` can be asked for on these ranks, besides "auto", on such arrays in host memory."""
         return tuple(self._selector.feasible(operation, dtype=dtype, nbytes=nbytes))

@@ -39,6 +39,11 @@ class Devices:
         self._executor: Executor | None = None
         self._handles: list[Handle] | None = None
 
+    @property
+    def by_nccl(self) -> bool:
+        """Whether NCCL connects the ranks: known after the first collective."""
+        return self._nccl is not None
+
     # Collectives
 
     def all_reduce(self, x: Buffer, op: str, algorithm: str, accumulate: str | None) -> bool:

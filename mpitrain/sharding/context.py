@@ -4,7 +4,11 @@
 between the fence that closes every forward and backward of the outermost module and the fence that opens the next forward; the
 optimizer, `load` and whoever else writes shards does it there and nowhere else. A fence is a barrier of the ranks of the node: past the
 opening one all have finished writing, past the closing one all have finished reading. Ranks of other nodes read copies, which are
-brought up to date within the opening fence.
+brought up to date by an all-gather which each rank begins before the opening fence. Where that goes on while ranks compute, a rank
+waits for a unit's before the unit's module runs, and shows the full parameters then; for the rest before the closing fence. It writes
+rows of other nodes alone, into the full parameters that are not in use before its end, and reads shards, which are written again past
+the closing fence only. Since each rank begins it after its own writing, and it ends when all have taken part, whoever waited for it
+reads what is new. Units whose module did not run in the last forward are waited for at once: others may use their parameters.
 
 [Note: order] Reductions are collective, so all ranks issue them in one order: that of the modules, backwards. A unit whose gradients
 are complete earlier waits for those before it; what was not used at all on this rank is reduced, as zeros, at the end of the
@@ -13,6 +17,12 @@ backward.
 [Note: complete] When has a backward brought all gradients of a module? Where full parameters last: when autograd has added up the
 gradient of each parameter, which takes a hook each. Where they are freed, or where some got no gradient in the last backward: when the
 gradients of the module's inputs are there, which takes an autograd function around each call. At the latest at the end of the backward.
+
+[Note: second derivatives] A backward with create_graph=True makes a graph whose nodes use full parameters, and which a later backward
+enters before it comes to the modules' outputs. So where those are freed, such a backward leaves them gathered; a forward that follows
+gathers them anew. They are given back when the next forward begins after another backward has ended, which is taken for the one the
+graph was made for; one that enters the graph later still, by the gradients of a module's inputs, gathers them again. The
+gradients of a module are complete when those of the inputs are back in all graphs that live and were not freed.
 
 [Note: gradient buffers] The unit that is next in order moves each gradient into a buffer as soon as autograd has it, while it is in
 the core's cache; any other unit (the root's head, whose gradient comes first and is reduced last) keeps its gradients where autograd
@@ -34,6 +44,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpitrain.sharding.prefetch import Prefetch
 from mpitrain.sharding.ranks import Ranks
 from mpitrain.sharding.tree import Tree
 from mpitrain.sharding.unit import Unit
@@ -63,11 +74,17 @@ class Context:
                 "the parts of one model are sharded over different ranks; pass the same mesh for all of them"
             )
         self.phase = Phase.IDLE
+        self.makes_graph = False  # this backward: see [Note: second derivatives]
+        self.has_graph = False  # it, or one before it
+        self._graph_was_used = False
         self.comm_s = 0.0
         """Seconds spent in communication and in waiting for other ranks, since the beginning."""
         self._lasting = [unit for unit in self.units if unit.storage.lasts]
         self._stale = [unit for unit in self.units if unit.needs_refresh]  # after each step of the optimizer
         self._numbers = {id(unit): number for number, unit in enumerate(self.units)}
+        inner = [unit.storage.nbytes for state in states[1:] for unit in state.units if not unit.storage.lasts]
+        limit = states[0].prefetch_bytes
+        self.prefetch = Prefetch(max(inner, default=0) if limit is None else limit)
         self._gathers = 0  # a checksum of which units were gathered since the last reduction, in order
         self._is_shared = any(unit.storage.kind == "resident" for unit in self.units) and ranks.shard.node.size > 1
         self._order = [(state, unit) for state in reversed(states) for unit in state.units if unit.trained]
@@ -131,18 +148,28 @@ class Context:
             self._reducing.give_up_reduction()
             self._reducing = None
         self._tree.check()
+        self.has_graph = self.has_graph and not self._graph_was_used
         for state in self.states:
             state.begin()
         self.phase = Phase.FORWARD
         with self.communicating():
             for unit in self._stale:
-                unit.refresh()
+                unit.refresh(ahead=True)
             self._fence()
+        for state in self.states:
+            state.finish_refresh(of_idle=True)
         for unit in self._lasting:
-            unit.show_full()
+            if not unit.storage.is_under_way:
+                unit.show_full()
+        with self.communicating():
+            self.prefetch.begin("forward")
 
     def close(self) -> None:
         """After the outermost forward, and after a backward."""
+        with self.communicating():
+            self.prefetch.end()
+            for unit in self._stale:
+                unit.finish_refresh()
         for unit in self._lasting:
             unit.show_shards()
         self.phase = Phase.IDLE
@@ -157,13 +184,26 @@ class Context:
         """Back to idle after an exception in the middle of a step. No communication: the ranks may be anywhere."""
         for state in self.states:
             state.reset()
+        self.prefetch.reset()
         self._next = 0
         self._gathers = 0
         self.phase = Phase.IDLE
+        self.makes_graph = self.has_graph = False
+
+    def note_graph(self) -> None:
+        """This backward makes a graph of its own: see [Note: second derivatives]."""
+        self.makes_graph = self.has_graph = True
+
+    def gather_graph(self, grad: torch.Tensor) -> None:
+        """A backward enters the graph that an earlier one has made: see [Note: second derivatives]."""
+        self.begin_backward()
+        for state in self.states:
+            state.gather_graph()
 
     def note_gather(self, unit: Unit) -> None:
         """This rank has gathered a unit: see `_forget_unused`."""
         self._gathers = zlib.crc32(self._numbers[id(unit)].to_bytes(4), self._gathers)
+        self.prefetch.used(unit)
 
     # Backward
 
@@ -178,6 +218,8 @@ class Context:
             state.begin_backward()
         for unit in self._lasting:
             unit.show_full()
+        with self.communicating():
+            self.prefetch.begin("backward")
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def reduce_complete(self) -> None:
@@ -208,6 +250,7 @@ class Context:
         """Called by the autograd engine when all gradients of a backward are there."""
         for state in self.states:
             state.end_backward()
+        self._graph_was_used, self.makes_graph = not self.makes_graph, False
         self.reduce_complete()
         with self.communicating():
             self._end_reduction()
@@ -232,6 +275,7 @@ class Context:
         highest, lowest, used = most.tensor_split((len(gathers), 2 * len(gathers)))
         if not torch.equal(highest, 255 - lowest):
             self.reset()
+            self.prefetch.forget()
             raise RuntimeError(
                 "the ranks ran different sharded modules, or in different orders, and what they gathered and computed is wrong: all "
                 "ranks must run the same ones in private storage; shard modules of which each rank uses others (experts) as one, by "

@@ -20,7 +20,7 @@ from mpitrain.sharding.layout import Layout
 from mpitrain.sharding.module import ShardedModule, states_of
 from mpitrain.sharding.optimizers import watch_optimizers
 from mpitrain.sharding.policy import MixedPrecisionPolicy
-from mpitrain.sharding.ranks import Ranks, ranks_of
+from mpitrain.sharding.ranks import Ranks, group_of, ranks_of
 from mpitrain.sharding.state import State
 from mpitrain.sharding.storage import Gathered, Kept, Resident, Storage
 from mpitrain.sharding.unit import Unit
@@ -33,12 +33,13 @@ def fully_shard(
     mesh: Mesh | Communicator | None = None,
     *,
     stage: int = 3,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     units: Literal["auto", "one"] = "auto",
     storage: Literal["auto", "resident", "private"] = "auto",
+    prefetch_bytes: int | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
     """Shard the parameters of `module` that are in no unit yet over the ranks of `mesh`, in place; returns it.
@@ -53,7 +54,8 @@ def fully_shard(
         stage: what is cut over the ranks of `dp_shard`. 0: nothing, each rank has a copy of the model, gradients are averaged during
             the backward (as torch's DistributedDataParallel does); 1: the optimizer's state; 2: gradients too; 3: parameters too.
         reshard_after_forward: in stage 3 give private full parameters back after forward and gather them again for backward; False
-            keeps them.
+            keeps them. A number: between forward and backward so many neighbouring ranks, those of a node for instance, hold them
+            together, and gather them for backward among themselves. It divides the ranks that hold the shards; 1 is False, all True.
         mp_policy: dtypes; None: all as the parameters are.
         offload_policy: None, the only one so far.
         ignored_params: left as they are, on every rank.
@@ -63,6 +65,9 @@ def fully_shard(
         storage: where full parameters live. "resident": once in the memory of each node, which its ranks share; from stage 1 on.
             "private": of each rank its own, in stage 3 gathered before use and freed after it. "auto": resident for parameters on
             CPUs, as long as the memory of all nodes suffices, else private.
+        prefetch_bytes: private full parameters of stage 3 that may be gathered ahead of their use, in the order of the step before,
+            where that goes on while the rank computes: with a progress thread, or by NCCL. None: as many bytes as the longest part
+            sharded within this module has; 0: none. That of the outermost module counts.
         device: of parameters that are on the meta device; None: the CPU.
 
     Raises:
@@ -70,11 +75,13 @@ def fully_shard(
         OSError: on all ranks, if the node's shared memory is full and "resident" was asked for.
     """
     watch_optimizers()
-    _check_arguments(module, stage, reshard_after_forward, offload_policy, storage, units)
+    _check_arguments(module, stage, offload_policy, storage, units, prefetch_bytes)
+    ranks = ranks_of(mesh, whole=stage == 0)
+    reshards, num_group = _resharding(reshard_after_forward, ranks.shard.size if stage == 3 else None)
     ignored_params = list(ignored_params or ())
     shard_part = partial(
         fully_shard, mesh=mesh, stage=stage, reshard_after_forward=reshard_after_forward, ignored_params=ignored_params,
-        units="one", storage=storage, device=device,
+        units="one", storage=storage, prefetch_bytes=prefetch_bytes, device=device,
     )  # fmt: skip
     if units == "auto" and not states_of(module):
         for block in stacked_blocks(module):
@@ -85,7 +92,6 @@ def fully_shard(
             left = any(not hasattr(param, "shard_box") for param in part.parameters())
             if part is not module and left and not isinstance(part, ShardedModule) and policy.keeps(name, part):
                 shard_part(part, mp_policy=policy.of_kept())
-    ranks = ranks_of(mesh, whole=stage == 0)
     ignored = {id(param) for param in ignored_params}
     made = []
     for params in _groups(module, ignored):
@@ -98,21 +104,28 @@ def fully_shard(
             )
         if where.type == "cpu":
             keep_freed_memory()
-        made.append(Unit(params, ranks, policy, where, _storage(ranks, where, stage, storage)))
-    state = State(ranks, made, policy, stage=stage, reshard_after_forward=reshard_after_forward)
+        made.append(Unit(params, ranks, policy, where, _storage(ranks, where, stage, storage, num_group)))
+    state = State(ranks, made, policy, stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes)
     kind = type(module)
     module.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
     module._sharding = state  # type: ignore[assignment]
     return module
 
 
-def _storage(ranks: Ranks, device: torch.device, stage: int, asked: str) -> Callable[[Layout, torch.dtype], Storage]:
-    """What makes the Storage of a unit's full parameters."""
-    private = Gathered if stage == 3 and ranks.shard.size > 1 else Kept
+def _storage(
+    ranks: Ranks, device: torch.device, stage: int, asked: str, num_group: int | None
+) -> Callable[[Layout, torch.dtype], Storage]:
+    """What makes the Storage of a unit's full parameters. `num_group`: ranks that hold gathered ones between forward and backward."""
+
+    def private(layout: Layout, dtype: torch.dtype) -> Storage:
+        if stage < 3 or ranks.shard.size == 1:
+            return Kept(layout, ranks.shard, dtype, device)
+        group = None if num_group is None else group_of(ranks.shard, num_group)
+        return Gathered(layout, ranks.shard, dtype, device, group)
 
     def make(layout: Layout, dtype: torch.dtype) -> Storage:
         if asked == "private" or stage == 0 or device.type != "cpu":
-            return private(layout, ranks.shard, dtype, device)
+            return private(layout, dtype)
         resident = None
         try:
             resident = Resident(layout, ranks.shard, dtype, device)
@@ -121,13 +134,35 @@ def _storage(ranks: Ranks, device: torch.device, stage: int, asked: str) -> Call
                 raise
             _log.info("full parameters are private from here on: %s", error)
         everywhere = all(ranks.all.all_gather_object(resident is not None))  # each node knows of itself alone
-        return resident if everywhere and resident is not None else private(layout, ranks.shard, dtype, device)
+        return resident if everywhere and resident is not None else private(layout, dtype)
 
     return make
 
 
+def _resharding(asked: Any, size: int | None) -> tuple[bool, int | None]:
+    """Whether full parameters are given back after forward, and to how many ranks if not to all `size` that hold shards.
+
+    torch's meaning. `size`: None where full parameters are never given back.
+    """
+    if isinstance(asked, bool):
+        return asked, None
+    if not isinstance(asked, int) or asked < 1:
+        raise ValueError(
+            f"fully_shard: reshard_after_forward is {asked!r}; expected True, False, or a number of ranks from 1"
+        )
+    if size is None or asked == 1:
+        return asked != 1, None
+    if size % asked:
+        factors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ValueError(
+            f"fully_shard: reshard_after_forward is {asked}, which does not divide the {size} ranks that hold the shards; expected one "
+            f"of {factors}, or True or False"
+        )
+    return True, None if asked == size else asked
+
+
 def _check_arguments(
-    module: nn.Module, stage: int, reshard_after_forward: Any, offload_policy: Any, storage: str, units: str
+    module: nn.Module, stage: int, offload_policy: Any, storage: str, units: str, prefetch_bytes: Any
 ) -> None:
     if isinstance(module, ShardedModule):
         raise ValueError(f"fully_shard: this {type(module).__name__} is sharded already")
@@ -137,8 +172,10 @@ def _check_arguments(
         raise ValueError(
             "fully_shard: in stage 0 each rank has a copy of its own; pass storage='auto', or stage 1 to 3"
         )
-    if not isinstance(reshard_after_forward, bool):
-        raise ValueError(f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; expected True or False")
+    if prefetch_bytes is not None and (type(prefetch_bytes) is not int or prefetch_bytes < 0):
+        raise ValueError(
+            f"fully_shard: prefetch_bytes is {prefetch_bytes!r}; expected a number of bytes from 0, or None"
+        )
     if offload_policy is not None:
         raise ValueError("fully_shard: offload_policy is not available yet; leave it None")
     if storage not in ("auto", "resident", "private"):

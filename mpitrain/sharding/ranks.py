@@ -28,6 +28,15 @@ class Ranks(NamedTuple):
 
 # Splitting is collective and costs communicators, so once for all units of a model.
 _alone: "weakref.WeakKeyDictionary[Communicator, Communicator]" = weakref.WeakKeyDictionary()
+_groups: "weakref.WeakKeyDictionary[Communicator, dict[int, Communicator]]" = weakref.WeakKeyDictionary()
+
+
+def group_of(shard: Communicator, size: int) -> Communicator:
+    """The `size` ranks of `shard`, neighbours in its order, among which this one is. `size` divides that of `shard`. Collective."""
+    groups = _groups.setdefault(shard, {})
+    if size not in groups:
+        groups[size] = shard.split(shard.rank // size)
+    return groups[size]
 
 
 def ranks_of(mesh: Mesh | Communicator | None, *, whole: bool = False) -> Ranks:

@@ -1,6 +1,8 @@
 """One sharded module: what happens around its forward and in its backward."""
 
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,11 +25,13 @@ class State:
         *,
         stage: int,
         reshard_after_forward: bool,
+        prefetch_bytes: int | None = None,
     ) -> None:
         self.ranks = ranks
         self.units = units
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
+        self.prefetch_bytes = prefetch_bytes  # that of the outermost module counts
         self.reduces_early = stage != 1  # as soon as this module's gradients are there, not at the end of the backward
         self.context: Context | None = None
         self.sync_gradients = True
@@ -38,9 +42,15 @@ class State:
         self._num_trained = sum(len(unit.params) for unit in units if unit.trained)
         self._counts = not self._gathered  # gradients, to know when it is complete
         self._missing = 0  # gradients that this backward has not brought yet; -1: they are not counted
+        self._has_run = False  # a forward, since the last fence opened
         self._is_held = False  # full until `let_go`
         self._ran = False  # a forward whose backward may come
-        self._pending = 0  # forwards whose backward has not come yet: a module may be used twice
+        self._in_graph = False  # that a backward has made: see [Note: second derivatives] in context.py
+        self._was_in_graph = False  # of any backward so far
+        # Of forwards whose backward may come, the nodes that `_watch_inputs` put into the graph, while those live: a module may be used
+        # twice, a graph gone through twice.
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._returned: weakref.WeakSet[Any] = weakref.WeakSet()  # those of them that this backward has come to
 
     # Around forward
 
@@ -55,6 +65,7 @@ class State:
         outermost = context.phase is not Phase.FORWARD
         if outermost:
             context.open()
+        self._has_run = True
         try:
             self._gather()
             args, kwargs = self._cast_inputs(args, kwargs)
@@ -70,34 +81,56 @@ class State:
                 context.reset()  # no fence: the other ranks may be anywhere
             raise
         # The outermost module's backward comes first: what it holds stays gathered for it.
-        self.release(keep=not self.reshard_after_forward or (outermost and torch.is_grad_enabled()))
+        self.release(keep=not self.reshard_after_forward or (outermost and with_grad), for_backward=with_grad)
         if outermost:
             context.close()
         return output
 
     def _gather(self) -> None:
-        """Fill and show what does not last. Idempotent. Collective."""
+        """Fill and show what does not last, or is being refreshed. Idempotent. Collective."""
         assert self.context is not None
+        self.finish_refresh()
         for unit in self._gathered:
             with self.context.communicating():
                 if unit.gather():
                     self.context.note_gather(unit)
             unit.show_full()
 
+    def finish_refresh(self, *, of_idle: bool = False) -> None:
+        """Wait for what is being refreshed, and show it. `of_idle`: if this module did not run in the last forward, at its fence."""
+        if of_idle:
+            has_run, self._has_run = self._has_run, False
+            if has_run:
+                return
+        assert self.context is not None
+        for unit in self.units:
+            if unit.storage.lasts and unit.storage.is_under_way:
+                with self.context.communicating():
+                    unit.finish_refresh()
+                unit.show_full()
+
     def begin(self) -> None:
         """Before the outermost forward: what an earlier one has left full holds the values of then."""
+        assert self.context is not None
         for unit in self._gathered:
             unit.check_owners()  # before the shards are shown again in place of what somebody has put there
+        in_graph, self._in_graph = self._in_graph and self.context.has_graph, False
         self.release()
+        if in_graph:
+            self._gather()
+            self._in_graph = True
 
-    def release(self, *, keep: bool = False) -> None:
-        """Show the shards, and give back the memory of what does not last, unless it is held or to `keep`."""
+    def release(self, *, keep: bool = False, for_backward: bool = False) -> None:
+        """Show the shards, and give back the memory of what does not last, unless it is held or to `keep`.
+
+        `for_backward`: all of it or, where that was asked for, but this rank's piece of a smaller group's.
+        """
         if self._is_held:
             return
         for unit in self._gathered:
             unit.show_shards()
-            if not keep:
-                unit.release()
+            if not (keep or self._in_graph):
+                unit.release(for_backward=for_backward)
 
     def hold(self) -> None:
         """Fill and show what does not last, until `let_go`. Collective."""
@@ -129,10 +162,13 @@ class State:
 
     def reset(self) -> None:
         """As if no forward had begun."""
-        self._pending = 0
-        self.complete = self._ran = False
+        self._graphs.clear()
+        self._returned.clear()
+        self.complete = self._ran = self._in_graph = False
         self.reshard()
         for unit in self.units:
+            with suppress(Exception):  # the one that led here says more
+                unit.finish_refresh()
             unit.drop_grads()
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -153,7 +189,6 @@ class State:
         watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not watched:
             return args, kwargs  # nothing flows back through it: complete at the end of the backward
-        self._pending += 1
         passed = _AfterBackward.apply(self, *(leaves[i] for i in watched))
         for i, tensor in zip(watched, passed, strict=True):
             leaves[i] = tensor
@@ -167,14 +202,17 @@ class State:
 
     def _before_backward(self, grad: torch.Tensor) -> torch.Tensor:
         assert self.context is not None
-        if self._gathered and torch.is_grad_enabled():
-            raise RuntimeError(
-                "second derivatives (create_graph=True) need full parameters that stay in memory: pass storage='resident', or "
-                "stage=2, to fully_shard"
-            )
         self.context.begin_backward()
+        if torch.is_grad_enabled():
+            self.context.note_graph()
+            self._in_graph = self._was_in_graph = True
         self._gather()
         return grad
+
+    def gather_graph(self) -> None:
+        """A backward is about to use full parameters of a graph that an earlier one made. Idempotent. Collective."""
+        if self._was_in_graph:
+            self._gather()
 
     def begin_backward(self) -> None:
         """A backward has begun, perhaps elsewhere."""
@@ -187,11 +225,17 @@ class State:
         if self._missing == 0:
             self._completed()
 
-    def after_backward(self) -> None:
+    def add_graph(self, node: Any) -> None:
+        """A forward has begun whose inputs' gradients come back to `node`, as `after_backward` is told."""
+        self._graphs.add(node)
+
+    def after_backward(self, node: Any) -> None:
         """The gradients of one forward's inputs are there."""
-        self._pending -= 1
-        if self._pending <= 0:
-            self._pending = 0
+        assert self.context is not None
+        self._returned.add(node)
+        if self.context.makes_graph:
+            return  # which is to be gone through again
+        if all(other in self._returned or _is_spent(other) for other in self._graphs):
             self.release()
             self._completed()
 
@@ -202,9 +246,10 @@ class State:
 
     def end_backward(self) -> None:
         """The whole backward has ended."""
-        if self._missing > 0 and self._ran:
+        assert self.context is not None
+        if self._missing > 0 and self._ran and not self.context.makes_graph:
             self._counts = False
-        self._pending = 0
+        self._returned.clear()
         self._ran = False
         self.release()
         self.complete = True
@@ -216,12 +261,26 @@ class _AfterBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, state: State, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.state = state
+        state.add_graph(ctx)
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.state.after_backward()
+        ctx.state.after_backward(ctx)
+        if torch.is_grad_enabled():
+            for grad in grads:
+                if grad is not None and grad.requires_grad:
+                    grad.register_hook(ctx.state.context.gather_graph)
         return (None, *grads)
+
+
+def _is_spent(node: Any) -> bool:
+    """Whether a backward has gone through a graph's node, and freed what it saved: no other will."""
+    try:
+        node.saved_tensors  # noqa: B018
+    except RuntimeError:
+        return True
+    return False
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}

@@ -142,17 +142,25 @@ class Unit:
         """Whether full parameters last and have to be brought up to date."""
         return self.storage.needs_refresh(self._shard)
 
-    def refresh(self) -> None:
-        """Bring lasting full parameters up to date with the shards. Collective; between the fences only."""
-        self.storage.refresh(self._shard)
+    def refresh(self, *, ahead: bool = False) -> None:
+        """Bring lasting full parameters up to date with the shards, `ahead` by the time of `finish_refresh`. Collective."""
+        self.storage.refresh(self._shard, ahead=ahead)
+
+    def finish_refresh(self) -> None:
+        """Wait until a refresh that was begun has ended."""
+        self.storage.finish()
 
     def gather(self) -> bool:
         """Fill full parameters that do not last. Collective where they are not full. Returns whether they were not."""
         return self.storage.gather(self._shard)
 
-    def release(self) -> None:
-        """Give the memory back of full parameters that do not last."""
-        self.storage.release()
+    def begin_gather(self) -> None:
+        """Begin to fill the empty full parameters: `gather` ends it. Collective."""
+        self.storage.begin_gather(self._shard)
+
+    def release(self, *, for_backward: bool = False) -> None:
+        """Give the memory back of full parameters that do not last. `for_backward`: see Storage."""
+        self.storage.release(for_backward=for_backward)
 
     # Gradients
 

@@ -176,6 +176,9 @@ class TwoNodes:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._mpi, name)
 
+    def Dup(self) -> Any:  # noqa: N802
+        return TwoNodes(self._mpi.Dup())
+
     def Split_type(self, kind: int) -> Any:  # noqa: N802
         return self._mpi.Split(self._mpi.rank % 2)
 
@@ -186,6 +189,15 @@ def two_nodes(comm: Any) -> Any:
     import collectives
 
     return collectives.Communicator(TwoNodes(comm.mpi.Dup()))
+
+
+@pytest.fixture(scope="session")
+def two_nodes_flying(comm: Any) -> Any:
+    """As `two_nodes`, with a progress thread."""
+    import collectives
+    from collectives.work import Thread
+
+    return collectives.Communicator(TwoNodes(comm.mpi.Dup()), progress=Thread())
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
 """No rank reads a parameter while another one writes it, however slow some are: see [Note: fences] in mpitrain/sharding/context.py."""
 
+import copy
 import random
 import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -76,15 +79,78 @@ def run(model: nn.Module, comm: Communicator, rows: slice, folder: Path, pause, 
     return seen
 
 
-def test_slow_ranks_change_nothing(comm: Communicator, shared_tmp: Path, tmp_path: Path) -> None:
+def behind(model: Any) -> int:
+    """How many units are being refreshed still when the first module runs, in a forward that changes nothing."""
+    counts: list[int] = []
+    units = model._sharding.context.units
+    handle = model[0][0].register_forward_hook(
+        lambda *_: counts.append(sum(unit.storage.is_under_way for unit in units))
+    )
+    with torch.no_grad():
+        model(torch.zeros(1, 17))
+    handle.remove()
+    assert not any(unit.storage.is_under_way for unit in units)
+    return counts[0] + 1  # the one of this module was waited for
+
+
+@pytest.mark.parametrize("nodes", ["comm", "two_nodes", "two_nodes_flying"])
+@pytest.mark.parametrize("options", [{"storage": "resident"}, {"stage": 2, "storage": "private"}])
+def test_slow_ranks_change_nothing(
+    nodes: str, options: dict[str, Any], shared_tmp: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """On the nodes there are, on two, and on two where full parameters are refreshed behind the forward."""
+    if nodes != "comm" and request.getfixturevalue("comm").num_nodes > 1:
+        pytest.skip("the ranks of what would seem a node share no memory")
+    comm: Communicator = request.getfixturevalue(nodes)
     rng = random.Random(comm.rank)
     model, plain = model_of(rng), model_of(random.Random(0))
     for module in plain.modules():
         if isinstance(module, Slow):
             module.pause = lambda: None  # type: ignore[method-assign]
-    fully_shard(model, comm, storage="resident")
+    fully_shard(model, comm, **options)
     rows = slice(12 // comm.size * comm.rank, 12 // comm.size * (comm.rank + 1))
     got = run(model, comm, rows, shared_tmp, Slow(rng).pause, clip_grad_norm_)
     expected = run(plain, comm, slice(None), tmp_path / "plain", lambda: None, clip_grad_norm_)
     torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-3, atol=1e-4)
+    if comm.has_progress_thread and comm.num_nodes > 1:
+        assert behind(model) >= 3, "the blocks are waited for when they run"
     assert all(values == got for values in comm.all_gather_object(got)), "the ranks saw different parameters"
+
+
+@pytest.mark.one_node
+def test_parameters_that_other_modules_use(two_nodes_flying: Communicator) -> None:
+    """A block that never runs, whose weight its parent uses, and an exception, while refreshes are under way."""
+
+    class Borrower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.lender, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+            self.fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = nn.functional.linear(self.first(x), self.lender.weight, self.lender.bias)
+            if self.fails:
+                raise ArithmeticError
+            return self.last(x)
+
+    comm = two_nodes_flying
+    torch.manual_seed(0)
+    model = Borrower()
+    plain = copy.deepcopy(model)
+    for part in (model.first, model.lender, model.last):
+        fully_shard(part, comm, storage="resident")
+    fully_shard(model, comm, storage="resident")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for seed in range(5):
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed))
+        if seed == 3:
+            model.fails = True
+            with pytest.raises(ArithmeticError):
+                model(x)
+            model.fails = False
+        losses = [m(x).square().mean() for m in (model, plain)]
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()

@@ -138,30 +138,6 @@ def test_named_modules_compute_in_fp32(comm: Communicator, way: str) -> None:
             torch.testing.assert_close(shard.grad, want, rtol=0.1, atol=2e-2)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_second_derivatives_with_respect_to_inputs(comm: Communicator, way: str) -> None:
-    model, plain = pair(comm, way)
-
-    def penalty(m: nn.Module) -> torch.Tensor:
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        (slope,) = torch.autograd.grad(m(x).square().sum(), x, create_graph=True)
-        return slope.square().sum()
-
-    if way == "stage 3, private" and comm.size > 1:
-        with pytest.raises(RuntimeError, match="pass storage='resident', or stage=2"):
-            penalty(model)
-        loss_of(model, 0).backward()  # and the model works on
-        return
-    if "copies" in way and "private" in way:
-        return
-    penalty(model).backward()
-    penalty(plain).backward()
-    for name, shard in model.named_parameters():
-        if hasattr(shard, "shard_box"):
-            want = rows_of(dict(plain.named_parameters())[name].grad, shard.shard_box)
-            torch.testing.assert_close(shard.grad, want, rtol=1e-4, atol=1e-5)
-
-
 def test_optimizers_that_would_go_wrong_are_refused(comm: Communicator) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))

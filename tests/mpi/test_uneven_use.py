@@ -87,34 +87,6 @@ def test_experts_are_in_the_unit_of_their_layer(comm: Communicator, storage: str
         ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_of_gradients(comm: Communicator, way: str) -> None:
-    """A penalty on the gradient of the inputs; with parameters that are freed and gathered again it is refused."""
-    model, plain = pair()
-    options = options_of(comm, way)
-    fully_shard(model, options.pop("mesh", comm), **options)
-    gathers = any(not unit.storage.lasts for unit in model._sharding.units)
-
-    def backward(model: nn.Module) -> None:
-        x = X.clone().requires_grad_()
-        loss = model(x, [0, 1, 2]).square().sum()
-        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + grad.square().sum()).backward()
-
-    if gathers:
-        with pytest.raises(RuntimeError, match="second derivatives"):
-            backward(model)
-        model.zero_grad()
-        model(X, [0, 1, 2]).square().sum().backward()
-        plain(X, [0, 1, 2]).square().sum().backward()
-    else:
-        backward(model)
-        backward(plain)
-    for shard, full in zip(model.parameters(), plain.parameters(), strict=True):
-        want = rows_of(full.grad, shard.shard_box)
-        torch.testing.assert_close(shard.grad, want, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("storage", ["resident", "private"])
 def test_an_exception_while_activations_are_computed_again(comm: Communicator, storage: str) -> None:
     torch.manual_seed(0)

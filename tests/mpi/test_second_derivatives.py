@@ -1,0 +1,143 @@
+"""Gradients of gradients (create_graph=True), in all ways of sharding: against plain torch."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+from ways import WAYS, options_of
+
+from collectives import Communicator
+from mpitrain.sharding import fully_shard
+from mpitrain.sharding.layout import rows_of
+
+ROWS = 8
+
+
+class Net(nn.Module):
+    """An embedding and a head around blocks, of which one runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in range(3))
+        self.head = nn.Linear(6, 2)
+        self.checkpoints = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.hidden = torch.tanh(self.first(x))
+        for number in (0, 1, 0, 2):
+            block = self.blocks[number]
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x))
+        return self.head(torch.tanh(x))
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def slope(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    (grad,) = torch.autograd.grad(y, x, create_graph=True)
+    return grad
+
+
+def penalty(m: Net, seed: int, rows: slice) -> None:
+    """Of the gradient of the inputs (WGAN-GP), with the loss itself."""
+    x = batch(seed)[rows]
+    loss = m(x).square().mean()
+    (loss + slope(loss * len(x), x).square().mean()).backward()
+
+
+def penalty_alone(m: Net, seed: int, rows: slice) -> None:
+    x = batch(seed)[rows]
+    slope(m(x).square().sum(), x).square().mean().backward()
+
+
+def of_hidden(m: Net, seed: int, rows: slice) -> None:
+    """Of the gradient of what no module has as its input, where no input needs a gradient."""
+    loss = m(batch(seed)[rows].detach()).square().sum()
+    slope(loss, m.hidden).square().mean().backward()
+
+
+def forwards_between(m: Net, seed: int, rows: slice) -> None:
+    """Other forwards, and a backward, between the gradient and its backward."""
+    x = batch(seed)[rows]
+    grad = slope(m(x).square().sum(), x)
+    other = m(batch(seed + 100)[rows].detach()).square().mean()
+    with torch.no_grad():
+        m(x)
+    other.backward()
+    grad.square().mean().backward()
+
+
+def late(m: Net, seed: int, rows: slice) -> None:
+    """A forward after a backward of something else, before that of the gradient."""
+    x = batch(seed)[rows]
+    grad = slope(m(x).square().sum(), x)
+    m(batch(seed + 100)[rows]).square().mean().backward()
+    last = m(batch(seed + 200)[rows]).square().mean()
+    (last + grad.square().mean()).backward()
+
+
+def thrice(m: Net, seed: int, rows: slice) -> None:
+    """A gradient of a gradient of a gradient."""
+    x = batch(seed)[rows]
+    grad = slope(slope(m(x).square().sum(), x).square().sum(), x)
+    (grad.square().mean() * 1e-2).backward()
+
+
+def ordinary(m: Net, seed: int, rows: slice) -> None:
+    mse_loss(m(batch(seed)[rows].detach()), torch.zeros(1, 2).expand(ROWS, 2)[rows]).backward()
+
+
+def twice_through(m: Net, seed: int, rows: slice) -> None:
+    """No second derivative, but one graph gone through twice."""
+    loss = m(batch(seed)[rows]).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+KINDS: list[Callable[[Net, int, slice], None]] = [
+    penalty, penalty_alone, of_hidden, forwards_between, late, thrice, twice_through,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_equal_the_plain_model(comm: Communicator, way: str, kind: Callable, checkpoints: bool) -> None:
+    """Steps with second derivatives and without in turn; all is given back when the next forward has ended."""
+    torch.manual_seed(0)
+    model = Net()
+    model.checkpoints = checkpoints
+    plain = copy.deepcopy(model)
+    options = options_of(comm, way)
+    mesh = options.pop("mesh", comm)
+    for block in model.blocks:
+        fully_shard(block, mesh, **options)
+    fully_shard(model, mesh, **options)
+    each = ROWS // comm.size
+    mine, whole = slice(each * comm.rank, each * (comm.rank + 1)), slice(each * comm.size)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for step, run in enumerate([kind, ordinary, kind]):
+        for m, rows, optimizer in ((model, mine, optimizers[0]), (plain, whole, optimizers[1])):
+            run(m, step, rows)
+            if m is model:
+                grads = [param.grad for param in m.parameters()]
+            else:
+                for grad, full, shard in zip(grads, m.parameters(), model.parameters(), strict=True):
+                    assert (grad is None) == (full.grad is None)
+                    if grad is not None:
+                        want = rows_of(full.grad, shard.shard_box)
+                        torch.testing.assert_close(grad, want, rtol=1e-3, atol=1e-5)
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch(0)), plain(batch(0)), rtol=1e-3, atol=1e-4)
+    for state in model._sharding.context.states:
+        for unit in state.units:
+            assert unit.storage.lasts or unit.storage.is_empty
