@@ -1,12 +1,13 @@
 """Control between all ranks: barriers, small Python objects, and errors that all of them raise. Never data."""
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal, overload
 
 from collectives import diagnosis
 from collectives.arguments import rank_of
 from collectives.diagnosis.record import Entry, Log
-from collectives.work import Progress
+from collectives.transports.meeting import IN_ORDER
+from collectives.work import Arrived, Progress, Work
 
 
 class Control:
@@ -17,12 +18,34 @@ class Control:
     checked: bool
     _progress: Progress
     _log: Log
+    _transports: dict[str, Any]
+    _issues: Any
+    _on_progress: Any
 
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
+    @overload
+    def barrier(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def barrier(self, *, async_op: Literal[True]) -> Work: ...
+
+    def barrier(self, *, async_op: bool = False) -> Work | None:
+        """Return when every rank has called it; with `async_op` at once, and `wait()` of the Work returns then.
+
+        Within a node no rank has to wait for the Work: that this one has called is seen by the others without its doing.
+        """
+        if async_op:
+            return self._issue_barrier()
         self._progress.flush()
         with self._enter("barrier"):
             self.mpi.Barrier()
+        return None
+
+    def _issue_barrier(self) -> Work:
+        self._progress.pending()  # an error on a communicator that was freed
+        shared = self._transports.get("shared")
+        if IN_ORDER and shared is not None and not self.checked:
+            return Arrived(shared.posts.barriers, self._log.enter("barrier"))
+        return self._progress.issue(self._on_progress().barrier, "barrier", self._issues)
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """The root's `obj`, on every rank. Pickled: for small control messages, never for data."""

@@ -17,12 +17,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from collectives.diagnosis.record import ENDED, FAILED, Entry, Log
 from collectives.diagnosis.stacks import issued_here
 from collectives.diagnosis.together import on_all_ranks
 from collectives.environment import switch
+from collectives.transports.meeting import Meeting
 from collectives.transports.posted import Post
 
 
@@ -58,6 +60,26 @@ class Work(ABC):
         except BaseException as error:
             self._error = error
         self._ended = True
+
+
+class Arrived(Work):
+    """A barrier that this rank has come to, where the others see that without its doing."""
+
+    def __init__(self, meeting: Meeting, entry: Entry) -> None:
+        super().__init__()
+        self._meeting, self._count, self._entry, self._site = meeting, meeting.arrive(), entry, issued_here()
+        entry.leave()  # unless somebody waits
+
+    def done(self) -> bool:
+        self._ended = self._ended or self._meeting.is_complete(self._count)
+        return self._ended
+
+    def _finish(self) -> None:
+        if not self.done():
+            self._entry.wait()
+            self._site.carry_out(partial(self._meeting.wait, self._count))
+            self._entry.leave()
+            self._ended = True
 
 
 class Progress(ABC):

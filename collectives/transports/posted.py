@@ -52,10 +52,10 @@ class Posts:
 
     def __init__(self, mpi: Any, memory: NodeMemory) -> None:
         self._rank, self._size, self._memory = mpi.rank, mpi.size, memory
-        lengths = [WORDS * mpi.size, WORDS * mpi.size, _SLOTS * mpi.size * _SAID]
+        lengths = [*[WORDS * mpi.size] * 3, _SLOTS * mpi.size * _SAID]
         words = memoryview(NodeMemory(mpi).shared(8 * sum(lengths))).cast("Q")  # type: ignore[arg-type]
-        posted, read, self._board = (words[slice(*part)] for part in parts(lengths))
-        self.posted, self.read = Meeting(mpi, posted), Meeting(mpi, read)
+        *meetings, self._board = (words[slice(*part)] for part in parts(lengths))
+        self.posted, self.read, self.barriers = (Meeting(mpi, words) for words in meetings)
         self._number = 0  # of the last operation
 
     def takes(self, flat: np.ndarray) -> bool:

@@ -10,6 +10,11 @@ rows of other nodes alone, into the full parameters that are not in use before i
 the closing fence only. Since each rank begins it after its own writing, and it ends when all have taken part, whoever waited for it
 reads what is new. Units whose module did not run in the last forward are waited for at once: others may use their parameters.
 
+[Note: fence put off] After a forward that a backward will follow a rank passes the closing fence without waiting: it comes to the
+barrier, and goes on. The fence that closes the backward stands for it. Whatever else could write shards before that (an optimizer,
+an EMA, whoever asks the model for its parameters) first waits until all have come: `finish_forwards`, `settle`. Who kept a shard from
+before and writes to it meanwhile gets an error, by its version counter.
+
 [Note: order] Reductions are collective, so all ranks issue them in one order: that of the modules, backwards. A unit whose gradients
 are complete earlier waits for those before it; what was not used at all on this rank is reduced, as zeros, at the end of the
 backward.
@@ -44,6 +49,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from collectives import Work
 from mpitrain.sharding.prefetch import Prefetch
 from mpitrain.sharding.ranks import Ranks
 from mpitrain.sharding.tree import Tree
@@ -51,6 +57,15 @@ from mpitrain.sharding.unit import Unit
 
 if TYPE_CHECKING:
     from mpitrain.sharding.state import State
+
+
+_put_off: "weakref.WeakSet[Context]" = weakref.WeakSet()  # see [Note: fence put off]
+
+
+def finish_forwards() -> None:
+    """Before shards are written: see [Note: fence put off]. Not collective: the other ranks come to it by themselves."""
+    for context in list(_put_off):
+        context.settle()
 
 
 class Phase(Enum):
@@ -87,6 +102,8 @@ class Context:
         self.prefetch = Prefetch(max(inner, default=0) if limit is None else limit)
         self._gathers = 0  # a checksum of which units were gathered since the last reduction, in order
         self._is_shared = any(unit.storage.kind == "resident" for unit in self.units) and ranks.shard.node.size > 1
+        self._barrier: Work | None = None  # put off
+        self._versions = 0  # of the shards at that time
         self._order = [(state, unit) for state in reversed(states) for unit in state.units if unit.trained]
         self._next = 0  # in that order: the unit to reduce next
         self._reduced: list[Unit] = []  # in this backward
@@ -147,6 +164,7 @@ class Context:
         if self._reducing is not None:  # since an exception
             self._reducing.give_up_reduction()
             self._reducing = None
+        self._pass()
         self._tree.check()
         self.has_graph = self.has_graph and not self._graph_was_used
         for state in self.states:
@@ -164,8 +182,8 @@ class Context:
         with self.communicating():
             self.prefetch.begin("forward")
 
-    def close(self) -> None:
-        """After the outermost forward, and after a backward."""
+    def close(self, *, before_backward: bool = False) -> None:
+        """After the outermost forward, which a backward may follow, and after a backward."""
         with self.communicating():
             self.prefetch.end()
             for unit in self._stale:
@@ -173,8 +191,39 @@ class Context:
         for unit in self._lasting:
             unit.show_shards()
         self.phase = Phase.IDLE
+        if before_backward and self._is_shared:
+            self._barrier = self.ranks.shard.node.barrier(async_op=True)
+            self._versions = self._count_versions()
+            _put_off.add(self)
+            return
         with self.communicating():
             self._fence()
+
+    def settle(self) -> None:
+        """Wait for the fence that was put off, if one was: see [Note: fence put off]."""
+        if self._barrier is not None:
+            with self.communicating():
+                self._barrier.wait()
+            self._forget_barrier()
+
+    def _pass(self) -> None:
+        """The step goes on, and nobody had to wait for the fence that was put off."""
+        if self._barrier is None:
+            return
+        self._forget_barrier()
+        if self._count_versions() != self._versions:
+            raise RuntimeError(
+                "parameters were written between a forward that recorded a graph and its backward, while other ranks may have been "
+                "reading them; run a forward without backward under torch.no_grad(), or get the parameters to write to anew from "
+                "model.parameters()"
+            )
+
+    def _forget_barrier(self) -> None:
+        self._barrier = None
+        _put_off.discard(self)
+
+    def _count_versions(self) -> int:
+        return sum(param.shard._version for unit in self._lasting for param in unit.params)
 
     def _fence(self) -> None:
         if self._is_shared:
@@ -188,6 +237,7 @@ class Context:
         self._next = 0
         self._gathers = 0
         self.phase = Phase.IDLE
+        self._forget_barrier()
         self.makes_graph = self.has_graph = False
 
     def note_graph(self) -> None:
@@ -211,6 +261,7 @@ class Context:
         """At the first gradient that is seen of a backward."""
         if self.phase is Phase.BACKWARD:
             return
+        self._pass()
         self.phase = Phase.BACKWARD
         self._next = 0
         self._reduced.clear()

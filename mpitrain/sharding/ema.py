@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from mpitrain.sharding.context import finish_forwards
+
 
 class EMA:
     """The average of this rank's shards: `average = decay * average + (1 - decay) * weights` at each `update()`.
@@ -43,6 +45,7 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        finish_forwards()
         for name, param in self._params.items():
             kept = param.detach().clone()
             param.copy_(self.tensors[name])

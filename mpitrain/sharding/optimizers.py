@@ -1,4 +1,4 @@
-"""Optimizers that would do something else on shards than on whole parameters are refused at their first step."""
+"""Before an optimizer's step: nobody reads the shards any more, and the step does on shards what it would do on whole parameters."""
 
 import functools
 import weakref
@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from mpitrain.sharding.context import finish_forwards
 
 # By name, as most live in packages of their own. They take norms, means or products of a whole matrix, or of all parameters.
 NOT_ELEMENTWISE = frozenset(
@@ -23,6 +25,7 @@ def watch_optimizers() -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    finish_forwards()
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _checked.get(optimizer) == count:
         return

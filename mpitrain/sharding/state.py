@@ -83,7 +83,7 @@ class State:
         # The outermost module's backward comes first: what it holds stays gathered for it.
         self.release(keep=not self.reshard_after_forward or (outermost and with_grad), for_backward=with_grad)
         if outermost:
-            context.close()
+            context.close(before_backward=with_grad)
         return output
 
     def _gather(self) -> None:
@@ -156,9 +156,12 @@ class State:
             unit.release()
 
     def tidy(self) -> None:
-        """Of a backward that ended in an exception nobody tells: it left the full parameters shown."""
-        if self.context is not None and self.context.phase is Phase.BACKWARD and not _in_backward():
+        """Before somebody gets hold of the shards. A backward that ended in an exception nobody tells left full parameters shown."""
+        if self.context is None:
+            return
+        if self.context.phase is Phase.BACKWARD and not _in_backward():
             self.context.reset()
+        self.context.settle()
 
     def reset(self) -> None:
         """As if no forward had begun."""

@@ -154,3 +154,80 @@ def test_parameters_that_other_modules_use(two_nodes_flying: Communicator) -> No
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def two_linears(comm: Communicator) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))
+    fully_shard(model, comm, storage="resident")
+    return model
+
+
+WRITERS = {
+    "parameters asked for": lambda model, _: [param.mul_(2) for param in model.parameters()],
+    "optimizer": lambda model, optimizer: optimizer.step(),
+    "state dict": lambda model, _: [value.mul_(2) for value in model.state_dict().values()],
+}
+
+
+@pytest.mark.one_node
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_rank_writes_when_the_others_have_read(comm: Communicator, writer: str) -> None:
+    """After a forward that has no backward, on all ranks but one that is late in that forward."""
+    model = two_linears(comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.ones(1, 9)
+    model(x).sum().backward()
+    rng = random.Random(1)
+    with torch.no_grad():
+        expected = model(x)
+    late = model[1].register_forward_pre_hook(lambda *_: time.sleep(0.2 * (comm.rank == 0)))
+    for _ in range(3):
+        got = model(x).detach()
+        with torch.no_grad():
+            WRITERS[writer](model, optimizer)
+        assert torch.equal(got, expected)
+        with torch.no_grad():
+            expected = model(x)
+        time.sleep(0.01 * rng.random())
+    late.remove()
+
+
+@pytest.mark.one_node
+def test_an_average_is_swapped_in_when_the_others_have_read(comm: Communicator) -> None:
+    model = two_linears(comm)
+    average = mpitrain.EMA(model, 0.5)
+    for tensor in average.tensors.values():
+        tensor.zero_()
+    x = torch.ones(1, 9)
+    with torch.no_grad():
+        expected = model(x)
+    late = model[1].register_forward_pre_hook(lambda *_: time.sleep(0.2 * (comm.rank == 0)))
+    got = model(x).detach()
+    with average.swapped():
+        late.remove()
+        assert torch.equal(got, expected)
+        with torch.no_grad():
+            assert not model(x).any()
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+
+
+@pytest.mark.one_node
+def test_writing_to_kept_parameters_before_the_backward_is_an_error(comm: Communicator) -> None:
+    """Where no rank could know that the others are still reading."""
+    if comm.size == 1:
+        pytest.skip("nobody else reads")
+    model = two_linears(comm)
+    kept = list(model.parameters())
+    x = torch.ones(1, 9)
+    for go_on in (lambda loss: loss.backward(), lambda loss: model(x)):
+        loss = model(x).sum()
+        with torch.no_grad():
+            for param in kept:
+                param.mul_(1.0)
+        with pytest.raises(RuntimeError, match="between a forward that recorded a graph and its backward"):
+            go_on(loss)
+        comm.barrier()
+    model(x).sum().backward()  # and on it goes
+    assert all(param.grad is not None for param in kept)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from collectives import Communicator, Work
-from collectives.work import Deferred, Posted
+from collectives.work import Deferred, Posted, Thread
 
 pytestmark = pytest.mark.one_node
 
@@ -130,3 +130,46 @@ def test_what_cannot_be_posted_is_deferred(deferring: Communicator) -> None:
         assert (out == comm.size).all()
     with pytest.raises(ValueError, match="accumulate"):
         comm.reduce_scatter(np.empty(4), in_node, accumulate="fp8", async_op=True)
+
+
+# A barrier that nobody has to wait for
+
+
+def test_a_barrier_ends_when_all_have_come(deferring: Communicator) -> None:
+    comm = deferring
+    for _ in range(20):
+        comm.barrier(async_op=True)  # dropped: nobody waits
+    flag: Any = comm.node.shared(comm.size, np.int64)
+    for k in range(1, 50):
+        if comm.rank == k % comm.size:
+            time.sleep(1e-3)
+        flag[comm.rank] = k
+        work = comm.barrier(async_op=True)
+        work.wait()
+        assert work.done()
+        assert (flag >= k).all()
+
+
+def test_the_others_need_not_wait_for_it(deferring: Communicator) -> None:
+    comm = deferring
+    if comm.size == 1:
+        pytest.skip("one rank waits for nobody")
+    work = comm.barrier(async_op=True)
+    if comm.rank == 0:
+        work.wait()
+        comm.send(np.ones(1), 1)  # the others come from their barrier to this without having waited
+    elif comm.rank == 1:
+        assert comm.recv(np.empty(1), 0)[0] == 1
+
+
+def test_in_checked_mode_and_on_the_progress_thread(comm: Communicator) -> None:
+    for made in (
+        Communicator(comm.mpi.Dup(), progress=Deferred(), checked=True),
+        Communicator(comm.mpi.Dup(), progress=Thread()),
+    ):
+        flag: Any = made.node.shared(made.size, np.int64)
+        flag[made.rank] = 1
+        work = made.barrier(async_op=True)
+        assert work.wait() is None
+        assert flag.all()
+        made.free()
