@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mpitrain.init import initialize
     from mpitrain.sharding import (
         EMA,
+        CPUOffloadPolicy,
         GradScaler,
         MixedPrecisionPolicy,
         checkpoint_activations,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EMA",
+    "CPUOffloadPolicy",
     "GradScaler",
     "MixedPrecisionPolicy",
     "checkpoint_activations",
@@ -49,6 +51,7 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "CPUOffloadPolicy": "sharding",
     "EMA": "sharding",
     "GradScaler": "sharding",
     "MixedPrecisionPolicy": "sharding",

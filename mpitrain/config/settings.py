@@ -91,6 +91,8 @@ class ParallelConfig:
     """Torch's threads per rank; default: the node's cores over its ranks."""
     bind: bool = True
     """Bind each rank to its own cores."""
+    offload: bool = False
+    """Keep shards, their gradients and the optimizer's state in host memory where the ranks compute on GPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ranks compute; auto takes the GPUs if there are any."""
 

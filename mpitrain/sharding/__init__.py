@@ -7,13 +7,14 @@ from mpitrain.sharding.clip import clip_grad_norm_, grad_norms
 from mpitrain.sharding.ema import EMA
 from mpitrain.sharding.fully_shard import fully_shard
 from mpitrain.sharding.module import communication_s, sharded_over, sharded_params
-from mpitrain.sharding.policy import MixedPrecisionPolicy
+from mpitrain.sharding.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.scaler import GradScaler
 from mpitrain.sharding.summary import num_parameters, summary
 from mpitrain.sharding.unshard import unshard
 
 __all__ = [
     "EMA",
+    "CPUOffloadPolicy",
     "GradScaler",
     "MixedPrecisionPolicy",
     "checkpoint_activations",

@@ -305,6 +305,8 @@ class Context:
         self.reduce_complete()
         with self.communicating():
             self._end_reduction()
+            for unit in self._reduced:
+                unit.finish_offload()
         self._forget_unused()
         self._next = 0
         self.close()

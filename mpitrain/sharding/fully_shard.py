@@ -19,7 +19,7 @@ from mpitrain.sharding.blocks import stacked_blocks
 from mpitrain.sharding.layout import Layout
 from mpitrain.sharding.module import ShardedModule, states_of
 from mpitrain.sharding.optimizers import watch_optimizers
-from mpitrain.sharding.policy import MixedPrecisionPolicy
+from mpitrain.sharding.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.ranks import Ranks, group_of, ranks_of
 from mpitrain.sharding.state import State
 from mpitrain.sharding.storage import Gathered, Kept, Resident, Storage
@@ -35,7 +35,7 @@ def fully_shard(
     stage: int = 3,
     reshard_after_forward: bool | int = True,
     mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: None = None,
+    offload_policy: CPUOffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     units: Literal["auto", "one"] = "auto",
     storage: Literal["auto", "resident", "private"] = "auto",
@@ -57,7 +57,7 @@ def fully_shard(
             keeps them. A number: between forward and backward so many neighbouring ranks, those of a node for instance, hold them
             together, and gather them for backward among themselves. It divides the ranks that hold the shards; 1 is False, all True.
         mp_policy: dtypes; None: all as the parameters are.
-        offload_policy: None, the only one so far.
+        offload_policy: `CPUOffloadPolicy()` keeps shards and the optimizer's state of parameters on GPUs in host memory.
         ignored_params: left as they are, on every rank.
         units: what is gathered, used and reduced at a time. "auto": where no part of the module is sharded yet, each block of its
             stacks (the layers of a transformer; not what is called experts) first, then the rest. "one": all of it. In private
@@ -81,7 +81,7 @@ def fully_shard(
     ignored_params = list(ignored_params or ())
     shard_part = partial(
         fully_shard, mesh=mesh, stage=stage, reshard_after_forward=reshard_after_forward, ignored_params=ignored_params,
-        units="one", storage=storage, prefetch_bytes=prefetch_bytes, device=device,
+        units="one", storage=storage, offload_policy=offload_policy, prefetch_bytes=prefetch_bytes, device=device,
     )  # fmt: skip
     if units == "auto" and not states_of(module):
         for block in stacked_blocks(module):
@@ -104,7 +104,9 @@ def fully_shard(
             )
         if where.type == "cpu":
             keep_freed_memory()
-        made.append(Unit(params, ranks, policy, where, _storage(ranks, where, stage, storage, num_group)))
+        made.append(
+            Unit(params, ranks, policy, where, _storage(ranks, where, stage, storage, num_group), offload_policy)
+        )
     state = State(ranks, made, policy, stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes)
     kind = type(module)
     module.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
@@ -176,8 +178,8 @@ def _check_arguments(
         raise ValueError(
             f"fully_shard: prefetch_bytes is {prefetch_bytes!r}; expected a number of bytes from 0, or None"
         )
-    if offload_policy is not None:
-        raise ValueError("fully_shard: offload_policy is not available yet; leave it None")
+    if not isinstance(offload_policy, CPUOffloadPolicy | None):
+        raise ValueError(f"fully_shard: offload_policy is {offload_policy!r}; expected CPUOffloadPolicy() or None")
     if storage not in ("auto", "resident", "private"):
         raise ValueError(f"fully_shard: storage is {storage!r}; expected 'auto', 'resident' or 'private'")
     if units not in ("auto", "one"):

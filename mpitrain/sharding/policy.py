@@ -1,4 +1,4 @@
-"""How a sharded module computes and reduces; the meaning is that of torch's `MixedPrecisionPolicy`."""
+"""How a sharded module computes and reduces, and where its shards live; the meaning is that of torch's policies of these names."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -32,3 +32,18 @@ class MixedPrecisionPolicy:
     def keeps(self, name: str, module: nn.Module) -> bool:
         """Whether this module, of that name, computes in fp32."""
         return any(pattern == type(module).__name__ or fnmatchcase(name, pattern) for pattern in self.keep_fp32)
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy:
+    """Shards, their gradients and so the optimizer's state live in host memory; a unit's full parameters come to the GPU when used.
+
+    The optimizer's step runs on the host (`fused=True`). Parameters on CPUs are there already: nothing changes. `pin_memory`: in pages
+    that are never moved, so that copies go on beside the computation; it cannot be swapped out or used for anything else.
+    """
+
+    pin_memory: bool = True
+
+    def parts(self, device: torch.device) -> bool:
+        """Whether shards live elsewhere than full parameters on `device`."""
+        return device.type != "cpu"

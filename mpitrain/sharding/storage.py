@@ -29,6 +29,7 @@ class Storage:
 
     kind: Kind
     lasts = True  # the full parameters stay in memory between uses
+    in_place = False  # the shards are rows of them
     flat: torch.Tensor
 
     def __init__(self, layout: Layout, comm: Communicator) -> None:
@@ -79,7 +80,8 @@ class Storage:
         """
         return self.flat[start:stop].data
 
-    def needs_refresh(self, shard: torch.Tensor) -> bool:
+    @property
+    def needs_refresh(self) -> bool:
         """Whether lasting full parameters do not change with the shards by themselves."""
         return False
 
@@ -112,15 +114,16 @@ class Kept(Storage):
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(self._layout.numel, dtype=dtype, device=device)
 
-    def needs_refresh(self, shard: torch.Tensor) -> bool:
-        return self._moves or self.flat.dtype != shard.dtype
+    @property
+    def needs_refresh(self) -> bool:
+        return self._moves or not self.in_place
 
     @torch.no_grad()
     def refresh(self, shard: torch.Tensor, *, ahead: bool = False) -> None:
         self.finish()
         mine = self.flat[self._mine]
-        if self.flat.dtype != shard.dtype:
-            mine.copy_(shard)
+        if not self.in_place:
+            mine.copy_(shard, non_blocking=True)
         if self._moves:
             self._all_gather(self._comm, self.flat, mine, self._layout.counts, ahead=ahead and self.overlaps)
 
@@ -188,7 +191,8 @@ class Gathered(Storage):
     def _fill(self, shard: torch.Tensor, *, ahead: bool) -> None:
         self.flat.untyped_storage().resize_(self.nbytes)
         if self._piece is None:
-            self._all_gather(self._comm, _raw(self.flat), shard.to(self.flat.dtype), self._layout.counts, ahead=ahead)
+            mine = shard.to(self.flat.device, self.flat.dtype, non_blocking=True)
+            self._all_gather(self._comm, _raw(self.flat), mine, self._layout.counts, ahead=ahead)
         else:
             assert self._group is not None
             self._all_gather(self._group, _raw(self.flat), self._piece, self._cuts(self._group)[1], ahead=ahead)

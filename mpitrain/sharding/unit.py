@@ -7,7 +7,8 @@
 - gradient buffer: one unit's full gradients, gathered up for the reduction; the shards' gradients come out of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from collectives import Communicator, Work
 from collectives.dtypes import number_of
 from mpitrain.sharding.layout import Box, Layout, lay_out, rows_of
-from mpitrain.sharding.policy import MixedPrecisionPolicy
+from mpitrain.sharding.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.ranks import Ranks
 from mpitrain.sharding.storage import Storage
 
@@ -65,6 +66,7 @@ class Unit:
         policy: MixedPrecisionPolicy,
         device: torch.device,
         store: Callable[[Layout, torch.dtype], Storage],
+        offload: CPUOffloadPolicy | None = None,
     ) -> None:
         originals = [param for _, _, param in params]
         self.ranks = ranks
@@ -82,14 +84,16 @@ class Unit:
         self._first = self.layout.bounds[comm.rank]
         self._shard_grad: torch.Tensor | None = None
         self._reduction: Work | None = None  # under way
+        self._stream: torch.cuda.Stream | None = None  # on which gradients leave the GPU
         self._placed: set[int] = set()  # parameters whose gradient stands in the gradient buffer already
 
         self.storage = store(self.layout, self.full_dtype)
-        in_place = self.storage.lasts and self.full_dtype == self.dtype
-        if in_place:
+        self._offload = offload if offload is not None and offload.parts(device) else None
+        self.storage.in_place = self.storage.lasts and self.full_dtype == self.dtype and self._offload is None
+        if self.storage.in_place:
             self._shard = self.storage.part(self._first, self._first + self.count)
         else:
-            self._shard = torch.zeros(self.count, dtype=self.dtype, device=device)
+            self._shard = self._of_shards()
 
         self.params: list[Sharded] = []
         for index, (name, users, original) in enumerate(params):
@@ -108,6 +112,13 @@ class Unit:
         self._faces = [(module._parameters, name, param) for param in self.params for module, name in param.users]
         self.storage.release()
         self.show_shards()
+
+    def _of_shards(self) -> torch.Tensor:
+        """Zeros where the shards live, as many as they are."""
+        if self._offload is None:
+            return torch.zeros(self.count, dtype=self.dtype, device=self.device)
+        pinned = self._offload.pin_memory and self.device.type == "cuda"
+        return torch.zeros(self.count, dtype=self.dtype, pin_memory=pinned)
 
     # Full parameters
 
@@ -140,7 +151,7 @@ class Unit:
     @property
     def needs_refresh(self) -> bool:
         """Whether full parameters last and have to be brought up to date."""
-        return self.storage.needs_refresh(self._shard)
+        return self.storage.needs_refresh
 
     def refresh(self, *, ahead: bool = False) -> None:
         """Bring lasting full parameters up to date with the shards, `ahead` by the time of `finish_refresh`. Collective."""
@@ -183,7 +194,8 @@ class Unit:
     @property
     def adopts(self) -> bool:
         """Whether the full gradients become the shards' as they are: those of one rank alone."""
-        return self.ranks.all.size == 1 and self.dtype == self.full_dtype == self.reduce_dtype
+        alike = self.dtype == self.full_dtype == self.reduce_dtype and self._offload is None
+        return alike and self.ranks.all.size == 1
 
     @torch.no_grad()
     def begin_reduction(self, buffer: torch.Tensor) -> None:
@@ -205,7 +217,7 @@ class Unit:
         self._placed.clear()
 
         if self._shard_grad is None:
-            self._shard_grad = torch.zeros(self.count, dtype=self.dtype, device=self.device)
+            self._shard_grad = self._of_shards()
             for param in self.params:
                 begin = param.box.start - self._first
                 param.grad = self._shard_grad[begin : begin + param.box.numel].view(param.box.shape)
@@ -216,7 +228,8 @@ class Unit:
             self._reduction = replicate.all_reduce(grads, "avg", async_op=True)
             return
         out = self._shard_grad
-        if self.reduce_dtype != self.dtype or any(param.shard.grad is not None for param in self.params):
+        adding = any(param.shard.grad is not None for param in self.params)
+        if adding or self.reduce_dtype != self.dtype or self._offload is not None:
             out = torch.empty(self.count, dtype=self.reduce_dtype, device=self.device)
         self._reduction = shard.reduce_scatter(out, grads, "avg", counts=self.layout.counts, async_op=True)
 
@@ -233,20 +246,39 @@ class Unit:
         """
         if self._reduction is None:
             return
-        mean = self._reduction.wait()
-        self._reduction = None
-        if self.ranks.shard.size > 1 and self.ranks.replicate.size > 1:
-            self.ranks.replicate.all_reduce(mean, "avg")
-        for param in self.params:
-            assert param.grad is not None
-            begin = param.box.start - self._first
-            part = mean[begin : begin + param.box.numel].view(param.box.shape)
-            if param.shard.grad is not None:
-                param.shard.grad += part
-                continue
-            if mean is not self._shard_grad:
-                param.grad.copy_(part)
-            param.shard.grad = param.grad
+        with self._beside():
+            mean = self._reduction.wait()
+            if self._stream is not None:
+                mean.record_stream(self._stream)
+            self._reduction = None
+            if self.ranks.shard.size > 1 and self.ranks.replicate.size > 1:
+                self.ranks.replicate.all_reduce(mean, "avg")
+            for param in self.params:
+                assert param.grad is not None
+                begin = param.box.start - self._first
+                part = mean[begin : begin + param.box.numel].view(param.box.shape)
+                if param.shard.grad is not None:
+                    param.shard.grad += part.to(param.shard.device)
+                    continue
+                if mean is not self._shard_grad:
+                    param.grad.copy_(part, non_blocking=True)
+                param.shard.grad = param.grad
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Gradients that leave a GPU for the host do so beside what it computes, by a stream of their own; see `finish_offload`."""
+        if self._offload is None or self.device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def finish_offload(self) -> None:
+        """Before the host looks at gradients: wait for those that are on their way to it."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def give_up_reduction(self) -> None:
         """Wait for the reduction that has begun, if any, and forget its result."""

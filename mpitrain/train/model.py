@@ -6,7 +6,7 @@ from collectives import Communicator, Mesh
 from mpitrain.config import Config, OptimConfig
 from mpitrain.init import initialize
 from mpitrain.models import GPT, decay_groups
-from mpitrain.sharding import MixedPrecisionPolicy, checkpoint_activations, fully_shard
+from mpitrain.sharding import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint_activations, fully_shard
 
 
 def make_model(config: Config, comm: Communicator, device: torch.device) -> GPT:
@@ -26,6 +26,7 @@ def make_model(config: Config, comm: Communicator, device: torch.device) -> GPT:
             reshard_after_forward=parallel.reshard_after_forward,
             mp_policy=policy,
             storage=parallel.storage,
+            offload_policy=CPUOffloadPolicy() if parallel.offload else None,
             device=device,
         )
     if parallel.checkpoint_activations:
