@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from mpitrain.sharding.context import finish_forwards
+from mpitrain.sharding.fences import finish_forwards
 
 
 class EMA:

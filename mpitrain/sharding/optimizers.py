@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mpitrain.sharding.context import finish_forwards
+from mpitrain.sharding.fences import finish_forwards
 
 # By name, as most live in packages of their own. They take norms, means or products of a whole matrix, or of all parameters.
 NOT_ELEMENTWISE = frozenset(

@@ -161,7 +161,7 @@ class State:
             return
         if self.context.phase is Phase.BACKWARD and not _in_backward():
             self.context.reset()
-        self.context.settle()
+        self.context.fence.settle()
 
     def reset(self) -> None:
         """As if no forward had begun."""

@@ -134,7 +134,7 @@ class Kept(Storage):
 
 
 class Resident(Kept):
-    """A copy on each node, in memory that its ranks share. What is written there when: see [Note: fences] in context.py."""
+    """A copy on each node, in memory that its ranks share. What is written there when: see [Note: fences] in fences.py."""
 
     kind: Kind = "resident"
 
