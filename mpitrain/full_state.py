@@ -8,6 +8,8 @@ from torch import nn
 
 from mpitrain.sharding import sharded_over, sharded_params
 from mpitrain.sharding.layout import Box, rows_of
+from mpitrain.weights.files import some
+from mpitrain.weights.targets import begin
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -40,9 +42,10 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, str
 
     One tensor after the other is broadcast: a rank other than 0 needs memory for the largest one only. Values are cast to the dtypes
     of the model. `strict`: names that only one of both has are an error.
-    Raises ValueError on all ranks, before anything is changed, for such names and for other shapes.
+    Raises ValueError on all ranks, before anything is changed, for such names and for other shapes, RuntimeError in the middle of a
+    step.
     """
-    over = sharded_over(model)
+    over = begin(model, "load_full_state_dict")
     if over is None:
         model.load_state_dict(state_dict, strict=strict)
         return
@@ -79,14 +82,10 @@ def _check(
     ]
     if strict and (missing or unknown):
         raise ValueError(
-            f"the state dict lacks {_some(missing)} and has {_some(unknown)} that the model does not have; "
+            f"the state dict lacks {some(missing)} and has {some(unknown)} that the model does not have; "
             "strict=False takes what fits"
         )
     for name, target in targets.items():
         expected = shapes.get(id(target), tuple(target.shape))
         if name in given and tuple(given[name].shape) != expected:
             raise ValueError(f"{name} has shape {tuple(given[name].shape)} in the state dict; expected {expected}")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"

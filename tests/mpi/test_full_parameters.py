@@ -63,6 +63,8 @@ def test_unshard_shows_full_parameters_before_and_after_a_step(comm: Communicato
                 model(x)
             with pytest.raises(RuntimeError, match="in the middle of a step"), unshard(model):
                 pass
+            with pytest.raises(RuntimeError, match="in the middle of a step"):
+                mpitrain.load_full_state_dict(model, plain.state_dict())
         assert all(a is b for a, b in zip(model.parameters(), shards, strict=True))
         for name, value in plain.named_parameters():
             torch.testing.assert_close(full[name], value.detach(), rtol=1e-5, atol=1e-6)
