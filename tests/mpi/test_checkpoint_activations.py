@@ -7,7 +7,7 @@ import pytest
 import torch
 from parity_models import BATCH, CASES
 from torch import nn
-from ways import WAYS, options_of
+from ways import WAYS, options_of, spread
 
 import mpitrain
 from collectives import Communicator
@@ -87,8 +87,9 @@ def train(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
     return [*seen, *(param.detach().clone() for param in model.parameters())]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("way", "low"), spread(WAYS, [False, True]), ids=lambda value: {False: "fp32", True: "bf16"}.get(value, value)
+)
 def test_the_same_bits(comm: Communicator, way: str, low: bool) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, keep_fp32=("LayerNorm",)) if low else None
     plain = sharded(comm, way, "never", mp_policy=policy)

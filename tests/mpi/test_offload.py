@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from ways import WAYS, options_of
+from ways import WAYS, options_of, spread
 
 import mpitrain
 from collectives import Communicator
@@ -37,8 +37,7 @@ def train(model: nn.Module, comm: Communicator, *, accumulate: int, rows: slice)
     return optimizer
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "accumulate"), spread(WAYS, [1, 2]))
 def test_the_same_values(comm: Communicator, way: str, accumulate: int) -> None:
     options = options_of(comm, way)
     mesh = options.pop("mesh", comm)

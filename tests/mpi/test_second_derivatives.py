@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
-from ways import WAYS, options_of
+from ways import WAYS, options_of, spread
 
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
@@ -106,8 +106,7 @@ KINDS: list[Callable[[Net, int, slice], None]] = [
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("kind", "way"), spread(KINDS, WAYS))
 def test_steps_equal_the_plain_model(comm: Communicator, way: str, kind: Callable, checkpoints: bool) -> None:
     """Steps with second derivatives and without in turn; all is given back when the next forward has ended."""
     torch.manual_seed(0)
