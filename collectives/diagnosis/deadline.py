@@ -67,10 +67,10 @@ class Clock:
         """An operation that has waited for the deadline and so much longer."""
         if not Deadline.seconds:
             return None
-        for each in record.open_operations():
-            if self.now - max(each.begun, self.awake_since) > Deadline.seconds + grace_s:
-                return each
-        return None
+        begun_before = self.now - Deadline.seconds - grace_s
+        if self.awake_since >= begun_before:
+            return None
+        return next(iter(record.open_operations(begun_before=begun_before)), None)
 
 
 class LastResort(threading.Thread):

@@ -165,7 +165,8 @@ class Monitor:
             self._ask("end", known=self._ended_ranks)
         elif self.checked and now > self._quiet_until["order"]:
             stagger = min(self.rank * _STAGGER_S / 10, 0.4)
-            if any(each.log.comparing and now - each.begun > _ORDER_S + stagger for each in record.open_operations()):
+            begun = record.open_operations(begun_before=now - _ORDER_S - stagger)
+            if any(each.log.comparing for each in begun):
                 self._ask("order")
 
     def _late(self) -> record.Operation | None:

@@ -5,6 +5,7 @@
 number and storing into a slot are each one step of the interpreter.
 """
 
+import math
 import threading
 import time
 import weakref
@@ -277,11 +278,17 @@ def last_operations() -> list[Operation]:
     return sorted((entry.operation for entry in _slots.copy() if entry is not None), key=lambda each: each.number)
 
 
-def open_operations() -> list[Operation]:
-    """The operations in which a thread of this process is now, oldest first."""
+def open_operations(*, begun_before: float = math.inf) -> list[Operation]:
+    """The operations in which a thread of this process is now, oldest first; those begun before that time of `time.monotonic`.
+
+    It looks at the stacks of their threads. Those of running threads may be gone while one looks (torch's compiler clears frames that
+    CPython keeps): for a monitor that looks again and again, `begun_before` leaves out the threads that are getting on.
+    """
     # `copy` is one step of the interpreter.
     entries = {
-        entry.number: entry for entry in _slots.copy() + _overtaken.copy() if entry is not None and entry.state == BEGUN
+        entry.number: entry
+        for entry in _slots.copy() + _overtaken.copy()
+        if entry is not None and entry.state == BEGUN and entry.begun < begun_before
     }
     for entry in entries.values():
         if not stacks.inside_package(entry.thread):
