@@ -1,5 +1,6 @@
 """The flight record, and what the ranks' answers mean. All without MPI."""
 
+import math
 import sys
 import threading
 import time
@@ -45,6 +46,8 @@ def test_operations_carry_numbers_states_and_times() -> None:
     ]
     assert dump.described(ops[0]) == "world (ranks 0-3): #1 all_reduce(1024 x float32, op=sum) by ring"
     assert [op.number for op in open_operations()] == [first.number]
+    assert [op.number for op in open_operations(begun_before=math.inf)] == [first.number]
+    assert open_operations(begun_before=ops[0].begun) == []
     assert before <= ops[0].begun <= ops[1].begun <= ops[2].ended <= ops[1].ended <= time.monotonic()
     assert ops[0].ended == 0
     assert a.awaited(ops[0]) == (0, 1, 2, 3)
