@@ -43,9 +43,8 @@ def checkpoint_activations(model: nn.Module, blocks: Iterable[nn.Module] | None 
             raise ValueError(f"checkpoint_activations: this {type(block).__name__} is no part of the model")
         if _is_checkpointed(block):
             raise ValueError(f"checkpoint_activations: this {type(block).__name__} is checkpointed already")
-        block.forward = partial(
-            _checkpointed, block.forward
-        )  # not a closure: a copy of the block is to run the copy's forward
+        # Not a closure: a copy of the block is to run the copy's forward.
+        block.forward = partial(_checkpointed, block.forward)
     return model
 
 

@@ -82,8 +82,9 @@ class Context:
     def on_grad(self, position: int, index: int) -> None:
         """Autograd has added up the gradient of parameter `index` of a unit: see [Note: complete]."""
         self.begin_backward()
-        with self.communicating():
-            self._reductions.progress()
+        if self._reductions.is_under_way:
+            with self.communicating():
+                self._reductions.progress()
         self._reductions.place_grad(position, index)
         self._reductions.order[position][0].on_grad()
 
@@ -141,7 +142,6 @@ class Context:
         for state in self.states:
             state.reset()
         self.prefetch.reset()
-        self._reductions.reset()
         self._gathers = 0
         self.phase = Phase.IDLE
         self.fence.forget()
@@ -192,7 +192,6 @@ class Context:
         with self.communicating():
             self._reductions.end()
         self._forget_unused()
-        self._reductions.reset()
         self.close()
 
     def _forget_unused(self) -> None:

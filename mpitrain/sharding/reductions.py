@@ -58,10 +58,15 @@ class Reductions:
         self._next = 0
         self.done.clear()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether one has begun whose end is not waited for yet."""
+        return self._reducing is not None
+
     def progress(self) -> None:
-        """Carry on what has begun, without waiting for anyone."""
-        if self._reducing is not None:
-            self._reducing.progress()
+        """Carry on the one that is under way, without waiting for anyone."""
+        assert self._reducing is not None
+        self._reducing.progress()
 
     def place_grad(self, position: int, index: int) -> None:
         """The gradient of parameter `index` of the unit at `position` in the order has come."""
@@ -82,10 +87,12 @@ class Reductions:
     def _reduce(self, unit: Unit) -> None:
         self._end_one()
         unit.begin_reduction(self._buffer(unit))
-        if unit.on_host and not unit.adopts:
+        self.done.append(unit)
+        if unit.adopts:
+            return  # and nothing is under way
+        if unit.on_host:
             self._buffers[unit.reduce_dtype].rotate()
         self._reducing = unit
-        self.done.append(unit)
 
     def _end_one(self) -> None:
         if self._reducing is not None:
@@ -98,10 +105,6 @@ class Reductions:
         self._end_one()
         for unit in self.done:
             unit.finish_offload()
-
-    def reset(self) -> None:
-        """As if no backward had begun. No communication."""
-        self._next = 0
 
     def give_up(self) -> None:
         """What has begun before an exception ends, and its result is forgotten."""
