@@ -1,10 +1,10 @@
 """What a launch has measured, what counts as bandwidth, and the JSON file."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
+
+from collectives.records import read_record, write_record
 
 FORMAT = 1  # of the file
 RAW, GLOO = "raw mpi4py", "gloo"  # the peers, in the place of an algorithm's name
@@ -63,34 +63,12 @@ class Launch:
 
     def write(self, path: str) -> None:
         """As a JSON object. OSError."""
-        with open(path, "w") as file:
-            json.dump({"format": FORMAT, **asdict(self)}, file, indent=1)
-            file.write("\n")
+        write_record(path, self, FORMAT)
 
     @classmethod
     def read(cls, path: str) -> "Launch":
         """What `write` has written. OSError; ValueError, which names the file, for anything else."""
-        try:
-            data = json.loads(Path(path).read_text())
-            if data.pop("format") != FORMAT:
-                raise ValueError(f"expected format {FORMAT}")
-            rows: dict[str, Any] = {"results": Measurement, "skipped": Skipped, "overhead": Overhead}
-            for name, kind in rows.items():
-                data[name] = [_row(kind, row) for row in data[name]]
-            return cls(**data)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no file of `python -m collectives bench --json`: {error}") from None
-
-
-def _row(kind: Any, row: dict[str, Any]) -> Any:
-    made = kind(**row)
-    for name in (f.name for f in fields(kind)):
-        value = getattr(made, name)
-        if not isinstance(
-            value, int | float if name in ("nbytes", "seconds", "raw_seconds", "algbw", "busbw", "rounds") else str
-        ):
-            raise ValueError(f"{name} {value!r}")
-    return made
+        return read_record(path, cls, FORMAT, command="python -m collectives bench --json")
 
 
 def bus_factor(operation: str, num_ranks: int) -> float:

@@ -1,12 +1,10 @@
 """What a launch has measured, and the JSON file. Pure: neither torch nor MPI."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from types import UnionType
-from typing import Any, get_args
+from dataclasses import dataclass, field
+from typing import Any
 
+from collectives.records import read_record, write_record
 from mpitrain.models.sizes import GPTConfig, num_parameters
 
 FORMAT = 1  # of the file
@@ -114,36 +112,9 @@ class Launch:
 
     def write(self, path: str) -> None:
         """As a JSON object. OSError."""
-        Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        write_record(path, self, FORMAT)
 
     @classmethod
     def read(cls, path: str) -> "Launch":
         """What `write` has written. OSError; ValueError, which names the file, for anything else."""
-        try:
-            data = json.loads(Path(path).read_text())
-            if data.pop("format") != FORMAT:
-                raise ValueError(f"expected format {FORMAT}")
-            data["measured"] = [
-                Measured(_made(Case, part["case"]), [_row(row) for row in part["rows"]], part["skipped"])
-                for part in data["measured"]
-            ]
-            if data["overhead"] is not None:
-                data["overhead"] = _made(Overhead, data["overhead"])
-            return cls(**data)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no file of `python -m mpitrain bench --json`: {error}") from None
-
-
-def _row(data: Mapping[str, Any]) -> Row:
-    return _made(Row, {**data, "phases": _made(Phases, data["phases"])})
-
-
-def _made(kind: Any, data: Mapping[str, Any]) -> Any:
-    """An instance whose values are of the fields' types, a whole number being a number too."""
-    made = kind(**data)
-    for item in fields(kind):
-        value = getattr(made, item.name)
-        allowed = get_args(item.type) if isinstance(item.type, UnionType) else (item.type,)
-        if not isinstance(value, (*allowed, int) if float in allowed else allowed):
-            raise ValueError(f"{item.name} {value!r}")
-    return made
+        return read_record(path, cls, FORMAT, command="python -m mpitrain bench --json")

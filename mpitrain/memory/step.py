@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from collectives.environment import switch
 from mpitrain.config import Config
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.sharding import checkpoint_activations
@@ -152,22 +154,31 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _gather(model: GPT, tracker: Tracker, *, again: bool) -> None:
-    """Count full parameters as storage.py's `Gathered` holds them. `again`: freed after a block's forward, for its backward filled."""
+    """Count full parameters as storage.py's `Gathered` holds them. `again`: freed after a block's forward, for its backward filled.
+
+    With a progress thread the next block is gathered ahead: see `prefetch_bytes` of fully_shard.
+    """
     *blocks, root = [sum(param.nbytes for param in unit) for unit in units_of(model)]
     tracker.add("full parameters", root)
-    for block, nbytes in zip(model.blocks, blocks, strict=True):
+    ahead = switch("MPITRAIN_PROGRESS_THREAD") is True
+    full: set[int] = set()
 
-        def fill(*_: Any, nbytes: int = nbytes) -> None:
-            tracker.add("full parameters", nbytes)
+    def fill(*_: Any, index: int, then: int) -> None:
+        for each in (index, then) if ahead and 0 <= then < len(blocks) else (index,):
+            if each not in full:
+                full.add(each)
+                tracker.add("full parameters", blocks[each])
 
-        def free(*_: Any, nbytes: int = nbytes) -> None:
-            tracker.add("full parameters", -nbytes)
+    def free(*_: Any, index: int) -> None:
+        full.remove(index)
+        tracker.add("full parameters", -blocks[index])
 
-        block.register_forward_pre_hook(fill)
+    for index, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(partial(fill, index=index, then=index + 1))
         if again:
-            block.register_forward_hook(free)
-            block.register_full_backward_pre_hook(fill)
-        block.register_full_backward_hook(free)
+            block.register_forward_hook(partial(free, index=index))
+            block.register_full_backward_pre_hook(partial(fill, index=index, then=index - 1))
+        block.register_full_backward_hook(partial(free, index=index))
 
 
 def _reduce(model: GPT, tracker: Tracker, config: Config, num_ranks: int) -> None:

@@ -81,12 +81,14 @@ class Context:
 
     def on_grad(self, position: int, index: int) -> None:
         """Autograd has added up the gradient of parameter `index` of a unit: see [Note: complete]."""
-        self.begin_backward()
-        if self._reductions.is_under_way:
+        if self.phase is not Phase.BACKWARD:
+            self.begin_backward()
+        reductions = self._reductions
+        if reductions.is_under_way:
             with self.communicating():
-                self._reductions.progress()
-        self._reductions.place_grad(position, index)
-        self._reductions.order[position][0].on_grad()
+                reductions.progress()
+        reductions.place_grad(position, index)
+        reductions.order[position][0].on_grad()
 
     @contextmanager
     def communicating(self) -> Iterator[None]:

@@ -49,8 +49,8 @@ class Reductions:
         }
 
     def _buffer(self, unit: Unit) -> torch.Tensor:
-        if unit.adopts or not unit.on_host:
-            return torch.empty(0 if unit.adopts else unit.layout.numel, dtype=unit.reduce_dtype, device=unit.device)
+        if not unit.on_host:
+            return torch.empty(unit.layout.numel, dtype=unit.reduce_dtype, device=unit.device)
         return self._buffers[unit.reduce_dtype][0]
 
     def begin(self) -> None:
@@ -70,8 +70,10 @@ class Reductions:
 
     def place_grad(self, position: int, index: int) -> None:
         """The gradient of parameter `index` of the unit at `position` in the order has come."""
+        if position != self._next:
+            return
         state, unit = self.order[position]
-        if position == self._next and state.sync_gradients and unit.on_host and self._ranks.all.size > 1:
+        if state.sync_gradients and unit.on_host and self._ranks.all.size > 1:
             unit.place_grad(index, self._buffer(unit))
 
     def advance(self) -> None:
@@ -85,11 +87,12 @@ class Reductions:
             self._next += 1
 
     def _reduce(self, unit: Unit) -> None:
-        self._end_one()
-        unit.begin_reduction(self._buffer(unit))
         self.done.append(unit)
         if unit.adopts:
-            return  # and nothing is under way
+            unit.adopt_grads()
+            return
+        self._end_one()
+        unit.begin_reduction(self._buffer(unit))
         if unit.on_host:
             self._buffers[unit.reduce_dtype].rotate()
         self._reducing = unit

@@ -6,8 +6,9 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
+from mpitrain.sharding.arguments import cast, flatten
 from mpitrain.sharding.context import Context, Phase
 from mpitrain.sharding.policy import MixedPrecisionPolicy
 from mpitrain.sharding.ranks import Ranks
@@ -178,17 +179,17 @@ class State:
         dtype = self.policy.param_dtype
         if dtype is None or not self.policy.cast_forward_inputs:
             return args, kwargs
-        return tree_map(_caster(dtype), args), tree_map(_caster(dtype), kwargs)
+        return cast(args, dtype), cast(kwargs, dtype)
 
     def _cast_outputs(self, output: Any) -> Any:
         dtype = self.policy.output_dtype
-        return output if dtype is None else tree_map(_caster(dtype), output)
+        return output if dtype is None else cast(output, dtype)
 
     # In backward
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Learn when the gradients of the inputs are there: by then those of the parameters are too."""
-        leaves, rebuild = _flatten(args, kwargs)
+        leaves, rebuild = flatten(args, kwargs)
         watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not watched:
             return args, kwargs  # nothing flows back through it: complete at the end of the backward
@@ -286,25 +287,6 @@ def _is_spent(node: Any) -> bool:
     return False
 
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
-
-
-def _flatten(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """The leaves of arguments, and what puts them back. torch's way of it takes 40 us, most arguments hold nothing within."""
-    names, count = list(kwargs), len(args)
-    leaves = [*args, *kwargs.values()]
-    if all(type(leaf) in _PLAIN for leaf in leaves):
-        return leaves, lambda leaves: (tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True)))
-    leaves, spec = tree_flatten((args, kwargs))
-    return leaves, lambda leaves: tree_unflatten(leaves, spec)
-
-
 def _in_backward() -> bool:
     """Whether the autograd engine is running on this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _caster(dtype: torch.dtype) -> Callable[[Any], Any]:
-    return lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf

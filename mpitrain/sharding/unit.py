@@ -89,6 +89,10 @@ class Unit:
 
         self.storage = store(self.layout, self.full_dtype)
         self._offload = offload if offload is not None and offload.parts(device) else None
+        self.adopts = (
+            ranks.all.size == 1 and self.dtype == self.full_dtype == self.reduce_dtype and self._offload is None
+        )
+        """Whether the full gradients become the shards' as they are: those of one rank alone."""
         self.storage.in_place = self.storage.lasts and self.full_dtype == self.dtype and self._offload is None
         if self.storage.in_place:
             self._shard = self.storage.part(self._first, self._first + self.count)
@@ -191,12 +195,6 @@ class Unit:
         place = self.layout.places[index]
         return buffer[place.start : place.stop]
 
-    @property
-    def adopts(self) -> bool:
-        """Whether the full gradients become the shards' as they are: those of one rank alone."""
-        alike = self.dtype == self.full_dtype == self.reduce_dtype and self._offload is None
-        return alike and self.ranks.all.size == 1
-
     @torch.no_grad()
     def begin_reduction(self, buffer: torch.Tensor) -> None:
         """Begin to average the full parameters' gradients over the ranks, and drop them. Collective.
@@ -204,9 +202,6 @@ class Unit:
         `buffer`: 1-D, of `reduce_dtype`, at least `layout.numel` long; not to be written before `end_reduction`. Sets `had_grad` and
         `was_fresh` of each parameter.
         """
-        if self.adopts:
-            self._adopt_grads()
-            return
         for index, param in enumerate(self.params):
             param.had_grad = index in self._placed or param.full.grad is not None
             param.was_fresh = param.shard.grad is None
@@ -286,20 +281,22 @@ class Unit:
             self._reduction.wait()
             self._reduction = None
 
-    def _adopt_grads(self) -> None:
-        """Of one rank alone: the full gradients are those of the shards, which are whole."""
+    def adopt_grads(self) -> None:
+        """In place of a reduction: the full gradients are those of the shards, which are whole."""
         for param in self.params:
-            grad, before, shape = param.full.grad, param.shard.grad, param.box.shape
+            full, shard = param.full, param.shard
+            grad, before = full.grad, shard.grad
             param.had_grad, param.was_fresh = grad is not None, before is None
             if grad is None:
-                grad = torch.zeros_like(param.shard)
-            elif grad.shape != shape:
-                grad = grad.view(shape)  # of a scalar
+                grad = torch.zeros_like(shard)
+            elif not grad.ndim:
+                grad = grad.view(param.box.shape)  # of a scalar
             if before is None:
-                param.shard.grad = grad
+                shard.grad = grad
             else:
-                before += grad
-            param.full.grad = None
+                with torch.no_grad():
+                    before += grad
+            full.grad = None
 
     def drop_grads(self) -> None:
         """Forget full gradients that were not reduced."""

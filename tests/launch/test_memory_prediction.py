@@ -1,6 +1,7 @@
 """`python -m mpitrain memory` says what a run then holds."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,9 +36,11 @@ for rank in comm.all_gather_object(held):
         print("held", rank, flush=True)
 """
 
+PRIVATE = ["--parallel.storage", "private"]
 SETTINGS = {
     "resident, fp32": [],
-    "gathered, bf16": ["--parallel.storage", "private", "--parallel.param-dtype", "bfloat16"],
+    "gathered, bf16": [*PRIVATE, "--parallel.param-dtype", "bfloat16"],
+    "gathered ahead": PRIVATE,
     "computed again": ["--parallel.checkpoint-activations", "--train.batch", "16"],
 }
 
@@ -47,17 +50,18 @@ def test_a_run_holds_what_was_predicted(tmp_path: Path, which: str) -> None:
     text = tmp_path / "text"
     text.write_bytes(b"all work and no play makes jack a dull boy " * 5000)
     model = ["--model.width", "384", "--model.layers", "8", "--model.heads", "6"]  # 14 M parameters
-    train = ["--train.batch", "4", "--train.steps", "2", "--train.eval-batches", "0", "--train.sample-bytes", "0"]
+    train = ["--train.batch", "4", "--train.steps", "3", "--train.eval-batches", "0", "--train.sample-bytes", "0"]
     settings = [*model, *train, "--data.path", str(text), "--run", str(tmp_path / "run"), *SETTINGS[which]]
 
+    environment = {"MPITRAIN_PROGRESS_THREAD": "1"} if which == "gathered ahead" else {}
     command = [sys.executable, "-m", "mpitrain", "memory", "--np", "2", "--json", *settings]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    answer = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr
     predicted = json.loads(answer.stdout)
 
     script = tmp_path / "measure.py"
     script.write_text(MEASURE)
-    result = launch(2, str(script), *settings, env={"PYTHONPATH": str(ROOT)}, timeout_s=90)
+    result = launch(2, str(script), *settings, env={"PYTHONPATH": str(ROOT)} | environment, timeout_s=90)
     assert result.returncode == 0, str(result)
     held = [int(line[5:]) for line in result.stdout.splitlines() if line.startswith("held ")]
     assert len(held) == 2, str(result)

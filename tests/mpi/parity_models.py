@@ -54,6 +54,17 @@ def gpt(*, tied: bool) -> nn.Module:
     return GPT(GPTConfig(vocab=VOCAB, context=8, width=12, layers=2, heads=3, tied=tied))
 
 
+class Residual(nn.Module):
+    """A layer as transformers have them, of the width 6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(x)
+
+
 class Convolutions(nn.Module):
     """A small residual net with batch norms, whose statistics couple the rows of a batch."""
 

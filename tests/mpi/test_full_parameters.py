@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from parity_models import Residual
 from torch import nn
 from ways import WAYS, options_of
 
@@ -12,22 +13,13 @@ from collectives import Communicator
 from mpitrain.sharding import fully_shard, unshard
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.body(x)
-
-
 class Model(nn.Module):
     """A stack of layers, a scalar, a buffer, a frozen part."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Residual() for _ in range(3))
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.frozen = nn.Linear(6, 5).requires_grad_(False)
         self.register_buffer("shift", torch.arange(5.0))

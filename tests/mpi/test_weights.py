@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity_models import Residual
 from safetensors.torch import load_file, save_file
 from torch import nn
 from ways import WAYS, options_of
@@ -16,15 +17,6 @@ from collectives import Communicator
 from mpitrain.sharding import fully_shard
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.body(x)
-
-
 class Model(nn.Module):
     """A stack of layers, tied weights, a scalar, a row, an integer buffer, a frozen part."""
 
@@ -32,7 +24,7 @@ class Model(nn.Module):
         torch.manual_seed(seed)
         super().__init__()
         self.inward = nn.Linear(6, 6, bias=False)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Residual() for _ in range(3))
         self.scale = nn.Parameter(torch.tensor(1.5 + seed))
         self.row = nn.Parameter(torch.randn(1, 6))
         self.frozen = nn.Linear(6, 5).requires_grad_(False)

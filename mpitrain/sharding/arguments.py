@@ -1,0 +1,31 @@
+"""The tensors within what a module is called with and what it returns."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+T = TypeVar("T")
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
+
+
+def flatten(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """The leaves of arguments, and what puts them back. torch's way of it takes 40 us, most arguments hold nothing within."""
+    names, count = list(kwargs), len(args)
+    leaves = [*args, *kwargs.values()]
+    if all(type(leaf) in _PLAIN for leaf in leaves):
+        return leaves, lambda leaves: (tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True)))
+    leaves, spec = tree_flatten((args, kwargs))
+    return leaves, lambda leaves: tree_unflatten(leaves, spec)
+
+
+def cast(values: T, dtype: torch.dtype) -> T:
+    """The same with all floating tensors in this dtype."""
+    cast_all: T = tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, values
+    )
+    return cast_all
