@@ -9,6 +9,7 @@ shape to other tools; `manifest.jsonl` says where everything lies, with checksum
 `python -m ckpt ls DIR` and `python -m ckpt show DIR [TENSOR]` look inside from a shell.
 """
 
+from ckpt.background import wait
 from ckpt.checkpoint import Checkpoint, TensorEntry
 from ckpt.checkpoint import open_checkpoint as open
 from ckpt.folder import CheckpointInfo, find, latest, list_checkpoints
@@ -17,12 +18,14 @@ from ckpt.loading import load
 from ckpt.manifest import CheckpointError
 from ckpt.saving import save
 from ckpt.tensors import Shard
+from ckpt.verifying import Damage, verify
 
 __all__ = [
     "Box",
     "Checkpoint",
     "CheckpointError",
     "CheckpointInfo",
+    "Damage",
     "Shard",
     "TensorEntry",
     "find",
@@ -31,4 +34,6 @@ __all__ = [
     "load",
     "open",
     "save",
+    "verify",
+    "wait",
 ]

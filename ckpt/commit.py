@@ -4,6 +4,7 @@
     NAME             complete: it got its name by one rename, after everything in it was flushed to disk
     .NAME.replaced   the old one, while a new one takes its name
     .NAME.removed    on its way out: hidden first, so that nobody finds half of it
+    .NAME.board      what the ranks tell each other while it is saved in the background (board.py)
 
 After Orbax's `path/atomicity.py`: the rename is the commit.
 """
@@ -20,10 +21,11 @@ import uuid
 import warnings
 from pathlib import Path
 
-from ckpt.folder import LATEST_NAME, info, newest_first
-from ckpt.writer import flush, write_file
+from ckpt.files import flush, write_file
+from ckpt.folder import LATEST_NAME, info, newest_first, step_of
 
 _OWNER_NAME = ".owner"
+_HINT = f".{LATEST_NAME}-"  # and a word of its own: of several jobs
 _ABANDONED_S = (
     3600.0  # a stage of another host whose process cannot be asked counts as dead after this time without a change
 )
@@ -62,6 +64,13 @@ class Stage:
         }
         write_file(stage.path / _OWNER_NAME, json.dumps(owner).encode())
         return stage
+
+    def make_board(self) -> Path:
+        """A folder for what the ranks have to say to each other."""
+        folder = self.final.parent / f".{self.final.name}.board"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        return folder
 
     def publish(self, *, overwrite: bool) -> None:
         """Give the finished stage its final name: this is the moment from which the checkpoint exists."""
@@ -105,10 +114,18 @@ def next_sequence(folder: Path) -> int:
     return max((header.sequence for _, header in newest_first(folder)), default=0) + 1
 
 
-def retain(final: Path, keep: int) -> None:
-    """Remove the oldest checkpoints beside `final` beyond the newest `keep` complete ones. `final` itself is never removed."""
+def retain(final: Path, keep: int | None, keep_every: int | None = None) -> None:
+    """Remove the oldest checkpoints beside `final` beyond the newest `keep` complete ones, but not `final` itself.
+
+    Nor one whose name ends with a multiple of `keep_every`.
+    """
+    if keep is None:
+        return
     complete = 0
     for path, _ in newest_first(final.parent):
+        step = step_of(path.name)
+        if keep_every is not None and step is not None and step % keep_every == 0 and path != final:
+            continue
         if complete >= keep and path != final:
             try:
                 _remove(path)
@@ -130,6 +147,8 @@ def _clean(folder: Path, *, except_for: Path) -> None:
     """Finish what dead jobs began in `folder`."""
     for entry in list(os.scandir(folder)):
         path = folder / entry.name
+        if entry.name.startswith(_HINT) and time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_S:
+            path.unlink(missing_ok=True)
         if not entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False) or path == except_for:
             continue
         if entry.name.endswith(".replaced"):
@@ -138,6 +157,10 @@ def _clean(folder: Path, *, except_for: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 os.rename(path, original)
+        elif entry.name.endswith(".board"):
+            # One whose stage is gone was left by a job that died, or belongs to one that has heard all.
+            if not (folder / f"{entry.name.removesuffix('.board')}.staging").exists():
+                shutil.rmtree(path, ignore_errors=True)
         elif entry.name.endswith(".removed") or (entry.name.endswith(".staging") and _is_abandoned(path)):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -191,8 +214,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def _write_latest(final: Path) -> None:
-    temporary = final.parent / f".{LATEST_NAME}.tmp"
-    temporary.unlink(missing_ok=True)
+    temporary = final.parent / f"{_HINT}{uuid.uuid4().hex}"
     write_file(temporary, f"{final.name}\n".encode())
     os.rename(temporary, final.parent / LATEST_NAME)
     flush(final.parent)

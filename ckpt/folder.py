@@ -16,6 +16,7 @@ from ckpt.manifest import FILE_NAME, CheckpointError, Manifest
 LATEST_NAME = "latest"
 RUN_SUBFOLDER = "checkpoints"  # where a run's folder keeps them, by the main job's and our convention
 _MAX_HEADER_BYTES = 256 << 20
+_PARTS = r"manifest\.jsonl|index\.h5|(rank|node|part)-[0-9]{5}\.h5"
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,7 @@ def newest_first(folder: Path) -> list[tuple[Path, Header]]:
 
 def info(path: Path, name: str) -> CheckpointInfo:
     """What there is to say about the checkpoint at `path`, called `name`."""
-    number = re.search(r"\d+$", name)
-    step = int(number[0]) if number else None
+    step = step_of(name)
     header, problem = None, None
     try:
         header = _read_header(path)
@@ -108,6 +108,12 @@ def info(path: Path, name: str) -> CheckpointInfo:
     return CheckpointInfo(
         path, name, step, problem, _folder_bytes(path), header.num_tensors if header else None, sequence, saved
     )
+
+
+def step_of(name: str) -> int | None:
+    """The number that a checkpoint's name ends with."""
+    number = re.search(r"[0-9]+$", name)
+    return int(number[0]) if number else None
 
 
 def read_manifest(path: Path) -> bytes:
@@ -147,9 +153,16 @@ def _candidates(folder: Path) -> list[tuple[Path, str]]:
             if not name.endswith(".replaced") or (folder / original).exists():
                 continue
             name = original
-        if any((folder / entry.name / part).exists() for part in (FILE_NAME, "index.h5", "rank-00000.h5")):
+        if any(re.fullmatch(_PARTS, part) for part in _names(folder / entry.name)):
             found.append((folder / entry.name, name))
     return found
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _read(path: Path) -> bytes:

@@ -28,6 +28,7 @@ from ckpt.manifest import (
     File,
     Manifest,
     Tensor,
+    axes_error,
     name_error,
     nesting_error,
 )
@@ -96,7 +97,7 @@ def decode_header(line: bytes) -> Header:
     chunk_bytes = _int(header, "chunk_bytes", 64, 1 << 30)
     if chunk_bytes % 64:
         raise _refused(f"chunk_bytes {chunk_bytes} is no multiple of 64")
-    files = tuple(_file(entry) for entry in _list(header, "files"))
+    files = tuple(file_of(entry, version) for entry in _list(header, "files"))
     if len({f.name for f in files}) < len(files):
         raise _refused("it names a file twice")
     return Header(_int(header, "sequence"), float(saved), chunk_bytes, _int(header, "tensors"), files)
@@ -165,7 +166,8 @@ def _are_sizes(values: list[Any]) -> bool:
     return all(type(n) is int and 0 <= n <= _MAX_SIZE for n in values)
 
 
-def _file(entry: Any) -> File:
+def file_of(entry: Any, version: int = VERSION) -> File:
+    """The checked entry of a file in a manifest's header."""
     name = entry.get("name") if isinstance(entry, dict) else None
     if (
         not isinstance(name, str)
@@ -193,7 +195,12 @@ def _file(entry: Any) -> File:
         end = offset + elements * TABLE[dtype].itemsize
     if end > nbytes:
         raise _refused(f"file {name}: its datasets end at byte {end}, beyond its {nbytes} bytes")
-    return File(name, nbytes, datasets)
+    if version == 1:
+        return File(name, nbytes, datasets)
+    rest = entry.get("rest")
+    if not isinstance(rest, str) or len(rest) != 16:
+        raise _refused(f"file {name}: the checksum of the rest is {rest!r:.40}")
+    return File(name, nbytes, datasets, *_checksums(rest, f"file {name}"))
 
 
 def _tensor(entry: dict[str, Any], header: Header) -> Tensor:
@@ -210,7 +217,15 @@ def _tensor(entry: dict[str, Any], header: Header) -> Tensor:
     problem = cover_error(shape, [b.box for b in blocks], [header.files[b.file].name for b in blocks])
     if problem:
         raise _refused(f"tensor {name!r}: {problem}")
-    return Tensor(name, dtype, shape, blocks)
+    return Tensor(name, dtype, shape, blocks, _axes(name, shape, entry.get("axes")))
+
+
+def _axes(name: str, shape: Shape, value: Any) -> tuple[str | None, ...] | None:
+    if value is None:
+        return None
+    if problem := axes_error(value, len(shape)):
+        raise _refused(f"tensor {name!r}: {problem}")
+    return tuple(value)
 
 
 def _block(name: str, dtype: str, shape: Shape, entry: Any, header: Header) -> Block:
@@ -229,11 +244,14 @@ def _block(name: str, dtype: str, shape: Shape, entry: Any, header: Header) -> B
     num_chunks = -(-box.size * TABLE[dtype].itemsize // header.chunk_bytes)
     if not isinstance(digits, str) or len(digits) != 16 * num_chunks:
         raise _refused(f"tensor {name!r}: block {box} has the wrong number of checksums")
+    return Block(file, start, box, _checksums(digits, f"tensor {name!r}"))
+
+
+def _checksums(digits: str, where: str) -> tuple[int, ...]:
     try:
-        checksums = tuple(int.from_bytes(bytes.fromhex(digits[i : i + 16])) for i in range(0, len(digits), 16))
+        return tuple(int.from_bytes(bytes.fromhex(digits[i : i + 16])) for i in range(0, len(digits), 16))
     except ValueError:
-        raise _refused(f"tensor {name!r}: a checksum is no number") from None
-    return Block(file, start, box, checksums)
+        raise _refused(f"{where}: a checksum is no number") from None
 
 
 def _check_no_sharing(files: tuple[File, ...], tensors: Iterable[Tensor]) -> None:

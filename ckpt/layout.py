@@ -1,15 +1,12 @@
-"""Where the bytes of a tensor lie: boxes, their cover, how they are packed into files, and which part of one block another needs.
+"""Boxes of tensors: their cover, and which part of one another needs.
 
 Everything here is arithmetic on tuples: no files, no arrays, no ranks. Shapes and offsets count elements, one entry per
 dimension; "flat" positions are row-major (C order).
 """
 
-import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-
-ALIGNMENT_BYTES = 64  # every block starts on a cache line, so that views of a mapped file suit vector instructions
 
 Shape = tuple[int, ...]
 
@@ -98,32 +95,6 @@ def _first_gap(shape: Shape, boxes: Sequence[Box]) -> Shape | None:
         if gap is not None:
             return (row, *gap)
     return None
-
-
-def pack(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int]:
-    """Lay blocks of `sizes` elements end to end, each start aligned to 64 bytes: the starts and the total, in elements."""
-    step = max(1, ALIGNMENT_BYTES // itemsize)
-    starts, end = [], 0
-    for size in sizes:
-        start = -(-end // step) * step
-        starts.append(start)
-        end = start + size
-    return starts, end
-
-
-def assign(nbytes: Mapping[str, int], loads: Sequence[int]) -> dict[str, int]:
-    """Which rank writes each tensor that all ranks hold: largest first, each to the rank with the least to write so far.
-
-    `loads`: the bytes each rank writes anyway. The result depends on the arguments alone, so all ranks find the same one.
-    """
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    owner = {}
-    for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
-        load, rank = heap[0]
-        owner[name] = rank
-        heapq.heapreplace(heap, (load + nbytes[name], rank))
-    return owner
 
 
 def flat_index(position: Shape, shape: Shape) -> int:

@@ -4,6 +4,10 @@
 the user's `meta`. Then one line a tensor, in the order of the names. The last line is the XXH3-64 of all bytes before it, so a
 cut or altered manifest is always noticed, and listing a folder needs no parsing beyond the header.
 
+[Note: every byte] Of a data file, the bytes of blocks have checksums chunk by chunk, those outside the datasets one together; what lies
+between the blocks of a dataset is zero. The index is all "outside". So no bit of a checkpoint can turn unnoticed; `verify`
+looks at all.
+
 Here: what it says, how it is written, and which names tensors may have. Reading one is guard.py's work.
 """
 
@@ -21,7 +25,7 @@ from collectives.dtypes import TABLE
 
 FORMAT = "mpitrain-ckpt"
 VERSION = (
-    1  # raise it when an older reader would misread; readers keep reading every older version and refuse newer ones
+    2  # raise it when an older reader would misread; readers keep reading every older version and refuse newer ones
 )
 FILE_NAME = "manifest.jsonl"
 CHUNK_BYTES = 4 << 20  # a checksum each; what verifying one block of any size needs as memory
@@ -41,11 +45,15 @@ class Dataset(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file of the checkpoint, with its contiguous datasets by the name of their dtype."""
+    """One file of the checkpoint, with its contiguous datasets by the name of their dtype.
+
+    `rest`: XXH3-64 of all its bytes outside the datasets, end to end: HDF5's own. None in checkpoints of version 1.
+    """
 
     name: str
     nbytes: int
     datasets: Mapping[str, Dataset]
+    rest: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +71,16 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor: its name, dtype's name, full shape, and the blocks that cover it exactly."""
+    """A tensor: its name, dtype's name, full shape, and the blocks that cover it exactly.
+
+    `axes`: for each dimension the mesh axis that it was cut along, or None; None if nobody said so.
+    """
 
     name: str
     dtype: str
     shape: Shape
     blocks: tuple[Block, ...]
+    axes: tuple[str | None, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +132,7 @@ def encode(manifest: Manifest) -> bytes:
         "saved": manifest.saved,
         "chunk_bytes": manifest.chunk_bytes,
         "tensors": len(manifest.tensors),
-        "files": [{"name": f.name, "bytes": f.nbytes, "datasets": f.datasets} for f in manifest.files],
+        "files": [file_entry(file) for file in manifest.files],
     }
     lines = [json.dumps(header, separators=(",", ":")), encode_meta(manifest.meta)]
     for name in sorted(manifest.tensors):
@@ -135,10 +147,17 @@ def encode(manifest: Manifest) -> bytes:
             }
             for block in tensor.blocks
         ]
-        line = {"name": name, "dtype": tensor.dtype, "shape": tensor.shape, "blocks": blocks}
+        axes = {} if tensor.axes is None else {"axes": tensor.axes}
+        line = {"name": name, "dtype": tensor.dtype, "shape": tensor.shape, **axes, "blocks": blocks}
         lines.append(json.dumps(line, separators=(",", ":")))
     body = ("\n".join(lines) + "\n").encode()
     return body + f'{{"xxh3":"{xxhash.xxh3_64_hexdigest(body)}"}}\n'.encode()
+
+
+def file_entry(file: File) -> dict[str, Any]:
+    """A file as the manifest's header names it."""
+    rest = {} if file.rest is None else {"rest": f"{file.rest:016x}"}
+    return {"name": file.name, "bytes": file.nbytes, "datasets": file.datasets, **rest}
 
 
 def name_error(name: object) -> str | None:
@@ -153,6 +172,14 @@ def name_error(name: object) -> str | None:
     if not name.isprintable() or any(part in ("", ".", "..") for part in name.split("/")):
         return f"the name {name!r} is no path of groups: it has an empty part, '.', '..' or a control character"
     return None
+
+
+def axes_error(axes: object, ndim: int) -> str | None:
+    """Why `axes` cannot say along which mesh axis each of `ndim` dimensions is cut, or None."""
+    fits = isinstance(axes, list | tuple) and len(axes) == ndim
+    if fits and all(axis is None or (isinstance(axis, str) and axis.isprintable()) for axis in axes):  # type: ignore[attr-defined]
+        return None
+    return f"axes is {axes!r:.60}; expected {ndim} names of mesh axes, None where a dimension is whole"
 
 
 def nesting_error(names: Iterable[str]) -> str | None:

@@ -1,22 +1,32 @@
-"""Saving: all ranks check and agree, each writes its own file into the stage, rank 0 writes what describes them and commits."""
+"""Saving: all ranks check and agree, each writes its blocks into the stage, rank 0 writes what describes them and commits."""
 
 import os
+import socket
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
+from ckpt.background import begin, copied, wait
 from ckpt.commit import Stage, next_sequence, retain
+from ckpt.files import flush, write_file
+from ckpt.guard import file_of
 from ckpt.hdf5 import INDEX_NAME, index_image
-from ckpt.layout import Box, assign, cover_error
-from ckpt.manifest import FILE_NAME, File, Manifest, Tensor, encode, encode_meta
+from ckpt.layout import Box, cover_error
+from ckpt.manifest import FILE_NAME, Block, Dataset, File, Manifest, Tensor, encode, encode_meta, file_entry
+from ckpt.placement import DataFile, Files, Item, assign, file_name, files_error, group_ranks, lay_out
 from ckpt.ranks import Ranks, Solo
 from ckpt.tensors import Local, inspect
-from ckpt.writer import Written, write_file, write_rank_file
+from ckpt.writer import Checksums, Driver, Posix, describe
 from collectives.dtypes import TABLE
+
+_DOING = "ckpt.save"
 
 
 def save(
@@ -25,52 +35,116 @@ def save(
     *,
     comm: Ranks | None,
     meta: Mapping[str, Any] | None = None,
+    files: Files = "rank",
+    driver: str = "posix",
+    background: bool = False,
     keep: int | None = None,
+    keep_every: int | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a checkpoint as the folder `path`, completely or not at all. Collective over `comm`; None is a process alone.
 
-    `tensors`: name -> array, which is the same on all ranks and written by one of them, or `Shard`, this rank's box of a tensor
-    that the ranks' boxes cover exactly. Arrays are contiguous NumPy arrays or torch CPU tensors. A "/" in a name makes HDF5 groups.
-    `meta`: a JSON-like dict; rank 0's is kept. `keep`: so many complete checkpoints stay in the folder of `path`, older ones are
-    removed. `overwrite`: replace a checkpoint of that name.
-    Returns the absolute path, which other nodes may see a moment later.
+    Args:
+        tensors: name -> array, which is the same on all ranks and written by one of them, or `Shard`, this rank's box of a tensor
+            that the ranks' boxes cover exactly. Arrays are contiguous NumPy arrays or torch CPU tensors. A "/" in a name makes
+            HDF5 groups.
+        meta: a JSON-like dict; rank 0's is kept.
+        files: how many data files: "rank", one for each rank that has something to write; "node"; "one"; or a number.
+        driver: "posix": each rank writes its ranges by `pwrite`. "mpio": by parallel HDF5, each rank by itself;
+            "mpio-collective": all at the same time. The files are the same.
+        background: return as soon as the values are copied to host memory; a thread writes them. `ckpt.wait()`, or the next
+            save, waits for its end and raises what went wrong with it.
+        keep: so many complete checkpoints stay in the folder of `path`, older ones are removed.
+        keep_every: those whose step, the number that their name ends with, is a multiple of it are never removed.
+        overwrite: replace a checkpoint of that name.
+
+    Returns the absolute path, which other nodes may see a moment later, or once the background has ended.
 
     Raises on all ranks, with nothing written: ValueError or TypeError if the tensors cannot be used or do not fit between the
     ranks, FileExistsError if `path` exists. OSError on all ranks if one cannot write; then the stage is gone, and what was there
     before still stands.
     """
     comm = Solo() if comm is None else comm
-    with comm.together("ckpt.save"):
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep is {keep}; expected at least 1, or None to keep all")
+    wait()
+    with comm.together(_DOING):
+        _check_arguments(files, driver, keep, keep_every, comm, in_background=background)
         held = inspect(tensors)
         encode_meta(meta or {})
-    boxes = _agree(held, comm)
-    mine = _mine(held, boxes, comm)
+    boxes, hosts = _agree(held, comm)
+    plan = _plan(held, boxes, files, hosts, comm)
 
     stage: Stage | None = None
-    final = None
-    with comm.together("ckpt.save"):
+    places = None
+    with comm.together(_DOING):
         if comm.rank == 0:
             stage = Stage.open(_checked_path(path), overwrite=overwrite)
-            final = stage.final
-    folder, final = comm.broadcast_object((stage.path, final) if stage else None)
-    try:
-        with comm.together("ckpt.save"):
-            written = write_rank_file(folder / f"rank-{comm.rank:05d}.h5", mine)
-        reports = comm.all_gather_object(written)
-        with comm.together("ckpt.save"):
-            if stage is not None:
-                _describe(stage.path, held, reports, meta or {}, next_sequence(stage.final.parent))
-                stage.publish(overwrite=overwrite)
-                if keep is not None:
-                    retain(stage.final, keep)
-    except BaseException:
-        if stage is not None:
-            stage.discard()
-        raise
-    return final
+            places = stage.path, stage.final, stage.make_board() if background else None
+    folder, final, board = comm.broadcast_object(places)
+    mine = [] if plan.own is None else [local for local in held if local.name in plan.own.starts[comm.rank]]
+    scalars = {local.name: local.array for local in held if not local.shape}
+    job = _Job(plan, folder, stage, held, mine, scalars, dict(meta or {}), keep, keep_every, overwrite)
+    with _discarding(stage):
+        if not background:
+            with _driver(driver, job, comm) as chosen:
+                _carry_out(job, chosen, comm)
+            return Path(final)
+        with comm.together(_DOING):
+            scalars = {name: array.copy() for name, array in scalars.items()}
+            job = replace(job, mine=copied(mine), scalars=scalars)
+
+    def work(ranks: Ranks) -> None:
+        with _discarding(stage), _driver(driver, job, comm) as chosen:
+            _carry_out(job, chosen, ranks)
+
+    begin(comm, board, work)
+    return Path(final)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who writes what where. `own`: this rank's file, if it writes anything; `files`: on rank 0 all of them."""
+
+    own: DataFile | None
+    files: tuple[DataFile, ...]
+    boxes: Sequence[Mapping[str, Box]]  # of each rank, of the tensors that are cut
+    shares: bool  # whether a file may have more than one writer
+
+
+@dataclass(frozen=True)
+class _Job:
+    """All that writing and committing needs. `stage`: on rank 0. `mine`: what this rank writes."""
+
+    plan: _Plan
+    folder: Path
+    stage: Stage | None
+    held: Sequence[Local]
+    mine: Sequence[Local]
+    scalars: Mapping[str, np.ndarray]
+    meta: dict[str, Any]
+    keep: int | None
+    keep_every: int | None
+    overwrite: bool
+
+
+def _check_arguments(
+    files: Files, driver: str, keep: int | None, keep_every: int | None, comm: Ranks, *, in_background: bool
+) -> None:
+    for name, number in (("keep", keep), ("keep_every", keep_every)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} is {number}; expected at least 1, or None")
+    if problem := files_error(files, comm.size):
+        raise ValueError(problem)
+    if driver not in ("posix", "mpio", "mpio-collective"):
+        raise ValueError(f"driver is {driver!r}; expected 'posix', 'mpio' or 'mpio-collective'")
+    if driver != "posix":
+        from ckpt.mpio import mpio_error
+
+        if in_background:
+            raise ValueError(
+                f"driver={driver!r} cannot save in the background, where no MPI is called; pass driver='posix'"
+            )
+        if problem := mpio_error(getattr(comm, "mpi", None)):
+            raise ValueError(problem)
 
 
 def _checked_path(path: str | os.PathLike[str]) -> Path:
@@ -82,27 +156,80 @@ def _checked_path(path: str | os.PathLike[str]) -> Path:
     return final
 
 
-def _agree(held: list[Local], comm: Ranks) -> list[dict[str, Box]]:
-    """Each rank's filled boxes of sharded tensors, after a check that all ranks mean the same tensors and cover them."""
+@contextmanager
+def _discarding(stage: Stage | None) -> Iterator[None]:
+    """Remove the stage if it did not become a checkpoint."""
+    try:
+        yield
+    except BaseException:
+        if stage is not None:
+            stage.discard()
+        raise
+
+
+@contextmanager
+def _driver(name: str, job: _Job, comm: Ranks) -> Iterator[Driver | None]:
+    """What writes this rank's file; None if it writes nothing."""
+    own = job.plan.own
+    path = job.folder / own.name if own else job.folder
+    if name == "posix":
+        yield Posix(path, own, comm.rank) if own else None
+        return
+    from ckpt.mpio import Mpio
+
+    mpi = comm.mpi.Split(own.ranks[0] if own else comm.size, comm.rank)  # type: ignore[attr-defined]
+    try:
+        yield Mpio(path, own, comm.rank, mpi, collective=name == "mpio-collective") if own else None
+    finally:
+        mpi.Free()
+
+
+def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
+    """Write, describe, commit. Collective over `ranks`, to which only what JSON knows is said."""
+    own = job.plan.own
+    with ranks.together(_DOING):
+        file = driver.prepare() if driver else None
+    if job.plan.shares:
+        made = ranks.all_gather_object(file_entry(file) if file else None)
+        if own is not None and made[own.ranks[0]] is not None:
+            file = file_of(made[own.ranks[0]])
+    with ranks.together(_DOING):
+        sums = driver.write(job.mine, file) if driver else {}
+        with ThreadPoolExecutor(1) as beside:
+            flushed = beside.submit(flush, job.folder / own.name) if own else None
+            if job.stage is not None:
+                _write_index(job)  # while the disk is busy
+            if flushed is not None:
+                flushed.result()
+        file = driver.finish() if driver else None
+    reports = ranks.all_gather_object((file_entry(file) if file else None, sums))
+    with ranks.together(_DOING):
+        if job.stage is not None:
+            _describe(job, reports)
+            job.stage.publish(overwrite=job.overwrite)
+            retain(job.stage.final, job.keep, job.keep_every)
+
+
+def _agree(held: list[Local], comm: Ranks) -> tuple[list[dict[str, Box]], list[str]]:
+    """Each rank's filled boxes of sharded tensors and its node, after a check that all ranks mean the same tensors and cover them."""
     descriptions = [local.description for local in held]
     boxes = {local.name: local.box for local in held if not local.whole and local.box.size}
     digest = xxhash.xxh3_128_hexdigest(repr(descriptions).encode())
-    gathered = comm.all_gather_object((digest, boxes))
-    if len({digest for digest, _ in gathered}) > 1:
+    gathered = comm.all_gather_object((digest, boxes, socket.gethostname()))
+    if len({digest for digest, *_ in gathered}) > 1:
         everyone = comm.all_gather_object(descriptions)
-        with comm.together("ckpt.save"):
+        with comm.together(_DOING):
             raise ValueError(_difference(everyone))
-    all_boxes = [boxes for _, boxes in gathered]
-    with comm.together(
-        "ckpt.save"
-    ):  # all ranks find the same: nobody has to tell the others, but it is to be raised as one
+    all_boxes = [boxes for _, boxes, _ in gathered]
+    # All ranks find the same: nobody has to tell the others, but it is to be raised as one.
+    with comm.together(_DOING):
         for local in held:
             if not local.whole:
                 owners = [rank for rank, theirs in enumerate(all_boxes) if local.name in theirs]
                 found = [all_boxes[rank][local.name] for rank in owners]
                 if problem := cover_error(local.shape, found, [f"rank {rank}" for rank in owners]):
                     raise ValueError(f"tensor {local.name!r}: {problem}")
-    return all_boxes
+    return all_boxes, [host for *_, host in gathered]
 
 
 def _difference(everyone: list[list[tuple]]) -> str:
@@ -116,8 +243,8 @@ def _difference(everyone: list[list[tuple]]) -> str:
                 return f"the ranks save different tensors: rank {has} has {name!r}, rank {lacks} has not"
             if first[name] != other[name]:
                 kinds = [
-                    f"{dtype} {shape}" + ("" if whole else " in shards")
-                    for dtype, shape, whole in (first[name], other[name])
+                    f"{dtype} {shape}" + ("" if whole else " in shards") + (f" along {axes}" if axes else "")
+                    for dtype, shape, whole, axes in (first[name], other[name])
                 ]
                 return (
                     f"the ranks save different tensors: {name!r} is {kinds[0]} on rank 0, but {kinds[1]} on rank {rank}"
@@ -125,29 +252,69 @@ def _difference(everyone: list[list[tuple]]) -> str:
     raise AssertionError("the digests differ, the descriptions do not")
 
 
-def _mine(held: list[Local], boxes: list[dict[str, Box]], comm: Ranks) -> list[Local]:
-    """What this rank writes: its shards, and its share of the tensors that all hold."""
+def _plan(held: list[Local], boxes: list[dict[str, Box]], files: Files, hosts: Sequence[str], comm: Ranks) -> _Plan:
+    sizes = {local.name: local.box.size if local.whole else 0 for local in held}
     itemsize = {local.name: TABLE[local.dtype].itemsize for local in held}
     loads = [sum(box.size * itemsize[name] for name, box in theirs.items()) for theirs in boxes]
-    owner = assign({local.name: local.array.nbytes for local in held if local.whole and local.box.size}, loads)
-    return [local for local in held if (owner.get(local.name) == comm.rank if local.whole else local.box.size > 0)]
+    owner = assign({name: size * itemsize[name] for name, size in sizes.items() if size}, loads)
+
+    def items(rank: int) -> list[Item]:
+        """What a rank writes: its shards, and its share of the tensors that all hold."""
+        theirs = boxes[rank]
+        counts = ((at, sizes[at.name] if owner.get(at.name) == rank else 0) for at in held)
+        written = ((at, theirs[at.name].size if at.name in theirs else count) for at, count in counts)
+        return [Item(local.name, local.dtype, size) for local, size in written if size]
+
+    numbers = group_ranks(files, hosts)
+
+    def made(number: int) -> DataFile | None:
+        writers = {rank: items(rank) for rank in range(comm.size) if numbers[rank] == number}
+        writers = {rank: written for rank, written in writers.items() if written}
+        return lay_out(file_name(files, number), writers) if writers else None
+
+    mine = numbers[comm.rank]
+    laid_out = {number: made(number) for number in (dict.fromkeys(numbers) if comm.rank == 0 else (mine,))}
+    own = laid_out[mine]
+    return _Plan(
+        own if own is not None and comm.rank in own.ranks else None,
+        tuple(file for file in laid_out.values() if file is not None),
+        boxes,
+        len(set(numbers)) < comm.size,
+    )
 
 
-def _describe(
-    folder: Path, held: list[Local], reports: list[Written | None], meta: Mapping[str, Any], sequence: int
-) -> None:
-    """Write the index and the manifest of the finished rank files."""
-    files: list[File] = []
-    blocks: dict[str, list] = {local.name: [] for local in held}
-    for report in reports:
-        if report is not None:
-            for name, block in report.blocks.items():
-                blocks[name].append(replace(block, file=len(files)))
-            files.append(report.file)
-    tensors = {local.name: Tensor(local.name, local.dtype, local.shape, tuple(blocks[local.name])) for local in held}
-    manifest = Manifest(tuple(files), tensors, dict(meta), sequence, time.time())
-    scalars = {local.name: local.array for local in held if not local.shape}
-    index = index_image(manifest, scalars)
-    write_file(folder / INDEX_NAME, index)
-    manifest = replace(manifest, files=(*files, File(INDEX_NAME, len(index), {})))
-    write_file(folder / FILE_NAME, encode(manifest))
+def _write_index(job: _Job) -> None:
+    """The index of data files that are being written."""
+    files = [
+        File(file.name, 0, {dtype: Dataset(0, count) for dtype, count in file.elements.items()})
+        for file in job.plan.files
+    ]
+    assert job.stage is not None
+    write_file(job.stage.path / INDEX_NAME, index_image(_manifest(job, files, None), job.scalars))
+
+
+def _describe(job: _Job, reports: list[tuple[dict[str, Any] | None, Checksums]]) -> None:
+    """Write the manifest of the finished files, all the other files of the stage."""
+    assert job.stage is not None
+    made = {entry["name"]: file_of(entry) for entry, _ in reports if entry is not None}
+    files = [made[file.name] for file in job.plan.files]
+    index = job.stage.path / INDEX_NAME
+    manifest = _manifest(job, [*files, describe(index, {})], [sums for _, sums in reports])
+    manifest = replace(manifest, sequence=next_sequence(job.stage.final.parent), saved=time.time())
+    write_file(job.stage.path / FILE_NAME, encode(manifest))
+
+
+def _manifest(job: _Job, files: Sequence[File], sums: Sequence[Checksums] | None) -> Manifest:
+    """`sums`: of each rank's blocks; None before they are known."""
+    blocks: dict[str, list[Block]] = {local.name: [] for local in job.held}
+    whole = {local.name: local.box for local in job.held}
+    for number, file in enumerate(job.plan.files):
+        for rank, starts in file.starts.items():
+            for name, start in starts.items():
+                box = job.plan.boxes[rank].get(name) or whole[name]
+                blocks[name].append(Block(number, start, box, tuple(sums[rank][name]) if sums else ()))
+    tensors = {
+        local.name: Tensor(local.name, local.dtype, local.shape, tuple(blocks[local.name]), local.axes)
+        for local in job.held
+    }
+    return Manifest(tuple(files), tensors, job.meta)

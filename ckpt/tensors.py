@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.layout import Box, Shape
-from ckpt.manifest import MAX_NDIM, name_error, nesting_error
+from ckpt.manifest import MAX_NDIM, axes_error, name_error, nesting_error
 from collectives.arrays import as_numpy
 from collectives.dtypes import number_of
 
@@ -16,12 +16,16 @@ class Shard:
     """This rank's box of a tensor: `data`, a NumPy array or torch CPU tensor, at `offset` in a tensor of full `shape`.
 
     `data` may be empty (0 rows) but has as many dimensions as the tensor. What the box must satisfy is checked when it is used.
+    `axes`: for people and tools, the name of the mesh axis that each dimension is cut along, None for a whole one.
     """
 
-    __slots__ = ("data", "offset", "shape")
+    __slots__ = ("axes", "data", "offset", "shape")
 
-    def __init__(self, data: Any, shape: Sequence[int], offset: Sequence[int]) -> None:
+    def __init__(
+        self, data: Any, shape: Sequence[int], offset: Sequence[int], axes: Sequence[str | None] | None = None
+    ) -> None:
         self.data = data
+        self.axes = None if axes is None else tuple(axes)
         self.shape: Shape = tuple(int(n) for n in shape)
         self.offset: Shape = tuple(int(n) for n in offset)
 
@@ -39,11 +43,12 @@ class Local:
     box: Box
     whole: bool
     array: np.ndarray
+    axes: tuple[str | None, ...] | None = None
 
     @property
-    def description(self) -> tuple[str, str, Shape, bool]:
+    def description(self) -> tuple[str, str, Shape, bool, tuple[str | None, ...] | None]:
         """What all ranks must agree on when they save."""
-        return self.name, self.dtype, self.shape, self.whole
+        return self.name, self.dtype, self.shape, self.whole, self.axes
 
     @property
     def bytes(self) -> memoryview:
@@ -75,4 +80,7 @@ def _local(name: str, value: Any, writable: bool) -> Local:
         )
     if len(shape) > MAX_NDIM:
         raise ValueError(f"tensor {name!r} has {len(shape)} dimensions; HDF5 knows at most {MAX_NDIM}")
-    return Local(name, number_of(array.dtype).name, shape, box, not isinstance(value, Shard), array)
+    axes = value.axes if isinstance(value, Shard) else None
+    if axes is not None and (problem := axes_error(axes, len(shape))):
+        raise ValueError(f"tensor {name!r}: {problem}")
+    return Local(name, number_of(array.dtype).name, shape, box, not isinstance(value, Shard), array, axes)

@@ -1,57 +1,107 @@
-"""Writes one rank's blocks into its file: HDF5 says where, `pwrite` carries the bytes.
+"""Writes this rank's blocks into its data file: HDF5 says where, `pwrite` carries the bytes.
 
 `pwrite` releases the interpreter's lock and needs no parallel HDF5; each chunk is hashed right before it is written, so that the
 checksum costs no second pass through memory.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Protocol
 
+import h5py
 import xxhash
 
-from ckpt.hdf5 import create_rank_file, naming
-from ckpt.layout import pack
-from ckpt.manifest import CHUNK_BYTES, Block, File
+from ckpt.files import check_room, naming, patient
+from ckpt.hdf5 import new_data_file
+from ckpt.manifest import CHUNK_BYTES, Dataset, File
+from ckpt.placement import DataFile
 from ckpt.tensors import Local
 from collectives.dtypes import TABLE
 
+_HEADER_BYTES = 1 << 18  # more than the rest of a data file: a handful of datasets without any attribute of size
 
-class Written(NamedTuple):
-    """One rank's file, and its blocks by the name of their tensor (their `file` is still to be set)."""
-
-    file: File
-    blocks: dict[str, Block]
+Checksums = dict[str, tuple[int, ...]]
+"""Of each chunk of a block, by the name of its tensor."""
 
 
-def write_rank_file(path: Path, locals_: Sequence[Local]) -> Written | None:
-    """Write the boxes of `locals_` (none of them empty) to a new HDF5 file at `path` and flush it to disk.
+class Driver(Protocol):
+    """How the blocks get into the data files. In this order, each step on all ranks of a file before the next on any:"""
 
-    None if there is nothing to write: then there is no file. OSError that names the path if it cannot be written.
-    """
-    if not locals_:
-        return None
-    by_dtype: dict[str, list[Local]] = {}
-    for local in locals_:
-        by_dtype.setdefault(local.dtype, []).append(local)
-    packed = {
-        dtype: pack([local.box.size for local in group], TABLE[dtype].itemsize) for dtype, group in by_dtype.items()
-    }
-    with naming(path):
-        datasets = create_rank_file(path, {dtype: end for dtype, (_, end) in packed.items()})
-        blocks = {}
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            for dtype, group in by_dtype.items():
-                for local, start in zip(group, packed[dtype][0], strict=True):
-                    position = datasets[dtype].offset_bytes + start * TABLE[dtype].itemsize
-                    blocks[local.name] = Block(-1, start, local.box, _write(fd, local.bytes, position))
-            os.fsync(fd)
-            nbytes = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
-    return Written(File(path.name, nbytes, datasets), blocks)
+    def prepare(self) -> File | None: ...
+    def write(self, blocks: Sequence[Local], file: File | None) -> Checksums: ...
+    def finish(self) -> File | None: ...
+
+
+class Posix:
+    """The ranks write by `pwrite` into a file that the first of them has made."""
+
+    def __init__(self, path: Path, plan: DataFile, rank: int) -> None:
+        self._path, self._plan, self._rank = path, plan, rank
+        self._file: File | None = None
+
+    def prepare(self) -> File | None:
+        """The file without its bytes, made by the first of its ranks: the others, which get None, are to be given it."""
+        if self._rank == self._plan.ranks[0]:
+            check_room(self._path, room_of(self._plan))
+            with new_data_file(self._path, self._plan.elements) as opened:
+                datasets = datasets_of(opened, self._plan)
+            self._file = describe(self._path, datasets)
+        return self._file
+
+    def write(self, blocks: Sequence[Local], file: File | None) -> Checksums:
+        """Hand the blocks' bytes to the system. `file`: what the first rank's `prepare` returned. OSError that names the file."""
+        assert file is not None
+        starts = self._plan.starts[self._rank]
+        with naming(self._path):
+            fd = patient(lambda: os.open(self._path, os.O_WRONLY | os.O_CLOEXEC))
+            try:
+                return {local.name: _write(fd, local.bytes, _position(file, local, starts)) for local in blocks}
+            finally:
+                os.close(fd)
+
+    def finish(self) -> File | None:
+        """The file as it is when all have written; None but for the first of its ranks."""
+        return self._file
+
+
+def room_of(plan: DataFile) -> int:
+    """The most bytes that a data file needs on the disk."""
+    return _HEADER_BYTES + sum(count * TABLE[dtype].itemsize for dtype, count in plan.elements.items())
+
+
+def datasets_of(opened: Mapping[str, h5py.h5d.DatasetID], plan: DataFile) -> dict[str, Dataset]:
+    """Where the datasets of an open data file lie."""
+    return {dtype: Dataset(dataset.get_offset(), plan.elements[dtype]) for dtype, dataset in opened.items()}
+
+
+def describe(path: Path, datasets: Mapping[str, Dataset]) -> File:
+    """A data file as the manifest names it, from the file with its datasets in place."""
+    with naming(path), open(path, "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        return File(path.name, nbytes, datasets, rest_checksum(file.fileno(), nbytes, datasets))
+
+
+def rest_checksum(fd: int, nbytes: int, datasets: Mapping[str, Dataset]) -> int:
+    """XXH3-64 of the bytes of a file outside its datasets, end to end."""
+    hashed = xxhash.xxh3_64()
+    at = 0
+    ends = sorted(
+        (d.offset_bytes, d.offset_bytes + d.elements * TABLE[dtype].itemsize) for dtype, d in datasets.items()
+    )
+    for begin, end in [*ends, (nbytes, nbytes)]:
+        while at < begin:
+            data = os.pread(fd, min(begin - at, CHUNK_BYTES), at)
+            if not data:
+                raise OSError(f"it ends at byte {at} instead of {nbytes}")
+            hashed.update(data)
+            at += len(data)
+        at = max(at, end)
+    return hashed.intdigest()
+
+
+def _position(file: File, local: Local, starts: Mapping[str, int]) -> int:
+    return file.datasets[local.dtype].offset_bytes + starts[local.name] * TABLE[local.dtype].itemsize
 
 
 def _write(fd: int, data: memoryview, position: int) -> tuple[int, ...]:
@@ -63,26 +113,3 @@ def _write(fd: int, data: memoryview, position: int) -> tuple[int, ...]:
         while done < len(chunk):
             done += os.pwrite(fd, chunk[done:], position + start + done)
     return tuple(checksums)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """A new file at `path` with `data`, flushed to disk."""
-    with naming(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def flush(path: Path) -> None:
-    """Flush a file or a folder (its list of names) to disk."""
-    with naming(path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

@@ -2,7 +2,7 @@
 
 import builtins
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -27,22 +27,36 @@ def together(mpi: Any, doing: str, log: Log | None = None) -> Iterator[None]:
     except Exception as raised:
         error = raised
     with log.enter("together") if log is not None else nullcontext():
-        reports = mpi.allgather(
-            None if error is None else (type(error).__module__, type(error).__qualname__, str(error))
-        )
+        reports = mpi.allgather(report_of(error))
+    found = joint_error(reports, doing)
+    if found is not None:
+        joint, speaker = found
+        raise raised_on(mpi, joint, speaker) from error
+
+
+Report = tuple[str, str, str]
+"""An error in words: its type's module and name, its text."""
+
+
+def report_of(error: Exception | None) -> Report | None:
+    """What the other ranks are told of an error."""
+    return None if error is None else (type(error).__module__, type(error).__qualname__, str(error))
+
+
+def joint_error(reports: Sequence[Report | None], doing: str) -> tuple[Exception, int] | None:
+    """The error that all ranks raise, and the rank whose it was first; None if there was none on any."""
     failed = [rank for rank, report in enumerate(reports) if report]
     if not failed:
-        return
-    module, name, text = reports[failed[0]]
-    others = {reports[rank][2] for rank in failed} - {text}
+        return None
+    module, name, text = reports[failed[0]]  # type: ignore[misc]
+    others = {report[2] for report in reports if report} - {text}
     who = (
         ""
-        if len(failed) == mpi.size
-        else f" [rank {', '.join(map(str, failed[:8]))}{', ...' if failed[8:] else ''} of {mpi.size}]"
+        if len(failed) == len(reports)
+        else f" [rank {', '.join(map(str, failed[:8]))}{', ...' if failed[8:] else ''} of {len(reports)}]"
     )
     more = f" (and {len(others)} other error{'s' * (len(others) > 1)})" if others else ""
-    joint = _make(module, name, f"{doing}: {text}{more}{who}" if doing else f"{text}{more}{who}")
-    raise raised_on(mpi, joint, speaker=failed[0]) from error
+    return _make(module, name, f"{doing}: {text}{more}{who}" if doing else f"{text}{more}{who}"), failed[0]
 
 
 def raised_on(mpi: Any, error: Exception, speaker: int) -> Exception:

@@ -99,6 +99,86 @@ def test_ranks_may_ask_for_different_parts(comm, shared_tmp):
         assert (wanted["y"] == 1).all()
 
 
+# Files and drivers
+
+
+@pytest.mark.parametrize("driver", ["posix", "mpio", "mpio-collective"])
+@pytest.mark.parametrize("files", ["rank", "node", "one", 2])
+def test_all_drivers_write_the_same_files(comm, shared_tmp, files, driver):
+    if files == 2 and comm.size < 2:
+        pytest.skip("one rank does not write two files")
+    tensors = full_tensors()
+    mine = {name: shard(array, comm.rank, comm.size, 0) for name, array in tensors.items()} | {"step": np.array(3)}
+    path = ckpt.save(shared_tmp / "a", mine, comm=comm, files=files, driver=driver)
+    plain = ckpt.save(shared_tmp / "b", mine, comm=comm, files=files)
+    count = {"rank": comm.size, "node": 1, "one": 1, 2: 2}[files]
+    data_files = sorted(name for name in ckpt.open(path).files if name != "index.h5")
+    assert len(data_files) == count
+    for name in [*data_files, "index.h5"]:
+        assert (path / name).read_bytes() == (plain / name).read_bytes(), name
+    assert ckpt.verify(path, threads=1) == []
+    out = {name: shard(np.zeros_like(array), comm.rank, comm.size, 1) for name, array in tensors.items()}
+    ckpt.load(path, out, comm=comm, only=[f"{dtype}/*" for dtype in DTYPES])
+    for name, array in tensors.items():
+        assert out[name].data.tobytes() == shard(array, comm.rank, comm.size, 1).data.tobytes(), name
+
+
+def test_wrong_files_and_drivers(comm, shared_tmp):
+    def save(**options):
+        return lambda: ckpt.save(shared_tmp / "a", {"x": np.zeros(2)}, comm=comm, **options)
+
+    refused(comm, ValueError, f"a number from 1 to {comm.size}", save(files=comm.size + 1))
+    refused(comm, ValueError, "expected 'posix', 'mpio' or 'mpio-collective'", save(driver="mpi"))
+    refused(comm, ValueError, "in the background", save(driver="mpio", background=True))
+    assert names(shared_tmp) == []
+
+
+# In the background
+
+
+def test_a_save_in_the_background_holds_the_values_of_its_time(comm, shared_tmp):
+    rows, count = 4000, 5
+    data = np.zeros((rows, 3))
+    x = ckpt.Shard(data, (rows * comm.size, 3), (rows * comm.rank, 0))
+    step = np.array(0)
+    for number in range(1, count + 1):
+        data[:] = step[...] = number
+        files = "rank" if number % 2 else "one"
+        path = ckpt.save(
+            shared_tmp / f"step-{number}", {"x": x, "step": step}, comm=comm, background=True, keep=3, files=files
+        )
+        data[:] = step[...] = -1
+    ckpt.wait()
+    ckpt.wait()  # nothing is left to wait for
+    assert path == shared_tmp / f"step-{count}" and ckpt.latest(shared_tmp) == path
+    comm.barrier()
+    assert names(shared_tmp) == ["latest", *(f"step-{number}" for number in range(count - 2, count + 1))]
+    for number in range(count - 2, count + 1):
+        checkpoint = ckpt.open(shared_tmp / f"step-{number}")
+        assert (checkpoint["x"].read() == number).all() and checkpoint["step"].read() == number
+        assert ckpt.verify(checkpoint.path, threads=1) == []
+
+
+def test_an_error_in_the_background_comes_with_the_next_call(comm, shared_tmp):
+    ckpt.save(shared_tmp / "b", {"x": np.arange(20.0)}, comm=comm)
+    rows = np.zeros((1 << 16, 1))
+    large = {"x": ckpt.Shard(rows, (rows.size * comm.size, 1), (rows.size * comm.rank, 0))}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if comm.rank == comm.size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        ckpt.save(shared_tmp / "c", large, comm=comm, background=True)
+        message = rf"\.c\.staging/rank-{comm.size - 1:05d}\.h5"
+        refused(comm, OSError, message, lambda: ckpt.save(shared_tmp / "d", large, comm=comm))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    comm.barrier()
+    assert names(shared_tmp) == ["b", "latest"] and ckpt.latest(shared_tmp) == shared_tmp / "b"
+    ckpt.save(shared_tmp / "d", large, comm=comm, background=True)  # and the next one succeeds
+    ckpt.wait()
+    assert ckpt.latest(shared_tmp) == shared_tmp / "d"
+
+
 # Errors
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.layout import ALIGNMENT_BYTES, Box, assign, cover_error, flat_index, pack, rectangles, single_run
+from ckpt.layout import Box, cover_error, flat_index, rectangles, single_run
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -91,30 +91,6 @@ def test_cover_errors_name_the_ranks():
 def test_cover_of_many_columns_is_fast():
     n = 3000
     assert problem((4, n), [Box((0, i), (4, 1)) for i in range(n)]) is None
-
-
-@given(st.lists(st.integers(1, 1000)), st.sampled_from([1, 2, 4, 8]))
-def test_pack_aligns_and_does_not_overlap(sizes, itemsize):
-    starts, total = pack(sizes, itemsize)
-    end = 0
-    for start, size in zip(starts, sizes, strict=True):
-        assert start * itemsize % ALIGNMENT_BYTES == 0
-        assert end <= start < end + ALIGNMENT_BYTES // itemsize
-        end = start + size
-    assert total == end
-
-
-@given(
-    st.dictionaries(st.text(max_size=4), st.integers(0, 1000)), st.lists(st.integers(0, 1000), min_size=1, max_size=6)
-)
-def test_assign_is_balanced_and_independent_of_order(nbytes, loads):
-    owner = assign(nbytes, loads)
-    assert owner == assign(dict(reversed(nbytes.items())), loads)
-    total = list(loads)
-    for name, rank in owner.items():
-        total[rank] += nbytes[name]
-    # the fullest rank was the emptiest before its last tensor came, unless it was full from the start
-    assert max(total) <= max(max(loads), min(total) + max(nbytes.values(), default=0))
 
 
 @given(st.data(), shapes)

@@ -28,8 +28,8 @@ from ckpt.manifest import (
 def make():
     """Two files: `w` in two blocks of rows, `s` a scalar, `e` empty."""
     files = (
-        File("rank-00000.h5", 4096, {"float32": Dataset(2048, 33)}),
-        File("rank-00001.h5", 4096, {"float32": Dataset(2048, 4), "int64": Dataset(2112, 1)}),
+        File("rank-00000.h5", 4096, {"float32": Dataset(2048, 33)}, 5),
+        File("rank-00001.h5", 4096, {"float32": Dataset(2048, 4), "int64": Dataset(2112, 1)}, 6),
     )
     tensors = {
         "model/w": Tensor(
@@ -37,6 +37,7 @@ def make():
             "float32",
             (3, 2),
             (Block(0, 16, Box((0, 0), (2, 2)), (7,)), Block(1, 0, Box((2, 0), (1, 2)), (8,))),
+            ("dp", None),
         ),
         "opt/s": Tensor("opt/s", "int64", (), (Block(1, 0, Box((), ()), (9,)),)),
         "opt/e": Tensor("opt/e", "int64", (0, 5), ()),
@@ -71,6 +72,17 @@ def test_every_truncation_is_noticed():
     for length in range(len(data)):
         with pytest.raises(CheckpointError):
             decode(data[:length])
+
+
+def test_version_1_is_read():
+    def older(header, meta, tensors):
+        header["version"] = 1
+        for file in header["files"]:
+            del file["rest"]
+        del tensors[1]["axes"]
+
+    manifest = decode(forge(older))
+    assert manifest.tensors.keys() == make().tensors.keys() and manifest.files[0].rest is None
 
 
 def test_newer_formats_are_refused_by_name():
@@ -118,6 +130,12 @@ def _file(**changes):
         (_file(name=7), "no plain name"),
         (_file(name="rank-00001.h5"), "names a file twice"),
         (_file(bytes=-1), "bytes is -1"),
+        (_file(rest=None), "checksum of the rest is None"),
+        (_file(rest="0" * 15), "checksum of the rest is '000000000000000'"),
+        (_file(rest="g" * 16), "a checksum is no number"),
+        (_tensor(axes=["dp"]), r"axes is \['dp'\]; expected 2 names"),
+        (_tensor(axes=["dp", 1]), "expected 2 names"),
+        (_tensor(axes="dp"), "expected 2 names"),
         (_file(bytes=2100), "beyond its 2100 bytes"),
         (_file(datasets={"float32": [2048, 1 << 61]}), "beyond its 4096 bytes"),
         (_file(datasets={"float32": [0, 40], "int8": [32, 1]}), "overlaps"),

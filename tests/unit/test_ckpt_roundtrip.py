@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thread_ranks import on_ranks
 
 import ckpt
 import ckpt.reader
 from ckpt import saving, writer
 from ckpt.manifest import FILE_NAME, encode
-from ckpt.tensors import inspect
 from collectives.dtypes import TABLE
 
 needs_h5dump = pytest.mark.skipif(shutil.which("h5dump") is None, reason="needs h5dump (Debian: hdf5-tools)")
@@ -87,22 +87,27 @@ def test_torch_tensors_fill_in_place(tmp_path, dtype):
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 def test_any_box_is_read_from_any_boxes(tmp_path, small_chunks, data):
-    """Write a tensor as random bands of rows and columns through the rank writer, read a random box of it back."""
+    """Write a tensor as random bands of rows or columns, a rank each, in any number of files; read a random box of it back."""
     shape = tuple(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
     dtype = data.draw(st.sampled_from(["float32", "bfloat16", "uint8", "float64"]))
     verify = data.draw(st.booleans())
     tensor = random_array(dtype, shape, seed=1)
     axis = data.draw(st.integers(0, len(shape) - 1))
     cuts = sorted({0, shape[axis], *data.draw(st.lists(st.integers(0, shape[axis]), max_size=3))})
+    bands = list(pairwise(cuts))
+    files = data.draw(st.sampled_from(["rank", "one", len(bands), (len(bands) + 1) // 2]))
     folder = tmp_path / str(len(list(tmp_path.iterdir())))
-    folder.mkdir()
-    reports, held = [], []
-    for rank, (start, stop) in enumerate(pairwise(cuts)):
+
+    def save(comm):
+        start, stop = bands[comm.rank]
         where = tuple(slice(start, stop) if d == axis else slice(None) for d in range(len(shape)))
         offset = tuple(start if d == axis else 0 for d in range(len(shape)))
-        held = inspect({"t": ckpt.Shard(np.ascontiguousarray(tensor[where]), shape, offset)})
-        reports.append(writer.write_rank_file(folder / f"rank-{rank:05d}.h5", held))
-    saving._describe(folder, held, reports, {}, 1)
+        shard = ckpt.Shard(np.ascontiguousarray(tensor[where]), shape, offset)
+        ckpt.save(folder, {"t": shard, "all": tensor}, comm=comm, files=files)
+
+    on_ranks(len(bands), save)
+    assert ckpt.verify(folder) == []
+    assert equal(ckpt.open(folder)["all"].read(verify=verify), tensor)
     offset = tuple(data.draw(st.integers(0, n)) for n in shape)
     box = ckpt.Box(offset, tuple(data.draw(st.integers(0, n - o)) for o, n in zip(offset, shape, strict=True)))
     entry = ckpt.open(folder)["t"]

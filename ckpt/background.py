@@ -1,0 +1,102 @@
+"""Saving while the training goes on: a copy in host memory, and a thread that writes it.
+
+One save at a time, from one buffer that is kept. The thread calls no MPI: the ranks agree by files (board.py). What goes wrong there
+is raised on all ranks by `wait`, which the next save calls first.
+"""
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ckpt.board import Board
+from ckpt.ranks import Ranks
+from ckpt.tensors import Local
+
+_ALIGNMENT = 64
+_PATIENCE_S = 0.2  # between two looks of `wait` at how the ranks are doing
+_HEARD_S = 10.0
+_NICE = 5  # of the thread: what computes goes first
+
+_buffer = np.empty(0, np.uint8)
+_pending: "Pending | None" = None
+
+
+class Pending:
+    """A save that goes on. `work(board)` is done by a thread; `folder`: of the board, made by rank 0 before."""
+
+    def __init__(self, comm: Ranks, folder: Path, work: Callable[[Ranks], None]) -> None:
+        self.comm = comm
+        self.board = Board(folder, comm.rank, comm.size)
+        self.error: Exception | None = None
+        self._work = work
+        self.thread = threading.Thread(target=self._run, name="ckpt-save")
+        self.thread.start()
+
+    def _run(self) -> None:
+        with suppress(OSError, AttributeError):  # of this thread alone, on Linux
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        try:
+            self._work(self.board)
+        except Exception as error:
+            self.error = error
+
+
+def begin(comm: Ranks, folder: Path, work: Callable[[Ranks], None]) -> None:
+    """Let a thread do `work`; `wait` ends it."""
+    global _pending
+    assert _pending is None
+    _pending = Pending(comm, folder, work)
+
+
+def wait() -> None:
+    """Wait for the save that goes on in the background, if one does. Collective over the communicator it was begun with.
+
+    Raises what went wrong with it, on all ranks.
+    """
+    global _pending
+    if _pending is None:
+        return
+    pending = _pending
+    deadline = None
+    while True:
+        pending.thread.join(_PATIENCE_S)
+        alive, failed = pending.thread.is_alive(), pending.error is not None
+        states = pending.comm.all_gather_object((alive, failed))
+        if not any(alive for alive, _ in states):
+            break
+        if any(failed for _, failed in states):
+            # The others will hear of it, unless nothing can be written to the folder any more.
+            deadline = deadline or time.monotonic() + _HEARD_S
+            if time.monotonic() > deadline:
+                pending.board.give_up()
+    _pending = None
+    if pending.comm.rank == 0:
+        shutil.rmtree(pending.board.folder, ignore_errors=True)
+    with pending.comm.together():
+        if pending.error is not None:
+            raise pending.error
+
+
+def copied(locals_: Sequence[Local]) -> list[Local]:
+    """The same with their values of now, in memory that is used again by the next save."""
+    global _buffer
+    starts, end = [], 0
+    for local in locals_:
+        starts.append(end)
+        end += -(-local.array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    if _buffer.size < end:
+        _buffer = np.empty(0, np.uint8)  # give the old one back first
+        _buffer = np.empty(end, np.uint8)
+    copies = []
+    for local, start in zip(locals_, starts, strict=True):
+        array = _buffer[start : start + local.array.nbytes].view(local.array.dtype).reshape(local.array.shape)
+        np.copyto(array, local.array)
+        copies.append(replace(local, array=array))
+    return copies

@@ -1,0 +1,89 @@
+"""Who writes what into which file, and where there: the same for all ranks, from names, sizes and numbers alone.
+
+A data file holds one dataset for each dtype. In it the blocks of a rank follow each other, and the ranks that share the file follow
+each other: a rank writes one range of each dataset, and no two ranks write to one page.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from collectives.dtypes import TABLE
+
+BLOCK_BYTES = 64  # every block starts on a cache line, so that views of a mapped file suit vector instructions
+PAGE_BYTES = 4096
+
+Files = str | int
+"""`"rank"`: a file for each rank that has something to write; `"node"`, `"one"`; or so many files, each for neighbouring ranks."""
+
+
+class Item(NamedTuple):
+    """A block that a rank writes: the name and dtype of its tensor, and its number of elements."""
+
+    name: str
+    dtype: str
+    size: int
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file: who writes it (the first of them makes it), how long its datasets are, and where the blocks of each rank start."""
+
+    name: str
+    ranks: tuple[int, ...]
+    elements: Mapping[str, int]
+    starts: Mapping[int, Mapping[str, int]]
+
+
+def files_error(files: object, num_ranks: int) -> str | None:
+    """Why `files` cannot be, or None."""
+    if files in ("rank", "node", "one") or (type(files) is int and 1 <= files <= num_ranks):
+        return None
+    return f"files is {files!r}; expected 'rank', 'node', 'one', or a number from 1 to {num_ranks}, that of the ranks"
+
+
+def group_ranks(files: Files, hosts: Sequence[str]) -> list[int]:
+    """The number of the file of each rank; `hosts`: the node that each rank is on."""
+    size = len(hosts)
+    if files == "node":
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        return [numbers[host] for host in hosts]
+    count = {"rank": size, "one": 1}.get(files, files)  # type: ignore[arg-type, call-overload]
+    return [rank * count // size for rank in range(size)]
+
+
+def file_name(files: Files, number: int) -> str:
+    """The name of the data file of that number."""
+    return f"{files if files in ('rank', 'node') else 'part'}-{number:05d}.h5"
+
+
+def lay_out(name: str, writers: Mapping[int, Sequence[Item]]) -> DataFile:
+    """The file that `writers` (rank -> what it writes, not nothing) make together."""
+    ends: dict[str, int] = {}
+    starts: dict[int, dict[str, int]] = {}
+    for rank in sorted(writers):
+        begun = set()
+        starts[rank] = {}
+        for item in writers[rank]:
+            step = (BLOCK_BYTES if item.dtype in begun else PAGE_BYTES) // TABLE[item.dtype].itemsize
+            begun.add(item.dtype)
+            start = -(-ends.get(item.dtype, 0) // step) * step
+            ends[item.dtype] = start + item.size
+            starts[rank][item.name] = start
+    return DataFile(name, tuple(sorted(writers)), ends, starts)
+
+
+def assign(nbytes: Mapping[str, int], loads: Sequence[int]) -> dict[str, int]:
+    """Which rank writes each tensor that all ranks hold: largest first, each to the rank with the least to write so far.
+
+    `loads`: the bytes each rank writes anyway. The result depends on the arguments alone, so all ranks find the same one.
+    """
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    owner = {}
+    for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
+        load, rank = heap[0]
+        owner[name] = rank
+        heapq.heapreplace(heap, (load + nbytes[name], rank))
+    return owner
