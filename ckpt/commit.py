@@ -25,7 +25,6 @@ from ckpt.files import flush, write_file
 from ckpt.folder import LATEST_NAME, info, newest_first, step_of
 
 _OWNER_NAME = ".owner"
-_HINT = f".{LATEST_NAME}-"  # and a word of its own: of several jobs
 _ABANDONED_S = (
     3600.0  # a stage of another host whose process cannot be asked counts as dead after this time without a change
 )
@@ -147,8 +146,6 @@ def _clean(folder: Path, *, except_for: Path) -> None:
     """Finish what dead jobs began in `folder`."""
     for entry in list(os.scandir(folder)):
         path = folder / entry.name
-        if entry.name.startswith(_HINT) and time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_S:
-            path.unlink(missing_ok=True)
         if not entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False) or path == except_for:
             continue
         if entry.name.endswith(".replaced"):
@@ -214,7 +211,8 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def _write_latest(final: Path) -> None:
-    temporary = final.parent / f"{_HINT}{uuid.uuid4().hex}"
+    temporary = final / f".{LATEST_NAME}"  # where no other job is at work
+    temporary.unlink(missing_ok=True)
     write_file(temporary, f"{final.name}\n".encode())
     os.rename(temporary, final.parent / LATEST_NAME)
     flush(final.parent)

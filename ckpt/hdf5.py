@@ -29,7 +29,7 @@ def new_data_file(path: Path, elements: Mapping[str, int], mpi: Any = None) -> I
     Contiguous, allocated early and never filled: their place is fixed, and the file is a valid one before its bytes are there.
     `mpi`: mpi4py's communicator of the ranks that open it together, by parallel HDF5. The file's bytes are the same either way.
     """
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist = _dataset_properties()
     plist.set_layout(h5py.h5d.CONTIGUOUS)
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -74,7 +74,7 @@ def index_image(manifest: Manifest, scalars: Mapping[str, np.ndarray]) -> bytes:
             for f in manifest.files
         ]
         for tensor in manifest.tensors.values():
-            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            plist = _dataset_properties()
             space = h5py.h5s.create_simple(tensor.shape) if tensor.shape else h5py.h5s.create(h5py.h5s.SCALAR)
             if tensor.shape and tensor.blocks:
                 _map_blocks(plist, tensor, sources)
@@ -87,6 +87,12 @@ def index_image(manifest: Manifest, scalars: Mapping[str, np.ndarray]) -> bytes:
             _mark_placement(dataset, tensor, manifest)
         file.flush()
         return file.id.get_file_image()
+
+
+def _dataset_properties() -> h5py.h5p.PropDCID:
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_obj_track_times(False)  # the same tensors make the same bytes
+    return plist
 
 
 def _map_blocks(plist: h5py.h5p.PropDCID, tensor: Tensor, sources: list) -> None:

@@ -157,7 +157,8 @@ def encode(manifest: Manifest) -> bytes:
 def file_entry(file: File) -> dict[str, Any]:
     """A file as the manifest's header names it."""
     rest = {} if file.rest is None else {"rest": f"{file.rest:016x}"}
-    return {"name": file.name, "bytes": file.nbytes, "datasets": file.datasets, **rest}
+    datasets = {dtype: list(place) for dtype, place in file.datasets.items()}
+    return {"name": file.name, "bytes": file.nbytes, "datasets": datasets, **rest}
 
 
 def name_error(name: object) -> str | None:

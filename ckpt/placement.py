@@ -49,7 +49,7 @@ def group_ranks(files: Files, hosts: Sequence[str]) -> list[int]:
     if files == "node":
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         return [numbers[host] for host in hosts]
-    count = {"rank": size, "one": 1}.get(files, files)  # type: ignore[arg-type, call-overload]
+    count = {"rank": size, "one": 1}.get(files, files)  # type: ignore[arg-type]
     return [rank * count // size for rank in range(size)]
 
 
