@@ -118,6 +118,21 @@ def single_run(inner: Box, block_shape: Shape, target_shape: Shape) -> bool:
     return True
 
 
+def pieces(box: Box, size: int) -> list[Box]:
+    """A box cut into boxes of at most `size` elements each, in flat order."""
+    if box.size <= size:
+        return [box] if box.size else []
+    axis = next(d for d, n in enumerate(box.shape) if n > 1)
+    rows = max(1, size * box.shape[axis] // box.size)
+    found = []
+    for start in range(0, box.shape[axis], rows):
+        count = min(rows, box.shape[axis] - start)
+        offset, shape = list(box.offset), list(box.shape)
+        offset[axis], shape[axis] = offset[axis] + start, count
+        found += pieces(Box(tuple(offset), tuple(shape)), size)
+    return found
+
+
 def rectangles(shape: Shape, start: int, stop: int) -> list[Box]:
     """The flat range `start:stop` of a tensor of `shape`, cut into boxes in flat order: at most 2 ndim - 1 of them."""
     if start >= stop:

@@ -7,13 +7,18 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ckpt.folder import parse_manifest, read_manifest
+from ckpt.layout import pieces
 from ckpt.manifest import CheckpointError, Manifest
 from ckpt.ranks import Ranks, Solo
 from ckpt.reader import Reader
 from ckpt.tensors import Local, inspect
+from collectives.dtypes import TABLE
 
 _MAX_NAMES = 5  # in one message
+_CAST_ELEMENTS = 1 << 20  # that are converted at a time
 
 
 def load(
@@ -23,6 +28,7 @@ def load(
     comm: Ranks | None = None,
     strict: bool = True,
     only: str | Sequence[str] | None = None,
+    cast: bool = False,
     verify: bool = True,
 ) -> dict[str, Any]:
     """Fill `tensors` in place from the checkpoint `path` and return its `meta`. Collective over `comm`; None is a process alone.
@@ -31,6 +37,7 @@ def load(
     saved in and by however many ranks. The ranks may ask for different tensors.
     `strict`: names asked for but not stored, or stored but not asked for, are an error; otherwise the former stay as they are and
     the latter are passed over. `only`: a pattern such as "model/*", or several; stored tensors whose name none matches do not count.
+    `cast`: floating numbers may be of another dtype than those stored, and are converted as NumPy's `astype` does.
     `verify`: compare every chunk read with its checksum.
 
     Raises CheckpointError on all ranks if the checkpoint is missing, damaged or does not fit in names, shapes or dtypes. Names,
@@ -46,15 +53,28 @@ def load(
     data = comm.broadcast_object(data)
     with comm.together("ckpt.load"):
         manifest = parse_manifest(folder, data)
-        wanted = _match(folder, manifest, inspect(tensors, writable=True), strict=strict, only=only)
+        wanted = _match(folder, manifest, inspect(tensors, writable=True), strict=strict, only=only, cast=cast)
     with comm.together("ckpt.load"), Reader(folder, manifest, verify=verify) as reader:
         for local in wanted:
-            reader.fill(local.array, manifest.tensors[local.name], local.box)
+            tensor = manifest.tensors[local.name]
+            if local.dtype == tensor.dtype:
+                reader.fill(local.array, tensor, local.box)
+                continue
+            for piece in pieces(local.box, _CAST_ELEMENTS):
+                stored = np.empty(piece.shape, TABLE[tensor.dtype].numpy)
+                reader.fill(stored, tensor, piece)
+                local.array[piece.relative_to(local.box.offset).slices] = stored.astype(local.array.dtype)
     return manifest.meta
 
 
 def _match(
-    folder: Path, manifest: Manifest, asked: list[Local], *, strict: bool, only: str | Sequence[str] | None
+    folder: Path,
+    manifest: Manifest,
+    asked: list[Local],
+    *,
+    strict: bool,
+    only: str | Sequence[str] | None,
+    cast: bool,
 ) -> list[Local]:
     """Those of `asked` that are stored; CheckpointError unless names (if `strict`), shapes and dtypes fit."""
     patterns = ("*",) if only is None else (only,) if isinstance(only, str) else only
@@ -71,10 +91,12 @@ def _match(
     wanted = [local for local in asked if local.name in stored]
     for local in wanted:
         tensor = manifest.tensors[local.name]
-        if (tensor.shape, tensor.dtype) != (local.shape, local.dtype):
+        both_float = "float" in tensor.dtype and "float" in local.dtype
+        if tensor.shape != local.shape or (tensor.dtype != local.dtype and not (cast and both_float)):
+            hint = " (cast=True converts it)" if tensor.shape == local.shape and both_float else ""
             raise CheckpointError(
                 f"{folder}: tensor {local.name!r} is {tensor.dtype} {tensor.shape} there; "
-                f"expected {local.dtype} {local.shape}"
+                f"expected {local.dtype} {local.shape}{hint}"
             )
     return wanted
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.layout import Box, cover_error, flat_index, rectangles, single_run
+from ckpt.layout import Box, cover_error, flat_index, pieces, rectangles, single_run
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -86,6 +86,15 @@ def test_cover_errors_name_the_ranks():
     assert "does not lie inside" in problem((4,), [Box((2,), (3,))])
     assert problem((0, 4), []) is None
     assert "no rank holds element ()" in problem((), [])
+
+
+@given(st.data(), shapes, st.integers(1, 40))
+def test_pieces_cover_a_box_in_order(data, shape, size):
+    offset = tuple(data.draw(st.integers(0, 5)) for _ in shape)
+    found = pieces(Box(offset, shape), size)
+    assert all(0 < piece.size <= size for piece in found)
+    flat = [flat_index(piece.relative_to(offset).offset, shape) for piece in found]
+    assert flat == sorted(flat) and sum(piece.size for piece in found) == np.prod(shape)
 
 
 def test_cover_of_many_columns_is_fast():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from thread_ranks import on_ranks
 
 import ckpt
+import ckpt.loading
 import ckpt.reader
 from ckpt import saving, writer
 from ckpt.manifest import FILE_NAME, encode
@@ -220,6 +221,21 @@ def test_read_only_arrays_cannot_be_loaded_into(tmp_path):
     array.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         ckpt.load(path, {"x": array})
+
+
+@pytest.mark.parametrize(("stored", "asked"), [("float32", "bfloat16"), ("float16", "float64"), ("float64", "float32")])
+def test_dtypes_are_converted_when_asked_to(tmp_path, monkeypatch, stored, asked):
+    monkeypatch.setattr(ckpt.loading, "_CAST_ELEMENTS", 10)
+    array = np.random.default_rng(0).normal(size=(7, 3, 5)).astype(TABLE[stored].numpy)
+    path = ckpt.save(tmp_path / "a", {"x": array, "n": np.arange(3)}, comm=None)
+    out = np.zeros((4, 3, 5), TABLE[asked].numpy)
+    wanted = {"x": ckpt.Shard(out, array.shape, (2, 0, 0)), "n": np.zeros(3, int)}
+    with pytest.raises(ckpt.CheckpointError, match=r"\(cast=True converts it\)"):
+        ckpt.load(path, wanted)
+    ckpt.load(path, wanted, cast=True)
+    assert equal(out, array[2:6].astype(out.dtype))
+    with pytest.raises(ckpt.CheckpointError, match=r"expected int32 \(3,\)$"):
+        ckpt.load(path, {"n": np.zeros(3, np.int32)}, only="n", cast=True)
 
 
 # Damage
