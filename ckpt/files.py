@@ -28,6 +28,15 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(f"{path}: {error}") from error
 
 
+def check_free(folder: Path, nbytes: int) -> None:
+    """OSError unless the file system of `folder` has so many bytes left."""
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if free < nbytes:
+        problem = f"{os.strerror(errno.ENOSPC)}: {nbytes:,} bytes are to be written, {free:,} are left"
+        raise OSError(errno.ENOSPC, problem, str(folder))
+
+
 def check_room(path: Path, nbytes: int) -> None:
     """OSError unless a file of `nbytes` can be made at `path`, in a folder that another rank has just made.
 
@@ -38,9 +47,6 @@ def check_room(path: Path, nbytes: int) -> None:
         try:
             os.write(fd, bytes(min(nbytes, 1 << 16)))  # a full disk, or a quota that is used up
             os.ftruncate(fd, nbytes)  # a limit on the size of files
-            disk = os.fstatvfs(fd)
-            if disk.f_bavail * disk.f_frsize < nbytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         finally:
             os.close(fd)
             os.unlink(path)

@@ -15,7 +15,7 @@ import xxhash
 
 from ckpt.background import begin, copied, wait
 from ckpt.commit import Stage, next_sequence, retain
-from ckpt.files import flush, write_file
+from ckpt.files import check_free, flush, write_file
 from ckpt.guard import file_of
 from ckpt.hdf5 import INDEX_NAME, index_image
 from ckpt.layout import Box, cover_error
@@ -23,7 +23,7 @@ from ckpt.manifest import FILE_NAME, Block, Dataset, File, Manifest, Tensor, enc
 from ckpt.placement import DataFile, Files, Item, assign, file_name, files_error, group_ranks, lay_out
 from ckpt.ranks import Ranks, Solo
 from ckpt.tensors import Local, inspect
-from ckpt.writer import Checksums, Driver, Posix, describe
+from ckpt.writer import Checksums, Driver, Posix, describe, room_of
 from collectives.dtypes import TABLE
 
 _DOING = "ckpt.save"
@@ -78,19 +78,27 @@ def save(
     with comm.together(_DOING):
         if comm.rank == 0:
             stage = Stage.open(_checked_path(path), overwrite=overwrite)
-            places = stage.path, stage.final, stage.make_board() if background else None
-    folder, final, board = comm.broadcast_object(places)
+            places = stage.path, stage.final
+    folder, final = comm.broadcast_object(places)
     mine = [] if plan.own is None else [local for local in held if local.name in plan.own.starts[comm.rank]]
     scalars = {local.name: local.array for local in held if not local.shape}
     job = _Job(plan, folder, stage, held, mine, scalars, dict(meta or {}), keep, keep_every, overwrite)
     with _discarding(stage):
+        with comm.together(_DOING):
+            if stage is not None:
+                check_free(stage.path, sum(room_of(file) for file in plan.files))
         if not background:
             with _driver(driver, job, comm) as chosen:
                 _carry_out(job, chosen, comm)
             return Path(final)
+        board: Path | None = None
         with comm.together(_DOING):
             scalars = {name: array.copy() for name, array in scalars.items()}
             job = replace(job, mine=copied(mine), scalars=scalars)
+        with comm.together(_DOING):
+            if stage is not None:
+                board = stage.make_board()
+        board = comm.broadcast_object(board)
 
     def work(ranks: Ranks) -> None:
         with _discarding(stage), _driver(driver, job, comm) as chosen:
