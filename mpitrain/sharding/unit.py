@@ -114,7 +114,9 @@ class Unit:
             self.params.append(Sharded(name, users, full, shard, box))
         # Who sees a parameter where: short, since all of a model change faces twice a step and more.
         self._faces = [(module._parameters, name, param) for param in self.params for module, name in param.users]
-        self.storage.release()
+        self._fulls = tuple(param.full for param in self.params)
+        self._is_withdrawn = False
+        self.release()
         self.show_shards()
 
     def _of_shards(self) -> torch.Tensor:
@@ -167,7 +169,13 @@ class Unit:
 
     def gather(self) -> bool:
         """Fill full parameters that do not last. Collective where they are not full. Returns whether they were not."""
-        return self.storage.gather(self._shard)
+        gathered = self.storage.gather(self._shard)
+        if self._is_withdrawn:
+            self._is_withdrawn = False
+            torch._C._autograd._unsafe_set_version_counter(
+                self._fulls, tuple(full._version - 1 for full in self._fulls)
+            )
+        return gathered
 
     def begin_gather(self) -> None:
         """Begin to fill the empty full parameters: `gather` ends it. Collective."""
@@ -176,6 +184,11 @@ class Unit:
     def release(self, *, for_backward: bool = False) -> None:
         """Give the memory back of full parameters that do not last. `for_backward`: see Storage."""
         self.storage.release(for_backward=for_backward)
+        if not (self.storage.lasts or self._is_withdrawn):
+            # A backward that came to them now, by a way that nobody watches, would compute with no memory behind them. As long as
+            # they are not gathered again, autograd takes them for changed, and raises.
+            self._is_withdrawn = True
+            torch.autograd.graph.increment_version(self._fulls)
 
     # Gradients
 
