@@ -100,8 +100,11 @@ def load(
             target, source = _data(value), _data(copies[name])
             if isinstance(value, _Scalar):
                 target, source = value.shard, source.expand(value.shard.shape)
-            if isinstance(target, torch.Tensor) and target.data_ptr() != source.data_ptr():
-                target.copy_(source)
+            if isinstance(target, torch.Tensor):
+                if target.data_ptr() != source.data_ptr():
+                    target.copy_(source)
+                else:  # read into it behind autograd's back
+                    torch.autograd.graph.increment_version(target)
     if optimizer is not None:
         saved = meta["optimizer"]
         for group in optimizer.param_groups:
