@@ -84,7 +84,7 @@ def test_errors_are_one_line(folder, capsys, monkeypatch, args, message):
     if args[1] == ".":
         (folder / "empty").mkdir()
         monkeypatch.chdir("empty")
-    assert main(args) == 1
+    assert main(args) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("ckpt: ") and message in err and err.count("\n") == 1
 
