@@ -1,7 +1,7 @@
 """What two checkpoints differ in, however each of them is cut: tensor by tensor, slab by slab, in a few tens of MiB of memory."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -10,7 +10,8 @@ import numpy as np
 
 from ckpt.checkpoint import Checkpoint, TensorEntry
 from ckpt.layout import slabs
-from ckpt.statistics import Number, no_progress
+from ckpt.progress import Progress, no_progress
+from ckpt.statistics import Number
 
 _SLAB_BYTES = 16 << 20  # read at a time of each checkpoint: some chunks, so that few are read twice
 _PIECE = 1 << 16  # elements compared at a time: as float64 they stay in the cache
@@ -71,7 +72,7 @@ def compare(
     only: Sequence[str] | None = None,
     atol: float = 0.0,
     rtol: float = 0.0,
-    progress: Callable[[int], None] = no_progress,
+    progress: Progress = no_progress,
 ) -> Difference:
     """Compare the tensors' names, dtypes, shapes and elements, and the meta.
 
@@ -96,7 +97,7 @@ def _matching(checkpoint: Checkpoint, only: Sequence[str] | None) -> set[str]:
 
 
 def _compare_tensors(
-    a: TensorEntry, b: TensorEntry, atol: float, rtol: float, progress: Callable[[int], None]
+    a: TensorEntry, b: TensorEntry, atol: float, rtol: float, progress: Progress
 ) -> TensorDifference | None:
     dtypes, shapes = (a.dtype.name, b.dtype.name), (a.shape, b.shape)
     size = a.nbytes // a.dtype.itemsize

@@ -1,20 +1,17 @@
 """Mean, deviation, extremes and distribution of tensors of any size: chunk by chunk, in a few MiB of memory."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from ckpt.checkpoint import TensorEntry
+from ckpt.progress import Progress, no_progress
 
 Number = int | float
 
 _PIECE = 1 << 16  # elements worked on at a time: as float64 they stay in the cache
-
-
-def no_progress(nbytes: int) -> None:
-    """Whoever asks for no progress gets this one: it is told how many bytes more were gone through."""
 
 
 class Statistics(NamedTuple):
@@ -39,7 +36,7 @@ class Histogram(NamedTuple):
     counts: list[int]
 
 
-def statistics_of(entry: TensorEntry, progress: Callable[[int], None] = no_progress) -> Statistics:
+def statistics_of(entry: TensorEntry, progress: Progress = no_progress) -> Statistics:
     """Go through all of `entry` once. CheckpointError for damage."""
     count, mean, squares = 0, 0.0, 0.0
     ends: list[Number] = []  # the least and the largest so far
@@ -60,9 +57,7 @@ def statistics_of(entry: TensorEntry, progress: Callable[[int], None] = no_progr
     return Statistics(count, mean, math.sqrt(squares / count), low, high, num_nan, num_inf)
 
 
-def histogram_of(
-    entry: TensorEntry, stats: Statistics, bins: int, progress: Callable[[int], None] = no_progress
-) -> Histogram:
+def histogram_of(entry: TensorEntry, stats: Statistics, bins: int, progress: Progress = no_progress) -> Histogram:
     """The distribution of `entry`, whose `statistics_of` are `stats`, in at most `bins` bins of the same width.
 
     A few integers get a bin each, from n - 0.5 to n + 0.5. Reads all of it once more; without finite values there are no bins.
@@ -76,7 +71,7 @@ def histogram_of(
     return Histogram(edges.tolist(), counts.tolist())
 
 
-def _pieces(entry: TensorEntry, progress: Callable[[int], None]) -> Iterator[np.ndarray]:
+def _pieces(entry: TensorEntry, progress: Progress) -> Iterator[np.ndarray]:
     for chunk in entry.chunks():
         for first in range(0, chunk.size, _PIECE):
             yield chunk[first : first + _PIECE]
