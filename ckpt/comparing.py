@@ -105,14 +105,17 @@ def _compare_tensors(
         return TensorDifference(a.name, dtypes, shapes, size, None, None, None, None)
     tally = _Tally()
     for box in slabs(a.shape, _SLAB_BYTES // max(a.dtype.itemsize, b.dtype.itemsize)):
-        x, y = a.read(box).reshape(-1), b.read(box).reshape(-1)
-        if a.dtype != b.dtype or not np.array_equal(x.view(np.uint8), y.view(np.uint8)):
-            for first in range(0, x.size, _PIECE):
-                _count(tally, x[first : first + _PIECE], y[first : first + _PIECE], atol, rtol)
-        progress(x.nbytes)
+        _compare_slab(tally, a.read(box).reshape(-1), b.read(box).reshape(-1), atol, rtol)
+        progress(box.size * a.dtype.itemsize)
     if not tally.differing and a.dtype == b.dtype:
         return None
     return TensorDifference(a.name, dtypes, shapes, size, tally.differing, tally.special, tally.max_abs, tally.max_rel)
+
+
+def _compare_slab(tally: _Tally, x: np.ndarray, y: np.ndarray, atol: float, rtol: float) -> None:
+    # A function of its own: its arrays are gone before the next ones are read.
+    for first in range(0, x.size, _PIECE):
+        _count(tally, x[first : first + _PIECE], y[first : first + _PIECE], atol, rtol)
 
 
 def _count(tally: _Tally, x: np.ndarray, y: np.ndarray, atol: float, rtol: float) -> None:
@@ -121,6 +124,8 @@ def _count(tally: _Tally, x: np.ndarray, y: np.ndarray, atol: float, rtol: float
     if alike:
         bits = np.dtype(f"u{x.dtype.itemsize}")
         changed = x.view(bits) != y.view(bits)
+        if not changed.any():
+            return
         x, y = x[changed], y[changed]
     distance, magnitude = _distance(x, y)
     x, y = x.astype(np.float64), y.astype(np.float64)
@@ -129,7 +134,9 @@ def _count(tally: _Tally, x: np.ndarray, y: np.ndarray, atol: float, rtol: float
         differs = np.ones(x.size, bool)
     else:
         both_nan = np.isnan(x) & np.isnan(y)
-        differs = np.where(special, (x != y) & ~both_nan, distance > atol + rtol * magnitude)
+        with np.errstate(over="ignore", invalid="ignore"):  # of infinities: they are compared as they are
+            far = distance > atol + rtol * magnitude
+        differs = np.where(special, (x != y) & ~both_nan, far)
     tally.differing += int(differs.sum())
     tally.special += int((differs & special).sum())
     counted = differs & ~special
@@ -146,7 +153,7 @@ def _distance(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if x.dtype == y.dtype and x.dtype.kind in "iub":
         # Modulo 2**64, in which every distance fits.
         return np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64), magnitude
-    with np.errstate(over="ignore", invalid="ignore"):  # of infinities, whose distance does not count
+    with np.errstate(over="ignore", invalid="ignore"):  # as above
         return np.abs(numbers[0] - numbers[1]), magnitude
 
 

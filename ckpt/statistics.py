@@ -95,9 +95,13 @@ def _joined(count: int, mean: float, squares: float, numbers: np.ndarray) -> tup
         its_mean = numbers.mean()
         if not np.isfinite(its_mean):  # the sum was too large
             its_mean = (numbers / size).sum()
-        between = np.square((its_mean - mean) * math.sqrt(count * (size / total)))
-        squares += np.square(numbers - its_mean).sum() + between
-    return total, float(mean * (count / total) + its_mean * (size / total)), float(squares)
+        distance = its_mean - mean
+        squares += np.square(numbers - its_mean).sum() + np.square(distance * math.sqrt(count * (size / total)))
+        if np.isfinite(distance):
+            mean += distance * (size / total)
+        else:
+            mean = mean * (count / total) + its_mean * (size / total)
+    return total, float(mean), float(squares)
 
 
 def _edges(low: Number, high: Number, bins: int) -> np.ndarray:
