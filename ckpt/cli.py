@@ -32,4 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, CheckpointError, OSError) as error:
         print(f"ckpt: {error}", file=sys.stderr)
         return ERROR
+    except RecursionError:
+        print("ckpt: the checkpoint's meta is nested too deeply", file=sys.stderr)
+        return ERROR
     return code or 0
