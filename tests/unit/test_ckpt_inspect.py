@@ -152,6 +152,15 @@ def test_diff_says_what_and_by_how_much(saved, capsys, tmp_path):
     assert main(["diff", str(saved), str(tmp_path / "nowhere")]) == 2
 
 
+def test_diff_shows_long_values_of_the_meta_where_they_differ(capsys, tmp_path):
+    for name in ("a", "b"):
+        ckpt.save(tmp_path / name, {}, comm=None, meta={"text": "x" * 500 + name + "y" * 500, "many": [name] * 30})
+    lines = run(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1).splitlines()
+    assert lines[0] == f"meta text: ... {'x' * 15}a{'y' * 44} ... -> ... {'x' * 15}b{'y' * 44} ..."
+    assert lines[1] == 'meta many[0]: "a" -> "b"' and len([line for line in lines if line.startswith("meta ")]) == 20
+    assert lines[20:] == ["... and 11 more (--json prints all)", "0 of 0 tensors differ"]
+
+
 @pytest.mark.parametrize("value", ["-1", "nan", "much"])
 def test_tolerances_are_numbers(value, capsys):
     with pytest.raises(SystemExit) as raised:
