@@ -1,7 +1,6 @@
 """`diff A B`: what two checkpoints differ in, and by how much."""
 
 import argparse
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,7 +101,8 @@ def _values(a: str | None, b: str | None) -> Iterator[str]:
     """Two values of the meta, long ones from shortly before where they begin to differ."""
     common = 0
     if a is not None and b is not None and max(len(a), len(b)) > _VALUE_WIDTH:
-        common = len(os.path.commonprefix([a, b]))
+        pairs = enumerate(zip(a, b, strict=False))
+        common = next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
     begin = max(0, common - _VALUE_WIDTH // 4)
     end = begin + _VALUE_WIDTH
     for text in (a, b):
