@@ -184,6 +184,9 @@ def test_verify(saved, capsys, tmp_path):
     assert run(capsys, "verify", tmp_path).startswith(f"{tmp_path / 'step-2'}: whole")  # the newest
     (tmp_path / "step-2" / "index.h5").unlink()
     run(capsys, "verify", tmp_path / "step-2", code=1)
+    save_rows(tmp_path / "lost" / "a", ARRAYS)
+    (tmp_path / "lost" / "a" / "manifest.jsonl").unlink()
+    assert "has no manifest.jsonl" in run(capsys, "verify", tmp_path / "lost" / "a", code=1)
     first, second = json.loads(run(capsys, "verify", tmp_path, "--all", "--json", code=1))
     assert (first["path"], first["problem"]) == (str(saved), None)
     assert [damage["tensor"] for damage in first["damage"]] == ["model/w"]
