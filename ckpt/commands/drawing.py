@@ -35,9 +35,6 @@ def draw_histogram(path: str, entry: TensorEntry, stats: Statistics, histogram: 
     title = f"{entry.name}\n{entry.dtype.name}, {shape_text(entry.shape)}: {moments}{others}"
     axes.set_title(title, fontsize=10, parse_math=False)
     try:
-        with np.errstate(
-            over="ignore", invalid="ignore"
-        ):  # matplotlib adds up numbers that may be as large as there are
-            figure.savefig(path)
+        figure.savefig(path)
     except (ValueError, OverflowError) as error:
         raise UsageError(f"--histogram {path}: {error}") from None
