@@ -15,7 +15,7 @@ from thread_ranks import on_ranks
 
 import ckpt
 import ckpt.reader
-from ckpt import saving, writer
+from ckpt import describing, writer
 from ckpt.manifest import FILE_NAME, encode
 from collectives.dtypes import TABLE
 
@@ -50,8 +50,8 @@ def equal(a, b):
 def small_chunks(monkeypatch):
     """Checksums of 64 bytes each, so that small tensors have many."""
     monkeypatch.setattr(writer, "CHUNK_BYTES", 64)
-    plain = saving.Manifest
-    monkeypatch.setattr(saving, "Manifest", lambda *args: plain(*args, chunk_bytes=64))
+    plain = describing.Manifest
+    monkeypatch.setattr(describing, "Manifest", lambda *args: plain(*args, chunk_bytes=64))
 
 
 def test_every_dtype_and_shape_bit_for_bit(tmp_path):
