@@ -12,10 +12,13 @@ shape to other tools; `manifest.jsonl` says where everything lies, with checksum
 from ckpt.background import wait
 from ckpt.checkpoint import Checkpoint, TensorEntry
 from ckpt.checkpoint import open_checkpoint as open
+from ckpt.exporting import export
 from ckpt.folder import CheckpointInfo, find, latest, list_checkpoints
+from ckpt.importing import import_file
 from ckpt.layout import Box
 from ckpt.loading import load
 from ckpt.manifest import CheckpointError
+from ckpt.resharding import reshard
 from ckpt.saving import save
 from ckpt.tensors import Shard
 from ckpt.verifying import Damage, verify
@@ -28,11 +31,14 @@ __all__ = [
     "Damage",
     "Shard",
     "TensorEntry",
+    "export",
     "find",
+    "import_file",
     "latest",
     "list_checkpoints",
     "load",
     "open",
+    "reshard",
     "save",
     "verify",
     "wait",

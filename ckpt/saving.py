@@ -76,13 +76,13 @@ def save(
     places = None
     with comm.together(_DOING):
         if comm.rank == 0:
-            stage = Stage.open(_checked_path(path), overwrite=overwrite)
+            stage = Stage.open(checked_path(path), overwrite=overwrite)
             places = stage.path, stage.final, stage.make_board() if background else None
     folder, final, board = comm.broadcast_object(places)
     mine = [] if plan.own is None else [local for local in held if local.name in plan.own.starts[comm.rank]]
     scalars = {local.name: local.array for local in held if not local.shape}
     job = _Job(plan, folder, stage, held, mine, scalars, dict(meta or {}), keep, keep_every, overwrite)
-    with _discarding(stage):
+    with discarding(stage):
         if not background:
             with _driver(driver, job, comm) as chosen:
                 _carry_out(job, chosen, comm)
@@ -92,7 +92,7 @@ def save(
             job = replace(job, mine=copied(mine), scalars=scalars)
 
     def work(ranks: Ranks) -> None:
-        with _discarding(stage), _driver(driver, job, comm) as chosen:
+        with discarding(stage), _driver(driver, job, comm) as chosen:
             _carry_out(job, chosen, ranks)
 
     begin(comm, board, work)
@@ -150,7 +150,8 @@ def _check_arguments(
             raise ValueError(problem)
 
 
-def _checked_path(path: str | os.PathLike[str]) -> Path:
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a checkpoint to be. ValueError if it cannot have that name."""
     final = Path(os.path.abspath(path))
     if final.name.startswith(".") or final.name in ("", "latest"):
         raise ValueError(
@@ -160,7 +161,7 @@ def _checked_path(path: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def _discarding(stage: Stage | None) -> Iterator[None]:
+def discarding(stage: Stage | None) -> Iterator[None]:
     """Remove the stage if it did not become a checkpoint."""
     try:
         yield
