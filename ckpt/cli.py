@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from ckpt.commands import ls, show
+from ckpt.commands import diff, export, gc, import_, ls, reshard, show, verify
 from ckpt.commands.terminal import UsageError
 from ckpt.manifest import CheckpointError
 
-COMMANDS: tuple[ModuleType, ...] = (ls, show)  # in the order of --help
+COMMANDS: tuple[ModuleType, ...] = (ls, show, diff, verify, export, import_, reshard, gc)  # in the order of --help
 ERROR = 2  # the exit code of all that could not be done; 1 is an answer, as GNU diff's: "they differ"
 
 
@@ -31,5 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (UsageError, CheckpointError, OSError) as error:
         print(f"ckpt: {error}", file=sys.stderr)
+        return ERROR
+    except RecursionError:
+        print("ckpt: the checkpoint's meta is nested too deeply", file=sys.stderr)
         return ERROR
     return code or 0

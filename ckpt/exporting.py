@@ -15,6 +15,7 @@ from ckpt.folder import parse_manifest, read_manifest
 from ckpt.formats import npz, plain_hdf5, safetensors, torch_file
 from ckpt.formats.safetensors import FileTensor
 from ckpt.manifest import FILE_NAME, Manifest, name_error, nesting_error
+from ckpt.progress import Progress, no_progress
 from ckpt.reader import Reader
 from ckpt.sources import Buffer, Source, from_checkpoint, matching
 
@@ -35,6 +36,7 @@ def export(
     compression: str | None = None,
     overwrite: bool = False,
     verify: bool = True,
+    progress: Progress = no_progress,
 ) -> list[Path]:
     """Write the tensors of the checkpoint `path` into the file `out`, in the format that its suffix names; returns the files made.
 
@@ -50,6 +52,7 @@ def export(
         compression: of HDF5: "gzip", or "zstd" (which needs hdf5plugin, for reading too).
         overwrite: replace files that are there.
         verify: compare all that is read with its checksums.
+        progress: is told of each so many bytes more that were read.
 
     bf16 is bf16 in safetensors and torch files, a 16-bit float type in HDF5, which h5py reads as float32, and two bytes (`V2`)
     in npz, of which `array.view(ml_dtypes.bfloat16)` makes numbers.
@@ -74,7 +77,8 @@ def export(
     outputs: list[Output] = []
     with _discarding(outputs), Reader(folder, manifest, verify=verify) as reader:
         buffer = Buffer()
-        sources = {new: from_checkpoint(reader, manifest.tensors[name], new, buffer) for name, new in names.items()}
+        found = [from_checkpoint(reader, manifest.tensors[name], new, buffer) for name, new in names.items()]
+        sources = {source.name: source.watched(progress) for source in found}
         parts = safetensors.split(_described(sources), shard_bytes) if shard_bytes else [_described(sources)]
         files = dict(
             zip(safetensors.file_names(len(parts), target.name) if several else [target.name], parts, strict=True)

@@ -8,11 +8,10 @@ from typing import Any
 
 from ckpt.formats import safetensors, torch_file
 from ckpt.placement import Files
+from ckpt.progress import Progress, no_progress
 from ckpt.rewriting import write_checkpoint
 from ckpt.sources import Buffer, Source, from_file, matching
 from collectives.dtypes import TABLE
-
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def import_file(
@@ -24,6 +23,7 @@ def import_file(
     meta: Mapping[str, Any] | None = None,
     files: Files = "one",
     overwrite: bool = False,
+    progress: Progress = no_progress,
 ) -> Path:
     """Make the checkpoint `path` of the tensors of `file`, bit for bit, and return its absolute path.
 
@@ -37,17 +37,18 @@ def import_file(
         meta: the checkpoint's, such as {"step": 100}.
         files: how many data files, of about the same size: a number, or "one".
         overwrite: replace a checkpoint of that name.
+        progress: is told of each so many bytes more that were read from the file, or back from the checkpoint.
 
     What was written is read back and compared with its checksums before the checkpoint exists. Raises ValueError if the file is
     damaged, of another format, or holds what a checkpoint cannot; FileExistsError; OSError.
     """
     with ExitStack() as opened:
-        if Path(file).suffix in TORCH_SUFFIXES and not Path(file).is_dir():
+        if Path(file).suffix in torch_file.SUFFIXES and not Path(file).is_dir():
             sources, others = _from_torch(Path(file), only, prefix)
         else:
             sources, others = _from_safetensors(file, only, prefix, opened), {}
         meta = ({"torch": others} if others else {}) | dict(meta or {})
-        return write_checkpoint(path, sources, files=files, meta=meta, overwrite=overwrite)
+        return write_checkpoint(path, sources, files=files, meta=meta, overwrite=overwrite, progress=progress)
 
 
 def _from_torch(file: Path, only: str | Sequence[str] | None, prefix: str) -> tuple[list[Source], dict[str, Any]]:
@@ -61,7 +62,7 @@ def _from_safetensors(
     path: str | os.PathLike[str], only: str | Sequence[str] | None, prefix: str, opened: ExitStack
 ) -> list[Source]:
     if not Path(path).is_dir() and Path(path).suffix not in (".safetensors", ".json"):
-        suffixes = ", ".join((".safetensors", ".json", *TORCH_SUFFIXES))
+        suffixes = ", ".join((".safetensors", ".json", *torch_file.SUFFIXES))
         raise ValueError(f"{path} has the suffix {Path(path).suffix!r}; expected one of {suffixes}, or a folder")
     found: dict[str, tuple[str, safetensors.Place]] = {}
     for file, wanted in safetensors.files_of(path):

@@ -5,13 +5,19 @@ from pathlib import Path
 
 from ckpt.folder import parse_manifest, read_manifest
 from ckpt.placement import Files
+from ckpt.progress import Progress, no_progress
 from ckpt.reader import Reader
 from ckpt.rewriting import write_checkpoint
 from ckpt.sources import Buffer, from_checkpoint
 
 
 def reshard(
-    path: str | os.PathLike[str], out: str | os.PathLike[str], *, files: Files, overwrite: bool = False
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    files: Files,
+    overwrite: bool = False,
+    progress: Progress = no_progress,
 ) -> Path:
     """Write the checkpoint `path` again as `out`, in so many data files of about the same size; returns its absolute path.
 
@@ -22,6 +28,8 @@ def reshard(
     `files`: a number, or "one". There are fewer where there are not so many rows. `out`: beside `path`, it takes its place in the
     order of checkpoints, so that an old one does not become the newest; elsewhere it is the newest there. With `overwrite` it may
     be `path` itself.
+
+    `progress` is told of each so many bytes more that were read, from `path` or back from `out`.
 
     Raises ValueError for arguments that do not fit, CheckpointError for damage, FileExistsError, OSError.
     """
@@ -37,4 +45,5 @@ def reshard(
             meta=manifest.meta,
             overwrite=overwrite,
             sequence=manifest.sequence if beside else None,
+            progress=progress,
         )

@@ -13,6 +13,7 @@ from ckpt.files import flush
 from ckpt.layout import Box
 from ckpt.manifest import MAX_NDIM, CheckpointError, encode_meta, file_entry, name_error, nesting_error
 from ckpt.placement import Files, Item, cut_evenly, file_name, lay_out
+from ckpt.progress import Progress, no_progress
 from ckpt.saving import checked_path, discarding
 from ckpt.sources import Part, Source
 from ckpt.verifying import verify
@@ -28,6 +29,7 @@ def write_checkpoint(
     meta: Mapping[str, Any],
     overwrite: bool,
     sequence: int | None = None,
+    progress: Progress = no_progress,
 ) -> Path:
     """Write `sources` as the checkpoint `path`, read all of it back and compare it with its checksums, and only then let it be.
 
@@ -41,7 +43,7 @@ def write_checkpoint(
     boxes = _cut(sources, 1 if files == "one" else int(files))
     stage = Stage.open(checked_path(path), overwrite=overwrite)
     with discarding(stage):
-        by_name = {source.name: source for source in sources}
+        by_name = {source.name: source.watched(progress) for source in sources}
         plans, reports = [], []
         for number, held in enumerate(boxes):
             parts = [Part(by_name[name], box) for name, box in held.items()]
@@ -57,7 +59,7 @@ def write_checkpoint(
         write_index(stage.path, contents, {source.name: _value(source) for source in sources if not source.shape})
         order = next_sequence(stage.final.parent) if sequence is None else sequence
         write_manifest(stage.path, contents, reports, sequence=order)
-        if damage := verify(stage.path):
+        if damage := verify(stage.path, progress=progress):
             raise CheckpointError(f"{stage.path} does not read back as it was written: {damage[0]}")
         stage.publish(overwrite=overwrite, newest=sequence is None)
     return stage.final

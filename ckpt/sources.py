@@ -1,7 +1,7 @@
 """Tensors on their way from one file to another: a piece at a time, in flat order, so that memory stays bounded whatever their size."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -10,6 +10,7 @@ import numpy as np
 from ckpt.files import pread_into, pwrite_all
 from ckpt.layout import Box, Shape, flat_index, rectangles
 from ckpt.manifest import Tensor
+from ckpt.progress import Progress
 from ckpt.reader import Reader
 from collectives.dtypes import TABLE
 
@@ -36,6 +37,16 @@ class Source:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * TABLE[self.dtype].itemsize
+
+    def watched(self, progress: Progress) -> "Source":
+        """The same, and `progress` is told of what is read."""
+
+        def read(begin: int, end: int) -> memoryview:
+            piece = self.read(begin, end)
+            progress(len(piece))
+            return piece
+
+        return replace(self, read=read)
 
     def chunks(self, nbytes: int, begin: int = 0, end: int | None = None) -> Iterator[memoryview]:
         """Elements `begin:end`, or all, in chunks of `nbytes` (a divisor of `PIECE_BYTES`), the last one shorter. Each is valid

@@ -9,6 +9,7 @@ import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile, ZipInfo
 
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
     import torch
 
 _HEADER_BYTES, _ENTRY_BYTES = 30, 46  # of a zip file's record and its line in the directory, without what varies
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _DESCRIPTOR = b"PK\x07\x08"
 
 
 def write(path: Path, sources: Sequence[Source]) -> None:
     """Make a file that `torch.load` reads as a dict of plain tensors. OSError that names it."""
-    import torch
+    torch = _torch()
     from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory
 
     with FakeTensorMode():
@@ -49,6 +51,16 @@ def write(path: Path, sources: Sequence[Source]) -> None:
         os.close(fd)
 
 
+def _torch() -> ModuleType:
+    try:
+        import torch
+    except ImportError:
+        raise ValueError(
+            f"files of torch ({', '.join(SUFFIXES)}) need torch, which is not installed: pip install torch"
+        ) from None
+    return torch
+
+
 def _fill(fd: int, record: ZipInfo, source: Source) -> int:
     """Write a record's bytes; returns their CRC-32, which stands behind them and in the directory at the file's end."""
     header = os.pread(fd, _HEADER_BYTES, record.header_offset)
@@ -69,8 +81,7 @@ def read(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
 
     No code of the file runs: `torch.load(weights_only=True)`. ValueError that names what cannot be read so.
     """
-    import torch
-
+    torch = _torch()
     try:
         with open(path, "rb"):  # a missing file, told by its name
             pass
@@ -81,7 +92,7 @@ def read(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
             f"{path} cannot be read by torch.load(weights_only=True, mmap=True): {why} (expected a dict of tensors in the zip format "
             "that torch.save has written since torch 1.6; objects of classes are refused, since they could run code)"
         ) from None
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, leaf in _leaves("", content):
         if torch.is_tensor(leaf):
@@ -110,8 +121,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def source_of(tensor: "torch.Tensor", name: str, buffer: Buffer) -> Source:
     """A tensor in host memory, however strided. ValueError if its elements are not plain numbers side by side."""
-    import torch
-
+    torch = _torch()
     try:
         dtype = number_of(tensor.dtype).name
     except DTypeError:
