@@ -48,9 +48,13 @@ class Source:
 
         return replace(self, read=read)
 
+    def pieces(self) -> Iterator[memoryview]:
+        """All of it, `PIECE_BYTES` at a time. Each is valid until the next is asked for."""
+        return self.chunks(PIECE_BYTES)
+
     def chunks(self, nbytes: int, begin: int = 0, end: int | None = None) -> Iterator[memoryview]:
-        """Elements `begin:end`, or all, in chunks of `nbytes` (a divisor of `PIECE_BYTES`), the last one shorter. Each is valid
-        until the next is asked for."""
+        """Elements `begin:end`, or all, in chunks of `nbytes`, a divisor of `PIECE_BYTES`, and the rest. Valid as `pieces` are."""
+        assert PIECE_BYTES % nbytes == 0
         step = PIECE_BYTES // TABLE[self.dtype].itemsize
         end = prod(self.shape) if end is None else end
         for first in range(begin, end, step):
@@ -151,6 +155,6 @@ def matching(names: Sequence[str], only: str | Sequence[str] | None) -> list[str
 
 def write_all(fd: int, source: Source, position: int) -> None:
     """Write a source to an open file, from byte `position` on."""
-    for piece in source.chunks(PIECE_BYTES):
+    for piece in source.pieces():
         pwrite_all(fd, piece, position)
         position += len(piece)

@@ -10,7 +10,7 @@ from zipfile import ZipFile, ZipInfo
 
 from numpy.lib import format as npy
 
-from ckpt.sources import PIECE_BYTES, Source
+from ckpt.sources import Source
 from collectives.dtypes import TABLE
 
 _ZIP64_BYTES = (1 << 31) - 4096  # longer than that is told to zipfile in advance
@@ -24,5 +24,5 @@ def write(path: Path, sources: Sequence[Source]) -> None:
             about = {"descr": kind, "fortran_order": False, "shape": source.shape}
             with archive.open(ZipInfo(f"{source.name}.npy"), "w", force_zip64=source.nbytes > _ZIP64_BYTES) as member:
                 npy.write_array_header_1_0(member, about)
-                for piece in source.chunks(PIECE_BYTES):
+                for piece in source.pieces():
                     member.write(piece)

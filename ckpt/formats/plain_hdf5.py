@@ -16,7 +16,7 @@ from ckpt.hdf5 import MAX_ATTRIBUTE_BYTES, dataset_properties, h5_type, mark_dty
 from ckpt.layout import Shape, rectangles
 from ckpt.manifest import encode_meta
 from ckpt.placement import PAGE_BYTES
-from ckpt.sources import PIECE_BYTES, Source, write_all
+from ckpt.sources import Source, write_all
 from collectives.dtypes import TABLE
 
 COMPRESSIONS = ("gzip", "zstd")
@@ -101,7 +101,7 @@ def _chunk(shape: Shape, elements: int) -> Shape:
 def _write(dataset: h5py.h5d.DatasetID, source: Source) -> None:
     kind = TABLE[source.dtype].numpy
     at = 0
-    for piece in source.chunks(PIECE_BYTES):
+    for piece in source.pieces():
         elements = np.frombuffer(piece, kind)
         done = 0
         for box in rectangles(source.shape, at, at + elements.size):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile, ZipInfo
 
 from ckpt.files import pwrite_all
-from ckpt.sources import PIECE_BYTES, Buffer, Source, from_array
+from ckpt.sources import Buffer, Source, from_array
 from collectives.dtypes import BFLOAT16, TABLE, DTypeError, number_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _fill(fd: int, record: ZipInfo, source: Source) -> int:
     position = record.header_offset + _HEADER_BYTES
     position += sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
     crc = 0
-    for piece in source.chunks(PIECE_BYTES):
+    for piece in source.pieces():
         crc = zlib.crc32(piece, crc)
         pwrite_all(fd, piece, position)
         position += len(piece)
