@@ -142,7 +142,7 @@ def test_numbers_of_files_that_cannot_be(tmp_path, files):
 
 
 def test_memory_is_bounded(tmp_path):
-    big = np.zeros((48, 1 << 20), "f4")  # 192 MiB
+    big = np.zeros((32, 1 << 20), "f4")  # 128 MiB
     path = ckpt.save(tmp_path / "a", {"big": big, "small": np.ones(3)}, comm=None)
     del big
     before = forget_peak()
