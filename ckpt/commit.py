@@ -174,7 +174,8 @@ def leftovers(folder: Path, *, quiet_s: float = 0.0) -> list[Leftover]:
     """
     kinds = (".staging", ".replaced", ".removed", ".board")
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
-    return [_judged(folder / name, quiet_s) for name in names if name.startswith(".") and name.endswith(kinds)]
+    ours = (name for name in names if name.startswith(".") and Path(name).suffix in kinds)
+    return [_judged(folder / name, quiet_s) for name in ours]
 
 
 def settle(leftover: Leftover) -> None:
@@ -193,9 +194,13 @@ def _clean(folder: Path, *, except_for: Path) -> None:
 
 
 def _judged(path: Path, quiet_s: float) -> Leftover:
-    if path.name.endswith(".removed"):
+    kind = path.suffix
+    stage = path.with_suffix(".staging")
+    if kind == ".removed":
         return Leftover(path, "remove", "half removed")
-    if path.name.endswith(".staging") and (owner := _owner(path)) is not None:
+    if kind == ".board" and stage.exists():
+        return _judged(stage, quiet_s)._replace(path=path)
+    if kind == ".staging" and (owner := _owner(path)) is not None:
         whose = f"of process {owner['pid']!r:.20} on {owner['host']!r:.80}"
         if _is_abandoned(path, owner):
             return Leftover(path, "remove", f"a save {whose}, which is gone")
@@ -205,18 +210,12 @@ def _judged(path: Path, quiet_s: float) -> Leftover:
         changed = max(path.stat().st_mtime, path.stat().st_ctime)
         if quiet_s and time.time() - changed < quiet_s:
             return Leftover(path, "keep", f"changed in the last {quiet_s:.0f} s: a save may go on")
-    leftover = Leftover(path, "remove", "a save that died before it could sign")
-    if path.name.endswith(".replaced"):
-        if not leftover.original.exists():
-            return Leftover(path, "restore", "its replacement never came")
-        return leftover._replace(why="it was replaced")
-    if path.name.endswith(".board"):
-        stage = path.with_name(f"{path.name.removesuffix('.board')}.staging")
-        # One whose stage is gone was left by a job that died, or belongs to one that has heard all.
-        return (
-            _judged(stage, quiet_s)._replace(path=path) if stage.exists() else leftover._replace(why="its save ended")
-        )
-    return leftover
+    if kind == ".board":  # left by a job that died, or its ranks have heard all
+        return Leftover(path, "remove", "its save ended")
+    if kind == ".replaced":
+        restore = Leftover(path, "restore", "its replacement never came")
+        return restore._replace(action="remove", why="it was replaced") if restore.original.exists() else restore
+    return Leftover(path, "remove", "a save that died before it could sign")
 
 
 def _is_abandoned(stage: Path, owner: dict) -> bool:

@@ -1,6 +1,7 @@
 """`diff A B`: what two checkpoints differ in, and by how much."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.text import Text
@@ -13,6 +14,7 @@ from ckpt.commands.terminal import (
     new_table,
     print_json,
     print_table,
+    printable,
     shape_text,
     shown_progress,
 )
@@ -84,11 +86,7 @@ def _print(found: Difference) -> None:
             print(f"only in {side}: {name}")
         _print_more(len(names))
     for key, *texts in found.meta[:_MAX_LINES]:
-        shown = (
-            "nothing" if text is None else text if len(text) <= _VALUE_WIDTH else text[:_VALUE_WIDTH] + " ..."
-            for text in texts
-        )
-        print(f"meta {key if key.isprintable() else repr(key)}: {' -> '.join(shown)}")
+        print(f"meta {printable(key)}: {' -> '.join(_values(*texts))}")
     _print_more(len(found.meta))
     if found.tensors:
         table = new_table("TENSOR", "CHANGE", "DIFFERING>", "OF>", "MAX ABS>", "MAX REL>", "NAN, INF>")
@@ -97,6 +95,21 @@ def _print(found: Difference) -> None:
         print_table(table)
     differing = f"{len(found.tensors)} of {found.num_compared} tensors differ"
     print(differing if found else f"no difference in {found.num_compared} tensors")
+
+
+def _values(a: str | None, b: str | None) -> Iterator[str]:
+    """Two values of the meta, long ones from shortly before where they begin to differ."""
+    common = 0
+    if a is not None and b is not None and max(len(a), len(b)) > _VALUE_WIDTH:
+        pairs = enumerate(zip(a, b, strict=False))
+        common = next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+    begin = max(0, common - _VALUE_WIDTH // 4)
+    end = begin + _VALUE_WIDTH
+    for text in (a, b):
+        if text is None:
+            yield "nothing"
+        else:
+            yield f"{'... ' if begin else ''}{text[begin:end]}{' ...' if end < len(text) else ''}"
 
 
 def _print_more(count: int) -> None:

@@ -1,5 +1,7 @@
 """A tensor's histogram as a picture. Needs matplotlib, which is imported only here and only when asked for."""
 
+import numpy as np
+
 from ckpt.checkpoint import TensorEntry
 from ckpt.commands.terminal import UsageError, shape_text
 from ckpt.statistics import Histogram, Statistics
@@ -13,6 +15,7 @@ def need_matplotlib() -> None:
         raise UsageError(f"--histogram needs matplotlib ({error}): pip install 'mpitrain[plot]'") from None
 
 
+@np.errstate(over="ignore", invalid="ignore")  # matplotlib adds up edges, which may be as large as numbers can be
 def draw_histogram(path: str, entry: TensorEntry, stats: Statistics, histogram: Histogram) -> None:
     """Write a picture to `path`, whose suffix tells the kind. UsageError if matplotlib cannot write that kind."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -33,5 +36,5 @@ def draw_histogram(path: str, entry: TensorEntry, stats: Statistics, histogram: 
     axes.set_title(title, fontsize=10, parse_math=False)
     try:
         figure.savefig(path)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise UsageError(f"--histogram {path}: {error}") from None

@@ -1,6 +1,7 @@
 """`verify DIR`: every byte of a checkpoint against its checksums."""
 
 import argparse
+import os
 from pathlib import Path
 
 from ckpt.commands.terminal import (
@@ -13,7 +14,7 @@ from ckpt.commands.terminal import (
     shown_progress,
     size_text,
 )
-from ckpt.folder import find, info, list_checkpoints
+from ckpt.folder import find, info, is_part, list_checkpoints
 from ckpt.manifest import CheckpointError
 from ckpt.verifying import Damage, verify
 
@@ -35,7 +36,7 @@ def _run(args: argparse.Namespace) -> int:
         if not paths:
             raise UsageError(f"no checkpoints in {args.dir}")
     else:
-        paths = [find(args.dir)]
+        paths = [_meant(args.dir)]
     reports = []
     for path in paths:
         nbytes = info(path, path.name).nbytes
@@ -50,6 +51,11 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(reports)
     return int(any(report["problem"] or report["damage"] for report in reports))
+
+
+def _meant(folder: Path) -> Path:
+    """What `find` finds, and also a checkpoint that has lost its manifest: that is damage."""
+    return folder if folder.is_dir() and any(map(is_part, os.listdir(folder))) else find(folder)
 
 
 def _verify(path: Path, nbytes: int) -> tuple[str | None, list[Damage]]:

@@ -152,6 +152,15 @@ def test_diff_says_what_and_by_how_much(saved, capsys, tmp_path):
     assert main(["diff", str(saved), str(tmp_path / "nowhere")]) == 2
 
 
+def test_diff_shows_long_values_of_the_meta_where_they_differ(capsys, tmp_path):
+    for name in ("a", "b"):
+        ckpt.save(tmp_path / name, {}, comm=None, meta={"text": "x" * 500 + name + "y" * 500, "many": [name] * 30})
+    lines = run(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1).splitlines()
+    assert lines[0] == f"meta text: ... {'x' * 15}a{'y' * 44} ... -> ... {'x' * 15}b{'y' * 44} ..."
+    assert lines[1] == 'meta many[0]: "a" -> "b"' and len([line for line in lines if line.startswith("meta ")]) == 20
+    assert lines[20:] == ["... and 11 more (--json prints all)", "0 of 0 tensors differ"]
+
+
 @pytest.mark.parametrize("value", ["-1", "nan", "much"])
 def test_tolerances_are_numbers(value, capsys):
     with pytest.raises(SystemExit) as raised:
@@ -175,6 +184,9 @@ def test_verify(saved, capsys, tmp_path):
     assert run(capsys, "verify", tmp_path).startswith(f"{tmp_path / 'step-2'}: whole")  # the newest
     (tmp_path / "step-2" / "index.h5").unlink()
     run(capsys, "verify", tmp_path / "step-2", code=1)
+    save_rows(tmp_path / "lost" / "a", ARRAYS)
+    (tmp_path / "lost" / "a" / "manifest.jsonl").unlink()
+    assert "has no manifest.jsonl" in run(capsys, "verify", tmp_path / "lost" / "a", code=1)
     first, second = json.loads(run(capsys, "verify", tmp_path, "--all", "--json", code=1))
     assert (first["path"], first["problem"]) == (str(saved), None)
     assert [damage["tensor"] for damage in first["damage"]] == ["model/w"]
@@ -212,7 +224,7 @@ def test_deeply_nested_meta_is_no_traceback(tmp_path, capsys):
         for limit in range(300, 800, 5):  # the same as deeper ones, wherever it is that they are too deep
             sys.setrecursionlimit(limit)
             codes.append(main(["show", str(tmp_path / "a"), "--json"]))
-            out, err = capsys.readouterr()
+            err = capsys.readouterr().err
             assert (codes[-1], err.count("\n")) in ((0, 0), (2, 1))
     finally:
         sys.setrecursionlimit(before)
