@@ -6,16 +6,20 @@
 
 A checkpoint is a folder: `rank-00000.h5` and so on, one file a rank, hold the bytes; `index.h5` shows every tensor in its full
 shape to other tools; `manifest.jsonl` says where everything lies, with checksums, and is what we read ourselves.
-`python -m ckpt ls | show | diff | verify | gc` look inside and clear up from a shell: docs/checkpoints.md.
+`python -m ckpt ls | show | diff | verify | gc` look inside and clear up from a shell, `export | import | reshard` lead to other
+files and back: docs/checkpoints.md.
 """
 
 from ckpt.background import wait
 from ckpt.checkpoint import Checkpoint, TensorEntry
 from ckpt.checkpoint import open_checkpoint as open
+from ckpt.exporting import export
 from ckpt.folder import CheckpointInfo, find, latest, list_checkpoints
+from ckpt.importing import import_file
 from ckpt.layout import Box
 from ckpt.loading import load
 from ckpt.manifest import CheckpointError
+from ckpt.resharding import reshard
 from ckpt.saving import save
 from ckpt.tensors import Shard
 from ckpt.verifying import Damage, verify
@@ -28,11 +32,14 @@ __all__ = [
     "Damage",
     "Shard",
     "TensorEntry",
+    "export",
     "find",
+    "import_file",
     "latest",
     "list_checkpoints",
     "load",
     "open",
+    "reshard",
     "save",
     "verify",
     "wait",

@@ -2,7 +2,7 @@
 
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -13,6 +13,7 @@ from ckpt.folder import parse_manifest, read_manifest
 from ckpt.layout import Box, Shape
 from ckpt.manifest import Manifest, Tensor
 from ckpt.reader import Reader
+from ckpt.sources import matching
 from collectives.dtypes import TABLE
 
 Index = int | slice | EllipsisType
@@ -117,6 +118,25 @@ class Checkpoint(Mapping[str, TensorEntry]):
     def files(self) -> dict[str, int]:
         """The files and their sizes in bytes."""
         return {file.name: file.nbytes for file in self._manifest.files}
+
+    def to_jax(
+        self, sharding: Any = None, *, only: str | Sequence[str] | None = None, verify: bool = True
+    ) -> dict[str, Any]:
+        """The tensors as a pytree of JAX arrays: "model/embed.weight" is `tree["model"]["embed.weight"]`. Needs JAX.
+
+        Of each tensor every device of this process gets its part, and no other is read: with many processes, each of them reads
+        what its own devices hold. The dtypes stay; 64-bit ones even where JAX has them turned off.
+
+        `sharding`: a `jax.sharding.Sharding` for all tensors; or a function of a `TensorEntry` that returns one; or nested dicts of
+        them as in the result, where a group may have one for all in it. None: where JAX puts an array by itself, whole.
+        `only`: a pattern such as "model/*", or several. `verify`: compare the chunks read with their checksums.
+
+        Raises ValueError or TypeError before anything is read if a sharding is missing or does not fit a shape, or no name matches;
+        CheckpointError for damage.
+        """
+        from ckpt.jax_arrays import tree_of
+
+        return tree_of({name: self[name] for name in matching(self.names, only)}, sharding, verify=verify)
 
     def __getitem__(self, name: str) -> TensorEntry:
         return TensorEntry(self.path, self._manifest, self._manifest.tensors[name])

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from ckpt.commands import diff, gc, ls, show, verify
+from ckpt.commands import diff, export, gc, import_, ls, reshard, show, verify
 from ckpt.commands.terminal import UsageError
 from ckpt.manifest import CheckpointError
 
-COMMANDS: tuple[ModuleType, ...] = (ls, show, diff, verify, gc)  # in the order of --help
+COMMANDS: tuple[ModuleType, ...] = (ls, show, diff, verify, export, import_, reshard, gc)  # in the order of --help
 ERROR = 2  # the exit code of all that could not be done; 1 is an answer, as GNU diff's: "they differ"
 
 

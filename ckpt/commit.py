@@ -72,8 +72,11 @@ class Stage:
         folder.mkdir()
         return folder
 
-    def publish(self, *, overwrite: bool) -> None:
-        """Give the finished stage its final name: this is the moment from which the checkpoint exists."""
+    def publish(self, *, overwrite: bool, newest: bool = True) -> None:
+        """Give the finished stage its final name: this is the moment from which the checkpoint exists.
+
+        `newest`: of its folder, so that `latest` names it.
+        """
         owner = _owner(self.path)
         if owner is None or owner["token"] != self._token:
             raise FileExistsError(errno.EEXIST, "another job took this checkpoint over", str(self.path))
@@ -96,7 +99,8 @@ class Stage:
         # Not before the rename: a stage without an owner counts as a dead one's.
         with contextlib.suppress(OSError):
             os.unlink(self.final / _OWNER_NAME)
-        write_latest(self.final)
+        if newest:
+            write_latest(self.final)
 
     def discard(self) -> None:
         """Remove the stage, if it still is one. Never raises: there is an error on its way already."""

@@ -20,7 +20,7 @@ from ckpt.placement import PAGE_BYTES
 from collectives.dtypes import TABLE
 
 INDEX_NAME = "index.h5"
-_MAX_ATTRIBUTE_BYTES = 60_000  # HDF5 keeps an attribute in its object's header, of at most 64 KiB
+MAX_ATTRIBUTE_BYTES = 60_000  # HDF5 keeps an attribute in its object's header, of at most 64 KiB
 _SCALAR = h5py.h5s.create(h5py.h5s.SCALAR)
 
 
@@ -31,7 +31,7 @@ def new_data_file(path: Path, elements: Mapping[str, int], mpi: Any = None) -> I
     Contiguous, allocated early and never filled: their place is fixed, and the file is a valid one before its bytes are there.
     `mpi`: mpi4py's communicator of the ranks that open it together, by parallel HDF5. The file's bytes are the same either way.
     """
-    plist = _dataset_properties()
+    plist = dataset_properties()
     plist.set_layout(h5py.h5d.CONTIGUOUS)
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -48,7 +48,7 @@ def new_data_file(path: Path, elements: Mapping[str, int], mpi: Any = None) -> I
         for dtype in sorted(elements):
             space = h5py.h5s.create_simple((elements[dtype],))
             datasets[dtype] = h5py.h5d.create(file.id, dtype.encode(), h5_type(dtype), space, plist)
-            _mark_dtype(datasets[dtype], dtype)
+            mark_dtype(datasets[dtype], dtype)
         yield datasets
         del datasets
 
@@ -65,7 +65,7 @@ def index_image(manifest: Manifest, scalars: Mapping[str, np.ndarray]) -> bytes:
         root = file["/"].attrs
         root["format"], root["version"] = FORMAT, VERSION
         meta = encode_meta(manifest.meta)
-        if len(meta) <= _MAX_ATTRIBUTE_BYTES:
+        if len(meta) <= MAX_ATTRIBUTE_BYTES:
             root["meta"] = meta
         # HDF5 makes the groups on the way: their names are the parts of the tensor's.
         links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
@@ -78,7 +78,7 @@ def index_image(manifest: Manifest, scalars: Mapping[str, np.ndarray]) -> bytes:
         # Each object costs h5py some microseconds, so they are used again where they can be.
         spaces: dict[Shape, h5py.h5s.SpaceID] = {(): _SCALAR}
         for tensor in manifest.tensors.values():
-            plist = _dataset_properties()
+            plist = dataset_properties()
             space = spaces.get(tensor.shape)
             if space is None:
                 space = spaces[tensor.shape] = h5py.h5s.create_simple(tensor.shape)
@@ -88,13 +88,14 @@ def index_image(manifest: Manifest, scalars: Mapping[str, np.ndarray]) -> bytes:
             if not tensor.shape:
                 # The memory's type is named as the file's, so that the bits of a bf16 go in as they are.
                 dataset.write(_SCALAR, _SCALAR, scalars[tensor.name], h5_type(tensor.dtype))
-            _mark_dtype(dataset, tensor.dtype)
+            mark_dtype(dataset, tensor.dtype)
             _mark_placement(dataset, tensor, manifest)
         file.flush()
         return file.id.get_file_image()
 
 
-def _dataset_properties() -> h5py.h5p.PropDCID:
+def dataset_properties() -> h5py.h5p.PropDCID:
+    """What all datasets have in common."""
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_obj_track_times(False)  # the same tensors make the same bytes
     return plist
@@ -132,7 +133,8 @@ def h5_type(dtype: str) -> h5py.h5t.TypeID:
     return kind
 
 
-def _mark_dtype(dataset: h5py.h5d.DatasetID, dtype: str) -> None:
+def mark_dtype(dataset: h5py.h5d.DatasetID, dtype: str) -> None:
+    """Name the dtype that h5py has no word for."""
     if dtype == "bfloat16":
         h5py.Dataset(dataset).attrs["dtype"] = dtype
 
@@ -144,6 +146,6 @@ def _mark_placement(dataset: h5py.h5d.DatasetID, tensor: Tensor, manifest: Manif
         attributes["axes"] = ", ".join(axis or "-" for axis in tensor.axes)
     for key, text in attributes.items():
         value = text.encode()
-        if 0 < len(value) <= _MAX_ATTRIBUTE_BYTES:
+        if 0 < len(value) <= MAX_ATTRIBUTE_BYTES:
             kind = _text_type(len(value))
             h5py.h5a.create(dataset, key.encode(), kind, _SCALAR).write(np.array(value), mtype=kind)

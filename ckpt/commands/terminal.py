@@ -54,7 +54,7 @@ def print_table(table: Table) -> None:
 
 
 @contextmanager
-def shown_progress(doing: str, nbytes: int) -> Iterator[Progress]:
+def shown_progress(doing: str, nbytes: int | None) -> Iterator[Progress]:
     """A line with how much of `nbytes` is done, for who looks at a terminal; it is gone at the end."""
     if not sys.stderr.isatty():
         yield no_progress
@@ -66,6 +66,15 @@ def shown_progress(doing: str, nbytes: int) -> Iterator[Progress]:
     with Line(TextColumn("{task.description}"), *columns, console=Console(stderr=True), transient=True) as line:
         task = line.add_task(doing, total=nbytes)
         yield lambda more: line.advance(task, more)
+
+
+@contextmanager
+def told_in_a_line() -> Iterator[None]:
+    """A ValueError in the block is the user's: what was asked for cannot be done."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def printable(name: str) -> str:
