@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from ckpt.commands import bench, ls, show
+from ckpt.commands import bench, diff, gc, ls, show, verify
 from ckpt.commands.terminal import UsageError, complain
 from ckpt.manifest import CheckpointError
 from collectives import launched_rank
 
-COMMANDS: tuple[ModuleType, ...] = (ls, show, bench)  # in the order of --help
+COMMANDS: tuple[ModuleType, ...] = (ls, show, diff, verify, gc, bench)  # in the order of --help
 ERROR = 2  # the exit code of all that could not be done; 1 is an answer, as GNU diff's: "they differ"
 
 
@@ -48,5 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (UsageError, CheckpointError, OSError) as error:
         complain(error, of_all_ranks=False)
+        return ERROR
+    except RecursionError:
+        print("ckpt: the checkpoint's meta is nested too deeply", file=sys.stderr)
         return ERROR
     return code or 0

@@ -27,6 +27,7 @@ from ckpt.manifest import (
     Dataset,
     File,
     Manifest,
+    OutOfReachError,
     Tensor,
     axes_error,
     name_error,
@@ -83,12 +84,15 @@ def decode_header(line: bytes) -> Header:
     """The checked first line of a manifest."""
     header = _object(line)
     if header.get("format") != FORMAT:
-        raise _refused(f"its format is {header.get('format')!r:.40}, expected {FORMAT!r}")
+        refused = _out_of_reach if isinstance(header.get("format"), str) else _refused
+        raise refused(f"its format is {header.get('format')!r:.40}, expected {FORMAT!r}")
     version = _int(header, "version", 1)
     if version > VERSION:
-        raise _refused(f"it is of format version {version}, and this program reads up to {VERSION}: update mpitrain")
+        raise _out_of_reach(
+            f"it is of format version {version}, and this program reads up to {VERSION}: update mpitrain"
+        )
     if header.get("byteorder") != sys.byteorder:
-        raise _refused(
+        raise _out_of_reach(
             f"it was written in byte order {header.get('byteorder')!r:.40}, this machine's is {sys.byteorder!r}"
         )
     saved = header.get("saved")
@@ -108,8 +112,10 @@ def check_files(path: Path, files: tuple[File, ...]) -> None:
     for file in files:
         try:
             status = os.lstat(path / file.name)
-        except OSError as error:
+        except FileNotFoundError as error:
             raise CheckpointError(f"{file.name} is missing: {error.strerror}") from None
+        except OSError as error:
+            raise OutOfReachError(f"{file.name} cannot be looked at: {error.strerror}") from None
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{file.name} is no regular file: links and devices are not followed")
         if status.st_size != file.nbytes:
@@ -129,6 +135,10 @@ def open_regular(path: Path) -> int:
 
 def _refused(problem: str) -> CheckpointError:
     return CheckpointError(f"the manifest cannot be used: {problem}")
+
+
+def _out_of_reach(problem: str) -> OutOfReachError:
+    return OutOfReachError(f"the manifest cannot be used: {problem}")
 
 
 def _object(line: bytes) -> dict[str, Any]:

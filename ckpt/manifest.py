@@ -36,6 +36,10 @@ class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, of another format, or does not fit what was asked of it."""
 
 
+class OutOfReachError(CheckpointError):
+    """A checkpoint that cannot be used here and may well be whole: of a newer format, of another program, or without permission."""
+
+
 class Dataset(NamedTuple):
     """A 1-D dataset of a rank's file: its first byte in the file, and its length in elements."""
 

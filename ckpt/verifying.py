@@ -12,6 +12,7 @@ import xxhash
 from ckpt.folder import parse_manifest, read_manifest
 from ckpt.guard import open_regular
 from ckpt.manifest import CheckpointError, Manifest
+from ckpt.progress import Progress, no_progress
 from collectives.dtypes import TABLE
 
 _BUFFER_BYTES = 4 << 20
@@ -41,20 +42,26 @@ class _Piece(NamedTuple):
     gap: bool = False
 
 
-def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> list[Damage]:
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    progress: Progress = no_progress,
+) -> list[Damage]:
     """All damage in the checkpoint `path`, none of which a reader has to come across; an empty list if it is whole.
 
-    Reads every file once, `threads` at a time (None: as many as cores), in 4 MiB of memory each. CheckpointError if the manifest
-    cannot be used, or a file is missing or of another size: then nothing more can be said.
+    Reads every file once, `threads` at a time (None: as many as cores), in 4 MiB of memory each. `progress` is told of each so many
+    bytes more that were looked at, by any of the threads. CheckpointError if the manifest cannot be used, or a file is missing or
+    of another size: then nothing more can be said.
     """
     folder = Path(os.path.abspath(path))
     manifest = parse_manifest(folder, read_manifest(folder))
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-        found = pool.map(lambda number: _verify_file(folder, manifest, number), range(len(manifest.files)))
+        found = pool.map(lambda number: _verify_file(folder, manifest, number, progress), range(len(manifest.files)))
         return [damage for of_file in found for damage in of_file]
 
 
-def _verify_file(folder: Path, manifest: Manifest, number: int) -> list[Damage]:
+def _verify_file(folder: Path, manifest: Manifest, number: int, progress: Progress) -> list[Damage]:
     file = manifest.files[number]
     found = []
     rest = xxhash.xxh3_64()
@@ -67,6 +74,7 @@ def _verify_file(folder: Path, manifest: Manifest, number: int) -> list[Damage]:
                 for first in range(piece.first, piece.last, _BUFFER_BYTES):
                     memory = buffer[: min(_BUFFER_BYTES, piece.last - first)]
                     _read(opened.fileno(), memory.data, first)
+                    progress(len(memory))
                     if piece.gap:
                         whole = whole and not memory.any()
                     else:

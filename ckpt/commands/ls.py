@@ -8,7 +8,16 @@ from typing import Any
 
 from rich.text import Text
 
-from ckpt.commands.terminal import Commands, add_json, age_text, new_table, print_json, print_table, size_text
+from ckpt.commands.terminal import (
+    Commands,
+    add_json,
+    age_text,
+    new_table,
+    print_json,
+    print_table,
+    printable,
+    size_text,
+)
 from ckpt.folder import CheckpointInfo, info, list_checkpoints
 from ckpt.manifest import FILE_NAME
 
@@ -34,7 +43,7 @@ def _run(args: argparse.Namespace) -> None:
         state = Text("complete", "green") if c.problem is None else Text(f"incomplete: {c.problem}", "red")
         age = None if c.saved is None else age_text(time.time() - c.saved)
         cells = [c.step, c.num_tensors, size_text(c.nbytes), age]
-        table.add_row(Text(c.name), *("" if cell is None else str(cell) for cell in cells), state)
+        table.add_row(Text(printable(c.name)), *("" if cell is None else str(cell) for cell in cells), state)
     print_table(table)
     if not found:
         print(f"no checkpoints in {folder}", file=sys.stderr)

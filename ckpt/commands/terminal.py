@@ -3,6 +3,8 @@
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -10,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import collectives
+from ckpt.progress import Progress, no_progress
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -62,6 +65,26 @@ def print_table(table: Table) -> None:
     """Print it, as wide as it is unless a person looks at it."""
     # Into a pipe, rich would fold the lines at 80 columns.
     Console(width=None if sys.stdout.isatty() else 10_000).print(table)
+
+
+@contextmanager
+def shown_progress(doing: str, nbytes: int) -> Iterator[Progress]:
+    """A line with how much of `nbytes` is done, for who looks at a terminal; it is gone at the end."""
+    if not sys.stderr.isatty():
+        yield no_progress
+        return
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Line
+
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Line(TextColumn("{task.description}"), *columns, console=Console(stderr=True), transient=True) as line:
+        task = line.add_task(doing, total=nbytes)
+        yield lambda more: line.advance(task, more)
+
+
+def printable(name: str) -> str:
+    """The name of a file or folder, with escapes for what could play tricks on the terminal."""
+    return name if name.isprintable() else repr(name)
 
 
 def size_text(nbytes: int) -> str:
