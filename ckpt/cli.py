@@ -1,28 +1,55 @@
-"""`python -m ckpt COMMAND`: look at checkpoints and look after them, without MPI, and without torch but for torch's own files."""
+"""`python -m ckpt COMMAND`: look at checkpoints and look after them, without MPI, and without torch but for torch's own files.
+
+`bench` alone is for several ranks.
+"""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
-from ckpt.commands import diff, export, gc, import_, ls, reshard, show, verify
-from ckpt.commands.terminal import UsageError
+from ckpt.commands import bench, diff, export, gc, import_, ls, reshard, show, verify
+from ckpt.commands.terminal import UsageError, complain
 from ckpt.manifest import CheckpointError
+from collectives import launched_rank
 
-COMMANDS: tuple[ModuleType, ...] = (ls, show, diff, verify, export, import_, reshard, gc)  # in the order of --help
+COMMANDS: tuple[ModuleType, ...] = (
+    ls,
+    show,
+    diff,
+    verify,
+    export,
+    import_,
+    reshard,
+    gc,
+    bench,
+)  # in the order of --help
 ERROR = 2  # the exit code of all that could not be done; 1 is an answer, as GNU diff's: "they differ"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if launched_rank() >= 0:  # each rank has the same words: one of them is to speak
+            raise UsageError(f"{self.prog.rpartition(' ')[2]}: {message}")
+        super().error(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, a command's own 1, or 2 after one line about what is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ckpt", description="Look at checkpoints and look after them; needs neither MPI nor torch."
+    parser = _Parser(
+        prog="python -m ckpt",
+        description="Look at checkpoints and look after them; all but bench needs no MPI and no torch.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(commands)
-    args = parser.parse_args(argv)
+    try:
+        args = parser.parse_args(argv)
+    except UsageError as error:
+        complain(error, of_all_ranks=True)
+        return ERROR
     try:
         code: int | None = args.run(args)
         sys.stdout.flush()
@@ -30,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (UsageError, CheckpointError, OSError) as error:
-        print(f"ckpt: {error}", file=sys.stderr)
+        complain(error, of_all_ranks=False)
         return ERROR
     except RecursionError:
         print("ckpt: the checkpoint's meta is nested too deeply", file=sys.stderr)

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
+import collectives
 from ckpt.progress import Progress, no_progress
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -18,6 +19,19 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 class UsageError(Exception):
     """What the user asked for cannot be done; the text is all there is to say."""
+
+
+def complain(error: Exception, *, of_all_ranks: bool) -> None:
+    """One line on stderr. `of_all_ranks`: where a launcher has started several, all of them call this, and rank 0 prints.
+
+    It returns when the line is out: a launcher ends the job as soon as one rank has ended with an error.
+    """
+    comm = collectives.world() if of_all_ranks and collectives.launched_rank() >= 0 else None
+    if comm is None or comm.rank == 0:
+        print("; ".join([f"ckpt: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True)
+    if comm is not None:
+        comm.barrier()
+        collectives.leave_together()
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
