@@ -13,6 +13,7 @@ from ckpt.background import wait
 from ckpt.checkpoint import Checkpoint, TensorEntry
 from ckpt.checkpoint import open_checkpoint as open
 from ckpt.folder import CheckpointInfo, find, latest, list_checkpoints
+from ckpt.inspecting import look
 from ckpt.layout import Box
 from ckpt.loading import load
 from ckpt.manifest import CheckpointError
@@ -32,6 +33,7 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "load",
+    "look",
     "open",
     "save",
     "verify",

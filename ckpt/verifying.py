@@ -11,6 +11,7 @@ import xxhash
 
 from ckpt.access import open_folder, open_regular
 from ckpt.folder import parse_manifest, read_manifest
+from ckpt.inspecting import look
 from ckpt.manifest import Block, CheckpointError, File, Tensor
 from collectives.dtypes import TABLE
 
@@ -28,7 +29,8 @@ class Damage(NamedTuple):
 
     def __str__(self) -> str:
         whose = "" if self.tensor is None else f", of tensor {self.tensor!r}"
-        return f"{self.file}, bytes {self.first} to {self.last}{whose}: {self.problem}"
+        where = f", bytes {self.first} to {self.last}" if self.last else ""
+        return f"{self.file}{where}{whose}: {self.problem}"
 
 
 class _Piece(NamedTuple):
@@ -41,10 +43,11 @@ class _Piece(NamedTuple):
     gap: bool = False
 
 
-def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> list[Damage]:
+def verify(path: str | os.PathLike[str], *, threads: int | None = None, hdf5: bool = False) -> list[Damage]:
     """All damage in the checkpoint `path`, none of which a reader has to come across; an empty list if it is whole.
 
-    Reads every file once, `threads` at a time (None: as many as cores), in 4 MiB of memory each. CheckpointError if the manifest
+    Reads every file once, `threads` at a time (None: as many as cores), in 4 MiB of memory each. `hdf5`: also what would
+    lead other tools astray, see `ckpt.look`; bytes 0 to 0 of a file then. CheckpointError if the manifest
     cannot be used, or a file is missing or of another size: then nothing more can be said.
     """
     folder = Path(os.path.abspath(path))
@@ -61,9 +64,10 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> list[
                 manifest.files,
                 blocks,
             )
-            return [damage for of_file in found for damage in of_file]
+            damage = [damage for of_file in found for damage in of_file]
     finally:
         os.close(opened)
+    return damage + [Damage(file, 0, 0, tensor, problem) for file, tensor, problem in (look(folder) if hdf5 else ())]
 
 
 def _verify_file(folder: int, file: File, pieces: Iterable[_Piece]) -> list[Damage]:
