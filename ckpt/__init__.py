@@ -6,7 +6,7 @@
 
 A checkpoint is a folder: `rank-00000.h5` and so on, one file a rank, hold the bytes; `index.h5` shows every tensor in its full
 shape to other tools; `manifest.jsonl` says where everything lies, with checksums, and is what we read ourselves.
-`python -m ckpt ls DIR` and `python -m ckpt show DIR [TENSOR]` look inside from a shell.
+`python -m ckpt ls | show | diff | verify | gc` look inside and clear up from a shell: docs/checkpoints.md.
 """
 
 from ckpt.background import wait

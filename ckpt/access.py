@@ -9,20 +9,25 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from ckpt.guard import Header, decode_header, refused
-from ckpt.manifest import FILE_NAME, MAX_BYTES, MAX_LINE_BYTES, CheckpointError, File
+from ckpt.guard import Header, decode_header, out_of_reach, refused
+from ckpt.manifest import FILE_NAME, MAX_BYTES, MAX_LINE_BYTES, CheckpointError, File, OutOfReachError
 
 
 def check_files(path: Path, files: tuple[File, ...]) -> None:
     """CheckpointError unless every file is there, a regular one, no other's twin, and of the size the manifest names."""
     seen: dict[tuple[int, int], str] = {}
-    folder = open_folder(path)
+    try:
+        folder = open_folder(path)
+    except OSError as error:
+        raise OutOfReachError(f"the folder cannot be opened: {error.strerror}") from None
     try:
         for file in files:
             try:
                 status = os.stat(file.name, dir_fd=folder, follow_symlinks=False)
-            except OSError as error:
+            except FileNotFoundError as error:
                 raise CheckpointError(f"{file.name} is missing: {error.strerror}") from None
+            except OSError as error:
+                raise OutOfReachError(f"{file.name} cannot be looked at: {error.strerror}") from None
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{file.name} is no regular file: links and devices are not followed")
             if status.st_size != file.nbytes:
@@ -67,7 +72,7 @@ def read_bytes(path: Path) -> bytes:
     """
     with open(open_regular(path / FILE_NAME), "rb") as file:
         if (nbytes := os.fstat(file.fileno()).st_size) > MAX_BYTES:
-            raise refused(f"it has {nbytes} bytes, expected at most {MAX_BYTES}")
+            raise out_of_reach(f"it has {nbytes} bytes, expected at most {MAX_BYTES}")
         data = io.BytesIO()
         data.write(_read_header(file)[1])
         while piece := file.read(1 << 20):

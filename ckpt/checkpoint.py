@@ -49,6 +49,11 @@ class TensorEntry:
         """Where it lies: the file of each block, and the block's box."""
         return [(self._manifest.files[block.file].name, block.box) for block in self._tensor.blocks]
 
+    @property
+    def axes(self) -> tuple[str | None, ...] | None:
+        """For each dimension the mesh axis that it was cut along, None where it is whole; None if nobody said so (`Shard.axes`)."""
+        return self._tensor.axes
+
     def read(self, where: Box | Index | tuple[Index, ...] | None = None, *, verify: bool = True) -> np.ndarray:
         """The whole tensor, a `Box` of it, or the part that integers and slices of step 1 select, as a new NumPy array.
 
@@ -61,6 +66,14 @@ class TensorEntry:
         with Reader(self._folder, self._manifest, verify=verify) as reader:
             reader.fill(out, self._tensor, box)
         return out.reshape(shape)
+
+    def chunks(self, *, verify: bool = True) -> Iterator[np.ndarray]:
+        """Each element once, in the order of the files: 1-D arrays of a few MiB, each valid until the next one is asked for.
+
+        What goes through a tensor of any size in little memory, where the places of its elements do not matter.
+        """
+        with Reader(self._folder, self._manifest, verify=verify) as reader:
+            yield from reader.elements(self._tensor)
 
     def _empty(self, shape: Shape) -> np.ndarray:
         nbytes = math.prod(shape) * self.dtype.itemsize

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckpt.access import check_files, read_bytes, read_header
 from ckpt.guard import Header, decode, verified_header
-from ckpt.manifest import FILE_NAME, CheckpointError, Manifest
+from ckpt.manifest import FILE_NAME, CheckpointError, Manifest, OutOfReachError
 
 LATEST_NAME = "latest"
 RUN_SUBFOLDER = "checkpoints"  # where a run's folder keeps them, by the main job's and our convention
@@ -23,7 +23,8 @@ _PARTS = r"manifest\.jsonl|index\.h5|(rank|node|part)-[0-9]{5}\.h5"
 class CheckpointInfo:
     """One checkpoint of a folder. `problem` says why an incomplete one cannot be used; `saved` is in seconds since the epoch.
 
-    `step`: the number its name ends with, if any. `sequence` and `saved` are None where the manifest cannot be read.
+    `broken`: whether something of it certainly is missing or altered, and not just out of this program's reach (a newer format, no
+    permission). `step`: the number its name ends with, if any. `sequence` and `saved` are None where the manifest cannot be read.
     """
 
     path: Path
@@ -34,6 +35,7 @@ class CheckpointInfo:
     num_tensors: int | None
     sequence: int | None
     saved: float | None
+    broken: bool = False
 
     @property
     def complete(self) -> bool:
@@ -45,12 +47,23 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
     FileNotFoundError if there is no such folder.
     """
-    folder = Path(folder)
-    places = _candidates(folder)
-    if not places and (folder / RUN_SUBFOLDER).is_dir():
-        places = _candidates(folder / RUN_SUBFOLDER)
-    found = [info(path, name) for path, name in places]
+    found = [info(path, name) for path, name in _candidates(folder_of_checkpoints(folder))]
     return sorted(found, key=lambda c: (-1 if c.sequence is None else c.sequence, c.saved or 0.0, c.name))
+
+
+def folder_of_checkpoints(folder: str | os.PathLike[str]) -> Path:
+    """Where a run's folder keeps its checkpoints; `folder` itself if it holds some, or is no run's.
+
+    FileNotFoundError if it is missing.
+    """
+    folder = Path(folder)
+    inner = folder / RUN_SUBFOLDER
+    return inner if not _candidates(folder) and inner.is_dir() else folder
+
+
+def is_part(name: str) -> bool:
+    """Whether a file of this name is one that a save makes."""
+    return re.fullmatch(_PARTS, name) is not None
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -95,19 +108,18 @@ def newest_first(folder: Path) -> list[tuple[Path, Header]]:
 def info(path: Path, name: str) -> CheckpointInfo:
     """What there is to say about the checkpoint at `path`, called `name`."""
     step = step_of(name)
-    header, problem = None, None
+    header, problem, broken = None, None, False
     try:
         header, _ = read_header(path)
         check_files(path, header.files)
         verified_header(read_bytes(path))
     except CheckpointError as error:
-        problem = str(error)
+        problem, broken = str(error), not isinstance(error, OutOfReachError)
     except OSError as error:
-        problem = f"the manifest cannot be read: {error}"
+        problem, broken = f"the manifest cannot be read: {error}", isinstance(error, FileNotFoundError)
     sequence, saved = (header.sequence, header.saved) if header else (None, None)
-    return CheckpointInfo(
-        path, name, step, problem, _folder_bytes(path), header.num_tensors if header else None, sequence, saved
-    )
+    num_tensors = header.num_tensors if header else None
+    return CheckpointInfo(path, name, step, problem, folder_bytes(path), num_tensors, sequence, saved, broken)
 
 
 def step_of(name: str) -> int | None:
@@ -155,7 +167,7 @@ def _candidates(folder: Path) -> list[tuple[Path, str]]:
             if not name.endswith(".replaced") or (folder / original).exists():
                 continue
             name = original
-        if any(re.fullmatch(_PARTS, part) for part in _names(folder / entry.name)):
+        if any(is_part(part) for part in _names(folder / entry.name)):
             found.append((folder / entry.name, name))
     return found
 
@@ -167,5 +179,6 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _folder_bytes(path: Path) -> int:
+def folder_bytes(path: Path) -> int:
+    """What the files in a folder add up to."""
     return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))

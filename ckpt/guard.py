@@ -27,6 +27,7 @@ from ckpt.manifest import (
     Dataset,
     File,
     Manifest,
+    OutOfReachError,
     Tensor,
     axes_error,
     line_error,
@@ -92,12 +93,15 @@ def decode_header(line: bytes) -> Header:
     """The checked first line of a manifest."""
     header = _object(line)
     if header.get("format") != FORMAT:
-        raise refused(f"its format is {reprlib.repr(header.get('format'))}, expected {FORMAT!r}")
+        problem = f"its format is {reprlib.repr(header.get('format'))}, expected {FORMAT!r}"
+        raise out_of_reach(problem) if isinstance(header.get("format"), str) else refused(problem)
     version = _int(header, "version", 1)
     if version > VERSION:
-        raise refused(f"it is of format version {version}, and this program reads up to {VERSION}: update mpitrain")
+        raise out_of_reach(
+            f"it is of format version {version}, and this program reads up to {VERSION}: update mpitrain"
+        )
     if header.get("byteorder") != sys.byteorder:
-        raise refused(
+        raise out_of_reach(
             f"it was written in byte order {reprlib.repr(header.get('byteorder'))}, this machine's is {sys.byteorder!r}"
         )
     saved = header.get("saved")
@@ -117,9 +121,14 @@ def refused(problem: str) -> CheckpointError:
     return CheckpointError(f"the manifest cannot be used: {problem}")
 
 
+def out_of_reach(problem: str) -> OutOfReachError:
+    """The error for a manifest with that problem, which need be no damage."""
+    return OutOfReachError(f"the manifest cannot be used: {problem}")
+
+
 def _object(line: bytes) -> dict[str, Any]:
     if problem := line_error(line):
-        raise refused(f"it {problem}")
+        raise out_of_reach(f"it {problem}")
     try:
         value = json.loads(line.decode("ascii"), object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:

@@ -4,7 +4,7 @@ Everything here is arithmetic on tuples: no files, no arrays, no ranks. Shapes a
 dimension; "flat" positions are row-major (C order).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, islice
 from math import prod
@@ -164,6 +164,25 @@ def rectangles(shape: Shape, start: int, stop: int) -> list[Box]:
     if whole < last:
         boxes.append(Box((whole,) + (0,) * (len(shape) - 1), (last - whole, *shape[1:])))
     return boxes + [_under(last, box) for box in rectangles(shape[1:], 0, tail)]
+
+
+def slabs(shape: Shape, limit: int) -> Iterator[Box]:
+    """A tensor of `shape` cut into boxes of at most `limit` elements (at least 1), in flat order; each is one flat range.
+
+    As many rows together as fit; a row that alone is too long is cut in turn.
+    """
+    if not prod(shape):
+        return
+    if prod(shape) <= limit:
+        yield Box.full(shape)
+        return
+    row = prod(shape[1:])
+    step = limit // row
+    for first in range(0, shape[0], max(1, step)):
+        if step:
+            yield Box((first,) + (0,) * (len(shape) - 1), (min(step, shape[0] - first), *shape[1:]))
+        else:
+            yield from (_under(first, box) for box in slabs(shape[1:], limit))
 
 
 def _under(row: int, box: Box) -> Box:

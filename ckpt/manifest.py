@@ -32,16 +32,20 @@ VERSION = (
 FILE_NAME = "manifest.jsonl"
 CHUNK_BYTES = 4 << 20  # a checksum each; what verifying one block of any size needs as memory
 MAX_NDIM = 32  # HDF5's limit
-# What a reader needs for a manifest is a few times its bytes, and for one line of it less than 64 MiB, whatever is in it. A line has
-# room for tensors of 60,000 blocks or 2 TiB, and for 80,000 files.
+# What a reader needs for a manifest is some five times its bytes, and for one line of it less than 64 MiB, whatever is in it. A line
+# has room for tensors of 30,000 blocks or 2 TiB, and for 40,000 files.
 MAX_BYTES = 1 << 30
 MAX_LINE_BYTES = 8 << 20
-MAX_LINE_VALUES = 1 << 20
+MAX_LINE_VALUES = 1 << 19
 MAX_NAME = 1024
 
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, of another format, or does not fit what was asked of it."""
+
+
+class OutOfReachError(CheckpointError):
+    """A checkpoint that cannot be used here and may well be whole: of a newer format, of another program, or without permission."""
 
 
 class Dataset(NamedTuple):

@@ -63,6 +63,21 @@ class Reader:
         except CheckpointError as error:
             raise CheckpointError(f"{self._folder}: tensor {tensor.name!r}: {error}") from None
 
+    def elements(self, tensor: Tensor) -> Iterator[np.ndarray]:
+        """Each element of `tensor` once, in the order of the files: a 1-D array for each chunk, valid until the next one is asked for.
+
+        CheckpointError as from `fill`.
+        """
+        dtype = TABLE[tensor.dtype].numpy
+        try:
+            for block in tensor.blocks:
+                for i, first, last in self._chunks(tensor, block, 0, block.box.size * dtype.itemsize):
+                    buffer = self._buffer(last - first)
+                    self._read_chunk(tensor, block, i, buffer)
+                    yield np.frombuffer(buffer, np.uint8).view(dtype)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._folder}: tensor {tensor.name!r}: {error}") from None
+
     def _copy_run(self, target: np.ndarray, tensor: Tensor, block: Block, inner: Box, box: Box) -> None:
         """`inner` is one range of bytes in the block and one in the target: read it in place."""
         itemsize = target.dtype.itemsize

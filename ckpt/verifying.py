@@ -13,6 +13,7 @@ from ckpt.access import open_folder, open_regular
 from ckpt.folder import parse_manifest, read_manifest
 from ckpt.inspecting import look
 from ckpt.manifest import Block, CheckpointError, File, Tensor
+from ckpt.progress import Progress, no_progress
 from collectives.dtypes import TABLE
 
 _BUFFER_BYTES = 4 << 20
@@ -43,12 +44,19 @@ class _Piece(NamedTuple):
     gap: bool = False
 
 
-def verify(path: str | os.PathLike[str], *, threads: int | None = None, hdf5: bool = False) -> list[Damage]:
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    hdf5: bool = False,
+    progress: Progress = no_progress,
+) -> list[Damage]:
     """All damage in the checkpoint `path`, none of which a reader has to come across; an empty list if it is whole.
 
-    Reads every file once, `threads` at a time (None: as many as cores), in 4 MiB of memory each. `hdf5`: also what would
-    lead other tools astray, see `ckpt.look`; bytes 0 to 0 of a file then. CheckpointError if the manifest
-    cannot be used, or a file is missing or of another size: then nothing more can be said.
+    Reads every file once, `threads` at a time (None: as many as cores), in 4 MiB of memory each. `hdf5`: also what would lead other
+    tools astray, see `ckpt.look`; then bytes 0 to 0 of a file. `progress` is told of each so many bytes more that were looked at,
+    by any of the threads. CheckpointError if the manifest cannot be used, or a file is missing or of another size: then nothing
+    more can be said.
     """
     folder = Path(os.path.abspath(path))
     manifest = parse_manifest(folder, read_manifest(folder))
@@ -60,7 +68,7 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None, hdf5: bo
     try:
         with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
             found = pool.map(
-                lambda file, inside: _verify_file(opened, file, _pieces(file, inside, manifest.chunk_bytes)),
+                lambda file, inside: _verify_file(opened, file, _pieces(file, inside, manifest.chunk_bytes), progress),
                 manifest.files,
                 blocks,
             )
@@ -70,7 +78,7 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None, hdf5: bo
     return damage + [Damage(file, 0, 0, tensor, problem) for file, tensor, problem in (look(folder) if hdf5 else ())]
 
 
-def _verify_file(folder: int, file: File, pieces: Iterable[_Piece]) -> list[Damage]:
+def _verify_file(folder: int, file: File, pieces: Iterable[_Piece], progress: Progress) -> list[Damage]:
     found = []
     rest = xxhash.xxh3_64()
     buffer = np.empty(_BUFFER_BYTES, np.uint8)
@@ -82,6 +90,7 @@ def _verify_file(folder: int, file: File, pieces: Iterable[_Piece]) -> list[Dama
                 for first in range(piece.first, piece.last, _BUFFER_BYTES):
                     memory = buffer[: min(_BUFFER_BYTES, piece.last - first)]
                     _read(opened.fileno(), memory.data, first)
+                    progress(len(memory))
                     if piece.gap:
                         whole = whole and not memory.any()
                     else:
