@@ -16,6 +16,7 @@ from ckpt.checkpoint import open_checkpoint as open
 from ckpt.exporting import export
 from ckpt.folder import CheckpointInfo, find, latest, list_checkpoints
 from ckpt.importing import import_file
+from ckpt.inspecting import look
 from ckpt.layout import Box
 from ckpt.loading import load
 from ckpt.manifest import CheckpointError
@@ -38,6 +39,7 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "load",
+    "look",
     "open",
     "reshard",
     "save",

@@ -1,5 +1,6 @@
 """Looking into a checkpoint without MPI and torch: `ckpt.open(path)` maps names to entries that read what is asked of them."""
 
+import math
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 
 from ckpt.folder import parse_manifest, read_manifest
 from ckpt.layout import Box, Shape
-from ckpt.manifest import Manifest, Tensor
+from ckpt.manifest import CheckpointError, Manifest, Tensor
 from ckpt.reader import Reader
 from ckpt.sources import matching
 from collectives.dtypes import TABLE
@@ -58,10 +59,11 @@ class TensorEntry:
         """The whole tensor, a `Box` of it, or the part that integers and slices of step 1 select, as a new NumPy array.
 
         Only the blocks it touches are read. An integer drops its dimension, as in NumPy. `verify`: compare the chunks read with
-        their checksums. IndexError or ValueError for an index that does not fit, CheckpointError for damage.
+        their checksums. IndexError or ValueError for an index that does not fit, CheckpointError for damage, or if it is more than
+        the memory of this machine: a sparse file of any size takes no place on a disk.
         """
         box, shape = _box_of(where, self.shape)
-        out = np.empty(box.shape, self.dtype)
+        out = self._empty(box.shape)
         with Reader(self._folder, self._manifest, verify=verify) as reader:
             reader.fill(out, self._tensor, box)
         return out.reshape(shape)
@@ -73,6 +75,17 @@ class TensorEntry:
         """
         with Reader(self._folder, self._manifest, verify=verify) as reader:
             yield from reader.elements(self._tensor)
+
+    def _empty(self, shape: Shape) -> np.ndarray:
+        nbytes = math.prod(shape) * self.dtype.itemsize
+        try:
+            if nbytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+                return np.empty(shape, self.dtype)
+        except MemoryError:
+            pass
+        raise CheckpointError(
+            f"{self._folder}: {nbytes} bytes of tensor {self.name!r} do not fit into memory: read a part of it at a time"
+        )
 
     def __getitem__(self, where: Index | tuple[Index, ...]) -> np.ndarray:
         return self.read(where)

@@ -10,12 +10,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.guard import Header, check_files, decode, decode_header, open_regular, verified_lines
+from ckpt.access import check_files, read_bytes, read_header
+from ckpt.guard import Header, decode, verified_header
 from ckpt.manifest import FILE_NAME, CheckpointError, Manifest, OutOfReachError
 
 LATEST_NAME = "latest"
 RUN_SUBFOLDER = "checkpoints"  # where a run's folder keeps them, by the main job's and our convention
-_MAX_HEADER_BYTES = 256 << 20
 _PARTS = r"manifest\.jsonl|index\.h5|(rank|node|part)-[0-9]{5}\.h5"
 
 
@@ -98,7 +98,7 @@ def newest_first(folder: Path) -> list[tuple[Path, Header]]:
     found = []
     for path, name in _candidates(folder):
         try:
-            header = _read_header(path)
+            header, _ = read_header(path)
         except (CheckpointError, OSError):
             continue
         found.append((header.sequence, header.saved, name, path, header))
@@ -110,9 +110,9 @@ def info(path: Path, name: str) -> CheckpointInfo:
     step = step_of(name)
     header, problem, broken = None, None, False
     try:
-        header = _read_header(path)
+        header, _ = read_header(path)
         check_files(path, header.files)
-        verified_lines(_read(path))
+        verified_header(read_bytes(path))
     except CheckpointError as error:
         problem, broken = str(error), not isinstance(error, OutOfReachError)
     except OSError as error:
@@ -131,14 +131,16 @@ def step_of(name: str) -> int | None:
 def read_manifest(path: Path) -> bytes:
     """The bytes of a checkpoint's manifest, after a look at its files. CheckpointError if there is none or files do not fit."""
     try:
-        data = _read(path)
+        data = read_bytes(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     except FileNotFoundError:
         what = "has no manifest.jsonl: it is no complete checkpoint" if path.is_dir() else "does not exist"
         raise CheckpointError(f"{path} {what}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: the manifest cannot be read: {error}") from error
     try:
-        check_files(path, decode_header(verified_lines(data)[0]).files)
+        check_files(path, verified_header(data).files)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     return data
@@ -175,16 +177,6 @@ def _names(folder: Path) -> list[str]:
         return os.listdir(folder)
     except OSError:
         return []
-
-
-def _read(path: Path) -> bytes:
-    with open(open_regular(path / FILE_NAME), "rb") as file:
-        return file.read()
-
-
-def _read_header(path: Path) -> Header:
-    with open(open_regular(path / FILE_NAME), "rb") as file:
-        return decode_header(file.readline(_MAX_HEADER_BYTES))
 
 
 def folder_bytes(path: Path) -> int:

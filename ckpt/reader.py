@@ -14,7 +14,7 @@ from types import TracebackType
 import numpy as np
 import xxhash
 
-from ckpt.guard import open_regular
+from ckpt.access import open_folder, open_regular
 from ckpt.layout import Box, flat_index, rectangles, single_run
 from ckpt.manifest import Block, CheckpointError, Manifest, Tensor
 from collectives.dtypes import TABLE
@@ -29,6 +29,7 @@ class Reader:
         self._folder = folder
         self._manifest = manifest
         self._verify = verify
+        self._folder_fd: int | None = None
         self._fds: OrderedDict[int, int] = OrderedDict()
         self._chunk_buffer = np.empty(0, np.uint8)
 
@@ -40,6 +41,9 @@ class Reader:
     ) -> None:
         while self._fds:
             os.close(self._fds.popitem()[1])
+        if self._folder_fd is not None:
+            os.close(self._folder_fd)
+            self._folder_fd = None
 
     def fill(self, target: np.ndarray, tensor: Tensor, box: Box) -> None:
         """Copy `box` of `tensor` into `target`: contiguous, of the box's shape and the tensor's dtype.
@@ -166,7 +170,9 @@ class Reader:
             return self._fds[file]
         expected = self._manifest.files[file]
         try:
-            fd = open_regular(self._folder / expected.name)
+            if self._folder_fd is None:
+                self._folder_fd = open_folder(self._folder)
+            fd = open_regular(expected.name, self._folder_fd)
         except OSError as error:
             raise CheckpointError(f"{expected.name} cannot be opened: {error.strerror}") from None
         if len(self._fds) >= _MAX_OPEN_FILES:

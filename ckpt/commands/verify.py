@@ -26,6 +26,11 @@ def add_to(commands: Commands) -> None:
     )
     add_checkpoint(parser)
     parser.add_argument("--all", action="store_true", help="all checkpoints of the run or the folder")
+    parser.add_argument(
+        "--hdf5",
+        action="store_true",
+        help="also open the files by HDF5, in a child process: what other tools would see",
+    )
     add_json(parser)
     parser.set_defaults(run=_run)
 
@@ -40,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
     reports = []
     for path in paths:
         nbytes = info(path, path.name).nbytes
-        problem, found = _verify(path, nbytes)
+        problem, found = _verify(path, nbytes, hdf5=args.hdf5)
         reports.append({"path": str(path), "problem": problem, "damage": [damage._asdict() for damage in found]})
         if args.json:
             continue
@@ -58,10 +63,10 @@ def _meant(folder: Path) -> Path:
     return folder if folder.is_dir() and any(map(is_part, os.listdir(folder))) else find(folder)
 
 
-def _verify(path: Path, nbytes: int) -> tuple[str | None, list[Damage]]:
+def _verify(path: Path, nbytes: int, *, hdf5: bool) -> tuple[str | None, list[Damage]]:
     """Why nothing can be said about its files, or None; and what is damaged."""
     with shown_progress("verifying", nbytes) as progress:
         try:
-            return None, verify(path, progress=progress)
+            return None, verify(path, hdf5=hdf5, progress=progress)
         except CheckpointError as error:
             return str(error), []

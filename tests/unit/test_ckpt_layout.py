@@ -102,6 +102,23 @@ def test_cover_of_many_columns_is_fast():
     assert problem((4, n), [Box((0, i), (4, 1)) for i in range(n)]) is None
 
 
+@pytest.mark.parametrize(("shape", "side"), [((200, 200), 1), ((30, 30, 30), 1), ((60_000, 4), 4)])
+def test_cover_of_a_grid_is_fast(shape, side):
+    counts = (*shape[:-1], shape[-1] // side)
+    boxes = [Box((*at[:-1], at[-1] * side), (*(1 for _ in shape[1:]), side)) for at in np.ndindex(counts)]
+    assert problem(shape, boxes) is None
+    missing = boxes.pop(len(boxes) // 2)
+    assert f"no rank holds element {missing.offset}" in problem(shape, boxes)
+
+
+def test_boxes_without_a_plane_between_them():
+    # a pinwheel: each pair meets along some dimension, and none is cut off by a plane
+    pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+    assert problem((3, 3), pinwheel) is None
+    assert "no rank holds element (1, 1)" in problem((3, 3), pinwheel[:-1])
+    assert "overlap" in problem((3, 3), [*pinwheel, Box((1, 1), (1, 1))])
+
+
 @given(st.data(), shapes)
 def test_rectangles_are_the_flat_range_in_order(data, shape):
     size = int(np.prod(shape))
