@@ -104,6 +104,49 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(comm: Communicator, way: 
         mpitrain.GradScaler(model, scale=0)
 
 
+@pytest.mark.parametrize("way", ["stage 0", "stage 3", "stage 3, private"])
+def test_a_scaler_for_several_optimizers(comm: Communicator, way: str) -> None:
+    model, plain = pair(comm, way)
+    first, second = [param for i in (0, 1) for param in model[i].parameters()], [*model[3].parameters(), *model[4].parameters()]
+    ours = [torch.optim.SGD(params, lr=0.5) for params in (first, second)]
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.5)
+    both = torch.optim.SGD(model.parameters(), lr=0.0)  # has the parameters of the others, too
+    scaler = mpitrain.GradScaler(model, scale=1024.0, interval=2)
+    with pytest.raises(RuntimeError, match="has a gradient on any rank; call backward first"):
+        scaler.step(ours[0])
+    for step, calls_update in enumerate((True, False, True)):
+        scaler.scale(loss_of(model, step)).backward()
+        loss_of(plain, step).backward()
+        assert [scaler.step(o) for o in (*ours, both)] == [True] * 3
+        theirs.step()
+        if calls_update:
+            scaler.update()
+        for o in (*ours, theirs):
+            o.zero_grad()
+    assert (scaler.value, scaler.num_skipped) == (2048, 0)
+    for name, shard in model.named_parameters():
+        want = dict(plain.named_parameters())[name].detach()
+        want = rows_of(want, shard.shard_box) if hasattr(shard, "shard_box") else want
+        torch.testing.assert_close(shard.detach(), want, rtol=1e-4, atol=1e-6)
+
+    # One overflow, in gradients of the second alone, is one overflow, and the second's.
+    scaler.scale(loss_of(model, 3)).backward()
+    model[3].weight.grad.fill_(math.inf)
+    assert [scaler.step(o) for o in ours] == [True, False]
+    scaler.update()
+    assert (scaler.value, scaler.num_skipped) == (1024, 1)
+    # Gradients that wait for their optimizer while the scale changes keep their true size.
+    model.zero_grad()
+    scaler.scale(loss_of(model, 3)).backward()
+    wanted = [param.grad / 1024 for param in second]
+    model[0].weight.grad.fill_(math.inf)
+    assert not scaler.step(ours[0])
+    scaler.scale(torch.zeros(()))
+    assert scaler.value == 512 and scaler.unscale_(ours[1])
+    for param, want in zip(second, wanted, strict=True):
+        torch.testing.assert_close(param.grad, want)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_named_modules_compute_in_fp32(comm: Communicator, way: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, keep_fp32=("LayerNorm", "3"))
