@@ -19,6 +19,7 @@ from torch import nn
 import ckpt
 from collectives import Communicator
 from mpitrain.sharding import sharded_over, sharded_params
+from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.layout import Box
 
 
@@ -100,8 +101,12 @@ def load(
             target, source = _data(value), _data(copies[name])
             if isinstance(value, _Scalar):
                 target, source = value.shard, source.expand(value.shard.shape)
+            if isinstance(target, torch.Tensor) and target.is_meta:
+                target = with_memory(model, name.removeprefix("model/"))
             if isinstance(target, torch.Tensor) and target.data_ptr() != source.data_ptr():
                 target.copy_(source)
+            elif isinstance(value, ckpt.Shard) and isinstance(target, torch.Tensor):
+                torch.autograd.graph.increment_version(target)  # written to where autograd does not see it
     if optimizer is not None:
         saved = meta["optimizer"]
         for group in optimizer.param_groups:
@@ -175,6 +180,8 @@ def _on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
     def moved(data: Any) -> Any:
         if isinstance(data, _Scalar):
             return torch.zeros((), dtype=data.shard.dtype)
+        if isinstance(data, torch.Tensor) and data.is_meta:  # a buffer that is about to be loaded
+            return torch.zeros_like(data, device="cpu")
         return data.cpu().contiguous() if isinstance(data, torch.Tensor) else data
 
     return {

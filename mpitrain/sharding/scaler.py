@@ -50,7 +50,9 @@ class GradScaler:
         self._model = model
         self._growth, self._backoff, self._interval = growth, backoff, interval
         self._now = self._next = _Scale(float(scale))  # of this step's losses, and of the next one's
-        self._unscaled: dict[int, bool] = {}  # parameters whose gradients are divided; whether those checked with each were finite
+        self._unscaled: dict[
+            int, bool
+        ] = {}  # parameters whose gradients are divided; whether those checked with each were finite
         self._stepped: set[torch.optim.Optimizer] = set()  # since the last update, or left out
 
     @property
@@ -95,7 +97,9 @@ class GradScaler:
                 over.all.all_reduce(flags, "max")
             is_wrong, is_any = flags.tolist()
             if not is_any and len(new) == len(params):
-                raise RuntimeError("GradScaler: none of these parameters has a gradient on any rank; call backward first")
+                raise RuntimeError(
+                    "GradScaler: none of these parameters has a gradient on any rank; call backward first"
+                )
             self._unscaled |= dict.fromkeys(map(id, new), not is_wrong)
         return all(self._unscaled[id(param)] for param in params)
 

@@ -107,7 +107,10 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(comm: Communicator, way: 
 @pytest.mark.parametrize("way", ["stage 0", "stage 3", "stage 3, private"])
 def test_a_scaler_for_several_optimizers(comm: Communicator, way: str) -> None:
     model, plain = pair(comm, way)
-    first, second = [param for i in (0, 1) for param in model[i].parameters()], [*model[3].parameters(), *model[4].parameters()]
+    first, second = (
+        [param for i in (0, 1) for param in model[i].parameters()],
+        [*model[3].parameters(), *model[4].parameters()],
+    )
     ours = [torch.optim.SGD(params, lr=0.5) for params in (first, second)]
     theirs = torch.optim.SGD(plain.parameters(), lr=0.5)
     both = torch.optim.SGD(model.parameters(), lr=0.0)  # has the parameters of the others, too
