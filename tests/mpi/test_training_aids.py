@@ -2,12 +2,17 @@
 
 import copy
 import math
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from ways import WAYS, options_of
 
+import ckpt
 import mpitrain
 from collectives import Communicator
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
@@ -67,6 +72,28 @@ def test_an_average_of_the_weights(comm: Communicator, way: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     with pytest.raises(ValueError, match="expected at least 0 and less than 1"):
         mpitrain.EMA(model, 1.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_average_goes_with_a_checkpoint_to_other_shards(comm: Communicator, shared_tmp: Path, way: str) -> None:
+    model, plain = pair(comm, way)
+    ema = mpitrain.EMA(model, 0.75)
+    for value in ema.tensors.values():
+        value.mul_(2)
+    mpitrain.save(shared_tmp / "checkpoint", model, ema=ema)
+    expected = {name: 2 * param.detach() for name, param in plain.named_parameters()}
+    # One rank alone, as from a job of one, and shards cut otherwise: the parts are boxes of the whole in any case.
+    other = fully_shard(copy.deepcopy(plain), comm, stage=3, storage="private", units="one")
+    for again in (plain, other):
+        average = mpitrain.EMA(again, 0.5)
+        mpitrain.load(shared_tmp / "checkpoint", again, ema=average)
+        for name, value in average.tensors.items():
+            box = getattr(dict(again.named_parameters())[name], "shard_box", None)
+            want = expected[name]
+            assert torch.equal(value, want if box is None else rows_of(want, box)), name
+    mpitrain.save(shared_tmp / "without", model)
+    with pytest.raises(ckpt.CheckpointError, match="ema/"):
+        mpitrain.load(shared_tmp / "without", model, ema=ema)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -204,6 +231,41 @@ def test_optimizers_that_would_go_wrong_are_refused(comm: Communicator) -> None:
     plain = nn.Linear(2, 2)
     plain(torch.ones(1, 2)).sum().backward()
     torch.optim.Adafactor(plain.parameters()).step()
+
+
+def test_optimizers_of_unknown_kinds(comm: Communicator) -> None:
+    class Normed(torch.optim.Optimizer):
+        def __init__(self, params: Iterable[nn.Parameter]) -> None:
+            super().__init__(params, {})
+
+        def step(self) -> None:  # type: ignore[override]
+            pass
+
+    def step(kind: Any) -> list[str]:
+        model = fully_shard(nn.Linear(4, 6), comm)
+        model(torch.ones(2, 4)).sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kind(model.parameters()).step()
+        assert all(warning.category is RuntimeWarning for warning in caught)
+        return [str(warning.message) for warning in caught]
+
+    told = step(Normed)
+    assert len(told) == (comm.size > 1 and comm.rank == 0)
+    assert all("each rank steps its own rows" in text and "Normed.is_elementwise = True" in text for text in told)
+    assert step(Normed) == []  # once for a class
+    for name in ("Lion", "Declared"):
+        kind = type(name, (Normed,), {"is_elementwise": True} if name == "Declared" else {})
+        assert step(kind) == []
+    assert step(type("MyAdam", (torch.optim.AdamW,), {})) == []
+    assert step(torch.optim.RMSprop) == []
+    for name in ("Prodigy", "DAdaptAdam", "Refused"):
+        kind = type(name, (Normed,), {"is_elementwise": False} if name == "Refused" else {})
+        if comm.size > 1:
+            with pytest.raises(TypeError, match=f"{name} looks at whole matrices, or at all parameters"):
+                step(kind)
+        else:
+            assert step(kind) == []
 
 
 @pytest.mark.parametrize("way", WAYS)
