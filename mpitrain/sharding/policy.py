@@ -14,10 +14,11 @@ class MixedPrecisionPolicy:
 
     `param_dtype`: of the full parameters in forward and backward (None: as the shards).
     `reduce_dtype`: in which gradients are reduced over ranks (None: `param_dtype`).
-    `output_dtype`: floating outputs of the module are cast to it (None: left as they are).
+    `output_dtype`: floating outputs of the module that `fully_shard` is called with are cast to it (None: left as they are).
     `cast_forward_inputs`: cast floating inputs of the module to `param_dtype`.
     `keep_fp32`: modules that compute in fp32 all the same, by the names of their classes or by patterns of their names within the
-        module (`("LayerNorm", "*.router")`); their inputs are cast to fp32, their outputs to `param_dtype`.
+        module that `fully_shard` is called with (`("LayerNorm", "*.router")`); their inputs are cast to fp32, their outputs to
+        `param_dtype`. A name that the whole model does not have is an error, at its first forward at the latest.
     """
 
     param_dtype: torch.dtype | None = None

@@ -236,9 +236,7 @@ def test_parameters_without_values_are_told_of(comm: Communicator, shared_tmp: A
     with torch.device("meta"):
         model = Net()
     fully_shard(model, comm, storage=storage)
-    with pytest.raises(
-        RuntimeError, match=r"inner\.weight, .* and \d+ more came from the meta device and never got values"
-    ):
+    with pytest.raises(RuntimeError, match=r"weight.* and \d+ more came from the meta device and never got values"):
         model(X)
     wanted = fully_shard(Net(), comm)
     mpitrain.save(shared_tmp / "checkpoint", wanted)
