@@ -109,12 +109,13 @@ def load(
             target, source = _data(value), _data(copies[name])
             if isinstance(value, _Scalar):
                 target, source = value.shard, source.expand(value.shard.shape)
-            if isinstance(target, torch.Tensor) and target.is_meta:
-                target = with_memory(model, name.removeprefix("model/"))
-            if isinstance(target, torch.Tensor) and target.data_ptr() != source.data_ptr():
-                target.copy_(source)
-            elif isinstance(value, ckpt.Shard) and isinstance(target, torch.Tensor):
-                torch.autograd.graph.increment_version(target)  # written to where autograd does not see it
+            if isinstance(target, torch.Tensor):
+                if target.is_meta:
+                    target = with_memory(model, name.removeprefix("model/"))
+                if target.data_ptr() != source.data_ptr():
+                    target.copy_(source)
+                else:  # read into it behind autograd's back
+                    torch.autograd.graph.increment_version(target)
     if optimizer is not None:
         saved = meta["optimizer"]
         for group in optimizer.param_groups:

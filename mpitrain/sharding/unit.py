@@ -7,6 +7,7 @@
 - gradient buffer: one unit's full gradients, gathered up for the reduction; the shards' gradients come out of it.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,6 +139,11 @@ class Unit:
         """Let the modules see the full parameters."""
         for seen, name, param in self._faces:
             param.check(seen.get(name))
+            if param.shard._backward_hooks:
+                raise RuntimeError(
+                    f"parameter {param.name} has a hook by register_hook, which would never run: the shard is no part of the graph; "
+                    "use register_post_accumulate_grad_hook, which runs at the end of a backward"
+                )
             if param.full.requires_grad != param.shard.requires_grad:
                 self._set_requires_grad(param)
             seen[name] = param.full
@@ -230,11 +236,12 @@ class Unit:
                 self._part(buffer, index).zero_()  # unused here; other ranks may have used it
         self._placed.clear()
 
-        if self._shard_grad is None:
+        if self._shard_grad is None or self._is_held():
             self._shard_grad = self._of_shards()
             for param in self.params:
                 begin = param.box.start - self._first
                 param.grad = self._shard_grad[begin : begin + param.box.numel].view(param.box.shape)
+            self._num_views = torch._C._storage_Use_Count(self._shard_grad.untyped_storage()._cdata)
         grads = buffer[: self.layout.numel]
         shard, replicate = self.ranks.shard, self.ranks.replicate
         if shard.size == 1:
@@ -246,6 +253,14 @@ class Unit:
         if adding or self.reduce_dtype != self.dtype or self._offload is not None:
             out = torch.empty(self.count, dtype=self.reduce_dtype, device=self.device)
         self._reduction = shard.reduce_scatter(out, grads, "avg", counts=self.layout.counts, async_op=True)
+
+    def _is_held(self) -> bool:
+        """Whether somebody keeps gradients of the shards that the next ones would overwrite: then those get memory of their own."""
+        assert self._shard_grad is not None
+        if torch._C._storage_Use_Count(self._shard_grad.untyped_storage()._cdata) > self._num_views:
+            return True  # by a view of one
+        # The getter's argument, and the attribute.
+        return any(sys.getrefcount(param.grad) > 2 for param in self.params if param.shard.grad is not param.grad)
 
     def progress(self) -> None:
         """Carry a reduction on that has begun, without waiting for anyone."""
@@ -316,6 +331,11 @@ class Unit:
                 with torch.no_grad():
                     before += grad
             full.grad = None
+
+    @property
+    def has_full_grads(self) -> bool:
+        """Whether gradients wait to be reduced."""
+        return bool(self._placed) or any(full.grad is not None for full in self._fulls)
 
     def drop_grads(self) -> None:
         """Forget full gradients that were not reduced."""
