@@ -21,6 +21,10 @@ class ShardedModule(nn.Module):
 
     _sharding: State
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A module of the class that was sharded: torch makes a slice of a Sequential by the class of the whole."""
+        return cls.__mro__[2](*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with full parameters in place."""
         return self._sharding.forward(super().__call__, args, kwargs, context_of(self))

@@ -203,3 +203,12 @@ def test_hooks_on_shards(comm: Communicator, way: str) -> None:
     handle.remove()
     comm.barrier()
     loss_of(model).backward()
+
+
+def test_a_slice_of_a_sharded_sequential_is_a_plain_one(comm: Communicator) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)))
+    fully_shard(model, comm)
+    expected = model(X)
+    part = model[1:]
+    assert type(part) is nn.Sequential and part[0] is model[1]
+    torch.testing.assert_close(part(model[0](X)), expected)
