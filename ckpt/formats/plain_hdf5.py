@@ -85,7 +85,7 @@ def _packed(source: Source, compression: str | None) -> h5py.h5p.PropDCID:
     else:
         import hdf5plugin
 
-        plist.set_filter(hdf5plugin.ZSTD_ID, h5py.h5z.FLAG_MANDATORY, (_ZSTD_LEVEL,))
+        plist.set_filter(hdf5plugin.Zstd.filter_id, h5py.h5z.FLAG_MANDATORY, (_ZSTD_LEVEL,))
     return plist
 
 
