@@ -217,7 +217,7 @@ def test_every_operation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         (("--ranks", "8", "--alpha", "5"), "argument --alpha: time '5'; expected a number and its unit, such as 300ns"),
         (("--ranks", "8", "--beta", "0GB/s"), "argument --beta: bandwidth '0GB/s'; expected a number above 0"),
         (("--ranks", "8", "--op", "sing"), "argument --op: invalid choice: 'sing'"),
-        (("--ranks", "8", "--sizes", "1kB"), "argument --sizes: size '1kB'; expected bytes"),
+        (("--ranks", "8", "--sizes", "1qB"), "argument --sizes: size '1qB'; expected bytes"),
         (("--ranks", "8", "--json", "/not/there.json"), "No such file or directory: '/not/there.json'"),
         (("--ranks", "8", "--plot", "/not/there.png"), "No such file or directory: '/not/there.png'"),
         (("--ranks", "8", "--plot", "picture.xyz"), "--plot picture.xyz: Format 'xyz' is not supported"),

@@ -142,7 +142,8 @@ def test_threads_share_the_record() -> None:
         sys.setswitchinterval(switch)
     ops = last_operations()
     assert len({op.number for op in ops}) == record.NUM_SLOTS, "no two of them took the same slot"
-    assert ops[-1].number - ops[0].number == record.NUM_SLOTS - 1
+    late = [op for op in ops if ops[-1].number - op.number >= record.NUM_SLOTS]
+    assert len(late) < len(threads), "but for a thread that was held up between its number and its slot"
     assert [log.sequence for log in logs] == [2000] * 4
     assert open_operations() == []
 
