@@ -19,7 +19,7 @@ from ckpt.placement import DataFile
 from ckpt.tensors import Local
 from collectives.dtypes import TABLE
 
-_HEADER_BYTES = 1 << 18  # more than the rest of a data file: a handful of datasets without any attribute of size
+_HEADER_BYTES = 1 << 15  # more than the rest of a data file: a handful of datasets without any attribute of size
 
 Checksums = dict[str, tuple[int, ...]]
 """Of each chunk of a block, by the name of its tensor."""
