@@ -16,6 +16,7 @@ from ckpt.folder import CheckpointInfo, find, latest, list_checkpoints
 from ckpt.layout import Box
 from ckpt.loading import load
 from ckpt.manifest import CheckpointError
+from ckpt.places import Url
 from ckpt.saving import save
 from ckpt.tensors import Shard
 from ckpt.verifying import Damage, verify
@@ -28,6 +29,7 @@ __all__ = [
     "Damage",
     "Shard",
     "TensorEntry",
+    "Url",
     "find",
     "latest",
     "list_checkpoints",

@@ -3,7 +3,6 @@
 import operator
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from ckpt.folder import parse_manifest, read_manifest
 from ckpt.layout import Box, Shape
 from ckpt.manifest import Manifest, Tensor
+from ckpt.places import Place, absolute
 from ckpt.reader import Reader
 from collectives.dtypes import TABLE
 
@@ -21,7 +21,7 @@ Index = int | slice | EllipsisType
 class TensorEntry:
     """One tensor of a checkpoint. Nothing is read before `read` or an index asks for it: `entry[:10]`, `numpy.asarray(entry)`."""
 
-    def __init__(self, folder: Path, manifest: Manifest, tensor: Tensor) -> None:
+    def __init__(self, folder: Place, manifest: Manifest, tensor: Tensor) -> None:
         self._folder = folder
         self._manifest = manifest
         self._tensor = tensor
@@ -77,7 +77,7 @@ class TensorEntry:
 class Checkpoint(Mapping[str, TensorEntry]):
     """A checkpoint on disk: a mapping from the names of its tensors, sorted, to `TensorEntry`. Made by `ckpt.open`."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Place, manifest: Manifest) -> None:
         self.path = path
         self._manifest = manifest
 
@@ -119,11 +119,11 @@ class Checkpoint(Mapping[str, TensorEntry]):
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Look into the checkpoint `path`: reads its manifest and checks that its files are there, nothing more.
+    """Look into the checkpoint `path`, a folder or a URL: reads its manifest and checks that its files are there, nothing more.
 
     CheckpointError if it is missing, incomplete, damaged or of a newer format.
     """
-    folder = Path(os.path.abspath(path))
+    folder = absolute(path)
     return Checkpoint(folder, parse_manifest(folder, read_manifest(folder)))
 
 

@@ -23,6 +23,8 @@ from pathlib import Path
 
 from ckpt.files import flush, write_file
 from ckpt.folder import LATEST_NAME, info, newest_first, step_of
+from ckpt.manifest import FILE_NAME
+from ckpt.places import Place, Url
 
 _OWNER_NAME = ".owner"
 _ABANDONED_S = (
@@ -49,19 +51,13 @@ class Stage:
         final.parent.mkdir(parents=True, exist_ok=True)
         _clean(final.parent, except_for=stage.path)
         if stage.path.exists():
-            if (owner := _owner(stage.path)) and owner["pid"] != os.getpid() and _is_alive(owner):
+            if (owner := _owner(stage.path)) and owner["pid"] != os.getpid() and is_alive(owner):
                 raise FileExistsError(
                     errno.EEXIST, f"process {owner['pid']} is writing this checkpoint", str(stage.path)
                 )
             shutil.rmtree(stage.path)
         stage.path.mkdir()
-        owner = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "start": _start_time(os.getpid()),
-            "token": stage._token,
-        }
-        write_file(stage.path / _OWNER_NAME, json.dumps(owner).encode())
+        write_file(stage.path / _OWNER_NAME, signature(stage._token))
         return stage
 
     def make_board(self) -> Path:
@@ -108,12 +104,12 @@ class Stage:
             )
 
 
-def next_sequence(folder: Path) -> int:
+def next_sequence(folder: Place) -> int:
     """One more than the newest checkpoint's number in `folder`."""
     return max((header.sequence for _, header in newest_first(folder)), default=0) + 1
 
 
-def retain(final: Path, keep: int | None, keep_every: int | None = None) -> None:
+def retain(final: Place, keep: int | None, keep_every: int | None = None) -> None:
     """Remove the oldest checkpoints beside `final` beyond the newest `keep` complete ones, but not `final` itself.
 
     Nor one whose name ends with a multiple of `keep_every`.
@@ -135,7 +131,10 @@ def retain(final: Path, keep: int | None, keep_every: int | None = None) -> None
             complete += 1
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Place) -> None:
+    if isinstance(path, Url):
+        path.remove_folder(FILE_NAME)
+        return
     hidden = path.parent / f".{path.name.strip('.')}.removed"
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(path, hidden)
@@ -167,7 +166,7 @@ def _is_abandoned(stage: Path) -> bool:
     if owner is None:  # its process died before it could sign
         return True
     if owner["host"] == socket.gethostname():
-        return owner["pid"] == os.getpid() or not _is_alive(owner)
+        return owner["pid"] == os.getpid() or not is_alive(owner)
     try:
         changed = max(entry.stat().st_mtime for entry in [*os.scandir(stage), stage])
     except OSError:
@@ -177,13 +176,28 @@ def _is_abandoned(stage: Path) -> bool:
 
 def _owner(stage: Path) -> dict | None:
     try:
-        owner = json.loads((stage / _OWNER_NAME).read_bytes())
-        return owner if {"host", "pid", "start", "token"} <= owner.keys() else None
-    except (OSError, ValueError, AttributeError):
+        return owner_of((stage / _OWNER_NAME).read_bytes())
+    except OSError:
         return None
 
 
-def _is_alive(owner: dict) -> bool:
+def signature(token: str) -> bytes:
+    """What a stage says of who is filling it: `owner_of` reads it."""
+    pid = os.getpid()
+    owner = {"host": socket.gethostname(), "pid": pid, "start": _start_time(pid), "token": token, "begun": time.time()}
+    return json.dumps(owner).encode()
+
+
+def owner_of(data: bytes) -> dict | None:
+    """Who signed; None if that cannot be read."""
+    try:
+        owner = json.loads(data)
+        return owner if {"host", "pid", "start", "token"} <= owner.keys() else None
+    except (ValueError, AttributeError):
+        return None
+
+
+def is_alive(owner: dict) -> bool:
     """Whether a stage's process runs on this host: the number alone may belong to another one by now."""
     return (
         owner["host"] == socket.gethostname()

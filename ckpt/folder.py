@@ -5,13 +5,16 @@ complete, unless somebody damaged it since: the manifest's checksum and the size
 are work in progress (see commit.py).
 """
 
+import itertools
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
 from ckpt.guard import Header, check_files, decode, decode_header, open_regular, verified_lines
-from ckpt.manifest import FILE_NAME, CheckpointError, Manifest
+from ckpt.manifest import FILE_NAME, CheckpointError, File, Manifest
+from ckpt.places import Paths, Place, Url, all_places, bytes_in, check_sizes, folders_in, names_in, place_of, read_all
 
 LATEST_NAME = "latest"
 RUN_SUBFOLDER = "checkpoints"  # where a run's folder keeps them, by the main job's and our convention
@@ -26,7 +29,7 @@ class CheckpointInfo:
     `step`: the number its name ends with, if any. `sequence` and `saved` are None where the manifest cannot be read.
     """
 
-    path: Path
+    path: Place
     name: str
     step: int | None
     problem: str | None
@@ -41,11 +44,11 @@ class CheckpointInfo:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """The checkpoints in `folder`, or of the run whose folder it is, oldest first, incomplete ones included.
+    """The checkpoints in `folder` (or behind a URL), or of the run whose folder it is, oldest first, incomplete ones included.
 
     FileNotFoundError if there is no such folder.
     """
-    folder = Path(folder)
+    folder = place_of(folder)
     places = _candidates(folder)
     if not places and (folder / RUN_SUBFOLDER).is_dir():
         places = _candidates(folder / RUN_SUBFOLDER)
@@ -53,20 +56,30 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointInfo]:
     return sorted(found, key=lambda c: (-1 if c.sequence is None else c.sequence, c.saved or 0.0, c.name))
 
 
-def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in `folder`, or None. Found by looking; the file `latest` there is for people and scripts."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        return None
-    return next((path for path, _ in newest_first(folder) if info(path, path.name).complete), None)
+@overload
+def latest(folder: Path, *, copies: None = None) -> Path | None: ...
+@overload
+def latest(folder: str | os.PathLike[str], *, copies: Paths | None = None) -> Path | Url | None: ...
+def latest(folder: str | os.PathLike[str], *, copies: Paths | None = None) -> Path | Url | None:
+    """The newest complete checkpoint in `folder`, or None. Found by looking; the file `latest` there is for people and scripts.
+
+    `copies`: the further places that `save` was given, in which it may be, too: one that was lost or damaged in `folder` is then
+    found there. Of equally new ones it is that in `folder`, or in the first place.
+    """
+    found: list[tuple[Header, Place]] = []
+    for place in (place_of(folder), *all_places(copies)):
+        if place.is_dir():
+            complete = ((header, path) for path, header in newest_first(place) if info(path, path.name).complete)
+            found += itertools.islice(complete, 1)
+    return max(found, key=lambda pair: (pair[0].sequence, pair[0].saved), default=(None, None))[1]
 
 
-def find(path: str | os.PathLike[str]) -> Path:
+def find(path: str | os.PathLike[str]) -> Path | Url:
     """The checkpoint that `path` means: itself, or the newest complete one in it or in its `checkpoints` (a run's folder).
 
     CheckpointError if there is none; of a checkpoint itself, opening it tells what may be wrong with it.
     """
-    folder = Path(path)
+    folder = place_of(path)
     if (folder / FILE_NAME).exists():
         return folder
     if not folder.is_dir():
@@ -80,33 +93,33 @@ def find(path: str | os.PathLike[str]) -> Path:
     return found
 
 
-def newest_first(folder: Path) -> list[tuple[Path, Header]]:
+def newest_first(folder: Place) -> list[tuple[Place, Header]]:
     """The checkpoints of `folder` whose header can be read, newest first. They may be incomplete."""
     found = []
     for path, name in _candidates(folder):
         try:
-            header = _read_header(path)
+            header = read_header(path)
         except (CheckpointError, OSError):
             continue
         found.append((header.sequence, header.saved, name, path, header))
     return [(path, header) for *_, path, header in sorted(found, key=lambda entry: entry[:3], reverse=True)]
 
 
-def info(path: Path, name: str) -> CheckpointInfo:
+def info(path: Place, name: str) -> CheckpointInfo:
     """What there is to say about the checkpoint at `path`, called `name`."""
     step = step_of(name)
     header, problem = None, None
     try:
-        header = _read_header(path)
-        check_files(path, header.files)
-        verified_lines(_read(path))
+        header = read_header(path)
+        _check_files(path, header.files)
+        verified_lines(read_all(path / FILE_NAME))
     except CheckpointError as error:
         problem = str(error)
     except OSError as error:
         problem = f"the manifest cannot be read: {error}"
     sequence, saved = (header.sequence, header.saved) if header else (None, None)
     return CheckpointInfo(
-        path, name, step, problem, _folder_bytes(path), header.num_tensors if header else None, sequence, saved
+        path, name, step, problem, bytes_in(path), header.num_tensors if header else None, sequence, saved
     )
 
 
@@ -116,23 +129,23 @@ def step_of(name: str) -> int | None:
     return int(number[0]) if number else None
 
 
-def read_manifest(path: Path) -> bytes:
+def read_manifest(path: Place) -> bytes:
     """The bytes of a checkpoint's manifest, after a look at its files. CheckpointError if there is none or files do not fit."""
     try:
-        data = _read(path)
+        data = read_all(path / FILE_NAME)
     except FileNotFoundError:
         what = "has no manifest.jsonl: it is no complete checkpoint" if path.is_dir() else "does not exist"
         raise CheckpointError(f"{path} {what}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: the manifest cannot be read: {error}") from error
     try:
-        check_files(path, decode_header(verified_lines(data)[0]).files)
+        _check_files(path, decode_header(verified_lines(data)[0]).files)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     return data
 
 
-def parse_manifest(path: Path, data: bytes) -> Manifest:
+def parse_manifest(path: Place, data: bytes) -> Manifest:
     """`decode`, with the checkpoint's path in its error."""
     try:
         return decode(data)
@@ -140,12 +153,10 @@ def parse_manifest(path: Path, data: bytes) -> Manifest:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def _candidates(folder: Path) -> list[tuple[Path, str]]:
+def _candidates(folder: Place) -> list[tuple[Place, str]]:
     found = []
-    for entry in os.scandir(folder):
-        if not entry.is_dir():
-            continue
-        name = entry.name
+    for entry in folders_in(folder):
+        name = entry
         if name.startswith("."):
             # Where the kernel cannot exchange two folders, a replaced checkpoint has only this name for an instant, or
             # for longer if the job died in that instant.
@@ -153,27 +164,28 @@ def _candidates(folder: Path) -> list[tuple[Path, str]]:
             if not name.endswith(".replaced") or (folder / original).exists():
                 continue
             name = original
-        if any(re.fullmatch(_PARTS, part) for part in _names(folder / entry.name)):
-            found.append((folder / entry.name, name))
+        if any(re.fullmatch(_PARTS, part) for part in _names(folder / entry)):
+            found.append((folder / entry, name))
     return found
 
 
-def _names(folder: Path) -> list[str]:
+def _names(folder: Place) -> list[str]:
     try:
-        return os.listdir(folder)
+        return names_in(folder)
     except OSError:
         return []
 
 
-def _read(path: Path) -> bytes:
-    with open(open_regular(path / FILE_NAME), "rb") as file:
-        return file.read()
+def _check_files(path: Place, files: tuple[File, ...]) -> None:
+    if isinstance(path, Url):
+        check_sizes(path, {file.name: file.nbytes for file in files})
+    else:
+        check_files(path, files)
 
 
-def _read_header(path: Path) -> Header:
+def read_header(path: Place) -> Header:
+    """The first line of a checkpoint's manifest, checked."""
+    if isinstance(path, Url):
+        return decode_header(read_all(path / FILE_NAME).partition(b"\n")[0])
     with open(open_regular(path / FILE_NAME), "rb") as file:
         return decode_header(file.readline(_MAX_HEADER_BYTES))
-
-
-def _folder_bytes(path: Path) -> int:
-    return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))

@@ -2,17 +2,19 @@
 
 import difflib
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from ckpt.folder import parse_manifest, read_manifest
 from ckpt.manifest import CheckpointError, Manifest
+from ckpt.places import Paths, Place, absolute, all_places
 from ckpt.ranks import Ranks, Solo
 from ckpt.reader import Reader
 from ckpt.tensors import Local, inspect
 
+_DOING = "ckpt.load"
 _MAX_NAMES = 5  # in one message
 
 
@@ -24,37 +26,78 @@ def load(
     strict: bool = True,
     only: str | Sequence[str] | None = None,
     verify: bool = True,
+    copies: Paths | None = None,
 ) -> dict[str, Any]:
-    """Fill `tensors` in place from the checkpoint `path` and return its `meta`. Collective over `comm`; None is a process alone.
+    """Fill `tensors` in place from the checkpoint `path`, a folder or a URL, and return its `meta`. Collective over `comm`; None is a
+    process alone.
 
     `tensors`: name -> a writable contiguous array for the whole tensor, or a `Shard`: any box of it, whatever boxes it was
     saved in and by however many ranks. The ranks may ask for different tensors.
     `strict`: names asked for but not stored, or stored but not asked for, are an error; otherwise the former stay as they are and
     the latter are passed over. `only`: a pattern such as "model/*", or several; stored tensors whose name none matches do not count.
     `verify`: compare every chunk read with its checksum.
+    `copies`: the further places that `save` was given. If the checkpoint is missing or damaged for any rank, a RuntimeWarning on rank 0
+    says so, and all ranks read the copy in the first of them instead, and so on. Copies are told by the name; one of another save is
+    passed over.
 
     Raises CheckpointError on all ranks if the checkpoint is missing, damaged or does not fit in names, shapes or dtypes. Names,
     shapes and dtypes are checked before an array is touched; damage found later leaves the arrays partly overwritten.
     """
     comm = Solo() if comm is None else comm
-    folder = Path(os.path.abspath(path))
+    with comm.together(_DOING):
+        places = _places(path, copies)
+        held = inspect(tensors, writable=True)
+    known: bytes | None = None
+    problems: list[str] = []
+    for place, following in zip(places, (*places[1:], None), strict=True):
+        try:
+            known, manifest = _manifest_at(place, known, comm)
+        except (CheckpointError, OSError) as error:
+            failure: Exception = error
+        else:
+            with comm.together(_DOING):  # what does not fit this one fits no copy of it
+                wanted = _match(place, manifest, held, strict=strict, only=only)
+            try:
+                with comm.together(_DOING), Reader(place, manifest, verify=verify) as reader:
+                    for local in wanted:
+                        reader.fill(local.array, manifest.tensors[local.name], local.box)
+                return manifest.meta
+            except (CheckpointError, OSError) as error:
+                failure = error
+        if len(places) == 1:
+            raise failure
+        problems.append(str(failure).removeprefix(f"{_DOING}: "))
+        with comm.together(_DOING):
+            if following is None:
+                raise CheckpointError(f"none of {len(places)} copies can be used: {'; '.join(problems)}") from failure
+            if comm.rank == 0:
+                warnings.warn(f"{problems[-1]}; going on with the copy {following}", RuntimeWarning, stacklevel=2)
+    raise AssertionError("the last place returns or raises")
+
+
+def _places(path: str | os.PathLike[str], copies: Paths | None) -> list[Place]:
+    """Where the checkpoint `path` may be, each place once."""
+    first = absolute(path)
+    further = [place / first.name for place in all_places(copies)]
+    return list(dict.fromkeys([first, *further]))
+
+
+def _manifest_at(place: Place, known: bytes | None, comm: Ranks) -> tuple[bytes, Manifest]:
+    """The manifest at `place`, as its bytes and read. It is the `known` one, if there is: another is another save's."""
     data = None
-    with comm.together("ckpt.load"):
+    with comm.together(_DOING):
         if comm.rank == 0:
-            data = read_manifest(folder)
+            data = read_manifest(place)
+            if known is not None and data != known:
+                raise CheckpointError(f"{place} is from another save: it is no copy")
     # One rank reads it: thousands that do are a burden for the file system.
     data = comm.broadcast_object(data)
-    with comm.together("ckpt.load"):
-        manifest = parse_manifest(folder, data)
-        wanted = _match(folder, manifest, inspect(tensors, writable=True), strict=strict, only=only)
-    with comm.together("ckpt.load"), Reader(folder, manifest, verify=verify) as reader:
-        for local in wanted:
-            reader.fill(local.array, manifest.tensors[local.name], local.box)
-    return manifest.meta
+    with comm.together(_DOING):
+        return data, parse_manifest(place, data)
 
 
 def _match(
-    folder: Path, manifest: Manifest, asked: list[Local], *, strict: bool, only: str | Sequence[str] | None
+    folder: Place, manifest: Manifest, asked: list[Local], *, strict: bool, only: str | Sequence[str] | None
 ) -> list[Local]:
     """Those of `asked` that are stored; CheckpointError unless names (if `strict`), shapes and dtypes fit."""
     patterns = ("*",) if only is None else (only,) if isinstance(only, str) else only

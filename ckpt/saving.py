@@ -14,13 +14,15 @@ import numpy as np
 import xxhash
 
 from ckpt.background import begin, copied, wait
-from ckpt.commit import Stage, next_sequence, retain
+from ckpt.commit import Stage, retain
+from ckpt.copies import Retention, further_places, make_copies, next_sequence_in
 from ckpt.files import flush, write_file
 from ckpt.guard import file_of
 from ckpt.hdf5 import INDEX_NAME, index_image
 from ckpt.layout import Box, cover_error
 from ckpt.manifest import FILE_NAME, Block, Dataset, File, Manifest, Tensor, encode, encode_meta, file_entry
 from ckpt.placement import DataFile, Files, Item, assign, file_name, files_error, group_ranks, lay_out
+from ckpt.places import Paths, Place, Url, absolute
 from ckpt.ranks import Ranks, Solo
 from ckpt.tensors import Local, inspect
 from ckpt.writer import Checksums, Driver, Posix, describe
@@ -38,6 +40,7 @@ def save(
     files: Files = "rank",
     driver: str = "posix",
     background: bool = False,
+    copies: Paths | None = None,
     keep: int | None = None,
     keep_every: int | None = None,
     overwrite: bool = False,
@@ -54,6 +57,9 @@ def save(
             "mpio-collective": all at the same time. The files are the same.
         background: return as soon as the values are copied to host memory; a thread writes them. `ckpt.wait()`, or the next
             save, waits for its end and raises what went wrong with it.
+        copies: further places, folders that all nodes see or URLs that fsspec knows ("s3://bucket/run"), in each of which the
+            finished checkpoint is written again under its name, and read back. One that fails is a RuntimeWarning on rank 0
+            and leaves nothing behind: the checkpoint stands. `keep` counts in each place.
         keep: so many complete checkpoints stay in the folder of `path`, older ones are removed.
         keep_every: those whose step, the number that their name ends with, is a multiple of it are never removed.
         overwrite: replace a checkpoint of that name.
@@ -67,6 +73,8 @@ def save(
     comm = Solo() if comm is None else comm
     wait()
     with comm.together(_DOING):
+        checked = _checked_path(path)
+        places = further_places(checked.parent, copies)
         _check_arguments(files, driver, keep, keep_every, comm, in_background=background)
         held = inspect(tensors)
         encode_meta(meta or {})
@@ -74,15 +82,16 @@ def save(
     plan = _plan(held, boxes, files, hosts, comm)
 
     stage: Stage | None = None
-    places = None
+    opened = None
     with comm.together(_DOING):
         if comm.rank == 0:
-            stage = Stage.open(_checked_path(path), overwrite=overwrite)
-            places = stage.path, stage.final, stage.make_board() if background else None
-    folder, final, board = comm.broadcast_object(places)
+            stage = Stage.open(checked, overwrite=overwrite)
+            opened = stage.path, stage.final, stage.make_board() if background else None
+    folder, final, board = comm.broadcast_object(opened)
     mine = [] if plan.own is None else [local for local in held if local.name in plan.own.starts[comm.rank]]
     scalars = {local.name: local.array for local in held if not local.shape}
-    job = _Job(plan, folder, stage, held, mine, scalars, dict(meta or {}), keep, keep_every, overwrite)
+    retention = Retention(keep, keep_every)
+    job = _Job(plan, folder, final, stage, held, mine, scalars, dict(meta or {}), places, retention, overwrite)
     with _discarding(stage):
         if not background:
             with _driver(driver, job, comm) as chosen:
@@ -116,13 +125,14 @@ class _Job:
 
     plan: _Plan
     folder: Path
+    final: Path
     stage: Stage | None
     held: Sequence[Local]
     mine: Sequence[Local]
     scalars: Mapping[str, np.ndarray]
     meta: dict[str, Any]
-    keep: int | None
-    keep_every: int | None
+    copies: tuple[Place, ...]
+    retention: Retention
     overwrite: bool
 
 
@@ -148,7 +158,11 @@ def _check_arguments(
 
 
 def _checked_path(path: str | os.PathLike[str]) -> Path:
-    final = Path(os.path.abspath(path))
+    final = absolute(path)
+    if isinstance(final, Url):
+        raise ValueError(
+            f"path is {final}; expected a folder, which copies=[URL of its parent] copies to a remote place"
+        )
     if final.name.startswith(".") or final.name in ("", "latest"):
         raise ValueError(
             f"{final} cannot be a checkpoint's name: it is empty, hidden, or the name of the file `latest`"
@@ -193,21 +207,27 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
         made = ranks.all_gather_object(file_entry(file) if file else None)
         if own is not None and made[own.ranks[0]] is not None:
             file = file_of(made[own.ranks[0]])
+    sequence = 0
     with ranks.together(_DOING):
         sums = driver.write(job.mine, file) if driver else {}
         with ThreadPoolExecutor(1) as beside:
             flushed = beside.submit(flush, job.folder / own.name) if own else None
-            if job.stage is not None:
-                _write_index(job)  # while the disk is busy
+            if job.stage is not None:  # while the disk is busy
+                _write_index(job)
+                sequence = next_sequence_in(job.final.parent, job.copies)
             if flushed is not None:
                 flushed.result()
         file = driver.finish() if driver else None
     reports = ranks.all_gather_object((file_entry(file) if file else None, sums))
     with ranks.together(_DOING):
         if job.stage is not None:
-            _describe(job, reports)
+            _describe(job, reports, sequence)
             job.stage.publish(overwrite=job.overwrite)
-            retain(job.stage.final, job.keep, job.keep_every)
+            retain(job.final, job.retention.keep, job.retention.keep_every)
+    leads = own is not None and own.ranks[0] == ranks.rank
+    make_copies(
+        job.final, job.copies, own.name if own and leads else None, ranks, job.retention, overwrite=job.overwrite
+    )
 
 
 def _agree(held: list[Local], comm: Ranks) -> tuple[list[dict[str, Box]], list[str]]:
@@ -293,14 +313,14 @@ def _write_index(job: _Job) -> None:
     write_file(job.stage.path / INDEX_NAME, index_image(_manifest(job, files, None), job.scalars))
 
 
-def _describe(job: _Job, reports: list[tuple[dict[str, Any] | None, Checksums]]) -> None:
+def _describe(job: _Job, reports: list[tuple[dict[str, Any] | None, Checksums]], sequence: int) -> None:
     """Write the manifest of the finished files, all the other files of the stage."""
     assert job.stage is not None
     made = {entry["name"]: file_of(entry) for entry, _ in reports if entry is not None}
     files = [made[file.name] for file in job.plan.files]
     index = job.stage.path / INDEX_NAME
     manifest = _manifest(job, [*files, describe(index, {})], [sums for _, sums in reports])
-    manifest = replace(manifest, sequence=next_sequence(job.stage.final.parent), saved=time.time())
+    manifest = replace(manifest, sequence=sequence, saved=time.time())
     write_file(job.stage.path / FILE_NAME, encode(manifest))
 
 

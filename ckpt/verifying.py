@@ -3,15 +3,15 @@
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import closing
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from ckpt.folder import parse_manifest, read_manifest
-from ckpt.guard import open_regular
 from ckpt.manifest import CheckpointError, Manifest
+from ckpt.places import OpenFile, Place, absolute, open_file
 from collectives.dtypes import TABLE
 
 _BUFFER_BYTES = 4 << 20
@@ -47,26 +47,27 @@ def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> list[
     Reads every file once, `threads` at a time (None: as many as cores), in 4 MiB of memory each. CheckpointError if the manifest
     cannot be used, or a file is missing or of another size: then nothing more can be said.
     """
-    folder = Path(os.path.abspath(path))
+    folder = absolute(path)
     manifest = parse_manifest(folder, read_manifest(folder))
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-        found = pool.map(lambda number: _verify_file(folder, manifest, number), range(len(manifest.files)))
+        found = pool.map(lambda number: verify_file(folder, manifest, number), range(len(manifest.files)))
         return [damage for of_file in found for damage in of_file]
 
 
-def _verify_file(folder: Path, manifest: Manifest, number: int) -> list[Damage]:
+def verify_file(folder: Place, manifest: Manifest, number: int) -> list[Damage]:
+    """All damage in the manifest's file of that number; what cannot be read at all is damage, too."""
     file = manifest.files[number]
     found = []
     rest = xxhash.xxh3_64()
     buffer = np.empty(_BUFFER_BYTES, np.uint8)
     try:
-        with open(open_regular(folder / file.name), "rb", buffering=0) as opened:
+        with closing(open_file(folder / file.name)) as opened:
             for piece in _pieces(manifest, number):
                 hashed = xxhash.xxh3_64()
                 whole = True
                 for first in range(piece.first, piece.last, _BUFFER_BYTES):
                     memory = buffer[: min(_BUFFER_BYTES, piece.last - first)]
-                    _read(opened.fileno(), memory.data, first)
+                    _read(opened, memory.data, first)
                     if piece.gap:
                         whole = whole and not memory.any()
                     else:
@@ -113,10 +114,7 @@ def _pieces(manifest: Manifest, number: int) -> Iterator[_Piece]:
     yield _Piece(at, file.nbytes)
 
 
-def _read(fd: int, memory: memoryview, position: int) -> None:
-    done = 0
-    while done < len(memory):
-        count = os.preadv(fd, [memory[done:]], position + done)
-        if not count:
-            raise CheckpointError(f"it ends at byte {position + done}")
-        done += count
+def _read(opened: OpenFile, memory: memoryview, position: int) -> None:
+    count = opened.read_into(memory, position)
+    if count < len(memory):
+        raise CheckpointError(f"it ends at byte {position + count}")

@@ -33,7 +33,7 @@ class Run:
         """Where the state after `step` steps is saved."""
         return self.checkpoints / f"step-{step:08d}"
 
-    def start(self, config: Config) -> tuple[Path | None, str]:
+    def start(self, config: Config) -> tuple[Path | ckpt.Url | None, str]:
         """The checkpoint to go on from, if any, and a line about it. Changes nothing on disk.
 
         ValueError if a checkpoint that is asked for is not there, or all that this run has are damaged; OSError if the folder cannot

@@ -42,7 +42,7 @@ class Trainer:
             if config.parallel.device == "cuda" and not torch.cuda.is_available():
                 raise ConfigError("parallel.device: cuda was asked for, but torch sees no GPU here; take auto or cpu")
         self.placement: Placement = place(comm, config.parallel)
-        begin: tuple[Path | None, str] | None = None
+        begin: tuple[Path | ckpt.Url | None, str] | None = None
         with comm.together():
             if comm.rank == 0:
                 begin = self.run.start(config)
