@@ -57,7 +57,11 @@ class Stage:
                 )
             shutil.rmtree(stage.path)
         stage.path.mkdir()
-        write_file(stage.path / _OWNER_NAME, signature(stage._token))
+        try:
+            write_file(stage.path / _OWNER_NAME, signature(stage._token))
+        except BaseException:
+            stage.discard()
+            raise
         return stage
 
     def make_board(self) -> Path:

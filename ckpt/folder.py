@@ -5,9 +5,9 @@ complete, unless somebody damaged it since: the manifest's checksum and the size
 are work in progress (see commit.py).
 """
 
-import itertools
 import os
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
@@ -64,14 +64,28 @@ def latest(folder: str | os.PathLike[str], *, copies: Paths | None = None) -> Pa
     """The newest complete checkpoint in `folder`, or None. Found by looking; the file `latest` there is for people and scripts.
 
     `copies`: the further places that `save` was given, in which it may be, too: one that was lost or damaged in `folder` is then
-    found there. Of equally new ones it is that in `folder`, or in the first place.
+    found there. Of equally new ones it is that in `folder`, or in the first place. One that cannot be reached is a RuntimeWarning.
     """
-    found: list[tuple[Header, Place]] = []
-    for place in (place_of(folder), *all_places(copies)):
-        if place.is_dir():
-            complete = ((header, path) for path, header in newest_first(place) if info(path, path.name).complete)
-            found += itertools.islice(complete, 1)
-    return max(found, key=lambda pair: (pair[0].sequence, pair[0].saved), default=(None, None))[1]
+    place = place_of(folder)
+    found = [newest] if (newest := _newest_complete(place)) else []
+    for place in all_places(copies):
+        try:
+            found += [newest] if (newest := _newest_complete(place)) else []
+        except OSError as error:  # a job goes on from home while a further place is away
+            warnings.warn(f"no copy is looked for in {place}: {error}", RuntimeWarning, stacklevel=2)
+    return max(found, key=lambda pair: pair[0], default=(None, None))[1]
+
+
+def _newest_complete(folder: Place) -> tuple[tuple[int, float], Place] | None:
+    """The newest complete checkpoint there, after what orders those of several places."""
+    if not folder.is_dir():
+        return None
+    complete = (
+        ((header.sequence, header.saved), path)
+        for path, header in newest_first(folder)
+        if info(path, path.name).complete
+    )
+    return next(complete, None)
 
 
 def find(path: str | os.PathLike[str]) -> Path | Url:

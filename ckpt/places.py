@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from ckpt.guard import open_regular
 from ckpt.manifest import CheckpointError
 
-_REQUEST_BYTES = 8 << 20  # at most, of a remote file at a time: a request makes its own copy of what it reads
+_REQUEST_BYTES = 8 << 20  # of a remote file; longer ranges are several requests
+_AHEAD_BYTES = 32 << 20  # the most that is fetched of it, and held, at a time
 
 
 class Url(os.PathLike[str]):
@@ -87,12 +88,16 @@ class Url(os.PathLike[str]):
             return int(size)
 
     def read(self, first: int | None = None, last: int | None = None) -> bytes:
-        """Bytes `first` up to `last` of a file, or all of it."""
+        """Bytes `first` up to `last` of a file, or all of it; fewer if it ends before. Long ranges come in parts at the same time."""
         with self._reaching() as (fs, path):
-            data: bytes = fs.cat_file(path, start=first, end=last)
-            if first is not None and last is not None and len(data) > last - first:
-                raise OSError("the server sends more than the range that was asked for")
-            return data
+            if first is None or last is None:
+                return bytes(fs.cat_file(path))
+            starts = list(range(first, last, _REQUEST_BYTES))
+            ends = [*starts[1:], last]
+            parts: list[bytes] = fs.cat_ranges([path] * len(starts), starts, ends, on_error="raise")
+            if any(len(part) > end - start for part, start, end in zip(parts, starts, ends, strict=True)):
+                raise OSError("the server sends more than was asked for: it knows no ranges")
+            return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def write(self, data: bytes) -> None:
         """A file with `data`, in place of what may be there. All at once, where the store can."""
@@ -124,8 +129,9 @@ class Url(os.PathLike[str]):
             return
         for name in sorted(names, key=lambda name: (name != first, name)):
             (self / name).unlink()
-        with self._reaching() as (fs, path), suppress(
-            OSError, NotImplementedError
+        with (
+            self._reaching() as (fs, path),
+            suppress(OSError, NotImplementedError),
         ):  # gone with its last file, where folders are but parts of names
             fs.rmdir(path)
 
@@ -221,7 +227,7 @@ def read_all(file: Place) -> bytes:
 
 
 class OpenFile(Protocol):
-    """A file to read from at any position, by several threads."""
+    """A file to read from, at any position; of one thread."""
 
     nbytes: int
 
@@ -256,23 +262,34 @@ class _LocalFile:
 
 
 class _RemoteFile:
+    """Read on from where the last read ended, it fetches ahead: twice as much each time, since each request has to wait."""
+
     def __init__(self, url: Url) -> None:
         self._url = url
         self.nbytes = url.size()
+        self._held, self._first = memoryview(b""), 0  # bytes that are here already, and the position of the first
 
     def read_into(self, memory: memoryview, position: int) -> int:
         done = 0
         while done < len(memory):
-            wanted = min(_REQUEST_BYTES, len(memory) - done)
-            data = self._url.read(position + done, position + done + wanted)
-            memory[done : done + len(data)] = data
-            done += len(data)
-            if len(data) < wanted:
+            start = position + done - self._first
+            if not 0 <= start < len(self._held) and not self._fetch(position + done, len(memory) - done):
                 break
+            piece = self._held[position + done - self._first :][: len(memory) - done]
+            memory[done : done + len(piece)] = piece
+            done += len(piece)
         return done
 
+    def _fetch(self, position: int, wanted: int) -> bool:
+        """Hold bytes from `position` on; whether there are any."""
+        if position == self._first + len(self._held):
+            wanted = max(wanted, 2 * len(self._held))
+        last = min(position + min(wanted, _AHEAD_BYTES), self.nbytes)
+        self._held, self._first = memoryview(self._url.read(position, last) if position < last else b""), position
+        return len(self._held) > 0
+
     def close(self) -> None:
-        pass
+        self._held = memoryview(b"")
 
 
 def check_sizes(url: Url, files: dict[str, int]) -> None:

@@ -48,8 +48,12 @@ class Upload:
         if owner and owner["pid"] != os.getpid() and is_alive(owner):
             raise FileExistsError(errno.EEXIST, f"process {owner['pid']} is writing this checkpoint", str(final))
         final.remove_folder(FILE_NAME)
-        final.make()
-        (final / _OWNER_NAME).write(signature(upload._token))
+        try:
+            final.make()
+            (final / _OWNER_NAME).write(signature(upload._token))
+        except BaseException:
+            upload.discard()
+            raise
         return upload
 
     def publish(self, *, overwrite: bool) -> None:
