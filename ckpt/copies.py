@@ -83,7 +83,7 @@ def make_copies(
     with ranks.together():  # a warning can be made an error
         if ranks.rank == 0:
             for line in failed:
-                warnings.warn(line, RuntimeWarning, stacklevel=2)
+                warnings.warn(line, RuntimeWarning, stacklevel=4)  # who called save
 
 
 def _retain(final: Place, retention: Retention, ranks: Ranks) -> None:

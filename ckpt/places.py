@@ -58,12 +58,21 @@ class Url(os.PathLike[str]):
         return Url(f"{self._scheme}://{self._path.rpartition('/')[0]}")
 
     def exists(self) -> bool:
-        with self._reaching() as (fs, path):
-            return bool(fs.exists(path))
+        return self._kind() is not None
 
     def is_dir(self) -> bool:
-        with self._reaching() as (fs, path):
-            return bool(fs.isdir(path))
+        try:
+            return bool(self.entries()) or self._kind() == "directory"
+        except FileNotFoundError:
+            return False
+
+    def _kind(self) -> str | None:
+        """None if there is nothing. Not fsspec's `exists`, for which what cannot be asked for does not exist."""
+        try:
+            with self._reaching() as (fs, path):
+                return str(fs.info(path)["type"])
+        except FileNotFoundError:
+            return None
 
     def entries(self) -> dict[str, int | None]:
         """The names in this folder, with the sizes of files in bytes; None for folders. FileNotFoundError if there is none."""

@@ -14,7 +14,6 @@ from thread_ranks import on_ranks
 
 import ckpt
 from ckpt import copies as copying
-from ckpt import places
 from ckpt.folder import LATEST_NAME
 from ckpt.places import absolute, names_in, read_all
 
@@ -129,32 +128,6 @@ def test_a_new_home_goes_on_counting_where_the_copies_are(tmp_path, place):
     assert ckpt.latest(tmp_path / "home", copies=[place]) == tmp_path / "home" / "step-4"
     (tmp_path / "home" / "step-4" / "index.h5").unlink()
     assert ckpt.latest(tmp_path / "home", copies=[place]) == absolute(place) / "step-4"
-
-
-def test_a_remote_file_is_fetched_ahead_only_where_it_is_read_on(tmp_path, monkeypatch):
-    data = np.random.default_rng(0).bytes(1 << 20)
-    (tmp_path / "file").write_bytes(data)
-    monkeypatch.setattr(places, "_REQUEST_BYTES", 3000)
-    monkeypatch.setattr(places, "_AHEAD_BYTES", 50_000)
-    asked = []
-    plain = places.Url.read
-    monkeypatch.setattr(places.Url, "read", lambda self, *at: (asked.append(at), plain(self, *at))[1])
-    file = places.open_file(places.Url(f"local://{tmp_path}/file"))
-
-    def read(position, nbytes):
-        memory = bytearray(nbytes)
-        count = file.read_into(memoryview(memory), position)
-        assert memory[:count] == data[position : position + nbytes]
-        return count
-
-    assert [read(at, 1000) for at in (5000, 200, 9000)] == [1000] * 3
-    assert asked == [(5000, 6000), (200, 1200), (9000, 10_000)]
-    asked.clear()
-    assert [read(at, 1000) for at in range(10_000, 30_000, 1000)] == [1000] * 20
-    assert asked == [(10_000, 12_000), (12_000, 16_000), (16_000, 24_000), (24_000, 40_000)]
-    assert read(0, len(data)) == len(data) == file.nbytes
-    assert max(last - first for first, last in asked) == 50_000
-    assert (read(len(data) - 10, 1000), read(len(data), 5)) == (10, 0)
 
 
 # Places that fail

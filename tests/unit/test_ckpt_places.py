@@ -1,0 +1,135 @@
+"""Remote places: what is read of them and when, what goes wrong there, and uploads that somebody did not end."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import ckpt
+from ckpt import commit, places
+from ckpt.folder import LATEST_NAME
+from ckpt.places import names_in, read_all
+from ckpt.upload import Upload
+
+
+def save(path, **options):
+    return ckpt.save(path, {"x": np.ones(5)}, comm=None, **options)
+
+
+def names(place):
+    return sorted(names_in(place))
+
+
+def test_a_remote_file_is_fetched_ahead_only_where_it_is_read_on(tmp_path, monkeypatch):
+    data = np.random.default_rng(0).bytes(1 << 20)
+    (tmp_path / "file").write_bytes(data)
+    monkeypatch.setattr(places, "_REQUEST_BYTES", 3000)
+    monkeypatch.setattr(places, "_AHEAD_BYTES", 50_000)
+    asked = []
+    plain = places.Url.read
+    monkeypatch.setattr(places.Url, "read", lambda self, *at: (asked.append(at), plain(self, *at))[1])
+    file = places.open_file(places.Url(f"local://{tmp_path}/file"))
+
+    def read(position, nbytes):
+        memory = bytearray(nbytes)
+        count = file.read_into(memoryview(memory), position)
+        assert memory[:count] == data[position : position + nbytes]
+        return count
+
+    assert [read(at, 1000) for at in (5000, 200, 9000)] == [1000] * 3
+    assert asked == [(5000, 6000), (200, 1200), (9000, 10_000)]
+    asked.clear()
+    assert [read(at, 1000) for at in range(10_000, 30_000, 1000)] == [1000] * 20
+    assert asked == [(10_000, 12_000), (12_000, 16_000), (16_000, 24_000), (24_000, 40_000)]
+    assert read(0, len(data)) == len(data) == file.nbytes
+    assert max(last - first for first, last in asked) == 50_000
+    assert (read(len(data) - 10, 1000), read(len(data), 5)) == (10, 0)
+
+
+@pytest.mark.parametrize("missing", ["fsspec", "s3fs"])
+def test_a_missing_package_is_named(tmp_path, monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ValueError, match=r"s3://bucket cannot be reached: .*pip install 'mpitrain\[remote\]'"):
+        save(tmp_path / "home" / "a", copies=["s3://bucket"])
+    assert names(tmp_path) == []
+
+
+def test_files_behind_a_url_are_a_folder_like_any_other(tmp_path):
+    save(tmp_path / "home" / "a", copies=[f"file://{tmp_path}/copy"])
+    assert ckpt.latest(f"file://{tmp_path}/copy") == tmp_path / "copy" / "a"
+
+
+def test_a_place_that_is_away_does_not_keep_a_job_from_home(tmp_path):
+    path = save(tmp_path / "home" / "a")
+    (tmp_path / "copy").symlink_to("copy")  # a folder that cannot be looked at, not even by the superuser
+    with pytest.warns(RuntimeWarning, match="no copy is looked for in local://.*/copy: "):
+        assert ckpt.latest(tmp_path / "home", copies=[f"local://{tmp_path}/copy"]) == path
+
+
+def test_uploads_of_the_dead_are_removed_those_of_the_living_are_not(tmp_path):
+    place = places.Url(f"local://{tmp_path / 'copy'}")
+    living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        here = {"host": socket.gethostname(), "token": "t", "begun": time.time()}
+        start = commit._start_time(living.pid)
+        uploads = {
+            "dead": here | {"pid": 2**30, "start": "1"},
+            "reused": here | {"pid": living.pid, "start": "1"},
+            "living": here | {"pid": living.pid, "start": start},
+            "elsewhere": here | {"host": "another-host", "pid": 1, "start": "1"},
+            "forgotten": here | {"host": "another-host", "pid": 1, "start": "1", "begun": time.time() - 1e6},
+        }
+        for name, owner in uploads.items():
+            (place / name).make()
+            (place / name / ".owner").write(json.dumps(owner).encode())
+            (place / name / "rank-00000.h5").write(b"half")
+        save(tmp_path / "home" / "a", copies=[str(place)])
+        assert names(place) == ["a", "elsewhere", LATEST_NAME, "living"]
+        assert ckpt.latest(place) == place / "a"
+        # its own name: what another host left is taken over, a living process's is not
+        save(tmp_path / "home" / "elsewhere", copies=[str(place)])
+        with pytest.warns(RuntimeWarning, match=f"process {living.pid} is writing this checkpoint"):
+            save(tmp_path / "home" / "living", copies=[str(place)])
+        assert (
+            sorted(names(place / "living")) == [".owner", "rank-00000.h5"]
+            and names(place / "elsewhere")[0] == "index.h5"
+        )
+    finally:
+        living.communicate(b"\n")
+
+
+def test_an_upload_that_was_taken_over_is_not_published(tmp_path):
+    final = places.Url(f"local://{tmp_path}/copy/a")
+    first = Upload.open(final, b"first", overwrite=False)
+    second = Upload.open(final, b"second", overwrite=False)
+    with pytest.raises(FileExistsError, match="took this checkpoint over"):
+        first.publish(overwrite=False)
+    second.publish(overwrite=False)
+    assert read_all(final / "manifest.jsonl") == b"second"
+
+
+def test_a_place_that_cannot_be_asked_is_an_error_and_not_an_empty_one(tmp_path):
+    """fsspec's own `exists` says no here: what cannot be seen would then be taken away, to be replaced."""
+    (tmp_path / "file").write_text("a file")
+    for ask in (places.Url.exists, places.Url.is_dir, places.Url.entries, places.Url.size, places.Url.read):
+        with pytest.raises(OSError, match=f"local://{tmp_path}/file/a"):
+            ask(places.Url(f"local://{tmp_path}/file/a"))
+    nothing = places.Url(f"local://{tmp_path}/nothing")
+    assert not nothing.exists() and not nothing.is_dir()
+    assert places.Url(f"local://{tmp_path}").is_dir() and not places.Url(f"local://{tmp_path}/file").is_dir()
+    with pytest.raises(FileNotFoundError, match=f"No such file or directory: '{nothing}'"):
+        nothing.entries()
+    nothing.unlink()
+    nothing.remove_folder("a")
+
+
+@pytest.mark.parametrize("text", ["s3://bucket/run", "memory://", "local:///tmp/x"])
+def test_a_url_is_taken_apart_as_a_path_is(text):
+    url = places.Url(text)
+    child = url / "step-1"
+    assert child.name == "step-1" and child.parent == url == places.Url(text + "/") and hash(child.parent) == hash(url)
+    assert str(url) == text
