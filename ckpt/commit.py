@@ -26,7 +26,7 @@ from ckpt.folder import LATEST_NAME, info, newest_first, step_of
 from ckpt.manifest import FILE_NAME
 from ckpt.places import Place, Url
 
-_OWNER_NAME = ".owner"
+OWNER_NAME = ".owner"
 _ABANDONED_S = (
     3600.0  # a stage of another host whose process cannot be asked counts as dead after this time without a change
 )
@@ -58,7 +58,7 @@ class Stage:
             shutil.rmtree(stage.path)
         stage.path.mkdir()
         try:
-            write_file(stage.path / _OWNER_NAME, signature(stage._token))
+            write_file(stage.path / OWNER_NAME, signature(stage._token))
         except BaseException:
             stage.discard()
             raise
@@ -94,7 +94,7 @@ class Stage:
             flush(parent)
         # Not before the rename: a stage without an owner counts as a dead one's.
         with contextlib.suppress(OSError):
-            os.unlink(self.final / _OWNER_NAME)
+            os.unlink(self.final / OWNER_NAME)
         _write_latest(self.final)
 
     def discard(self) -> None:
@@ -137,7 +137,8 @@ def retain(final: Place, keep: int | None, keep_every: int | None = None) -> Non
 
 def _remove(path: Place) -> None:
     if isinstance(path, Url):
-        path.remove_folder(FILE_NAME)
+        (path / OWNER_NAME).write(signature(""))  # should this job die on the way, the next one goes on
+        path.remove_folder(FILE_NAME, OWNER_NAME)
         return
     hidden = path.parent / f".{path.name.strip('.')}.removed"
     shutil.rmtree(hidden, ignore_errors=True)
@@ -180,7 +181,7 @@ def _is_abandoned(stage: Path) -> bool:
 
 def _owner(stage: Path) -> dict | None:
     try:
-        return owner_of((stage / _OWNER_NAME).read_bytes())
+        return owner_of((stage / OWNER_NAME).read_bytes())
     except OSError:
         return None
 

@@ -31,6 +31,8 @@ def further_places(folder: Path, copies: Paths | None) -> tuple[Place, ...]:
     places = all_places(copies)
     known = [os.path.realpath(folder)]
     for place in places:
+        if isinstance(place, Url) and not place.name:
+            raise ValueError(f"copies names {place}, which has no path; expected a folder in it, as s3://bucket/run")
         where = str(place) if isinstance(place, Url) else os.path.realpath(place)
         if where in known:
             raise ValueError(

@@ -8,6 +8,7 @@ are work in progress (see commit.py).
 import os
 import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
@@ -145,18 +146,32 @@ def step_of(name: str) -> int | None:
 
 def read_manifest(path: Place) -> bytes:
     """The bytes of a checkpoint's manifest, after a look at its files. CheckpointError if there is none or files do not fit."""
+    data = manifest_bytes(path)
     try:
-        data = read_all(path / FILE_NAME)
+        files = decode_header(verified_lines(data)[0]).files
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    check_there(path, files)
+    return data
+
+
+def manifest_bytes(path: Place) -> bytes:
+    """The bytes of a checkpoint's manifest. CheckpointError if there is none."""
+    try:
+        return read_all(path / FILE_NAME)
     except FileNotFoundError:
         what = "has no manifest.jsonl: it is no complete checkpoint" if path.is_dir() else "does not exist"
         raise CheckpointError(f"{path} {what}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: the manifest cannot be read: {error}") from error
+
+
+def check_there(path: Place, files: Iterable[File]) -> None:
+    """CheckpointError unless the checkpoint's files are there, in the sizes that its manifest says."""
     try:
-        _check_files(path, decode_header(verified_lines(data)[0]).files)
+        _check_files(path, tuple(files))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    return data
 
 
 def parse_manifest(path: Place, data: bytes) -> Manifest:

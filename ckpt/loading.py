@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ckpt.folder import parse_manifest, read_manifest
+from ckpt.folder import check_there, manifest_bytes, parse_manifest
 from ckpt.manifest import CheckpointError, Manifest
 from ckpt.places import Paths, Place, absolute, all_places
 from ckpt.ranks import Ranks, Solo
@@ -47,6 +47,7 @@ def load(
     with comm.together(_DOING):
         places = _places(path, copies)
         held = inspect(tensors, writable=True)
+    places = [places[0], *comm.broadcast_object(places[1:])]  # rank 0's, so that all ranks go the same way
     known: bytes | None = None
     problems: list[str] = []
     for place, following in zip(places, (*places[1:], None), strict=True):
@@ -58,6 +59,9 @@ def load(
             with comm.together(_DOING):  # what does not fit this one fits no copy of it
                 wanted = _match(place, manifest, held, strict=strict, only=only)
             try:
+                with comm.together(_DOING):
+                    if comm.rank == 0:
+                        check_there(place, manifest.files)
                 with comm.together(_DOING), Reader(place, manifest, verify=verify) as reader:
                     for local in wanted:
                         reader.fill(local.array, manifest.tensors[local.name], local.box)
@@ -87,7 +91,7 @@ def _manifest_at(place: Place, known: bytes | None, comm: Ranks) -> tuple[bytes,
     data = None
     with comm.together(_DOING):
         if comm.rank == 0:
-            data = read_manifest(place)
+            data = manifest_bytes(place)
             if known is not None and data != known:
                 raise CheckpointError(f"{place} is from another save: it is no copy")
     # One rank reads it: thousands that do are a burden for the file system.

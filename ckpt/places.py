@@ -130,13 +130,13 @@ class Url(os.PathLike[str]):
             with self._reaching() as (fs, path):
                 fs.mkdir(path, create_parents=False)
 
-    def remove_folder(self, first: str) -> None:
-        """Remove this folder with its files, of which that called `first` goes first. Nothing happens if there is none."""
+    def remove_folder(self, first: str, last: str) -> None:
+        """Remove this folder with its files, of which those called `first` and `last` go so. Nothing happens if there is none."""
         try:
             names = self.entries()
         except FileNotFoundError:
             return
-        for name in sorted(names, key=lambda name: (name != first, name)):
+        for name in sorted(names, key=lambda name: (name == last, name != first)):
             (self / name).unlink()
         with (
             self._reaching() as (fs, path),

@@ -59,7 +59,7 @@ def save(
             save, waits for its end and raises what went wrong with it.
         copies: further places, folders that all nodes see or URLs that fsspec knows ("s3://bucket/run"), in each of which the
             finished checkpoint is written again under its name, and read back. One that fails is a RuntimeWarning on rank 0
-            and leaves nothing behind: the checkpoint stands. `keep` counts in each place.
+            and leaves nothing behind: the checkpoint stands. `keep` counts in each place. Rank 0's list is taken.
         keep: so many complete checkpoints stay in the folder of `path`, older ones are removed.
         keep_every: those whose step, the number that their name ends with, is a multiple of it are never removed.
         overwrite: replace a checkpoint of that name.
@@ -86,8 +86,8 @@ def save(
     with comm.together(_DOING):
         if comm.rank == 0:
             stage = Stage.open(checked, overwrite=overwrite)
-            opened = stage.path, stage.final, stage.make_board() if background else None
-    folder, final, board = comm.broadcast_object(opened)
+            opened = stage.path, stage.final, stage.make_board() if background else None, places
+    folder, final, board, places = comm.broadcast_object(opened)
     mine = [] if plan.own is None else [local for local in held if local.name in plan.own.starts[comm.rank]]
     scalars = {local.name: local.array for local in held if not local.shape}
     retention = Retention(keep, keep_every)

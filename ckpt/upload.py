@@ -16,12 +16,11 @@ import socket
 import time
 import uuid
 
-from ckpt.commit import is_alive, owner_of, signature
+from ckpt.commit import OWNER_NAME, is_alive, owner_of, signature
 from ckpt.folder import LATEST_NAME, newest_first, read_header
 from ckpt.manifest import FILE_NAME, CheckpointError
 from ckpt.places import Url, folders_in, names_in
 
-_OWNER_NAME = ".owner"
 _ABANDONED_S = 86400.0  # one that a host we cannot ask about it began so long ago counts as dead
 
 
@@ -40,17 +39,20 @@ class Upload:
         FileExistsError if it exists (and `overwrite` is not given), or if a live process of this host is writing it.
         """
         upload = cls(final, manifest)
-        if not overwrite and (final / FILE_NAME).exists():
+        names = names_in(final) if final.is_dir() else []
+        if FILE_NAME in names and not overwrite:
             raise FileExistsError(errno.EEXIST, "this checkpoint exists; pass overwrite=True to replace it", str(final))
+        if names and FILE_NAME not in names and OWNER_NAME not in names:
+            raise FileExistsError(errno.EEXIST, "something lies there that is no checkpoint", str(final))
         with contextlib.suppress(FileNotFoundError):
             _clean(final.parent, except_for=final.name)
         owner = _owner(final)
         if owner and owner["pid"] != os.getpid() and is_alive(owner):
             raise FileExistsError(errno.EEXIST, f"process {owner['pid']} is writing this checkpoint", str(final))
-        final.remove_folder(FILE_NAME)
+        final.remove_folder(FILE_NAME, OWNER_NAME)
         try:
             final.make()
-            (final / _OWNER_NAME).write(signature(upload._token))
+            (final / OWNER_NAME).write(signature(upload._token))
         except BaseException:
             upload.discard()
             raise
@@ -66,13 +68,13 @@ class Upload:
         if manifest.read() != self._manifest:
             raise OSError(f"{manifest} does not read as it was written")
         with contextlib.suppress(OSError):
-            (self.path / _OWNER_NAME).unlink()
+            (self.path / OWNER_NAME).unlink()
         (self.final.parent / LATEST_NAME).write(f"{self.final.name}\n".encode())
 
     def discard(self) -> None:
         """Remove what there is of it. Never raises: there is an error on its way already."""
         with contextlib.suppress(OSError):
-            self.path.remove_folder(FILE_NAME)
+            self.path.remove_folder(FILE_NAME, OWNER_NAME)
 
 
 def newest_sequence(folder: Url) -> int:
@@ -87,17 +89,20 @@ def _clean(folder: Url, *, except_for: str) -> None:
     """Remove what dead jobs began to upload."""
     for name in folders_in(folder):
         names = names_in(folder / name) if name != except_for else []
-        if _OWNER_NAME not in names or FILE_NAME in names:
+        if OWNER_NAME not in names or FILE_NAME in names:
             continue
         owner = _owner(folder / name)
         if owner is None:
             continue
-        here = owner["host"] == socket.gethostname()
-        if not is_alive(owner) if here else time.time() - owner.get("begun", 0.0) > _ABANDONED_S:
-            (folder / name).remove_folder(FILE_NAME)
+        if owner["host"] == socket.gethostname():
+            dead = owner["pid"] == os.getpid() or not is_alive(owner)
+        else:
+            dead = time.time() - owner.get("begun", 0.0) > _ABANDONED_S
+        if dead:
+            (folder / name).remove_folder(FILE_NAME, OWNER_NAME)
 
 
 def _owner(folder: Url) -> dict | None:
     with contextlib.suppress(FileNotFoundError):
-        return owner_of((folder / _OWNER_NAME).read())
+        return owner_of((folder / OWNER_NAME).read())
     return None

@@ -217,6 +217,7 @@ def test_one_rank_that_cannot_copy_speaks_for_all(tmp_path, monkeypatch):
         ([1], TypeError, "expected a list of folders and URLs"),
         (["HOME"], ValueError, "where the checkpoint or another copy is to lie"),
         (["HOME/../other", "HOME/../other"], ValueError, "expected further places"),
+        (["memory://"], ValueError, "memory://, which has no path"),
         (["nonsense://bucket"], ValueError, "nonsense://bucket cannot be reached: Protocol not known"),
     ],
 )
@@ -301,12 +302,32 @@ def test_what_does_not_fit_is_no_damage(tmp_path):
         ckpt.load(path, {"y": np.zeros(1)}, copies=[tmp_path / "copy"])
 
 
-def test_another_save_of_the_same_name_is_no_copy(tmp_path):
+@pytest.mark.parametrize("harm", ["spoil", "unlink"])
+def test_another_save_of_the_same_name_is_no_copy(tmp_path, harm):
     save(tmp_path / "home" / "a", 1, copies=[tmp_path / "copy"])
     path = save(tmp_path / "home" / "a", 2, overwrite=True)
-    spoil(path)
+    if harm == "spoil":
+        spoil(path)
+    else:
+        (path / "rank-00000.h5").unlink()
     with pytest.warns(RuntimeWarning), pytest.raises(ckpt.CheckpointError, match="copy/a is from another save"):
         load(path, copies=[tmp_path / "copy"])
+
+
+def test_rank_0_says_which_places(tmp_path):
+    def act(comm):
+        copies = [tmp_path / "copy"] if comm.rank == 0 else None
+        path = ckpt.save(tmp_path / "home" / "a", {"x": np.ones(3), "y": np.ones(4)}, comm=comm, copies=copies)
+        comm.barrier()
+        if comm.rank == 1:
+            (path / "rank-00001.h5").unlink()
+        comm.barrier()
+        out = {"x": np.zeros(3), "y": np.zeros(4)}
+        ckpt.load(path, out, comm=comm, copies=copies)
+        return out["x"].sum()
+
+    with pytest.warns(RuntimeWarning, match="going on"):
+        assert on_ranks(2, act) == [3, 3]
 
 
 def test_ranks_go_on_to_the_copy_together(tmp_path, place):

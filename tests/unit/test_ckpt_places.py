@@ -102,6 +102,36 @@ def test_uploads_of_the_dead_are_removed_those_of_the_living_are_not(tmp_path):
         living.communicate(b"\n")
 
 
+def test_what_is_no_checkpoint_is_left_alone(tmp_path):
+    place = places.Url(f"local://{tmp_path / 'copy'}")
+    (place / "a").make()
+    (place / "a" / "thesis.tex").write(b"years")
+    for overwrite in (False, True):
+        with pytest.warns(RuntimeWarning, match="copy/a was not made: .*something lies there that is no checkpoint"):
+            save(tmp_path / "home" / "a", copies=[str(place)], overwrite=overwrite)
+    assert names(place / "a") == ["thesis.tex"]
+
+
+def test_a_removal_that_stopped_on_its_way_is_ended_by_the_next_job(tmp_path, monkeypatch):
+    place = places.Url(f"local://{tmp_path / 'copy'}")
+    save(tmp_path / "home" / "a", copies=[str(place)])
+    plain, removed = places.Url.unlink, []
+
+    def die(self):
+        if len(removed) == 2:
+            raise KeyboardInterrupt
+        removed.append(self.name)
+        plain(self)
+
+    monkeypatch.setattr(places.Url, "unlink", die)
+    with pytest.raises(KeyboardInterrupt):
+        commit._remove(place / "a")
+    monkeypatch.undo()
+    assert removed[0] == "manifest.jsonl" and len(names(place / "a")) == 2 and ckpt.latest(place) is None
+    save(tmp_path / "home" / "b", copies=[str(place)])
+    assert names(place) == ["b", LATEST_NAME]
+
+
 def test_an_upload_that_was_taken_over_is_not_published(tmp_path):
     final = places.Url(f"local://{tmp_path}/copy/a")
     first = Upload.open(final, b"first", overwrite=False)
@@ -124,7 +154,7 @@ def test_a_place_that_cannot_be_asked_is_an_error_and_not_an_empty_one(tmp_path)
     with pytest.raises(FileNotFoundError, match=f"No such file or directory: '{nothing}'"):
         nothing.entries()
     nothing.unlink()
-    nothing.remove_folder("a")
+    nothing.remove_folder("a", "b")
 
 
 @pytest.mark.parametrize("text", ["s3://bucket/run", "memory://", "local:///tmp/x"])
