@@ -6,6 +6,8 @@
 
 A checkpoint is a folder: `rank-00000.h5` and so on, one file a rank, hold the bytes; `index.h5` shows every tensor in its full
 shape to other tools; `manifest.jsonl` says where everything lies, with checksums, and is what we read ourselves.
+`save(..., copies=[...])` writes the finished checkpoint to further places, URLs such as s3://bucket/run among them, too; reading takes
+URLs everywhere.
 `python -m ckpt ls DIR` and `python -m ckpt show DIR [TENSOR]` look inside from a shell.
 """
 

@@ -92,12 +92,12 @@ def _clean(folder: Url, *, except_for: str) -> None:
         if OWNER_NAME not in names or FILE_NAME in names:
             continue
         owner = _owner(folder / name)
-        if owner is None:
+        if owner is None or not isinstance(owner.get("begun"), float):
             continue
         if owner["host"] == socket.gethostname():
             dead = owner["pid"] == os.getpid() or not is_alive(owner)
         else:
-            dead = time.time() - owner.get("begun", 0.0) > _ABANDONED_S
+            dead = time.time() - owner["begun"] > _ABANDONED_S
         if dead:
             (folder / name).remove_folder(FILE_NAME, OWNER_NAME)
 
