@@ -55,6 +55,11 @@ def begin(comm: Ranks, folder: Path, work: Callable[[Ranks], None]) -> None:
     _pending = Pending(comm, folder, work)
 
 
+def goes_on() -> bool:
+    """Whether this rank is saving in the background at this moment; False also when that has ended and `wait` was not called yet."""
+    return _pending is not None and _pending.thread.is_alive()
+
+
 def wait() -> None:
     """Wait for the save that goes on in the background, if one does. Collective over the communicator it was begun with.
 

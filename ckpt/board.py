@@ -13,9 +13,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ckpt.files import patient, write_file
 from collectives.diagnosis.together import joint_error, report_of
 
 _QUIET_S = 3600.0  # a rank that says nothing for so long counts as lost
+_RESERVE_BYTES = 64 << 10
 _POLL_S = (0.005, 0.25)  # the first pause between two looks, and the longest
 
 
@@ -25,6 +27,7 @@ class Board:
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self.folder, self.rank, self.size = folder, rank, size
         self._round = 0
+        self._reserve: Path | None = None  # room on the disk for the last words
         self._given_up = threading.Event()
 
     def give_up(self) -> None:
@@ -63,8 +66,18 @@ class Board:
             raise found[0] from error
 
     def _post(self, name: str, obj: Any) -> None:
-        hidden = self.folder / f"{name}.{os.getpid()}.part"
-        hidden.write_text(json.dumps(obj))
+        if self._reserve is None:
+            reserve = self.folder / f"reserve.{self.rank}"
+            patient(lambda: write_file(reserve, bytes(_RESERVE_BYTES)))
+            self._reserve = reserve
+        hidden = self.folder / f"{name}.part"
+        data = json.dumps(obj).encode()
+        try:
+            write_file(hidden, data)
+        except OSError:  # what is to be said may be that the disk is full
+            hidden.unlink(missing_ok=True)
+            self._reserve.unlink(missing_ok=True)
+            write_file(hidden, data)
         os.rename(hidden, self.folder / name)  # a reader finds all of it, or nothing
 
     def _take(self, name: str) -> Any:

@@ -1,8 +1,9 @@
 """Looking into a checkpoint without MPI and torch: `ckpt.open(path)` maps names to entries that read what is asked of them."""
 
+import math
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import Any
 
@@ -10,9 +11,10 @@ import numpy as np
 
 from ckpt.folder import parse_manifest, read_manifest
 from ckpt.layout import Box, Shape
-from ckpt.manifest import Manifest, Tensor
+from ckpt.manifest import CheckpointError, Manifest, Tensor
 from ckpt.places import Place, absolute
 from ckpt.reader import Reader
+from ckpt.sources import matching
 from collectives.dtypes import TABLE
 
 Index = int | slice | EllipsisType
@@ -48,17 +50,42 @@ class TensorEntry:
         """Where it lies: the file of each block, and the block's box."""
         return [(self._manifest.files[block.file].name, block.box) for block in self._tensor.blocks]
 
+    @property
+    def axes(self) -> tuple[str | None, ...] | None:
+        """For each dimension the mesh axis that it was cut along, None where it is whole; None if nobody said so (`Shard.axes`)."""
+        return self._tensor.axes
+
     def read(self, where: Box | Index | tuple[Index, ...] | None = None, *, verify: bool = True) -> np.ndarray:
         """The whole tensor, a `Box` of it, or the part that integers and slices of step 1 select, as a new NumPy array.
 
         Only the blocks it touches are read. An integer drops its dimension, as in NumPy. `verify`: compare the chunks read with
-        their checksums. IndexError or ValueError for an index that does not fit, CheckpointError for damage.
+        their checksums. IndexError or ValueError for an index that does not fit, CheckpointError for damage, or if it is more than
+        the memory of this machine: a sparse file of any size takes no place on a disk.
         """
         box, shape = _box_of(where, self.shape)
-        out = np.empty(box.shape, self.dtype)
+        out = self._empty(box.shape)
         with Reader(self._folder, self._manifest, verify=verify) as reader:
             reader.fill(out, self._tensor, box)
         return out.reshape(shape)
+
+    def chunks(self, *, verify: bool = True) -> Iterator[np.ndarray]:
+        """Each element once, in the order of the files: 1-D arrays of a few MiB, each valid until the next one is asked for.
+
+        What goes through a tensor of any size in little memory, where the places of its elements do not matter.
+        """
+        with Reader(self._folder, self._manifest, verify=verify) as reader:
+            yield from reader.elements(self._tensor)
+
+    def _empty(self, shape: Shape) -> np.ndarray:
+        nbytes = math.prod(shape) * self.dtype.itemsize
+        try:
+            if nbytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+                return np.empty(shape, self.dtype)
+        except MemoryError:
+            pass
+        raise CheckpointError(
+            f"{self._folder}: {nbytes} bytes of tensor {self.name!r} do not fit into memory: read a part of it at a time"
+        )
 
     def __getitem__(self, where: Index | tuple[Index, ...]) -> np.ndarray:
         return self.read(where)
@@ -104,6 +131,25 @@ class Checkpoint(Mapping[str, TensorEntry]):
     def files(self) -> dict[str, int]:
         """The files and their sizes in bytes."""
         return {file.name: file.nbytes for file in self._manifest.files}
+
+    def to_jax(
+        self, sharding: Any = None, *, only: str | Sequence[str] | None = None, verify: bool = True
+    ) -> dict[str, Any]:
+        """The tensors as a pytree of JAX arrays: "model/embed.weight" is `tree["model"]["embed.weight"]`. Needs JAX.
+
+        Of each tensor every device of this process gets its part, and no other is read: with many processes, each of them reads
+        what its own devices hold. The dtypes stay; 64-bit ones even where JAX has them turned off.
+
+        `sharding`: a `jax.sharding.Sharding` for all tensors; or a function of a `TensorEntry` that returns one; or nested dicts of
+        them as in the result, where a group may have one for all in it. None: where JAX puts an array by itself, whole.
+        `only`: a pattern such as "model/*", or several. `verify`: compare the chunks read with their checksums.
+
+        Raises ValueError or TypeError before anything is read if a sharding is missing or does not fit a shape, or no name matches;
+        CheckpointError for damage.
+        """
+        from ckpt.jax_arrays import tree_of
+
+        return tree_of({name: self[name] for name in matching(self.names, only)}, sharding, verify=verify)
 
     def __getitem__(self, name: str) -> TensorEntry:
         return TensorEntry(self.path, self._manifest, self._manifest.tensors[name])

@@ -20,11 +20,13 @@ import time
 import uuid
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 from ckpt.files import flush, write_file
 from ckpt.folder import LATEST_NAME, info, newest_first, step_of
 from ckpt.manifest import FILE_NAME
-from ckpt.places import Place, Url
+from ckpt.places import Place
+from ckpt.remote import Url
 
 OWNER_NAME = ".owner"
 _ABANDONED_S = (
@@ -71,8 +73,11 @@ class Stage:
         folder.mkdir()
         return folder
 
-    def publish(self, *, overwrite: bool) -> None:
-        """Give the finished stage its final name: this is the moment from which the checkpoint exists."""
+    def publish(self, *, overwrite: bool, newest: bool = True) -> None:
+        """Give the finished stage its final name: this is the moment from which the checkpoint exists.
+
+        `newest`: of its folder, so that `latest` names it.
+        """
         owner = _owner(self.path)
         if owner is None or owner["token"] != self._token:
             raise FileExistsError(errno.EEXIST, "another job took this checkpoint over", str(self.path))
@@ -82,20 +87,21 @@ class Stage:
         if self.final.exists():
             if _exchange(self.path, self.final):
                 flush(parent)
-                _remove(self.path)
+                remove(self.path)
             else:
                 replaced = parent / f".{self.final.name}.replaced"
                 os.rename(self.final, replaced)
                 os.rename(self.path, self.final)
                 flush(parent)
-                _remove(replaced)
+                remove(replaced)
         else:
             os.rename(self.path, self.final)
             flush(parent)
         # Not before the rename: a stage without an owner counts as a dead one's.
         with contextlib.suppress(OSError):
             os.unlink(self.final / OWNER_NAME)
-        _write_latest(self.final)
+        if newest:
+            write_latest(self.final)
 
     def discard(self) -> None:
         """Remove the stage, if it still is one. Never raises: there is an error on its way already."""
@@ -118,24 +124,31 @@ def retain(final: Place, keep: int | None, keep_every: int | None = None) -> Non
 
     Nor one whose name ends with a multiple of `keep_every`.
     """
-    if keep is None:
-        return
+    for path in [] if keep is None else outdated(final, keep, keep_every):
+        try:
+            remove(path)
+        except OSError as error:
+            # The new checkpoint stands: no reason to end a run.
+            warnings.warn(f"the old checkpoint {path} could not be removed: {error}", RuntimeWarning, stacklevel=2)
+
+
+def outdated(final: Place, keep: int, keep_every: int | None = None) -> list[Place]:
+    """What `retain` removes, newest first."""
     complete = 0
+    found = []
     for path, _ in newest_first(final.parent):
         step = step_of(path.name)
         if keep_every is not None and step is not None and step % keep_every == 0 and path != final:
             continue
         if complete >= keep and path != final:
-            try:
-                _remove(path)
-            except OSError as error:
-                # The new checkpoint stands: no reason to end a run.
-                warnings.warn(f"the old checkpoint {path} could not be removed: {error}", RuntimeWarning, stacklevel=2)
+            found.append(path)
         elif info(path, path.name).complete:
             complete += 1
+    return found
 
 
-def _remove(path: Place) -> None:
+def remove(path: Place) -> None:
+    """Remove a checkpoint: under its name it is gone at once. OSError if not even that can be done."""
     if isinstance(path, Url):
         (path / OWNER_NAME).write(signature(""))  # should this job die on the way, the next one goes on
         path.remove_folder(FILE_NAME, OWNER_NAME)
@@ -146,30 +159,71 @@ def _remove(path: Place) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
+class Leftover(NamedTuple):
+    """A hidden folder of a save. `action`: "remove" or "restore" (to `original`) what a dead job left, "keep" a living one's."""
+
+    path: Path
+    action: str
+    why: str
+
+    @property
+    def original(self) -> Path:
+        """The checkpoint it belongs to."""
+        return self.path.with_name(self.path.name[1:].rpartition(".")[0])
+
+
+def leftovers(folder: Path, *, quiet_s: float = 0.0) -> list[Leftover]:
+    """What saves that go on, or ended too early, have in `folder`, by name.
+
+    What bears no owner's name counts as a dead job's, unless it changed in the last `quiet_s` seconds.
+    """
+    kinds = (".staging", ".replaced", ".removed", ".board")
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    ours = (name for name in names if name.startswith(".") and Path(name).suffix in kinds)
+    return [_judged(folder / name, quiet_s) for name in ours]
+
+
+def settle(leftover: Leftover) -> None:
+    """Do what is to be done with it. What cannot be removed stays; OSError if it cannot be restored."""
+    if leftover.action == "restore":
+        os.rename(leftover.path, leftover.original)
+    elif leftover.action == "remove":
+        shutil.rmtree(leftover.path, ignore_errors=True)
+
+
 def _clean(folder: Path, *, except_for: Path) -> None:
     """Finish what dead jobs began in `folder`."""
-    for entry in list(os.scandir(folder)):
-        path = folder / entry.name
-        if not entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False) or path == except_for:
-            continue
-        if entry.name.endswith(".replaced"):
-            original = folder / entry.name[1:].removesuffix(".replaced")
-            if original.exists():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                os.rename(path, original)
-        elif entry.name.endswith(".board"):
-            # One whose stage is gone was left by a job that died, or belongs to one that has heard all.
-            if not (folder / f"{entry.name.removesuffix('.board')}.staging").exists():
-                shutil.rmtree(path, ignore_errors=True)
-        elif entry.name.endswith(".removed") or (entry.name.endswith(".staging") and _is_abandoned(path)):
-            shutil.rmtree(path, ignore_errors=True)
+    for leftover in leftovers(folder):
+        if leftover.path != except_for:
+            settle(leftover)
 
 
-def _is_abandoned(stage: Path) -> bool:
-    owner = _owner(stage)
-    if owner is None:  # its process died before it could sign
-        return True
+def _judged(path: Path, quiet_s: float) -> Leftover:
+    kind = path.suffix
+    stage = path.with_suffix(".staging")
+    if kind == ".removed":
+        return Leftover(path, "remove", "half removed")
+    if kind == ".board" and stage.exists():
+        return _judged(stage, quiet_s)._replace(path=path)
+    if kind == ".staging" and (owner := _owner(path)) is not None:
+        whose = f"of process {owner['pid']!r:.20} on {owner['host']!r:.80}"
+        if _is_abandoned(path, owner):
+            return Leftover(path, "remove", f"a save {whose}, which is gone")
+        return Leftover(path, "keep", f"a save {whose}, which may go on")
+    # Not the time of writing alone: a rename is what may have happened last.
+    with contextlib.suppress(FileNotFoundError):
+        changed = max(path.stat().st_mtime, path.stat().st_ctime)
+        if quiet_s and time.time() - changed < quiet_s:
+            return Leftover(path, "keep", f"changed in the last {quiet_s:.0f} s: a save may go on")
+    if kind == ".board":  # left by a job that died, or its ranks have heard all
+        return Leftover(path, "remove", "its save ended")
+    if kind == ".replaced":
+        restore = Leftover(path, "restore", "its replacement never came")
+        return restore._replace(action="remove", why="it was replaced") if restore.original.exists() else restore
+    return Leftover(path, "remove", "a save that died before it could sign")
+
+
+def _is_abandoned(stage: Path, owner: dict) -> bool:
     if owner["host"] == socket.gethostname():
         return owner["pid"] == os.getpid() or not is_alive(owner)
     try:
@@ -229,7 +283,8 @@ def _exchange(a: Path, b: Path) -> bool:
     )
 
 
-def _write_latest(final: Path) -> None:
+def write_latest(final: Path) -> None:
+    """Let the hint beside the checkpoint name it."""
     temporary = final / f".{LATEST_NAME}"  # where no other job is at work
     temporary.unlink(missing_ok=True)
     write_file(temporary, f"{final.name}\n".encode())

@@ -12,15 +12,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt.access import open_regular
 from ckpt.commit import Stage, next_sequence, retain
 from ckpt.files import check_room, naming, patient
-from ckpt.guard import decode, open_regular
+from ckpt.guard import decode
 from ckpt.hdf5 import INDEX_NAME
 from ckpt.manifest import FILE_NAME, CheckpointError, Manifest
-from ckpt.places import Paths, Place, Url, all_places, read_all
+from ckpt.places import Paths, Place, all_places, read_all
 from ckpt.ranks import Ranks
+from ckpt.remote import Url
 from ckpt.upload import Upload, newest_sequence
-from ckpt.verifying import verify_file
+from ckpt.verifying import verify_files
 from collectives.diagnosis.together import joint_error, report_of
 
 _BUFFER_BYTES = 4 << 20
@@ -148,10 +150,8 @@ class _Copy:
 
     def _read_back(self) -> None:
         folder = self._folder
-        numbers = {file.name: number for number, file in enumerate(self.manifest.files)}
-        for name in self.mine:
-            if damages := verify_file(folder, self.manifest, numbers[name]):
-                raise CheckpointError(f"reading it back: {damages[0]}")
+        if self.mine and (damages := verify_files(folder, self.manifest, self.mine, threads=1)):
+            raise CheckpointError(f"reading it back: {damages[0]}")
         if self.ranks.rank == 0 and not isinstance(folder, Url) and read_all(folder / FILE_NAME) != self.data:
             raise CheckpointError(f"reading it back: {FILE_NAME} is not what was written")
 

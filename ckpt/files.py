@@ -4,7 +4,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +28,15 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(f"{path}: {error}") from error
 
 
+def check_free(folder: Path, nbytes: int) -> None:
+    """OSError unless the file system of `folder` has so many bytes left."""
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if free < nbytes:
+        problem = f"{os.strerror(errno.ENOSPC)}: {nbytes:,} bytes are to be written, {free:,} are left"
+        raise OSError(errno.ENOSPC, problem, str(folder))
+
+
 def check_room(path: Path, nbytes: int) -> None:
     """OSError unless a file of `nbytes` can be made at `path`, in a folder that another rank has just made.
 
@@ -38,9 +47,6 @@ def check_room(path: Path, nbytes: int) -> None:
         try:
             os.write(fd, bytes(min(nbytes, 1 << 16)))  # a full disk, or a quota that is used up
             os.ftruncate(fd, nbytes)  # a limit on the size of files
-            disk = os.fstatvfs(fd)
-            if disk.f_bavail * disk.f_frsize < nbytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         finally:
             os.close(fd)
             os.unlink(path)
@@ -79,3 +85,44 @@ def flush(path: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def pread_into(fd: int, memory: memoryview, position: int, path: str | Path) -> None:
+    """Fill `memory` from byte `position` of an open file. OSError that names it, if it ends before."""
+    with naming(Path(path)):
+        done = 0
+        while done < len(memory):
+            count = os.preadv(fd, [memory[done:]], position + done)
+            if not count:
+                raise OSError(errno.EIO, f"it ends at byte {position + done}, before its data", str(path))
+            done += count
+
+
+def pwrite_all(fd: int, data: memoryview, position: int) -> None:
+    """Write all of `data` from byte `position` of an open file on."""
+    while data:
+        written = os.pwrite(fd, data, position)
+        data, position = data[written:], position + written
+
+
+class Output:
+    """A file for others, made under the name `temporary` beside its own, which `commit` gives it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = path.with_name(f".{path.name}.tmp")
+
+    def flush(self) -> None:
+        """Bring what was written to `temporary` to the disk."""
+        flush(self.temporary)
+
+    def commit(self) -> None:
+        """Let it have its name, and replace what has it."""
+        with naming(self.path):
+            os.rename(self.temporary, self.path)
+        flush(self.path.parent)
+
+    def discard(self) -> None:
+        """Remove it, unless it has its name. Never raises: there is an error on its way already."""
+        with suppress(OSError):
+            self.temporary.unlink(missing_ok=True)

@@ -8,18 +8,28 @@ are work in progress (see commit.py).
 import os
 import re
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
-from ckpt.guard import Header, check_files, decode, decode_header, open_regular, verified_lines
-from ckpt.manifest import FILE_NAME, CheckpointError, File, Manifest
-from ckpt.places import Paths, Place, Url, all_places, bytes_in, check_sizes, folders_in, names_in, place_of, read_all
+from ckpt.guard import Header, decode, verified_header
+from ckpt.manifest import FILE_NAME, CheckpointError, File, Manifest, OutOfReachError
+from ckpt.places import (
+    Paths,
+    Place,
+    all_places,
+    bytes_in,
+    check_files,
+    folders_in,
+    names_in,
+    place_of,
+    read_bytes,
+    read_header,
+)
+from ckpt.remote import Url
 
 LATEST_NAME = "latest"
 RUN_SUBFOLDER = "checkpoints"  # where a run's folder keeps them, by the main job's and our convention
-_MAX_HEADER_BYTES = 256 << 20
 _PARTS = r"manifest\.jsonl|index\.h5|(rank|node|part)-[0-9]{5}\.h5"
 
 
@@ -27,7 +37,8 @@ _PARTS = r"manifest\.jsonl|index\.h5|(rank|node|part)-[0-9]{5}\.h5"
 class CheckpointInfo:
     """One checkpoint of a folder. `problem` says why an incomplete one cannot be used; `saved` is in seconds since the epoch.
 
-    `step`: the number its name ends with, if any. `sequence` and `saved` are None where the manifest cannot be read.
+    `broken`: whether something of it certainly is missing or altered, and not just out of this program's reach (a newer format, no
+    permission). `step`: the number its name ends with, if any. `sequence` and `saved` are None where the manifest cannot be read.
     """
 
     path: Place
@@ -38,6 +49,7 @@ class CheckpointInfo:
     num_tensors: int | None
     sequence: int | None
     saved: float | None
+    broken: bool = False
 
     @property
     def complete(self) -> bool:
@@ -49,12 +61,23 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
     FileNotFoundError if there is no such folder.
     """
-    folder = place_of(folder)
-    places = _candidates(folder)
-    if not places and (folder / RUN_SUBFOLDER).is_dir():
-        places = _candidates(folder / RUN_SUBFOLDER)
-    found = [info(path, name) for path, name in places]
+    found = [info(path, name) for path, name in _candidates(folder_of_checkpoints(folder))]
     return sorted(found, key=lambda c: (-1 if c.sequence is None else c.sequence, c.saved or 0.0, c.name))
+
+
+def folder_of_checkpoints(folder: str | os.PathLike[str]) -> Place:
+    """Where a run's folder keeps its checkpoints; `folder` itself if it holds some, or is no run's.
+
+    FileNotFoundError if it is missing.
+    """
+    folder = place_of(folder)
+    inner = folder / RUN_SUBFOLDER
+    return inner if not _candidates(folder) and inner.is_dir() else folder
+
+
+def is_part(name: str) -> bool:
+    """Whether a file of this name is one that a save makes."""
+    return re.fullmatch(_PARTS, name) is not None
 
 
 @overload
@@ -113,7 +136,7 @@ def newest_first(folder: Place) -> list[tuple[Place, Header]]:
     found = []
     for path, name in _candidates(folder):
         try:
-            header = read_header(path)
+            header, _ = read_header(path)
         except (CheckpointError, OSError):
             continue
         found.append((header.sequence, header.saved, name, path, header))
@@ -123,19 +146,18 @@ def newest_first(folder: Place) -> list[tuple[Place, Header]]:
 def info(path: Place, name: str) -> CheckpointInfo:
     """What there is to say about the checkpoint at `path`, called `name`."""
     step = step_of(name)
-    header, problem = None, None
+    header, problem, broken = None, None, False
     try:
-        header = read_header(path)
-        _check_files(path, header.files)
-        verified_lines(read_all(path / FILE_NAME))
+        header, _ = read_header(path)
+        check_files(path, header.files)
+        verified_header(read_bytes(path))
     except CheckpointError as error:
-        problem = str(error)
+        problem, broken = str(error), not isinstance(error, OutOfReachError)
     except OSError as error:
-        problem = f"the manifest cannot be read: {error}"
+        problem, broken = f"the manifest cannot be read: {error}", isinstance(error, FileNotFoundError)
     sequence, saved = (header.sequence, header.saved) if header else (None, None)
-    return CheckpointInfo(
-        path, name, step, problem, bytes_in(path), header.num_tensors if header else None, sequence, saved
-    )
+    num_tensors = header.num_tensors if header else None
+    return CheckpointInfo(path, name, step, problem, bytes_in(path), num_tensors, sequence, saved, broken)
 
 
 def step_of(name: str) -> int | None:
@@ -148,7 +170,7 @@ def read_manifest(path: Place) -> bytes:
     """The bytes of a checkpoint's manifest, after a look at its files. CheckpointError if there is none or files do not fit."""
     data = manifest_bytes(path)
     try:
-        files = decode_header(verified_lines(data)[0]).files
+        files = verified_header(data).files
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     check_there(path, files)
@@ -158,7 +180,9 @@ def read_manifest(path: Place) -> bytes:
 def manifest_bytes(path: Place) -> bytes:
     """The bytes of a checkpoint's manifest. CheckpointError if there is none."""
     try:
-        return read_all(path / FILE_NAME)
+        return read_bytes(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     except FileNotFoundError:
         what = "has no manifest.jsonl: it is no complete checkpoint" if path.is_dir() else "does not exist"
         raise CheckpointError(f"{path} {what}") from None
@@ -166,10 +190,10 @@ def manifest_bytes(path: Place) -> bytes:
         raise CheckpointError(f"{path}: the manifest cannot be read: {error}") from error
 
 
-def check_there(path: Place, files: Iterable[File]) -> None:
-    """CheckpointError unless the checkpoint's files are there, in the sizes that its manifest says."""
+def check_there(path: Place, files: tuple[File, ...]) -> None:
+    """CheckpointError unless the checkpoint's files are there, as its manifest says."""
     try:
-        _check_files(path, tuple(files))
+        check_files(path, files)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
@@ -193,7 +217,7 @@ def _candidates(folder: Place) -> list[tuple[Place, str]]:
             if not name.endswith(".replaced") or (folder / original).exists():
                 continue
             name = original
-        if any(re.fullmatch(_PARTS, part) for part in _names(folder / entry)):
+        if any(is_part(part) for part in _names(folder / entry)):
             found.append((folder / entry, name))
     return found
 
@@ -203,18 +227,3 @@ def _names(folder: Place) -> list[str]:
         return names_in(folder)
     except OSError:
         return []
-
-
-def _check_files(path: Place, files: tuple[File, ...]) -> None:
-    if isinstance(path, Url):
-        check_sizes(path, {file.name: file.nbytes for file in files})
-    else:
-        check_files(path, files)
-
-
-def read_header(path: Place) -> Header:
-    """The first line of a checkpoint's manifest, checked."""
-    if isinstance(path, Url):
-        return decode_header(read_all(path / FILE_NAME).partition(b"\n")[0])
-    with open(open_regular(path / FILE_NAME), "rb") as file:
-        return decode_header(file.readline(_MAX_HEADER_BYTES))

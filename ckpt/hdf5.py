@@ -6,6 +6,7 @@ h5py's low-level interface, because it is some times faster than the other for t
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import h5py
 import numpy as np
 
 from ckpt.files import naming
+from ckpt.layout import Shape
 from ckpt.manifest import FORMAT, VERSION, Manifest, Tensor, encode_meta
 from ckpt.placement import PAGE_BYTES
 from collectives.dtypes import TABLE
 
 INDEX_NAME = "index.h5"
-_MAX_ATTRIBUTE_BYTES = 60_000  # HDF5 keeps an attribute in its object's header, of at most 64 KiB
+MAX_ATTRIBUTE_BYTES = 60_000  # HDF5 keeps an attribute in its object's header, of at most 64 KiB
 _SCALAR = h5py.h5s.create(h5py.h5s.SCALAR)
 
 
@@ -29,7 +31,7 @@ def new_data_file(path: Path, elements: Mapping[str, int], mpi: Any = None) -> I
     Contiguous, allocated early and never filled: their place is fixed, and the file is a valid one before its bytes are there.
     `mpi`: mpi4py's communicator of the ranks that open it together, by parallel HDF5. The file's bytes are the same either way.
     """
-    plist = _dataset_properties()
+    plist = dataset_properties()
     plist.set_layout(h5py.h5d.CONTIGUOUS)
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -46,7 +48,7 @@ def new_data_file(path: Path, elements: Mapping[str, int], mpi: Any = None) -> I
         for dtype in sorted(elements):
             space = h5py.h5s.create_simple((elements[dtype],))
             datasets[dtype] = h5py.h5d.create(file.id, dtype.encode(), h5_type(dtype), space, plist)
-            _mark_dtype(datasets[dtype], dtype)
+            mark_dtype(datasets[dtype], dtype)
         yield datasets
         del datasets
 
@@ -63,7 +65,7 @@ def index_image(manifest: Manifest, scalars: Mapping[str, np.ndarray]) -> bytes:
         root = file["/"].attrs
         root["format"], root["version"] = FORMAT, VERSION
         meta = encode_meta(manifest.meta)
-        if len(meta) <= _MAX_ATTRIBUTE_BYTES:
+        if len(meta) <= MAX_ATTRIBUTE_BYTES:
             root["meta"] = meta
         # HDF5 makes the groups on the way: their names are the parts of the tensor's.
         links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
@@ -73,40 +75,52 @@ def index_image(manifest: Manifest, scalars: Mapping[str, np.ndarray]) -> bytes:
             (f.name.encode(), {dtype: h5py.h5s.create_simple((d.elements,)) for dtype, d in f.datasets.items()})
             for f in manifest.files
         ]
+        # Each object costs h5py some microseconds, so they are used again where they can be.
+        spaces: dict[Shape, h5py.h5s.SpaceID] = {(): _SCALAR}
         for tensor in manifest.tensors.values():
-            plist = _dataset_properties()
-            space = h5py.h5s.create_simple(tensor.shape) if tensor.shape else h5py.h5s.create(h5py.h5s.SCALAR)
+            plist = dataset_properties()
+            space = spaces.get(tensor.shape)
+            if space is None:
+                space = spaces[tensor.shape] = h5py.h5s.create_simple(tensor.shape)
             if tensor.shape and tensor.blocks:
-                _map_blocks(plist, tensor, sources)
+                _map_blocks(plist, tensor, space, sources)
             dataset = h5py.h5d.create(file.id, tensor.name.encode(), h5_type(tensor.dtype), space, plist, lcpl=links)
             if not tensor.shape:
                 # The memory's type is named as the file's, so that the bits of a bf16 go in as they are.
-                everything = h5py.h5s.create(h5py.h5s.SCALAR)
-                dataset.write(everything, everything, scalars[tensor.name], h5_type(tensor.dtype))
-            _mark_dtype(dataset, tensor.dtype)
+                dataset.write(_SCALAR, _SCALAR, scalars[tensor.name], h5_type(tensor.dtype))
+            mark_dtype(dataset, tensor.dtype)
             _mark_placement(dataset, tensor, manifest)
         file.flush()
         return file.id.get_file_image()
 
 
-def _dataset_properties() -> h5py.h5p.PropDCID:
+def dataset_properties() -> h5py.h5p.PropDCID:
+    """What all datasets have in common."""
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_obj_track_times(False)  # the same tensors make the same bytes
     return plist
 
 
-def _map_blocks(plist: h5py.h5p.PropDCID, tensor: Tensor, sources: list) -> None:
+def _map_blocks(plist: h5py.h5p.PropDCID, tensor: Tensor, target: h5py.h5s.SpaceID, sources: list) -> None:
     if "float" in tensor.dtype:
         plist.set_fill_value(np.array(np.nan, np.float32))
-    target = h5py.h5s.create_simple(tensor.shape)
     for block in tensor.blocks:
         name, spaces = sources[block.file]
         source = spaces[tensor.dtype]
         source.select_hyperslab((block.start,), (1,), block=(block.box.size,))
         target.select_hyperslab(block.box.offset, (1,) * len(tensor.shape), block=block.box.shape)
         plist.set_virtual(target, name, b"/" + tensor.dtype.encode(), source)
+    target.select_all()
 
 
+@cache
+def _text_type(length: int) -> h5py.h5t.TypeID:
+    kind = h5py.h5t.C_S1.copy()
+    kind.set_size(length)
+    return kind
+
+
+@cache
 def h5_type(dtype: str) -> h5py.h5t.TypeID:
     """The type in the file. bf16 is an HDF5 float of 1 + 8 + 7 bits, which h5py reads as float32 and h5dump prints as numbers."""
     if dtype != "bfloat16":
@@ -119,7 +133,8 @@ def h5_type(dtype: str) -> h5py.h5t.TypeID:
     return kind
 
 
-def _mark_dtype(dataset: h5py.h5d.DatasetID, dtype: str) -> None:
+def mark_dtype(dataset: h5py.h5d.DatasetID, dtype: str) -> None:
+    """Name the dtype that h5py has no word for."""
     if dtype == "bfloat16":
         h5py.Dataset(dataset).attrs["dtype"] = dtype
 
@@ -131,8 +146,6 @@ def _mark_placement(dataset: h5py.h5d.DatasetID, tensor: Tensor, manifest: Manif
         attributes["axes"] = ", ".join(axis or "-" for axis in tensor.axes)
     for key, text in attributes.items():
         value = text.encode()
-        if 0 < len(value) <= _MAX_ATTRIBUTE_BYTES:
-            kind = h5py.h5t.C_S1.copy()
-            kind.set_size(len(value))
-            attribute = h5py.h5a.create(dataset, key.encode(), kind, _SCALAR)
-            attribute.write(np.array(value), mtype=kind)
+        if 0 < len(value) <= MAX_ATTRIBUTE_BYTES:
+            kind = _text_type(len(value))
+            h5py.h5a.create(dataset, key.encode(), kind, _SCALAR).write(np.array(value), mtype=kind)

@@ -4,8 +4,9 @@ Everything here is arithmetic on tuples: no files, no arrays, no ranks. Shapes a
 dimension; "flat" positions are row-major (C order).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, combinations, islice
 from math import prod
 
 Shape = tuple[int, ...]
@@ -65,36 +66,65 @@ def cover_error(shape: Shape, boxes: Sequence[Box], owners: Sequence[str]) -> st
         if not box.inside(shape):
             return f"{owner}'s box {box} does not lie inside the shape {shape}"
     filled = [(box, owner) for box, owner in zip(boxes, owners, strict=True) if box.size]
-    # Sweep along the dimension with the most distinct starts: there the fewest boxes are open at the same time.
-    axis = max(range(len(shape)), key=lambda d: len({box.offset[d] for box, _ in filled}), default=None)
-    if axis is not None:
-        filled.sort(key=lambda pair: pair[0].offset[axis])
-    open_boxes: list[tuple[Box, str]] = []
-    for box, owner in filled:
-        if axis is not None:
-            open_boxes = [pair for pair in open_boxes if pair[0].offset[axis] + pair[0].shape[axis] > box.offset[axis]]
-        for other, other_owner in open_boxes:
-            if box.intersect(other):
-                return f"{other_owner}'s box {other} and {owner}'s box {box} overlap"
-        open_boxes.append((box, owner))
+    if problem := _overlap(filled):
+        return problem
     # Disjoint boxes cover a tensor exactly if their sizes add up to it.
     if sum(box.size for box, _ in filled) == prod(shape):
         return None
     return f"no rank holds element {_first_gap(shape, [box for box, _ in filled])} of the shape {shape}"
 
 
-def _first_gap(shape: Shape, boxes: Sequence[Box]) -> Shape | None:
-    """The first element (row-major) of a tensor of `shape` that lies in none of `boxes`."""
+def _overlap(filled: list[tuple[Box, str]]) -> str | None:
+    """Which two of `filled` overlap, or None.
+
+    Whatever was cut by planes falls apart along them: those boxes that meet others along every dimension are left to be compared
+    each with each. Boxes that interlock by hundreds come from nobody but who wants to keep us busy: the work is bounded.
+    """
+    budget = 10_000 + sum(10 * (4 + len(box.shape)) for box, _ in filled)
+    todo = [filled]
+    while todo and budget > 0:
+        group = todo.pop()
+        for axis in range(len(group[0][0].shape) if len(group) > 1 else 0):
+            budget -= len(group)
+            parts = _apart(group, axis)
+            if len(parts) > 1:
+                todo += parts
+                break
+        else:
+            for (box, owner), (other, other_owner) in islice(combinations(group, 2), max(0, budget)):
+                if box.intersect(other):
+                    return f"{owner}'s box {box} and {other_owner}'s box {other} overlap"
+            budget -= len(group) * (len(group) - 1) // 2
+    return None if budget > 0 else "its boxes interlock too much to be checked; expected cuts along planes"
+
+
+def _apart(group: list[tuple[Box, str]], axis: int) -> list[list[tuple[Box, str]]]:
+    """`group` cut by all planes across `axis` that pass between its boxes."""
+    parts: list[list[tuple[Box, str]]] = []
+    end = -1
+    for pair in sorted(group, key=lambda pair: pair[0].offset[axis]):
+        start, length = pair[0].offset[axis], pair[0].shape[axis]
+        if start >= end:
+            parts.append([])
+        parts[-1].append(pair)
+        end = max(end, start + length)
+    return parts
+
+
+def _first_gap(shape: Shape, boxes: Sequence[Box]) -> Shape:
+    """The first element (row-major) of a tensor of `shape` that lies in none of `boxes`, which are disjoint and too few."""
     if not shape:
-        return None if boxes else ()
-    # Between two neighbouring edges every row looks the same, so the rows at the edges are all there is to see.
-    edges = {0} | {box.offset[0] for box in boxes} | {box.offset[0] + box.shape[0] for box in boxes}
-    for row in sorted(edge for edge in edges if edge < shape[0]):
-        across = [Box(b.offset[1:], b.shape[1:]) for b in boxes if b.offset[0] <= row < b.offset[0] + b.shape[0]]
-        gap = _first_gap(shape[1:], across)
-        if gap is not None:
-            return (row, *gap)
-    return None
+        return ()
+    # Between two neighbouring edges every row looks the same, so the rows at the edges are all there is to see; and a row has a
+    # gap if what the boxes hold of it is less than all of it.
+    held = {0: 0}
+    for box in boxes:
+        for row, sign in ((box.offset[0], 1), (box.offset[0] + box.shape[0], -1)):
+            held[row] = held.get(row, 0) + sign * prod(box.shape[1:])
+    total = accumulate(held[row] for row in sorted(held))
+    row = next(row for row, size in zip(sorted(held), total, strict=True) if size < prod(shape[1:]))
+    across = [Box(b.offset[1:], b.shape[1:]) for b in boxes if b.offset[0] <= row < b.offset[0] + b.shape[0]]
+    return (row, *_first_gap(shape[1:], across))
 
 
 def flat_index(position: Shape, shape: Shape) -> int:
@@ -118,6 +148,21 @@ def single_run(inner: Box, block_shape: Shape, target_shape: Shape) -> bool:
     return True
 
 
+def pieces(box: Box, size: int) -> list[Box]:
+    """A box cut into boxes of at most `size` elements each, in flat order."""
+    if box.size <= size:
+        return [box] if box.size else []
+    axis = next(d for d, n in enumerate(box.shape) if n > 1)
+    rows = max(1, size * box.shape[axis] // box.size)
+    found = []
+    for start in range(0, box.shape[axis], rows):
+        count = min(rows, box.shape[axis] - start)
+        offset, shape = list(box.offset), list(box.shape)
+        offset[axis], shape[axis] = offset[axis] + start, count
+        found += pieces(Box(tuple(offset), tuple(shape)), size)
+    return found
+
+
 def rectangles(shape: Shape, start: int, stop: int) -> list[Box]:
     """The flat range `start:stop` of a tensor of `shape`, cut into boxes in flat order: at most 2 ndim - 1 of them."""
     if start >= stop:
@@ -134,6 +179,25 @@ def rectangles(shape: Shape, start: int, stop: int) -> list[Box]:
     if whole < last:
         boxes.append(Box((whole,) + (0,) * (len(shape) - 1), (last - whole, *shape[1:])))
     return boxes + [_under(last, box) for box in rectangles(shape[1:], 0, tail)]
+
+
+def slabs(shape: Shape, limit: int) -> Iterator[Box]:
+    """A tensor of `shape` cut into boxes of at most `limit` elements (at least 1), in flat order; each is one flat range.
+
+    As many rows together as fit; a row that alone is too long is cut in turn.
+    """
+    if not prod(shape):
+        return
+    if prod(shape) <= limit:
+        yield Box.full(shape)
+        return
+    row = prod(shape[1:])
+    step = limit // row
+    for first in range(0, shape[0], max(1, step)):
+        if step:
+            yield Box((first,) + (0,) * (len(shape) - 1), (min(step, shape[0] - first), *shape[1:]))
+        else:
+            yield from (_under(first, box) for box in slabs(shape[1:], limit))
 
 
 def _under(row: int, box: Box) -> Box:

@@ -7,15 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
+
 from ckpt.folder import check_there, manifest_bytes, parse_manifest
-from ckpt.manifest import CheckpointError, Manifest
+from ckpt.layout import pieces
+from ckpt.manifest import CheckpointError, Manifest, Tensor
 from ckpt.places import Paths, Place, absolute, all_places
 from ckpt.ranks import Ranks, Solo
 from ckpt.reader import Reader
 from ckpt.tensors import Local, inspect
+from collectives.dtypes import TABLE
 
 _DOING = "ckpt.load"
 _MAX_NAMES = 5  # in one message
+_CAST_ELEMENTS = 1 << 20  # that are converted at a time
 
 
 def load(
@@ -25,6 +30,7 @@ def load(
     comm: Ranks | None = None,
     strict: bool = True,
     only: str | Sequence[str] | None = None,
+    cast: bool = False,
     verify: bool = True,
     copies: Paths | None = None,
 ) -> dict[str, Any]:
@@ -35,6 +41,7 @@ def load(
     saved in and by however many ranks. The ranks may ask for different tensors.
     `strict`: names asked for but not stored, or stored but not asked for, are an error; otherwise the former stay as they are and
     the latter are passed over. `only`: a pattern such as "model/*", or several; stored tensors whose name none matches do not count.
+    `cast`: floating numbers may be of another dtype than those stored, and are converted as NumPy's `astype` does.
     `verify`: compare every chunk read with its checksum.
     `copies`: the further places that `save` was given. If the checkpoint is missing or damaged for any rank, a RuntimeWarning on rank 0
     says so, and all ranks read the copy in the first of them instead, and so on. Copies are told by the name; one of another save is
@@ -57,14 +64,14 @@ def load(
             failure: Exception = error
         else:
             with comm.together(_DOING):  # what does not fit this one fits no copy of it
-                wanted = _match(place, manifest, held, strict=strict, only=only)
+                wanted = _match(place, manifest, held, strict=strict, only=only, cast=cast)
             try:
                 with comm.together(_DOING):
                     if comm.rank == 0:
                         check_there(place, manifest.files)
                 with comm.together(_DOING), Reader(place, manifest, verify=verify) as reader:
                     for local in wanted:
-                        reader.fill(local.array, manifest.tensors[local.name], local.box)
+                        _fill(local, manifest.tensors[local.name], reader)
                 return manifest.meta
             except (CheckpointError, OSError) as error:
                 failure = error
@@ -100,8 +107,25 @@ def _manifest_at(place: Place, known: bytes | None, comm: Ranks) -> tuple[bytes,
         return data, parse_manifest(place, data)
 
 
+def _fill(local: Local, tensor: Tensor, reader: Reader) -> None:
+    """Read a rank's box of `tensor`, converted if need be."""
+    if local.dtype == tensor.dtype:
+        reader.fill(local.array, tensor, local.box)
+        return
+    for piece in pieces(local.box, _CAST_ELEMENTS):
+        stored = np.empty(piece.shape, TABLE[tensor.dtype].numpy)
+        reader.fill(stored, tensor, piece)
+        local.array[piece.relative_to(local.box.offset).slices] = stored.astype(local.array.dtype)
+
+
 def _match(
-    folder: Place, manifest: Manifest, asked: list[Local], *, strict: bool, only: str | Sequence[str] | None
+    folder: Place,
+    manifest: Manifest,
+    asked: list[Local],
+    *,
+    strict: bool,
+    only: str | Sequence[str] | None,
+    cast: bool,
 ) -> list[Local]:
     """Those of `asked` that are stored; CheckpointError unless names (if `strict`), shapes and dtypes fit."""
     patterns = ("*",) if only is None else (only,) if isinstance(only, str) else only
@@ -118,10 +142,12 @@ def _match(
     wanted = [local for local in asked if local.name in stored]
     for local in wanted:
         tensor = manifest.tensors[local.name]
-        if (tensor.shape, tensor.dtype) != (local.shape, local.dtype):
+        both_float = "float" in tensor.dtype and "float" in local.dtype
+        if tensor.shape != local.shape or (tensor.dtype != local.dtype and not (cast and both_float)):
+            hint = " (cast=True converts it)" if tensor.shape == local.shape and both_float else ""
             raise CheckpointError(
                 f"{folder}: tensor {local.name!r} is {tensor.dtype} {tensor.shape} there; "
-                f"expected {local.dtype} {local.shape}"
+                f"expected {local.dtype} {local.shape}{hint}"
             )
     return wanted
 

@@ -13,9 +13,11 @@ Here: what it says, how it is written, and which names tensors may have. Reading
 
 import json
 import math
+import reprlib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import xxhash
@@ -30,10 +32,20 @@ VERSION = (
 FILE_NAME = "manifest.jsonl"
 CHUNK_BYTES = 4 << 20  # a checksum each; what verifying one block of any size needs as memory
 MAX_NDIM = 32  # HDF5's limit
+# What a reader needs for a manifest is some five times its bytes, and for one line of it less than 64 MiB, whatever is in it. A line
+# has room for tensors of 30,000 blocks or 2 TiB, and for 40,000 files.
+MAX_BYTES = 1 << 30
+MAX_LINE_BYTES = 8 << 20
+MAX_LINE_VALUES = 1 << 19
+MAX_NAME = 1024
 
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, of another format, or does not fit what was asked of it."""
+
+
+class OutOfReachError(CheckpointError):
+    """A checkpoint that cannot be used here and may well be whole: of a newer format, of another program, or without permission."""
 
 
 class Dataset(NamedTuple):
@@ -100,7 +112,10 @@ class Manifest:
 
 
 def encode_meta(meta: Mapping[str, Any]) -> str:
-    """`meta` as one line of JSON. TypeError if it is no JSON-like value: a key that is no string would come back as one."""
+    """`meta` as one line of JSON. TypeError if it is no JSON-like value: a key that is no string would come back as one.
+
+    ValueError if a manifest has no room for it, see `line_error`.
+    """
 
     def check(value: Any, where: str) -> None:
         if isinstance(value, Mapping):
@@ -119,11 +134,22 @@ def encode_meta(meta: Mapping[str, Any]) -> str:
     if not isinstance(meta, Mapping):
         raise TypeError(f"meta is a {type(meta).__name__}; expected a dict")
     check(meta, "meta")
-    return json.dumps(meta, separators=(",", ":"))
+    line = json.dumps(meta, separators=(",", ":"))
+    if problem := line_error(line.encode()):
+        raise ValueError(f"meta {problem}; save what is large as tensors")
+    return line
+
+
+def line_error(line: bytes) -> str | None:
+    """Why no manifest can have this line, or None: Python's values need up to 30 times the memory of their text."""
+    if len(line) > MAX_LINE_BYTES:
+        return f"is a line of {len(line)} bytes or more; expected at most {MAX_LINE_BYTES}"
+    values = sum(map(line.count, (b"[", b"{", b",", b":")))
+    return f"is a line of {values} values; expected at most {MAX_LINE_VALUES}" if values > MAX_LINE_VALUES else None
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as the bytes of its file."""
+    """The manifest as the bytes of its file. ValueError if it is larger than a reader would take."""
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -150,7 +176,12 @@ def encode(manifest: Manifest) -> bytes:
         axes = {} if tensor.axes is None else {"axes": tensor.axes}
         line = {"name": name, "dtype": tensor.dtype, "shape": tensor.shape, **axes, "blocks": blocks}
         lines.append(json.dumps(line, separators=(",", ":")))
+    for text in lines:
+        if problem := line_error(text.encode()):
+            raise ValueError(f"{text[:80]!r} ... {problem}; save in fewer and larger pieces")
     body = ("\n".join(lines) + "\n").encode()
+    if len(body) > MAX_BYTES - 64:
+        raise ValueError(f"the manifest would have {len(body)} bytes, expected at most {MAX_BYTES}: save fewer blocks")
     return body + f'{{"xxh3":"{xxhash.xxh3_64_hexdigest(body)}"}}\n'.encode()
 
 
@@ -164,11 +195,13 @@ def file_entry(file: File) -> dict[str, Any]:
 def name_error(name: object) -> str | None:
     """Why `name` cannot name a tensor, or None. Names are paths of HDF5 groups, which "/" separates."""
     if not isinstance(name, str):
-        return f"the name {name!r} is no string"
+        return f"the name {name!r:.60} is no string"
+    if len(name) > MAX_NAME:
+        return f"the name {name[:60]!r}... has {len(name)} characters; expected at most {MAX_NAME}"
     try:
         name.encode()
     except UnicodeEncodeError:
-        return f"the name {name!r} is no valid Unicode"
+        return f"the name {name!a} is no valid Unicode"
     # What is not printable could also play tricks on the terminal that lists it.
     if not name.isprintable() or any(part in ("", ".", "..") for part in name.split("/")):
         return f"the name {name!r} is no path of groups: it has an empty part, '.', '..' or a control character"
@@ -180,15 +213,13 @@ def axes_error(axes: object, ndim: int) -> str | None:
     fits = isinstance(axes, list | tuple) and len(axes) == ndim
     if fits and all(axis is None or (isinstance(axis, str) and axis.isprintable()) for axis in axes):  # type: ignore[attr-defined]
         return None
-    return f"axes is {axes!r:.60}; expected {ndim} names of mesh axes, None where a dimension is whole"
+    return f"axes is {reprlib.repr(axes)}; expected {ndim} names of mesh axes, None where a dimension is whole"
 
 
 def nesting_error(names: Iterable[str]) -> str | None:
     """Why `names` cannot stand side by side, or None: a name cannot be both a tensor and a group of tensors."""
-    names = set(names)
-    for name in names:
-        parts = name.split("/")
-        for i in range(1, len(parts)):
-            if (group := "/".join(parts[:i])) in names:
-                return f"the name {group!r} is a tensor and also the group of {name!r}"
+    # In the order of their parts, what is in a group follows it at once.
+    for name, following in pairwise(sorted(names, key=lambda name: name.replace("/", "\0"))):
+        if following.startswith(name + "/"):
+            return f"the name {name!r} is a tensor and also the group of {following!r}"
     return None

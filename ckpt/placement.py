@@ -7,8 +7,11 @@ each other: a rank writes one range of each dataset, and no two ranks write to o
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
+from ckpt.layout import Box, Shape
 from collectives.dtypes import TABLE
 
 BLOCK_BYTES = 64  # every block starts on a cache line, so that views of a mapped file suit vector instructions
@@ -87,3 +90,33 @@ def assign(nbytes: Mapping[str, int], loads: Sequence[int]) -> dict[str, int]:
         owner[name] = rank
         heapq.heapreplace(heap, (load + nbytes[name], rank))
     return owner
+
+
+def cut_evenly(tensors: Sequence[tuple[Shape, int]], parts: int) -> list[dict[int, Box]]:
+    """Deal tensors, each a shape and the bytes of an element, out to so many parts of about the same bytes: index -> its box.
+
+    They follow each other in their order and are cut between rows of the first dimension longer than 1. A part may get nothing.
+    """
+    total = sum(prod(shape) * itemsize for shape, itemsize in tensors)
+    edges = [total * part // parts for part in range(parts + 1)]
+    dealt: list[dict[int, Box]] = [{} for _ in range(parts)]
+    at = 0
+    for index, (shape, itemsize) in enumerate(tensors):
+        nbytes = prod(shape) * itemsize
+        if not nbytes:
+            continue
+        axis = next((axis for axis, n in enumerate(shape) if n > 1), None)
+        rows = 1 if axis is None else shape[axis]
+        row_bytes = nbytes // rows
+        # The row nearest to each edge, where it lies within the tensor.
+        cuts = [min(rows, max(0, (edge - at + row_bytes // 2) // row_bytes)) for edge in edges]
+        for part, (start, stop) in enumerate(pairwise(cuts)):
+            if start < stop:
+                dealt[part][index] = Box.full(shape) if axis is None else _rows(shape, axis, start, stop)
+        at += nbytes
+    return dealt
+
+
+def _rows(shape: Shape, axis: int, start: int, stop: int) -> Box:
+    ahead, behind = shape[:axis], shape[axis + 1 :]
+    return Box((0,) * axis + (start,) + (0,) * len(behind), (*ahead, stop - start, *behind))

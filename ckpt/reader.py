@@ -14,7 +14,7 @@ import xxhash
 
 from ckpt.layout import Box, flat_index, rectangles, single_run
 from ckpt.manifest import Block, CheckpointError, Manifest, Tensor
-from ckpt.places import OpenFile, Place, open_file
+from ckpt.places import Folder, OpenFile, Place, open_place
 from collectives.dtypes import TABLE
 
 _MAX_OPEN_FILES = 64
@@ -27,6 +27,7 @@ class Reader:
         self._folder = folder
         self._manifest = manifest
         self._verify = verify
+        self._opened: Folder | None = None
         self._files: OrderedDict[int, OpenFile] = OrderedDict()
         self._chunk_buffer = np.empty(0, np.uint8)
 
@@ -38,6 +39,9 @@ class Reader:
     ) -> None:
         while self._files:
             self._files.popitem()[1].close()
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
 
     def fill(self, target: np.ndarray, tensor: Tensor, box: Box) -> None:
         """Copy `box` of `tensor` into `target`: contiguous, of the box's shape and the tensor's dtype.
@@ -54,6 +58,21 @@ class Reader:
                     self._copy_run(target, tensor, block, inner, box)
                 else:
                     self._copy_rectangles(target, tensor, block, inner, box)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._folder}: tensor {tensor.name!r}: {error}") from None
+
+    def elements(self, tensor: Tensor) -> Iterator[np.ndarray]:
+        """Each element of `tensor` once, in the order of the files: a 1-D array for each chunk, valid until the next one is asked for.
+
+        CheckpointError as from `fill`.
+        """
+        dtype = TABLE[tensor.dtype].numpy
+        try:
+            for block in tensor.blocks:
+                for i, first, last in self._chunks(tensor, block, 0, block.box.size * dtype.itemsize):
+                    buffer = self._buffer(last - first)
+                    self._read_chunk(tensor, block, i, buffer)
+                    yield np.frombuffer(buffer, np.uint8).view(dtype)
         except CheckpointError as error:
             raise CheckpointError(f"{self._folder}: tensor {tensor.name!r}: {error}") from None
 
@@ -146,7 +165,9 @@ class Reader:
             return self._files[file]
         expected = self._manifest.files[file]
         try:
-            opened = open_file(self._folder / expected.name)
+            if self._opened is None:
+                self._opened = open_place(self._folder)
+            opened = self._opened.open(expected.name)
         except OSError as error:
             raise CheckpointError(f"{expected.name} cannot be opened: {error.strerror or error}") from None
         if len(self._files) >= _MAX_OPEN_FILES:

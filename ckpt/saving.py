@@ -2,7 +2,6 @@
 
 import os
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,16 +15,17 @@ import xxhash
 from ckpt.background import begin, copied, wait
 from ckpt.commit import Stage, retain
 from ckpt.copies import Retention, further_places, make_copies, next_sequence_in
-from ckpt.files import flush, write_file
+from ckpt.describing import Contents, write_index, write_manifest
+from ckpt.files import check_free, flush
 from ckpt.guard import file_of
-from ckpt.hdf5 import INDEX_NAME, index_image
 from ckpt.layout import Box, cover_error
-from ckpt.manifest import FILE_NAME, Block, Dataset, File, Manifest, Tensor, encode, encode_meta, file_entry
+from ckpt.manifest import encode_meta, file_entry
 from ckpt.placement import DataFile, Files, Item, assign, file_name, files_error, group_ranks, lay_out
-from ckpt.places import Paths, Place, Url, absolute
+from ckpt.places import Paths, Place, absolute
 from ckpt.ranks import Ranks, Solo
+from ckpt.remote import Url
 from ckpt.tensors import Local, inspect
-from ckpt.writer import Checksums, Driver, Posix, describe
+from ckpt.writer import Driver, Posix, room_of
 from collectives.dtypes import TABLE
 
 _DOING = "ckpt.save"
@@ -73,7 +73,7 @@ def save(
     comm = Solo() if comm is None else comm
     wait()
     with comm.together(_DOING):
-        checked = _checked_path(path)
+        checked = checked_path(path)
         places = further_places(checked.parent, copies)
         _check_arguments(files, driver, keep, keep_every, comm, in_background=background)
         held = inspect(tensors)
@@ -86,23 +86,31 @@ def save(
     with comm.together(_DOING):
         if comm.rank == 0:
             stage = Stage.open(checked, overwrite=overwrite)
-            opened = stage.path, stage.final, stage.make_board() if background else None, places
-    folder, final, board, places = comm.broadcast_object(opened)
+            opened = stage.path, stage.final, places
+    folder, final, places = comm.broadcast_object(opened)
     mine = [] if plan.own is None else [local for local in held if local.name in plan.own.starts[comm.rank]]
     scalars = {local.name: local.array for local in held if not local.shape}
     retention = Retention(keep, keep_every)
     job = _Job(plan, folder, final, stage, held, mine, scalars, dict(meta or {}), places, retention, overwrite)
-    with _discarding(stage):
+    with discarding(stage):
+        with comm.together(_DOING):
+            if stage is not None:
+                check_free(stage.path, sum(room_of(file) for file in plan.files))
         if not background:
             with _driver(driver, job, comm) as chosen:
                 _carry_out(job, chosen, comm)
             return Path(final)
+        board: Path | None = None
         with comm.together(_DOING):
             scalars = {name: array.copy() for name, array in scalars.items()}
             job = replace(job, mine=copied(mine), scalars=scalars)
+        with comm.together(_DOING):
+            if stage is not None:
+                board = stage.make_board()
+        board = comm.broadcast_object(board)
 
     def work(ranks: Ranks) -> None:
-        with _discarding(stage), _driver(driver, job, comm) as chosen:
+        with discarding(stage), _driver(driver, job, comm) as chosen:
             _carry_out(job, chosen, ranks)
 
     begin(comm, board, work)
@@ -135,6 +143,10 @@ class _Job:
     retention: Retention
     overwrite: bool
 
+    @property
+    def contents(self) -> Contents:
+        return Contents(self.held, self.plan.files, self.plan.boxes, self.meta)
+
 
 def _check_arguments(
     files: Files, driver: str, keep: int | None, keep_every: int | None, comm: Ranks, *, in_background: bool
@@ -157,7 +169,8 @@ def _check_arguments(
             raise ValueError(problem)
 
 
-def _checked_path(path: str | os.PathLike[str]) -> Path:
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a checkpoint to be. ValueError if it cannot have that name."""
     final = absolute(path)
     if isinstance(final, Url):
         raise ValueError(
@@ -171,7 +184,7 @@ def _checked_path(path: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def _discarding(stage: Stage | None) -> Iterator[None]:
+def discarding(stage: Stage | None) -> Iterator[None]:
     """Remove the stage if it did not become a checkpoint."""
     try:
         yield
@@ -213,7 +226,7 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
         with ThreadPoolExecutor(1) as beside:
             flushed = beside.submit(flush, job.folder / own.name) if own else None
             if job.stage is not None:  # while the disk is busy
-                _write_index(job)
+                write_index(job.folder, job.contents, job.scalars)
                 sequence = next_sequence_in(job.final.parent, job.copies)
             if flushed is not None:
                 flushed.result()
@@ -221,7 +234,7 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
     reports = ranks.all_gather_object((file_entry(file) if file else None, sums))
     with ranks.together(_DOING):
         if job.stage is not None:
-            _describe(job, reports, sequence)
+            write_manifest(job.folder, job.contents, reports, sequence=sequence)
             job.stage.publish(overwrite=job.overwrite)
             retain(job.final, job.retention.keep, job.retention.keep_every)
     leads = own is not None and own.ranks[0] == ranks.rank
@@ -301,40 +314,3 @@ def _plan(held: list[Local], boxes: list[dict[str, Box]], files: Files, hosts: S
         boxes,
         len(set(numbers)) < comm.size,
     )
-
-
-def _write_index(job: _Job) -> None:
-    """The index of data files that are being written."""
-    files = [
-        File(file.name, 0, {dtype: Dataset(0, count) for dtype, count in file.elements.items()})
-        for file in job.plan.files
-    ]
-    assert job.stage is not None
-    write_file(job.stage.path / INDEX_NAME, index_image(_manifest(job, files, None), job.scalars))
-
-
-def _describe(job: _Job, reports: list[tuple[dict[str, Any] | None, Checksums]], sequence: int) -> None:
-    """Write the manifest of the finished files, all the other files of the stage."""
-    assert job.stage is not None
-    made = {entry["name"]: file_of(entry) for entry, _ in reports if entry is not None}
-    files = [made[file.name] for file in job.plan.files]
-    index = job.stage.path / INDEX_NAME
-    manifest = _manifest(job, [*files, describe(index, {})], [sums for _, sums in reports])
-    manifest = replace(manifest, sequence=sequence, saved=time.time())
-    write_file(job.stage.path / FILE_NAME, encode(manifest))
-
-
-def _manifest(job: _Job, files: Sequence[File], sums: Sequence[Checksums] | None) -> Manifest:
-    """`sums`: of each rank's blocks; None before they are known."""
-    blocks: dict[str, list[Block]] = {local.name: [] for local in job.held}
-    whole = {local.name: local.box for local in job.held}
-    for number, file in enumerate(job.plan.files):
-        for rank, starts in file.starts.items():
-            for name, start in starts.items():
-                box = job.plan.boxes[rank].get(name) or whole[name]
-                blocks[name].append(Block(number, start, box, tuple(sums[rank][name]) if sums else ()))
-    tensors = {
-        local.name: Tensor(local.name, local.dtype, local.shape, tuple(blocks[local.name]), local.axes)
-        for local in job.held
-    }
-    return Manifest(tuple(files), tensors, job.meta)

@@ -1,6 +1,6 @@
 """What a caller hands in: a whole array, or a `Shard` of one. Looked at here once, for saving and for loading alike."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,11 @@ class Local:
     def bytes(self) -> memoryview:
         """The array's memory, as bytes."""
         return self.array.reshape(-1).view(np.uint8).data
+
+    def chunks(self, nbytes: int) -> Iterator[memoryview]:
+        """Its bytes, so many at a time, and the rest."""
+        data = self.bytes
+        return (data[at : at + nbytes] for at in range(0, len(data), nbytes))
 
 
 def inspect(tensors: Mapping[str, Any], *, writable: bool = False) -> list[Local]:

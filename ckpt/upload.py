@@ -17,9 +17,10 @@ import time
 import uuid
 
 from ckpt.commit import OWNER_NAME, is_alive, owner_of, signature
-from ckpt.folder import LATEST_NAME, newest_first, read_header
+from ckpt.folder import LATEST_NAME, newest_first
 from ckpt.manifest import FILE_NAME, CheckpointError
-from ckpt.places import Url, folders_in, names_in
+from ckpt.places import folders_in, names_in, read_header
+from ckpt.remote import Url
 
 _ABANDONED_S = 86400.0  # one that a host we cannot ask about it began so long ago counts as dead
 
@@ -81,7 +82,7 @@ def newest_sequence(folder: Url) -> int:
     """The number of the newest checkpoint there, 0 if there is none: that which the hint names, to spare a look at each."""
     with contextlib.suppress(OSError, CheckpointError, UnicodeDecodeError):
         name = (folder / LATEST_NAME).read().decode().strip()
-        return read_header(folder / name).sequence
+        return read_header(folder / name)[0].sequence
     return max((header.sequence for _, header in newest_first(folder)), default=0)
 
 

@@ -1,7 +1,7 @@
 """Every byte of a checkpoint against what the manifest says of it: see [Note: every byte] in manifest.py."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import NamedTuple
@@ -10,8 +10,10 @@ import numpy as np
 import xxhash
 
 from ckpt.folder import parse_manifest, read_manifest
-from ckpt.manifest import CheckpointError, Manifest
-from ckpt.places import OpenFile, Place, absolute, open_file
+from ckpt.inspecting import look, need_folder
+from ckpt.manifest import Block, CheckpointError, File, Manifest, Tensor
+from ckpt.places import Folder, OpenFile, Place, absolute, open_place
+from ckpt.progress import Progress, no_progress
 from collectives.dtypes import TABLE
 
 _BUFFER_BYTES = 4 << 20
@@ -28,7 +30,8 @@ class Damage(NamedTuple):
 
     def __str__(self) -> str:
         whose = "" if self.tensor is None else f", of tensor {self.tensor!r}"
-        return f"{self.file}, bytes {self.first} to {self.last}{whose}: {self.problem}"
+        where = f", bytes {self.first} to {self.last}" if self.last else ""
+        return f"{self.file}{where}{whose}: {self.problem}"
 
 
 class _Piece(NamedTuple):
@@ -41,33 +44,67 @@ class _Piece(NamedTuple):
     gap: bool = False
 
 
-def verify(path: str | os.PathLike[str], *, threads: int | None = None) -> list[Damage]:
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    hdf5: bool = False,
+    progress: Progress = no_progress,
+) -> list[Damage]:
     """All damage in the checkpoint `path`, none of which a reader has to come across; an empty list if it is whole.
 
-    Reads every file once, `threads` at a time (None: as many as cores), in 4 MiB of memory each. CheckpointError if the manifest
-    cannot be used, or a file is missing or of another size: then nothing more can be said.
+    Reads every file once, `threads` at a time (None: as many as cores), in 4 MiB of memory each. `hdf5`: also what would lead other
+    tools astray, see `ckpt.look`; then bytes 0 to 0 of a file. `progress` is told of each so many bytes more that were looked at,
+    by any of the threads. CheckpointError if the manifest cannot be used, or a file is missing or of another size: then nothing
+    more can be said.
     """
     folder = absolute(path)
+    if hdf5:
+        need_folder(folder)
     manifest = parse_manifest(folder, read_manifest(folder))
-    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-        found = pool.map(lambda number: verify_file(folder, manifest, number), range(len(manifest.files)))
+    damage = verify_files(folder, manifest, threads=threads, progress=progress)
+    return damage + [Damage(file, 0, 0, tensor, problem) for file, tensor, problem in (look(folder) if hdf5 else ())]
+
+
+def verify_files(
+    folder: Place,
+    manifest: Manifest,
+    names: Collection[str] | None = None,
+    *,
+    threads: int | None = None,
+    progress: Progress = no_progress,
+) -> list[Damage]:
+    """All damage in the manifest's files, or in those of `names`; what cannot be read at all is damage, too."""
+    blocks: dict[int, list[tuple[Tensor, Block]]] = {
+        number: [] for number, file in enumerate(manifest.files) if names is None or file.name in names
+    }
+    for tensor in manifest.tensors.values():
+        for block in tensor.blocks:
+            if block.file in blocks:
+                blocks[block.file].append((tensor, block))
+    files = [manifest.files[number] for number in blocks]
+    with closing(open_place(folder)) as opened, ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        found = pool.map(
+            lambda file, inside: _verify_file(opened, file, _pieces(file, inside, manifest.chunk_bytes), progress),
+            files,
+            blocks.values(),
+        )
         return [damage for of_file in found for damage in of_file]
 
 
-def verify_file(folder: Place, manifest: Manifest, number: int) -> list[Damage]:
-    """All damage in the manifest's file of that number; what cannot be read at all is damage, too."""
-    file = manifest.files[number]
+def _verify_file(folder: Folder, file: File, pieces: Iterable[_Piece], progress: Progress) -> list[Damage]:
     found = []
     rest = xxhash.xxh3_64()
     buffer = np.empty(_BUFFER_BYTES, np.uint8)
     try:
-        with closing(open_file(folder / file.name)) as opened:
-            for piece in _pieces(manifest, number):
+        with closing(folder.open(file.name)) as opened:
+            for piece in pieces:
                 hashed = xxhash.xxh3_64()
                 whole = True
                 for first in range(piece.first, piece.last, _BUFFER_BYTES):
                     memory = buffer[: min(_BUFFER_BYTES, piece.last - first)]
                     _read(opened, memory.data, first)
+                    progress(len(memory))
                     if piece.gap:
                         whole = whole and not memory.any()
                     else:
@@ -88,14 +125,11 @@ def verify_file(folder: Place, manifest: Manifest, number: int) -> list[Damage]:
     return found
 
 
-def _pieces(manifest: Manifest, number: int) -> Iterator[_Piece]:
-    """A file from its first byte to its last."""
-    file = manifest.files[number]
+def _pieces(file: File, inside: Iterable[tuple[Tensor, Block]], chunk_bytes: int) -> Iterator[_Piece]:
+    """A file from its first byte to its last. `inside`: its blocks."""
     blocks: dict[str, list[tuple[int, int, str, tuple[int, ...]]]] = {dtype: [] for dtype in file.datasets}
-    for tensor in manifest.tensors.values():
-        for block in tensor.blocks:
-            if block.file == number:
-                blocks[tensor.dtype].append((block.start, block.box.size, tensor.name, block.checksums))
+    for tensor, block in inside:
+        blocks[tensor.dtype].append((block.start, block.box.size, tensor.name, block.checksums))
     at = 0
     for dtype, dataset in sorted(file.datasets.items(), key=lambda item: item[1].offset_bytes):
         itemsize = TABLE[dtype].itemsize
@@ -105,8 +139,8 @@ def _pieces(manifest: Manifest, number: int) -> Iterator[_Piece]:
             first, last = dataset.offset_bytes + start * itemsize, dataset.offset_bytes + (start + size) * itemsize
             yield _Piece(at, first, gap=True)
             for i, checksum in enumerate(checksums):
-                begin = first + i * manifest.chunk_bytes
-                yield _Piece(begin, min(begin + manifest.chunk_bytes, last), name, checksum)
+                begin = first + i * chunk_bytes
+                yield _Piece(begin, min(begin + chunk_bytes, last), name, checksum)
             at = last
         end = dataset.offset_bytes + dataset.elements * itemsize
         yield _Piece(at, end, gap=True)

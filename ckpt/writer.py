@@ -5,14 +5,14 @@ checksum costs no second pass through memory.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import h5py
 import xxhash
 
-from ckpt.files import check_room, naming, patient
+from ckpt.files import check_room, naming, patient, pwrite_all
 from ckpt.hdf5 import new_data_file
 from ckpt.manifest import CHUNK_BYTES, Dataset, File
 from ckpt.placement import DataFile
@@ -23,6 +23,18 @@ _HEADER_BYTES = 1 << 18  # more than the rest of a data file: a handful of datas
 
 Checksums = dict[str, tuple[int, ...]]
 """Of each chunk of a block, by the name of its tensor."""
+
+
+class Bytes(Protocol):
+    """What is written: `Local` has it in memory, `Part` reads it from another file meanwhile."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    def chunks(self, nbytes: int) -> Iterator[memoryview]: ...
 
 
 class Driver(Protocol):
@@ -49,14 +61,17 @@ class Posix:
             self._file = describe(self._path, datasets)
         return self._file
 
-    def write(self, blocks: Sequence[Local], file: File | None) -> Checksums:
+    def write(self, blocks: Sequence[Bytes], file: File | None) -> Checksums:
         """Hand the blocks' bytes to the system. `file`: what the first rank's `prepare` returned. OSError that names the file."""
         assert file is not None
         starts = self._plan.starts[self._rank]
         with naming(self._path):
             fd = patient(lambda: os.open(self._path, os.O_WRONLY | os.O_CLOEXEC))
             try:
-                return {local.name: _write(fd, local.bytes, _position(file, local, starts)) for local in blocks}
+                return {
+                    local.name: _write(fd, local.chunks(CHUNK_BYTES), _position(file, local, starts))
+                    for local in blocks
+                }
             finally:
                 os.close(fd)
 
@@ -100,16 +115,14 @@ def rest_checksum(fd: int, nbytes: int, datasets: Mapping[str, Dataset]) -> int:
     return hashed.intdigest()
 
 
-def _position(file: File, local: Local, starts: Mapping[str, int]) -> int:
+def _position(file: File, local: Bytes, starts: Mapping[str, int]) -> int:
     return file.datasets[local.dtype].offset_bytes + starts[local.name] * TABLE[local.dtype].itemsize
 
 
-def _write(fd: int, data: memoryview, position: int) -> tuple[int, ...]:
+def _write(fd: int, chunks: Iterable[memoryview], position: int) -> tuple[int, ...]:
     checksums = []
-    for start in range(0, len(data), CHUNK_BYTES):
-        chunk = data[start : start + CHUNK_BYTES]
+    for chunk in chunks:
         checksums.append(xxhash.xxh3_64_intdigest(chunk))
-        done = 0
-        while done < len(chunk):
-            done += os.pwrite(fd, chunk[done:], position + start + done)
+        pwrite_all(fd, chunk, position)
+        position += len(chunk)
     return tuple(checksums)

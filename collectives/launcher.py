@@ -6,6 +6,9 @@ import sys
 # Where launchers say which rank a process is: it is one of several if any of them is set.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
+# What a launcher tells its ranks. A child process that inherits it takes itself for a rank, and brings the job down.
+LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPIR_CVAR_")
+
 
 def launched_rank() -> int:
     """This process's rank as its launcher told it, without starting MPI; -1 if no launcher did."""

@@ -4,7 +4,10 @@ import re
 from fractions import Fraction
 
 # Fractions, so that 5us is the number 5e-6.
-_BYTES = {unit: Fraction(n) for unit, n in {"B": 1, "": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}.items()}
+_BYTES = {
+    **{unit: Fraction(n) for unit, n in {"B": 1, "": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}.items()},
+    **{f"{prefix}B": Fraction(1000**i) for i, prefix in enumerate(("k", "M", "G"), 1)},
+}
 _SECONDS = {unit: Fraction(n) for unit, n in {"s": "1", "ms": "1e-3", "us": "1e-6", "µs": "1e-6", "ns": "1e-9"}.items()}
 _BANDWIDTHS = {
     **{f"{prefix}B/s": Fraction(1000**i) for i, prefix in enumerate(("", "k", "M", "G", "T"))},
@@ -22,7 +25,7 @@ def _parsed(text: str, units: dict[str, Fraction], error: str) -> Fraction:
 
 def parse_size(text: str) -> int:
     """'64KiB' as a number of bytes; ValueError if it is none, or less than 1."""
-    error = "size {}; expected bytes, 1 at least, such as 4096, 64KiB, 1.5MiB or 1GiB"
+    error = "size {}; expected bytes, 1 at least, such as 4096, 64KiB, 1.5MiB or 1.2GB"
     nbytes = int(_parsed(text, _BYTES, error))
     if nbytes < 1:
         raise ValueError(error.format(repr(text.strip())))

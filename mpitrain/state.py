@@ -20,6 +20,7 @@ import ckpt
 from collectives import Communicator
 from mpitrain.sharding import sharded_over, sharded_params
 from mpitrain.sharding.layout import Box
+from mpitrain.sharding.ranks import AXES
 
 
 def save(
@@ -29,13 +30,12 @@ def save(
     *,
     meta: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Any] | None = None,
-    keep: int | None = None,
-    overwrite: bool = False,
+    **options: Any,
 ) -> None:
     """Write a checkpoint of a model, sharded or not, and its optimizer. Collective over the model's ranks.
 
-    `meta`: a JSON-like dict of one's own. `tensors`: further ones, as `ckpt.save` takes them. `keep`, `overwrite` and the errors
-    are those of `ckpt.save`.
+    `meta`: a JSON-like dict of one's own. `tensors`: further ones, as `ckpt.save` takes them. The options (`files`, `driver`,
+    `background`, `keep`, `keep_every`, `overwrite`) and the errors are those of `ckpt.save`.
     """
     over = sharded_over(model)
     comm = None if over is None else over.all
@@ -57,7 +57,7 @@ def save(
     for tensor_name, held in everything.items():
         if isinstance(held, _Scalar) and comm is not None:
             held.spread(copies[tensor_name], comm)
-    ckpt.save(path, copies, comm=comm, meta=described, keep=keep, overwrite=overwrite)
+    ckpt.save(path, copies, comm=comm, meta=described, **options)
 
 
 def load(
@@ -100,8 +100,11 @@ def load(
             target, source = _data(value), _data(copies[name])
             if isinstance(value, _Scalar):
                 target, source = value.shard, source.expand(value.shard.shape)
-            if isinstance(target, torch.Tensor) and target.data_ptr() != source.data_ptr():
-                target.copy_(source)
+            if isinstance(target, torch.Tensor):
+                if target.data_ptr() != source.data_ptr():
+                    target.copy_(source)
+                else:  # read into it behind autograd's back
+                    torch.autograd.graph.increment_version(target)
     if optimizer is not None:
         saved = meta["optimizer"]
         for group in optimizer.param_groups:
@@ -162,7 +165,9 @@ def _held(value: torch.Tensor, param: nn.Parameter | None, scalars: set[nn.Param
         return data
     if param in scalars:
         return _Scalar(data)
-    return ckpt.Shard(data[:0] if is_copy else data, box.full_shape, box.offset)
+    rows = next((dim for dim, n in enumerate(box.full_shape) if n > 1), 0)
+    axes = [AXES[1] if dim == rows else None for dim in range(len(box.full_shape))]
+    return ckpt.Shard(data[:0] if is_copy else data, box.full_shape, box.offset, axes)
 
 
 def _data(value: Any) -> Any:
@@ -178,7 +183,7 @@ def _on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
         return data.cpu().contiguous() if isinstance(data, torch.Tensor) else data
 
     return {
-        name: ckpt.Shard(moved(value.data), value.shape, value.offset)
+        name: ckpt.Shard(moved(value.data), value.shape, value.offset, value.axes)
         if isinstance(value, ckpt.Shard)
         else moved(value)
         for name, value in tensors.items()

@@ -186,10 +186,24 @@ class CheckpointConfig:
     """Steps between checkpoints; 0: only at the end or stop."""
     keep: int = 3
     """Checkpoints kept; older ones are deleted."""
+    keep_every: int = 0
+    """Those of steps that it divides are never deleted; 0: all may be."""
+    files: str = "rank"
+    """Data files of a checkpoint: rank (one for each), node, one, or a number."""
+    background: bool = False
+    """Write them while the training goes on, from a copy in host memory."""
 
     def __post_init__(self) -> None:
         _expect("checkpoint.every", self.every, 0)
         _expect("checkpoint.keep", self.keep, 1)
+        _expect("checkpoint.keep_every", self.keep_every, 0)
+        if self.files not in ("rank", "node", "one") and not (self.files.isdecimal() and int(self.files) > 0):
+            raise ConfigError(f"checkpoint.files: expected rank, node, one or a number from 1, got {self.files!r}")
+
+    @property
+    def num_files(self) -> str | int:
+        """As `ckpt.save` takes it."""
+        return int(self.files) if self.files.isdecimal() else self.files
 
 
 @dataclass(frozen=True)
@@ -229,8 +243,12 @@ def check_ranks(config: Config, num_ranks: int) -> None:
     """Check what depends on the number of ranks.
 
     Raises:
-        ConfigError: a global batch that ranks and micro-batches do not divide, ranks that copies do not divide.
+        ConfigError: a global batch that ranks and micro-batches do not divide, ranks that copies do not divide, more files of a
+            checkpoint than ranks.
     """
+    files = config.checkpoint.num_files
+    if isinstance(files, int) and files > num_ranks:
+        raise ConfigError(f"checkpoint.files: {files} files are more than the {num_ranks} ranks that write them")
     copies = config.parallel.copies
     if num_ranks % copies:
         raise ConfigError(

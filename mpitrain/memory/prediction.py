@@ -31,6 +31,7 @@ KINDS = {
     "activations": "kept for backward, and temporary ones",
     "allocator": "freed pieces that it keeps",
     "data": "the files, once on a node",
+    "checkpoint": "the copy that is written in the background",
     "process": "Python, torch, MPI: measured",
 }
 """What is counted, and what it is."""
@@ -104,6 +105,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
             "activations": step["activations"],
             "allocator": int(HEAP_SHARE * step["heap"]),
             "data": data_bytes // on_node,
+            "checkpoint": 3 * held if config.checkpoint.background and rank < group else 0,
             "process": PROCESS_BYTES + LIBRARY_BYTES // on_node + (RING_BYTES if on_node > 1 else 0),
         }
 

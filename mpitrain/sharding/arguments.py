@@ -8,6 +8,14 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 T = TypeVar("T")
 
+
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """All tensors within what a module returned."""
+    if type(output) is torch.Tensor:
+        return [output]
+    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+
+
 _PLAIN = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
 
 

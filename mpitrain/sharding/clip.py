@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from mpitrain.sharding.module import sharded_over
+from mpitrain.sharding.reductions import check_reduced
 
 
 @torch.no_grad()
@@ -19,6 +20,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     over = sharded_over(model)
     shards = [p for p in model.parameters() if hasattr(p, "shard_box")]
     others = [p for p in model.parameters() if not hasattr(p, "shard_box")]
+    check_reduced(shards, "clip_grad_norm_")
     squares = _squares(shards)
     if over is not None:
         over.shard.all_reduce(squares)

@@ -60,6 +60,7 @@ class Context:
         self.comm_s = 0.0
         """Seconds spent in communication and in waiting for other ranks, since the beginning."""
         self._lasting = [unit for unit in self.units if unit.storage.lasts]
+        self._gathered = len(self._lasting) < len(self.units) and ranks.shard.size > 1
         self._stale = [unit for unit in self.units if unit.needs_refresh]  # after each step of the optimizer
         self._numbers = {id(unit): number for number, unit in enumerate(self.units)}
         inner = [unit.storage.nbytes for state in states[1:] for unit in state.units if not unit.storage.lasts]
@@ -99,6 +100,10 @@ class Context:
         finally:
             self.comm_s += time.perf_counter() - start
 
+    def count_writes(self) -> int:
+        """A number that changes whenever somebody writes to a shard."""
+        return sum(param.shard._version for unit in self.units for param in unit.params)
+
     # Fences
 
     def open(self) -> None:
@@ -124,8 +129,8 @@ class Context:
         with self.communicating():
             self.prefetch.begin("forward")
 
-    def close(self, *, before_backward: bool = False) -> None:
-        """After the outermost forward, which a backward may follow, and after a backward."""
+    def close(self, *, before_backward: bool = False, compared: bool = False) -> None:
+        """After the outermost forward, which a backward may follow, and after a backward. `compared`: what the ranks gathered is."""
         with self.communicating():
             self.prefetch.end()
             for unit in self._stale:
@@ -136,6 +141,8 @@ class Context:
         if before_backward:
             self.fence.put_off()
             return
+        if self._gathered and not compared:
+            self._compare_gathers()
         with self.communicating():
             self.fence.wait()
 
@@ -194,23 +201,58 @@ class Context:
         with self.communicating():
             self._reductions.end()
         self._forget_unused()
-        self.close()
+        self.close(compared=not self.ranks.has_replicas)
+        self._run_hooks()
+
+    def drop_grads(self) -> None:
+        """Forget full gradients that were not reduced."""
+        self._reductions.drop()
 
     def _forget_unused(self) -> None:
         """A parameter that no rank used has no gradient, as in plain torch: an optimizer leaves it alone.
 
-        In the same message the ranks compare which units they have gathered. Ranks that run different modules gather a mixture of
-        two, with no error where both are of the same size. Copies of the shards may run different ones.
+        In the same message the ranks compare what they have gathered, unless copies of the shards are among them.
         """
         params = [param for unit in self._reductions.done for param in unit.params]
         if not params:
             return
-        gathers = () if self.ranks.has_replicas else (*self._gathers.to_bytes(4),)
-        flags = [*gathers, *(255 - byte for byte in gathers), *(param.had_grad for param in params)]
-        most = torch.tensor(flags, dtype=torch.uint8)
+        gathers = [] if self.ranks.has_replicas else self._both_ways()
+        most = torch.tensor([*gathers, *(param.had_grad for param in params)], dtype=torch.uint8)
         with self.communicating():
             self.ranks.all.all_reduce(most, "max")
-        highest, lowest, used = most.tensor_split((len(gathers), 2 * len(gathers)))
+        compared, used = most.tensor_split((len(gathers),))
+        if gathers:
+            self._check_gathers(compared)
+        if not used.all():
+            for param, anywhere in zip(params, used.tolist(), strict=True):
+                if not anywhere and param.was_fresh:
+                    param.shard.grad = None
+
+    def _run_hooks(self) -> None:
+        """Those that wait for a shard's gradient. Not earlier: they may write to shards."""
+        for unit in self._reductions.done:
+            for param in unit.params:
+                if param.shard.grad is not None and getattr(param.shard, "_post_accumulate_grad_hooks", None):
+                    for hook in list(param.shard._post_accumulate_grad_hooks.values()):
+                        hook(param.shard)
+
+    def _compare_gathers(self) -> None:
+        """Ranks that run different modules gather a mixture of two, with no error where both are of the same size.
+
+        Copies of the shards may run different ones. Where a backward follows, it is done there.
+        """
+        mine = torch.tensor(self._both_ways(), dtype=torch.uint8)
+        with self.communicating():
+            self.ranks.shard.all_reduce(mine, "max")
+        self._check_gathers(mine)
+
+    def _both_ways(self) -> list[int]:
+        """The checksum of what was gathered, such that the ranks' maximum tells whether it is the same on all."""
+        mine = self._gathers.to_bytes(4)
+        return [*mine, *(255 - byte for byte in mine)]
+
+    def _check_gathers(self, most: torch.Tensor) -> None:
+        highest, lowest = most.tensor_split(2)
         if not torch.equal(highest, 255 - lowest):
             self.reset()
             self.prefetch.forget()
@@ -220,10 +262,6 @@ class Context:
                 "fully_shard(their_parent, units='one') first, or pass storage='resident'"
             )
         self._gathers = 0
-        if not used.all():
-            for param, anywhere in zip(params, used.tolist(), strict=True):
-                if not anywhere and param.was_fresh:
-                    param.shard.grad = None
 
 
 def _on_grad(context: "weakref.ref[Context]", position: int, index: int, full: torch.Tensor) -> None:

@@ -64,7 +64,7 @@ class Fence:
         self.forget()
         if self._count_versions() != self._versions:
             raise RuntimeError(
-                "parameters were written between a forward that recorded a graph and its backward, while other ranks may have been "
+                "parameters were written between a forward that recorded a graph and what came next, while other ranks may have been "
                 "reading them; run a forward without backward under torch.no_grad(), or get the parameters to write to anew from "
                 "model.parameters()"
             )

@@ -34,6 +34,12 @@ class ShardedModule(nn.Module):
         self._sharding.tidy()
         return super().state_dict(*args, **kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; drops what waits to be reduced after `no_sync` as well, which an optimizer's `zero_grad` cannot."""
+        super().zero_grad(set_to_none)
+        if self._sharding.context is not None:
+            self._sharding.context.drop_grads()
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether a backward reduces gradients over the ranks. Without, each rank keeps its full gradients, which takes as much memory
         as the unsharded model's, and the next backward with it reduces the sum."""
@@ -42,7 +48,11 @@ class ShardedModule(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards within the block reduce nothing: see `set_requires_gradient_sync`."""
+        """Backwards within the block reduce nothing: see `set_requires_gradient_sync`.
+
+        What they leave is not in `param.grad`: until a backward outside has reduced it, clipping and an optimizer's step raise, and
+        `model.zero_grad()` drops it, where an optimizer's `zero_grad` would not.
+        """
         before = [(state, state.sync_gradients) for state in states_of(self)]
         self.set_requires_gradient_sync(False)
         try:

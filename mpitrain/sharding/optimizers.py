@@ -8,6 +8,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpitrain.sharding.fences import finish_forwards
+from mpitrain.sharding.reductions import check_reduced
 
 # By name, as most live in packages of their own. They take norms, means or products of a whole matrix, or of all parameters.
 NOT_ELEMENTWISE = frozenset(
@@ -26,6 +27,9 @@ def watch_optimizers() -> None:
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     finish_forwards()
+    check_reduced(
+        (param for group in optimizer.param_groups for param in group["params"]), f"{type(optimizer).__name__}.step"
+    )
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _checked.get(optimizer) == count:
         return

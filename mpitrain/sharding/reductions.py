@@ -12,7 +12,9 @@ gradient comes, and its end is waited for before the next one begins: a rank tha
 nobody.
 """
 
+import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +24,23 @@ from mpitrain.sharding.unit import Unit
 
 if TYPE_CHECKING:
     from mpitrain.sharding.state import State
+
+
+_waiting: "weakref.WeakSet[Reductions]" = weakref.WeakSet()  # those with gradients of backwards under `no_sync`
+
+
+def check_reduced(params: Iterable[torch.Tensor], doing: str) -> None:
+    """RuntimeError if gradients of these shards wait to be reduced still, of which `doing` would know nothing."""
+    if not _waiting:
+        return
+    asked = {id(param) for param in params}
+    for reductions in _waiting:
+        for _, unit in reductions.order:
+            if unit.has_full_grads and any(id(param.shard) in asked for param in unit.params):
+                raise RuntimeError(
+                    f"{doing}: gradients of backwards under no_sync wait to be reduced; run a backward outside of no_sync first, "
+                    "or drop them by model.zero_grad()"
+                )
 
 
 class Reductions:
@@ -108,6 +127,13 @@ class Reductions:
         self._end_one()
         for unit in self.done:
             unit.finish_offload()
+        (_waiting.add if any(unit.has_full_grads for _, unit in self.order) else _waiting.discard)(self)
+
+    def drop(self) -> None:
+        """Forget gradients of backwards that reduced nothing."""
+        for _, unit in self.order:
+            unit.drop_grads()
+        _waiting.discard(self)
 
     def give_up(self) -> None:
         """What has begun before an exception ends, and its result is forgotten."""

@@ -3,12 +3,12 @@
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
-from mpitrain.sharding.arguments import cast, flatten
+from mpitrain.sharding.arguments import cast, flatten, tensors_in
 from mpitrain.sharding.context import Context, Phase
 from mpitrain.sharding.policy import MixedPrecisionPolicy
 from mpitrain.sharding.ranks import Ranks
@@ -64,10 +64,12 @@ class State:
             args, kwargs = self._cast_inputs(args, kwargs)
             return self._cast_outputs(call(*args, **kwargs))
         outermost = context.phase is not Phase.FORWARD
-        if outermost:
-            context.open()
-        self._has_run = True
+        written = None
         try:
+            if outermost:
+                context.open()
+                written = context.count_writes()
+            self._has_run = True
             self._gather()
             args, kwargs = self._cast_inputs(args, kwargs)
             with_grad = torch.is_grad_enabled()
@@ -75,8 +77,9 @@ class State:
             if with_grad and not self._counts:
                 args, kwargs = self._watch_inputs(args, kwargs)
             output = self._cast_outputs(call(*args, **kwargs))
+            self._check_outputs(output)
             if with_grad and (outermost or self._gathered):
-                self._watch_outputs(output)
+                self._watch_outputs(output, written)
         except BaseException:
             if outermost:
                 context.reset()  # no fence: the other ranks may be anywhere
@@ -198,14 +201,33 @@ class State:
             leaves[i] = tensor
         return rebuild(leaves)
 
-    def _watch_outputs(self, output: Any) -> None:
-        """Have the parameters in place before a gradient flows into the module."""
-        for leaf in (output,) if type(output) is torch.Tensor else tree_flatten(output)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._before_backward)
+    def _check_outputs(self, output: Any) -> None:
+        """RuntimeError if a part of the output is a full parameter's memory, which is about to be given back."""
+        if not self._gathered:
+            return
+        for leaf in tensors_in(output):
+            for unit in self._gathered:
+                if leaf.untyped_storage().data_ptr() == unit.storage.flat.untyped_storage().data_ptr():
+                    names = ", ".join(param.name for param in unit.params[:3])
+                    raise RuntimeError(
+                        f"a module returned one of its parameters ({names}, ...) or a view of one, whose memory is given back "
+                        "after its forward; return a copy (param.clone(), through which gradients flow), or pass storage='resident'"
+                    )
 
-    def _before_backward(self, grad: torch.Tensor) -> torch.Tensor:
+    def _watch_outputs(self, output: Any, written: int | None) -> None:
+        """Have the parameters in place before a gradient flows into the module. `written`: see `Context.count_writes`."""
+        for leaf in tensors_in(output):
+            if leaf.requires_grad:
+                leaf.register_hook(partial(self._before_backward, written))
+
+    def _before_backward(self, written: int | None, grad: torch.Tensor) -> torch.Tensor:
         assert self.context is not None
+        if written is not None and written != self.context.count_writes():
+            self.context.fence.forget()
+            raise RuntimeError(
+                "parameters were written between a forward and its backward (by an optimizer, an EMA, a load), which would compute the "
+                "gradients of neither; run the backward first, or the forward again"
+            )
         self.context.begin_backward()
         if torch.is_grad_enabled():
             self.context.note_graph()

@@ -7,6 +7,7 @@
 - gradient buffer: one unit's full gradients, gathered up for the reduction; the shards' gradients come out of it.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,7 +115,9 @@ class Unit:
             self.params.append(Sharded(name, users, full, shard, box))
         # Who sees a parameter where: short, since all of a model change faces twice a step and more.
         self._faces = [(module._parameters, name, param) for param in self.params for module, name in param.users]
-        self.storage.release()
+        self._fulls = tuple(param.full for param in self.params)
+        self._is_withdrawn = False
+        self.release()
         self.show_shards()
 
     def _of_shards(self) -> torch.Tensor:
@@ -130,6 +133,11 @@ class Unit:
         """Let the modules see the full parameters."""
         for seen, name, param in self._faces:
             param.check(seen.get(name))
+            if param.shard._backward_hooks:
+                raise RuntimeError(
+                    f"parameter {param.name} has a hook by register_hook, which would never run: the shard is no part of the graph; "
+                    "use register_post_accumulate_grad_hook, which runs at the end of a backward"
+                )
             if param.full.requires_grad != param.shard.requires_grad:
                 self._set_requires_grad(param)
             seen[name] = param.full
@@ -167,7 +175,13 @@ class Unit:
 
     def gather(self) -> bool:
         """Fill full parameters that do not last. Collective where they are not full. Returns whether they were not."""
-        return self.storage.gather(self._shard)
+        gathered = self.storage.gather(self._shard)
+        if self._is_withdrawn:
+            self._is_withdrawn = False
+            torch._C._autograd._unsafe_set_version_counter(
+                self._fulls, tuple(full._version - 1 for full in self._fulls)
+            )
+        return gathered
 
     def begin_gather(self) -> None:
         """Begin to fill the empty full parameters: `gather` ends it. Collective."""
@@ -176,6 +190,11 @@ class Unit:
     def release(self, *, for_backward: bool = False) -> None:
         """Give the memory back of full parameters that do not last. `for_backward`: see Storage."""
         self.storage.release(for_backward=for_backward)
+        if not (self.storage.lasts or self._is_withdrawn):
+            # A backward that came to them now, by a way that nobody watches, would compute with no memory behind them. As long as
+            # they are not gathered again, autograd takes them for changed, and raises.
+            self._is_withdrawn = True
+            torch.autograd.graph.increment_version(self._fulls)
 
     # Gradients
 
@@ -211,11 +230,12 @@ class Unit:
                 self._part(buffer, index).zero_()  # unused here; other ranks may have used it
         self._placed.clear()
 
-        if self._shard_grad is None:
+        if self._shard_grad is None or self._is_held():
             self._shard_grad = self._of_shards()
             for param in self.params:
                 begin = param.box.start - self._first
                 param.grad = self._shard_grad[begin : begin + param.box.numel].view(param.box.shape)
+            self._num_views = torch._C._storage_Use_Count(self._shard_grad.untyped_storage()._cdata)
         grads = buffer[: self.layout.numel]
         shard, replicate = self.ranks.shard, self.ranks.replicate
         if shard.size == 1:
@@ -227,6 +247,14 @@ class Unit:
         if adding or self.reduce_dtype != self.dtype or self._offload is not None:
             out = torch.empty(self.count, dtype=self.reduce_dtype, device=self.device)
         self._reduction = shard.reduce_scatter(out, grads, "avg", counts=self.layout.counts, async_op=True)
+
+    def _is_held(self) -> bool:
+        """Whether somebody keeps gradients of the shards that the next ones would overwrite: then those get memory of their own."""
+        assert self._shard_grad is not None
+        if torch._C._storage_Use_Count(self._shard_grad.untyped_storage()._cdata) > self._num_views:
+            return True  # by a view of one
+        # The getter's argument, and the attribute.
+        return any(sys.getrefcount(param.grad) > 2 for param in self.params if param.shard.grad is not param.grad)
 
     def progress(self) -> None:
         """Carry a reduction on that has begun, without waiting for anyone."""
@@ -297,6 +325,11 @@ class Unit:
                 with torch.no_grad():
                     before += grad
             full.grad = None
+
+    @property
+    def has_full_grads(self) -> bool:
+        """Whether gradients wait to be reduced."""
+        return bool(self._placed) or any(full.grad is not None for full in self._fulls)
 
     def drop_grads(self) -> None:
         """Forget full gradients that were not reduced."""

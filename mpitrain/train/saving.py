@@ -51,8 +51,11 @@ def save(
         meta["stepper"] = stepper
     rows = random_states.pack(_device(model))
     states = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
-    keep = config.checkpoint.keep
-    state.save(path, model, optimizer, meta=meta, tensors={_RANDOM: states}, keep=keep, overwrite=True)
+    settings = config.checkpoint
+    state.save(
+        path, model, optimizer, meta=meta, tensors={_RANDOM: states}, overwrite=True, files=settings.num_files,
+        background=settings.background, keep=settings.keep, keep_every=settings.keep_every or None,
+    )  # fmt: skip
 
 
 def load(

@@ -158,7 +158,7 @@ class Trainer:
     # Checkpoints
 
     def save(self) -> None:
-        """Save the state after the steps so far."""
+        """Save the state after the steps so far, perhaps in the background: see `ckpt.wait`."""
         saving.save(
             self.run.checkpoint(self.step),
             self.model,
@@ -252,6 +252,7 @@ class Trainer:
             if stopped or last or (config.checkpoint.every and self.step % config.checkpoint.every == 0):
                 self.save()
                 if stopped or last:
+                    ckpt.wait()
                     self._say(f"saved {self.run.checkpoint(self.step)}")
         if terminal is not None:
             terminal.close()

@@ -10,8 +10,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
+from ckpt.files import Output
+from ckpt.formats.safetensors import INDEX, FileTensor, exported, file_names, header, index_text, split
+from collectives.dtypes import dtype_of
 from mpitrain.sharding.ranks import Ranks
-from mpitrain.weights.files import INDEX, FileTensor, exported, file_names, header, index_text, split
 from mpitrain.weights.targets import Target, begin, targets_of, together
 
 _PIECE_BYTES = 16 << 20  # sent and written at a time; a multiple of every dtype's size
@@ -87,7 +89,7 @@ def export_weights(
 
 def _as_written(name: str, target: Target, dtype: torch.dtype | None) -> FileTensor:
     kind = dtype if dtype is not None and target.tensor.is_floating_point() else target.tensor.dtype
-    return FileTensor(name, target.shape, kind, prod(target.shape) * kind.itemsize)
+    return FileTensor(name, target.shape, dtype_of(kind).name, prod(target.shape) * kind.itemsize)
 
 
 def _pieces(content: Sequence[FileTensor], targets: dict[str, Target], over: Ranks | None) -> Iterator[torch.Tensor]:
@@ -96,16 +98,16 @@ def _pieces(content: Sequence[FileTensor], targets: dict[str, Target], over: Ran
         return  # a copy of what others send
     rank = 0 if over is None else over.shard.rank
     for tensor in content:
-        target = targets[tensor.name]
+        target, dtype = targets[tensor.name], getattr(torch, tensor.dtype)
         # A rank's rows follow those of the rank before it in the file too: the cut is along the first dimension that has a length.
-        lengths = [box.numel * tensor.dtype.itemsize for box in target.boxes] or [tensor.nbytes]
+        lengths = [box.numel * dtype.itemsize for box in target.boxes] or [tensor.nbytes]
         for owner, length in enumerate(lengths):
             for start in range(0, length, _PIECE_BYTES):
                 count = min(_PIECE_BYTES, length - start)
                 if rank == owner:
-                    begin, end = (at // tensor.dtype.itemsize for at in (start, start + count))
+                    begin, end = (at // dtype.itemsize for at in (start, start + count))
                     values = target.tensor.detach().reshape(-1)[begin:end]
-                    piece = values.to("cpu", tensor.dtype).contiguous().view(torch.uint8)
+                    piece = values.to("cpu", dtype).contiguous().view(torch.uint8)
                     if rank == 0:
                         yield piece
                     elif over is not None:
@@ -114,12 +116,11 @@ def _pieces(content: Sequence[FileTensor], targets: dict[str, Target], over: Ran
                     yield over.shard.recv(torch.empty(count, dtype=torch.uint8), owner)
 
 
-class _Output:
-    """A file under a temporary name. The first error of writing is kept until `close`: the ranks that send cannot be told before."""
+class _Output(Output):
+    """Keeps the first error of writing until `close`: the ranks that send cannot be told before."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._temporary = path.with_name(f".{path.name}.tmp")
+        super().__init__(path)
         self._file: BinaryIO | None = None
         self._failure: OSError | None = None
 
@@ -128,7 +129,7 @@ class _Output:
         if self._failure is None:
             try:
                 if self._file is None:
-                    self._file = self._temporary.open("wb")
+                    self._file = self.temporary.open("wb")
                 self._file.write(data)
             except OSError as error:
                 self._failure = error
@@ -137,21 +138,16 @@ class _Output:
         """Bring it to disk. OSError if that, or a write, failed."""
         try:
             if self._failure is None and self._file is not None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
                 self._file.close()
+                self.flush()
         except OSError as error:
             self._failure = error
         if self._failure is not None:
-            raise OSError(f"{self._path} cannot be written: {self._failure.strerror or self._failure}")
-
-    def commit(self) -> None:
-        """Give it its name."""
-        self._temporary.rename(self._path)
+            raise OSError(f"{self.path} cannot be written: {self._failure.strerror or self._failure}")
 
     def discard(self) -> None:
         """Remove it, unless it has its name."""
         if self._file is not None:
             with suppress(OSError):  # of a disk that is full, which `close` has told
                 self._file.close()
-            self._temporary.unlink(missing_ok=True)
+            super().discard()

@@ -25,10 +25,9 @@ from typing import IO
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from collectives.launcher import LAUNCHER_PREFIXES
 
-# What a launcher tells its ranks. A child that inherits it takes itself for a rank, and brings the job down.
-MPI_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPIR_CVAR_")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def run(
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without the variables by which an MPI launcher speaks to its ranks."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(MPI_PREFIXES)}
+    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import ROOT, Result, clean_environment, run
+from launching import ROOT, Result, clean_environment, launch, run
 
 CLUSTER = ROOT / "mpirun/cluster"
 
@@ -286,3 +286,51 @@ def test_a_step_sends_no_more_between_hosts_than_it_must() -> None:
     shares = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("share")]
     assert len(shares) == 2, str(result)
     assert all(0.97 < share <= 1.02 for share in shares), shares
+
+
+CHECKPOINTS = """
+import sys
+import numpy as np, ckpt, collectives
+comm = collectives.world()
+folder = sys.argv[1]
+full = {f"w{i}": np.random.default_rng(i).normal(size=(37 + i, 5, 3)).astype("f4") for i in range(6)}
+
+def shards(axis, fill):
+    found = {}
+    for name, array in full.items():
+        low, high = (array.shape[axis] * (comm.rank + i) // comm.size for i in (0, 1))
+        where = tuple(slice(low, high) if d == axis else slice(None) for d in range(3))
+        part = np.ascontiguousarray(array[where]) if fill else np.zeros_like(array[where], order="C")
+        found[name] = ckpt.Shard(part, array.shape, tuple(low if d == axis else 0 for d in range(3)))
+    return found
+
+for number, files in enumerate(("rank", "node", "one")):
+    path = f"{folder}/from-{comm.num_nodes}x{comm.node.size}-{number}"
+    ckpt.save(path, shards(0, True), comm=comm, files=files, background=files == "node")
+    ckpt.wait()
+    assert len(ckpt.open(path).files) == 1 + {"rank": comm.size, "node": comm.num_nodes, "one": 1}[files]
+    comm.barrier()
+for found in ckpt.list_checkpoints(folder):
+    for axis in (0, 1):
+        out = shards(axis, False)
+        ckpt.load(found.path, out, comm=comm)
+        expected = shards(axis, True)
+        assert all(out[name].data.tobytes() == expected[name].data.tobytes() for name in full), found
+if comm.rank == 0:
+    print("compared", len(ckpt.list_checkpoints(folder)), flush=True)
+"""
+
+
+def test_checkpoints_travel_between_hosts_and_numbers_of_ranks(tmp_path: Path) -> None:
+    """Saved by one rank and by 2 x 2, a file a rank, a host and in all; each loaded by 2 x 2 and by 3 ranks, bit for bit."""
+    script = tmp_path / "job.py"
+    script.write_text(CHECKPOINTS)
+    folder, env = str(tmp_path / "checkpoints"), {"PYTHONPATH": str(ROOT)}
+    jobs = [
+        launch(1, str(script), folder, env=env),
+        cluster("-H", "2x2", "python", str(script), folder),
+        launch(3, str(script), folder, env=env),
+    ]
+    for number, result in enumerate(jobs):
+        assert result.returncode == 0, str(result)
+        assert f"compared {3 * (number + 1)}" in result.stdout, str(result)

@@ -334,7 +334,17 @@ def test_never_begins_anew_beside_the_old_run_and_keeps_the_last_checkpoints(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole_run(2), folder)
-    args = ("--resume", "never", "--train.steps", "9", "--checkpoint.every", "2", "--checkpoint.keep", "2")
+    args = (
+        "--resume",
+        "never",
+        "--train.steps",
+        "9",
+        "--checkpoint.every",
+        "2",
+        "--checkpoint.keep",
+        "2",
+        "--checkpoint.background",
+    )
     result = trained(2, folder, corpus, *args)
     assert f"the earlier run is now {folder}.1" in result.stdout, str(result)
     assert_same_end(tmp_path / "run.1", whole_run(2))

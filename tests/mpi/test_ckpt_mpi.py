@@ -116,7 +116,8 @@ def test_all_drivers_write_the_same_files(comm, shared_tmp, files, driver):
     assert len(data_files) == count
     for name in [*data_files, "index.h5"]:
         assert (path / name).read_bytes() == (plain / name).read_bytes(), name
-    assert ckpt.verify(path, threads=1) == []
+    # Other tools see nothing strange either: their HDF5 runs in a child, which is no rank.
+    assert ckpt.verify(path, threads=1, hdf5=comm.rank == 0) == []
     out = {name: shard(np.zeros_like(array), comm.rank, comm.size, 1) for name, array in tensors.items()}
     ckpt.load(path, out, comm=comm, only=[f"{dtype}/*" for dtype in DTYPES])
     for name, array in tensors.items():

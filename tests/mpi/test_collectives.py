@@ -83,6 +83,8 @@ def group(request: pytest.FixtureRequest, comm: Communicator) -> Communicator:
             pytest.skip("the ranks are on several nodes in truth")
         return request.getfixturevalue("two_nodes")
     if request.param == "stores in any order, no peer reads":
+        if comm.size > 3:
+            pytest.skip("slow, and three ranks show as much")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(meeting, "IN_ORDER", False)
             patch.setenv("MPITRAIN_PEER_READS", "0")

@@ -142,3 +142,33 @@ def test_steps_equal_the_plain_model(comm: Communicator, way: str, kind: Callabl
     for state in model._sharding.context.states:
         for unit in state.units:
             assert unit.storage.lasts or unit.storage.is_empty
+
+
+class Inner(nn.Module):
+    """One unit, with an activation inside that others differentiate by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 6), nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = torch.tanh(self.first(x))
+        return torch.tanh(self.norm(self.hidden))
+
+
+def test_a_graph_nobody_watches_raises_once_its_parameters_are_gone(comm: Communicator) -> None:
+    """It would compute with no memory behind them."""
+    model = nn.Sequential(Inner(), nn.Linear(6, 2))
+    inner = model[0]
+    for part in (inner, model):
+        fully_shard(part, comm, storage="private")
+    x = batch(0).detach()
+    grad = slope(model(x).square().sum(), inner.hidden)
+    model(x).sum().backward()
+    model(x)
+    if comm.size == 1:  # nothing is given back
+        grad.square().sum().backward()
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            grad.square().sum().backward()
+    model(x).sum().backward()  # and the next step is one as any other

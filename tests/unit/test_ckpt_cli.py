@@ -49,9 +49,10 @@ def test_show(folder, capsys):
     out = run(capsys, "show", folder / "step-1")
     assert "3 tensors, 110 B" in out and "  step: 1\n" in out and "x" * 300 not in out
     rows = [line.split() for line in out.splitlines()]
-    assert ["model/w", "float32", "4", "x", "6", "96", "B", "1"] in rows
-    assert ["model/b", "bfloat16", "3", "6", "B", "1"] in rows
-    assert ["step", "int64", "scalar", "8", "B", "1"] in rows
+    assert ["model/", "2", "tensors", "102", "B"] in rows
+    assert ["model/w", "float32", "4", "x", "6", "96", "B", "1", "rank-00000.h5"] in rows
+    assert ["model/b", "bfloat16", "3", "6", "B", "1", "rank-00000.h5"] in rows
+    assert ["step", "int64", "scalar", "8", "B", "1", "rank-00000.h5"] in rows
     # a folder of checkpoints: its newest
     found = json.loads(run(capsys, "show", folder, "--json"))
     assert found["path"] == str(folder / "step-2") and found["meta"] == {"step": 2, "text": "x" * 300}
@@ -59,6 +60,7 @@ def test_show(folder, capsys):
         "dtype": "float32",
         "shape": [4, 6],
         "bytes": 96,
+        "axes": None,
         "blocks": [{"file": "rank-00000.h5", "offset": [0, 0], "shape": [4, 6]}],
     }
 
@@ -84,7 +86,7 @@ def test_errors_are_one_line(folder, capsys, monkeypatch, args, message):
     if args[1] == ".":
         (folder / "empty").mkdir()
         monkeypatch.chdir("empty")
-    assert main(args) == 1
+    assert main(args) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("ckpt: ") and message in err and err.count("\n") == 1
 

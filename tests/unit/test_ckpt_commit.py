@@ -115,7 +115,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeyp
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(commit, "_remove", refuse)
+    monkeypatch.setattr(commit, "remove", refuse)
     with pytest.warns(RuntimeWarning, match="could not be removed"):
         save(tmp_path / "b", 2, keep=1)
     assert ckpt.latest(tmp_path) == tmp_path / "b"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.layout import Box, cover_error, flat_index, rectangles, single_run
+from ckpt.layout import Box, cover_error, flat_index, pieces, rectangles, single_run
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -88,9 +88,35 @@ def test_cover_errors_name_the_ranks():
     assert "no rank holds element ()" in problem((), [])
 
 
+@given(st.data(), shapes, st.integers(1, 40))
+def test_pieces_cover_a_box_in_order(data, shape, size):
+    offset = tuple(data.draw(st.integers(0, 5)) for _ in shape)
+    found = pieces(Box(offset, shape), size)
+    assert all(0 < piece.size <= size for piece in found)
+    flat = [flat_index(piece.relative_to(offset).offset, shape) for piece in found]
+    assert flat == sorted(flat) and sum(piece.size for piece in found) == np.prod(shape)
+
+
 def test_cover_of_many_columns_is_fast():
     n = 3000
     assert problem((4, n), [Box((0, i), (4, 1)) for i in range(n)]) is None
+
+
+@pytest.mark.parametrize(("shape", "side"), [((200, 200), 1), ((30, 30, 30), 1), ((60_000, 4), 4)])
+def test_cover_of_a_grid_is_fast(shape, side):
+    counts = (*shape[:-1], shape[-1] // side)
+    boxes = [Box((*at[:-1], at[-1] * side), (*(1 for _ in shape[1:]), side)) for at in np.ndindex(counts)]
+    assert problem(shape, boxes) is None
+    missing = boxes.pop(len(boxes) // 2)
+    assert f"no rank holds element {missing.offset}" in problem(shape, boxes)
+
+
+def test_boxes_without_a_plane_between_them():
+    # a pinwheel: each pair meets along some dimension, and none is cut off by a plane
+    pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+    assert problem((3, 3), pinwheel) is None
+    assert "no rank holds element (1, 1)" in problem((3, 3), pinwheel[:-1])
+    assert "overlap" in problem((3, 3), [*pinwheel, Box((1, 1), (1, 1))])
 
 
 @given(st.data(), shapes)

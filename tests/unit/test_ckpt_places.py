@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt import commit, places
+from ckpt import commit, remote
 from ckpt.folder import LATEST_NAME
 from ckpt.places import names_in, read_all
+from ckpt.remote import Url
 from ckpt.upload import Upload
 
 
@@ -27,12 +28,12 @@ def names(place):
 def test_a_remote_file_is_fetched_ahead_only_where_it_is_read_on(tmp_path, monkeypatch):
     data = np.random.default_rng(0).bytes(1 << 20)
     (tmp_path / "file").write_bytes(data)
-    monkeypatch.setattr(places, "_REQUEST_BYTES", 3000)
-    monkeypatch.setattr(places, "_AHEAD_BYTES", 50_000)
+    monkeypatch.setattr(remote, "_REQUEST_BYTES", 3000)
+    monkeypatch.setattr(remote, "_AHEAD_BYTES", 50_000)
     asked = []
-    plain = places.Url.read
-    monkeypatch.setattr(places.Url, "read", lambda self, *at: (asked.append(at), plain(self, *at))[1])
-    file = places.open_file(places.Url(f"local://{tmp_path}/file"))
+    plain = Url.read
+    monkeypatch.setattr(Url, "read", lambda self, *at: (asked.append(at), plain(self, *at))[1])
+    file = remote.RemoteFile(Url(f"local://{tmp_path}/file"))
 
     def read(position, nbytes):
         memory = bytearray(nbytes)
@@ -71,7 +72,7 @@ def test_a_place_that_is_away_does_not_keep_a_job_from_home(tmp_path):
 
 
 def test_uploads_of_the_dead_are_removed_those_of_the_living_are_not(tmp_path):
-    place = places.Url(f"local://{tmp_path / 'copy'}")
+    place = Url(f"local://{tmp_path / 'copy'}")
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         here = {"host": socket.gethostname(), "token": "t", "begun": time.time()}
@@ -103,7 +104,7 @@ def test_uploads_of_the_dead_are_removed_those_of_the_living_are_not(tmp_path):
 
 
 def test_what_is_no_checkpoint_is_left_alone(tmp_path):
-    place = places.Url(f"local://{tmp_path / 'copy'}")
+    place = Url(f"local://{tmp_path / 'copy'}")
     (place / "a").make()
     (place / "a" / "thesis.tex").write(b"years")
     for overwrite in (False, True):
@@ -113,9 +114,9 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path):
 
 
 def test_a_removal_that_stopped_on_its_way_is_ended_by_the_next_job(tmp_path, monkeypatch):
-    place = places.Url(f"local://{tmp_path / 'copy'}")
+    place = Url(f"local://{tmp_path / 'copy'}")
     save(tmp_path / "home" / "a", copies=[str(place)])
-    plain, removed = places.Url.unlink, []
+    plain, removed = Url.unlink, []
 
     def die(self):
         if len(removed) == 2:
@@ -123,9 +124,9 @@ def test_a_removal_that_stopped_on_its_way_is_ended_by_the_next_job(tmp_path, mo
         removed.append(self.name)
         plain(self)
 
-    monkeypatch.setattr(places.Url, "unlink", die)
+    monkeypatch.setattr(Url, "unlink", die)
     with pytest.raises(KeyboardInterrupt):
-        commit._remove(place / "a")
+        commit.remove(place / "a")
     monkeypatch.undo()
     assert removed[0] == "manifest.jsonl" and len(names(place / "a")) == 2 and ckpt.latest(place) is None
     save(tmp_path / "home" / "b", copies=[str(place)])
@@ -133,7 +134,7 @@ def test_a_removal_that_stopped_on_its_way_is_ended_by_the_next_job(tmp_path, mo
 
 
 def test_an_upload_that_was_taken_over_is_not_published(tmp_path):
-    final = places.Url(f"local://{tmp_path}/copy/a")
+    final = Url(f"local://{tmp_path}/copy/a")
     first = Upload.open(final, b"first", overwrite=False)
     second = Upload.open(final, b"second", overwrite=False)
     with pytest.raises(FileExistsError, match="took this checkpoint over"):
@@ -145,12 +146,12 @@ def test_an_upload_that_was_taken_over_is_not_published(tmp_path):
 def test_a_place_that_cannot_be_asked_is_an_error_and_not_an_empty_one(tmp_path):
     """fsspec's own `exists` says no here: what cannot be seen would then be taken away, to be replaced."""
     (tmp_path / "file").write_text("a file")
-    for ask in (places.Url.exists, places.Url.is_dir, places.Url.entries, places.Url.size, places.Url.read):
+    for ask in (Url.exists, Url.is_dir, Url.entries, Url.size, Url.read):
         with pytest.raises(OSError, match=f"local://{tmp_path}/file/a"):
-            ask(places.Url(f"local://{tmp_path}/file/a"))
-    nothing = places.Url(f"local://{tmp_path}/nothing")
+            ask(Url(f"local://{tmp_path}/file/a"))
+    nothing = Url(f"local://{tmp_path}/nothing")
     assert not nothing.exists() and not nothing.is_dir()
-    assert places.Url(f"local://{tmp_path}").is_dir() and not places.Url(f"local://{tmp_path}/file").is_dir()
+    assert Url(f"local://{tmp_path}").is_dir() and not Url(f"local://{tmp_path}/file").is_dir()
     with pytest.raises(FileNotFoundError, match=f"No such file or directory: '{nothing}'"):
         nothing.entries()
     nothing.unlink()
@@ -159,7 +160,7 @@ def test_a_place_that_cannot_be_asked_is_an_error_and_not_an_empty_one(tmp_path)
 
 @pytest.mark.parametrize("text", ["s3://bucket/run", "memory://", "local:///tmp/x"])
 def test_a_url_is_taken_apart_as_a_path_is(text):
-    url = places.Url(text)
+    url = Url(text)
     child = url / "step-1"
-    assert child.name == "step-1" and child.parent == url == places.Url(text + "/") and hash(child.parent) == hash(url)
+    assert child.name == "step-1" and child.parent == url == Url(text + "/") and hash(child.parent) == hash(url)
     assert str(url) == text

@@ -1,6 +1,5 @@
 """Saving and loading in one process: bit for bit, whatever the dtype, shape, box; damage is found; other tools read the index."""
 
-import shutil
 import subprocess
 from itertools import pairwise
 
@@ -11,47 +10,23 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from some_tensors import equal, everything, needs_h5dump, random_array
 from thread_ranks import on_ranks
 
 import ckpt
+import ckpt.loading
 import ckpt.reader
-from ckpt import saving, writer
+from ckpt import describing, writer
 from ckpt.manifest import FILE_NAME, encode
 from collectives.dtypes import TABLE
-
-needs_h5dump = pytest.mark.skipif(shutil.which("h5dump") is None, reason="needs h5dump (Debian: hdf5-tools)")
-
-
-def random_array(dtype, shape, seed=0):
-    """Random bits: NaNs, infinities and denormals included. For bool, random truth values."""
-    rng = np.random.default_rng(seed)
-    kind = TABLE[dtype].numpy
-    if dtype == "bool":
-        return rng.integers(0, 2, shape).astype(bool)
-    nbytes = int(np.prod(shape)) * kind.itemsize
-    return np.frombuffer(rng.bytes(nbytes), kind).reshape(shape).copy()
-
-
-def everything():
-    """All dtypes in several shapes, by name."""
-    shapes = {"scalar": (), "vector": (7,), "matrix": (5, 3), "cube": (2, 3, 4), "empty": (0, 3), "ones": (1, 1)}
-    return {
-        f"{dtype}/{label}": random_array(dtype, shape, seed=i)
-        for i, dtype in enumerate(TABLE)
-        for label, shape in shapes.items()
-    }
-
-
-def equal(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Checksums of 64 bytes each, so that small tensors have many."""
     monkeypatch.setattr(writer, "CHUNK_BYTES", 64)
-    plain = saving.Manifest
-    monkeypatch.setattr(saving, "Manifest", lambda *args: plain(*args, chunk_bytes=64))
+    plain = describing.Manifest
+    monkeypatch.setattr(describing, "Manifest", lambda *args: plain(*args, chunk_bytes=64))
 
 
 def test_every_dtype_and_shape_bit_for_bit(tmp_path):
@@ -220,6 +195,21 @@ def test_read_only_arrays_cannot_be_loaded_into(tmp_path):
     array.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         ckpt.load(path, {"x": array})
+
+
+@pytest.mark.parametrize(("stored", "asked"), [("float32", "bfloat16"), ("float16", "float64"), ("float64", "float32")])
+def test_dtypes_are_converted_when_asked_to(tmp_path, monkeypatch, stored, asked):
+    monkeypatch.setattr(ckpt.loading, "_CAST_ELEMENTS", 10)
+    array = np.random.default_rng(0).normal(size=(7, 3, 5)).astype(TABLE[stored].numpy)
+    path = ckpt.save(tmp_path / "a", {"x": array, "n": np.arange(3)}, comm=None)
+    out = np.zeros((4, 3, 5), TABLE[asked].numpy)
+    wanted = {"x": ckpt.Shard(out, array.shape, (2, 0, 0)), "n": np.zeros(3, int)}
+    with pytest.raises(ckpt.CheckpointError, match=r"\(cast=True converts it\)"):
+        ckpt.load(path, wanted)
+    ckpt.load(path, wanted, cast=True)
+    assert equal(out, array[2:6].astype(out.dtype))
+    with pytest.raises(ckpt.CheckpointError, match=r"expected int32 \(3,\)$"):
+        ckpt.load(path, {"n": np.zeros(3, np.int32)}, only="n", cast=True)
 
 
 # Damage

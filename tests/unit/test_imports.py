@@ -73,13 +73,15 @@ def test_torch_is_a_hard_import_in_mpitrain_alone() -> None:
 
 
 def test_jax_and_cupy_are_imported_by_who_asked_for_them_alone() -> None:
-    """collectives/jax.py is for those who have imported JAX. CuPy is found where an array came in, and binds NCCL."""
+    """collectives/jax.py is for those who have imported JAX, ckpt/jax_arrays.py for those who ask for its arrays. CuPy is found where
+    an array came in, and binds NCCL."""
+    homes = {"jax": ("collectives/jax.py:", "ckpt/jax_arrays.py:"), "cupy": ("collectives/transports/binding.py:",)}
     strangers = [
         f"{where} imports {name}"
         for package in STOREYS
         for where, name, _ in imports(package)
         if name in ("jax", "jaxlib", "cupy", "cupyx")
-        and not where.startswith("collectives/jax.py:" if "jax" in name else "collectives/transports/binding.py:")
+        and not where.startswith(homes["jax" if "jax" in name else "cupy"])
     ]
     assert not strangers
 

@@ -20,8 +20,8 @@ from collectives.units import (
 
 
 def test_sizes() -> None:
-    sizes = [parse_size(text) for text in ("4096", "1KiB", " 1.5 MiB", "2GiB", "7B")]
-    assert sizes == [4096, 1024, 3 << 19, 2 << 30, 7]
+    sizes = [parse_size(text) for text in ("4096", "1KiB", " 1.5 MiB", "2GiB", "7B", "1.2GB", "8MB", "1kB")]
+    assert sizes == [4096, 1024, 3 << 19, 2 << 30, 7, 1_200_000_000, 8_000_000, 1000]
     assert parse_sizes("1KiB,3MiB") == [1024, 3 << 20]
     assert parse_sizes("1KiB..64KiB") == [1024, 4096, 16384, 65536]
     assert parse_sizes("1KiB..5000") == [1024, 4096]

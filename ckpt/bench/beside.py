@@ -1,0 +1,68 @@
+"""Saving in the background: how long the caller stands still, and how much the steps slow down that it takes meanwhile."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import ckpt
+from ckpt.background import goes_on
+from ckpt.bench.state import Cut, Memory
+from ckpt.bench.timing import Seconds, Turn
+
+NUM_ALONE = 20  # steps without a save
+_NUM_PRODUCTS, _WIDTH = 1024, 64
+
+
+class Step:
+    """A fixed computation: products of small matrices that together are larger than caches.
+
+    Each is too small for BLAS to start threads, of which a rank has one core's worth, whatever the environment says.
+    """
+
+    def __init__(self) -> None:
+        shape = (_NUM_PRODUCTS, _WIDTH, _WIDTH)
+        self._a = np.random.default_rng(0).random(shape, dtype=np.float32)
+        self._b, self._out = self._a.copy(), np.zeros(shape, np.float32)
+
+    def __call__(self) -> float:
+        """Its seconds."""
+        start = time.perf_counter()
+        np.matmul(self._a, self._b, out=self._out)
+        return time.perf_counter() - start
+
+
+class Background:
+    """Saves with `background=True`; a copy of the same memory to memory in use is the yardstick of the time that takes."""
+
+    def __init__(self, name: str, path: Path, source: Memory, target: Memory, cuts: list[Cut]) -> None:
+        self.name, self.path = name, path
+        self._tensors = source.shards(cuts)
+        self._pairs = list(zip(target.arrays(cuts).values(), source.arrays(cuts).values(), strict=True))
+        self._step = Step()
+
+    def turn(self, turn: Turn) -> Seconds:
+        """Copy, step alone, begin to save, step until it is done."""
+        copy_s = turn.timed(self._copy, self.name)
+        turn.comm.barrier()
+        alone = self._steps(lambda done: done < NUM_ALONE)
+        start = time.perf_counter()
+        pause_s = turn.timed(lambda: ckpt.save(self.path, self._tensors, comm=turn.comm, background=True), self.name)
+        meanwhile = self._steps(lambda done: goes_on())
+        turn.comm.barrier()  # all ranks have written: what is left of waiting belongs to the pause
+        pause_s += turn.timed(ckpt.wait, self.name)
+        whole_s = time.perf_counter() - start
+        turn.remove(self.path)
+        return {"copy": copy_s, "pause": pause_s, "save": whole_s, "step": alone, "step meanwhile": meanwhile}
+
+    def _copy(self) -> None:
+        for target, source in self._pairs:
+            np.copyto(target, source)
+
+    def _steps(self, go_on: Callable[[int], bool]) -> float:
+        """The mean seconds of a step: with a few very slow ones among them a training loses as much time as it does with all slow."""
+        seconds = [self._step()]
+        while go_on(len(seconds)):
+            seconds.append(self._step())
+        return sum(seconds) / len(seconds)

@@ -1,0 +1,147 @@
+"""Tables, of one launch or of several, and what is to be reached. Pure: neither torch nor MPI.
+
+Of several: each figure's median over the launches. A ratio is formed within each launch, where both sides met the same disturbances;
+shown is the median of these ratios.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, Launch, ours
+from collectives.units import show_seconds
+
+ACTIONS = ("save", "load", "load unverified")
+LEGEND = (
+    "Seconds are medians over the rounds of the slowest rank's; GB/s: of all ranks. Saves end with fsync, ours with checksums.\n"
+    "at least: how many times as fast as the other side; at most: how many times its time."
+)
+Key = tuple[str, str]  # contestant and action
+
+
+class Goal(NamedTuple):
+    """One side's time against the other's. `bound` None: shown, and nothing is asked of it."""
+
+    what: str
+    mine: Key
+    other: Key
+    bound: float | None
+    at_least: bool = True
+
+    def ratio(self, launches: Sequence[Launch]) -> float | None:
+        """The median over the launches that have both; None if none has."""
+        found = []
+        for launch in launches:
+            mine_s, other_s = launch.seconds(*self.mine), launch.seconds(*self.other)
+            if mine_s is not None and other_s is not None:
+                found.append(other_s / mine_s if self.at_least else mine_s / other_s)
+        return median(found) if found else None
+
+    def is_reached(self, ratio: float) -> bool | None:
+        """None if nothing is asked."""
+        if self.bound is None:
+            return None
+        return ratio >= self.bound if self.at_least else ratio <= self.bound
+
+
+_RANK, _ONE = ours("rank"), ours("one")
+GOALS = (
+    Goal("save, a file per rank, against POSIX", (_RANK, "save"), (POSIX, "save"), 0.95),
+    Goal("save, one file, against POSIX", (_ONE, "save"), (POSIX, "save"), 0.85),
+    Goal("save, a file per rank, against DCP", (_RANK, "save"), (DCP, "save"), 1.5),
+    Goal("load against POSIX", (_RANK, "load"), (POSIX, "load"), 0.6),
+    Goal("load without verification against POSIX", (_RANK, "load unverified"), (POSIX, "load"), 0.85),
+    Goal("load against DCP", (_RANK, "load"), (DCP, "load"), 1.2),
+    Goal("in the background: standing still, against a memcpy", (BACKGROUND, "pause"), (BACKGROUND, "copy"), 1.3, False),
+    Goal("in the background: steps meanwhile, against without", (BACKGROUND, "step meanwhile"), (BACKGROUND, "step"), 1.1, False),
+    Goal("save 2,000 tensors, against 8 of the same bytes", (TINY, "save"), (LARGE, "save"), 1.3, False),
+    Goal("load 2,000 tensors, against 8 of the same bytes", (TINY, "load"), (LARGE, "load"), 1.3, False),
+)  # fmt: skip
+
+
+def groups(launches: Sequence[Launch]) -> list[list[Launch]]:
+    """The launches that can be put together: on the same machine, as many ranks and nodes, the same bytes, and page cache alike."""
+    found: dict[str, list[Launch]] = {}
+    for launch in launches:
+        kind = [launch.machine, launch.ranks, launch.nodes, launch.nbytes, launch.tensors, launch.cold]
+        found.setdefault(json.dumps(kind, sort_keys=True), []).append(launch)
+    return list(found.values())
+
+
+def goals(launches: Sequence[Launch]) -> list[Goal]:
+    """Those of which something was measured, with a line for each further layout and driver."""
+    known = {POSIX, DCP, *(name for goal in GOALS for name, _ in (goal.mine, goal.other))}
+    others = dict.fromkeys(row.contestant for launch in launches for row in launch.rows)
+    more = [
+        Goal(f"{action}, {name}, against POSIX", (name, action), (POSIX, action), None)
+        for name in others
+        if name not in known
+        for action in ("save", "load")
+    ]
+    return [goal for goal in (*GOALS, *more) if goal.ratio(launches) is not None]
+
+
+def seconds(launches: Sequence[Launch], key: Key) -> float | None:
+    """The median over the launches that have it."""
+    found = [value for launch in launches if (value := launch.seconds(*key)) is not None]
+    return median(found) if found else None
+
+
+def heading(group: Sequence[Launch]) -> str:
+    """What a group was measured on, in a line."""
+    first = group[0]
+    nodes = f"{first.nodes} node{'s' * (first.nodes > 1)}"
+    cache = "dropped from the page cache" if first.cold else "in the page cache"
+    rounds = f"{len(group)} launch{'es' * (len(group) > 1)} of {first.rounds} round{'s' * (first.rounds > 1)}"
+    return (
+        f"{first.ranks} rank{'s' * (first.ranks > 1)} on {nodes}, {first.machine.get('cpu', '?')}; {first.nbytes / 1e9:.3g} GB "
+        f"in {first.tensors} tensors; loads with the files {cache}; {rounds}"
+    )
+
+
+def tables(launches: Sequence[Launch]) -> Iterator[RenderableType]:
+    """What to print of launches of any kinds."""
+    for group in groups(launches):
+        yield Text(heading(group), style="bold")
+        yield _times(group)
+        yield _goals(group)
+        skipped = {name: why for launch in group for name, why in launch.skipped.items()}
+        for name, reason in skipped.items():
+            yield Text(f"  skipped {name}: {reason}")
+    yield Text(LEGEND, style="dim")
+
+
+def _times(group: Sequence[Launch]) -> Table:
+    table = _table("", *(heading for action in ACTIONS for heading in (f"{action} s", "GB/s")))
+    for name in dict.fromkeys(row.contestant for launch in group for row in launch.rows):
+        cells = []
+        for action in ACTIONS:
+            value = seconds(group, (name, action))
+            cells += ["", ""] if value is None else [f"{value:.3f}", f"{group[0].nbytes / value / 1e9:.2f}"]
+        table.add_row(name, *cells)
+    return table
+
+
+def _goals(group: Sequence[Launch]) -> Table:
+    table = _table("", "ours", "other", "ratio", "to reach", "")
+    for goal in goals(group):
+        ratio = goal.ratio(group)
+        mine_s, other_s = seconds(group, goal.mine), seconds(group, goal.other)
+        assert ratio is not None and mine_s is not None and other_s is not None
+        reached = {True: Text("reached", "green"), False: Text("missed", "red"), None: Text()}[goal.is_reached(ratio)]
+        wanted = "" if goal.bound is None else f"at {'least' if goal.at_least else 'most'} {goal.bound:g}x"
+        table.add_row(goal.what, show_seconds(mine_s), show_seconds(other_s), f"{ratio:.2f}x", wanted, reached)
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left", no_wrap=True)
+    return table

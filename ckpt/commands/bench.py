@@ -1,0 +1,85 @@
+"""`bench`: time saving and loading beside plain POSIX files and torch's DCP."""
+
+import argparse
+from typing import Any
+
+import collectives
+from ckpt.commands.terminal import Commands, UsageError, complain
+from collectives.commands.measuring import names_of
+from collectives.commands.terminal import or_usage_error, positive
+from collectives.units import parse_size
+
+PEERS = ("posix", "dcp")
+DRIVERS = ("posix", "mpio", "mpio-collective")
+
+
+def add_to(commands: Commands) -> None:
+    """Make the command's parser."""
+    parser = commands.add_parser(
+        "bench",
+        help="time saving and loading beside plain POSIX files and torch's DCP (under mpirun)",
+        description="Saves, loads and saves in the background, in turn with the peers, in one launch (under mpirun): medians over "
+        "the rounds of the slowest rank's time. For figures that can be compared: several launches with --json, then --report.",
+    )
+    parser.add_argument(
+        "--peers",
+        type=lambda text: names_of(PEERS)(text) if text else [],
+        default=list(PEERS),
+        metavar="posix,dcp",
+        help="posix: a file for each rank, by write and fsync; dcp: torch.distributed.checkpoint (default: both)",
+    )
+    parser.add_argument(
+        "--drivers", type=names_of(DRIVERS), default=["posix"], metavar="NAME,..",
+        help=f"of {', '.join(DRIVERS)} (default: posix)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--layouts", type=_layouts, default=["rank", "one"], metavar="FILES,..",
+        help="of rank, node, one, or numbers: the argument `files` of ckpt.save (default: rank,one)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--size",
+        type=or_usage_error(parse_size),
+        default="1.2GB",
+        help="of the state, on all ranks together (default: 1.2GB)",
+    )
+    parser.add_argument("--rounds", type=positive, default=5, help="counted ones, after one that is not (default: 5)")
+    parser.add_argument(
+        "--dir",
+        help="where to make the folder that everything is written in, and that is removed at the end (default: here)",
+    )
+    parser.add_argument(
+        "--cold",
+        action="store_true",
+        help="drop the files from the page cache before each load, instead of reading from it",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    parser.add_argument(
+        "--report", nargs="+", metavar="FILE", help="instead: the medians over the launches of these --json (no mpirun)"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _layouts(text: str) -> list[Any]:
+    """'rank,2' as ["rank", 2]; whether there are so many ranks is known later."""
+    return [int(part) if part.isdecimal() else part for part in dict.fromkeys(map(str.strip, text.split(",")))]
+
+
+def _run(args: argparse.Namespace) -> int:
+    from ckpt.bench.command import main, report
+
+    if args.report:
+        if collectives.launched_rank() <= 0:  # one process is enough, also under mpirun
+            try:
+                report(args.report)
+            except ValueError as error:
+                raise UsageError(str(error)) from error
+        return 0
+    comm = collectives.world()
+    try:
+        main(args, comm)
+    except Exception as error:
+        if not collectives.on_all_ranks(error):
+            raise  # ends the job, with this rank's traceback
+        complain(error, of_all_ranks=True)
+        return 2
+    return 0

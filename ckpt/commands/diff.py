@@ -1,0 +1,130 @@
+"""`diff A B`: what two checkpoints differ in, and by how much."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.text import Text
+
+from ckpt.checkpoint import open_checkpoint
+from ckpt.commands.terminal import (
+    Commands,
+    UsageError,
+    add_json,
+    new_table,
+    print_json,
+    print_table,
+    printable,
+    shape_text,
+    shown_progress,
+)
+from ckpt.comparing import Difference, TensorDifference, compare
+from ckpt.folder import find
+
+_MAX_LINES = 20  # names that only one has, and values of the meta; --json prints all
+_VALUE_WIDTH = 60  # characters of a value of the meta
+
+
+def add_to(commands: Commands) -> None:
+    """Make the command's parser."""
+    parser = commands.add_parser("diff", help="what two checkpoints differ in: 0 if in nothing, 1 if they do")
+    for name in ("A", "B"):
+        parser.add_argument(name.lower(), metavar=name, type=Path, help="as DIR of show")
+    parser.add_argument(
+        "--atol", type=_tolerance, default=0.0, metavar="X", help="elements x and y are the same if |x - y| <= X + ..."
+    )
+    parser.add_argument(
+        "--rtol",
+        type=_tolerance,
+        default=0.0,
+        metavar="R",
+        help="... R * max(|x|, |y|); unless given, if their bits are",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="PATTERN",
+        help='compare the tensors of such names, as "model/*", and not the meta; may be repeated',
+    )
+    add_json(parser)
+    parser.set_defaults(run=_run)
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number of at least 0")
+    return value
+
+
+def _run(args: argparse.Namespace) -> int:
+    a, b = open_checkpoint(find(args.a)), open_checkpoint(find(args.b))
+    with shown_progress("comparing", a.nbytes) as progress:
+        found = compare(a, b, only=args.only, atol=args.atol, rtol=args.rtol, progress=progress)
+    if args.only and not (found.num_compared or found.only_a or found.only_b):
+        raise UsageError(f"neither checkpoint has a tensor called {' or '.join(map(repr, args.only))}")
+    if args.json:
+        print_json(
+            {
+                "a": str(a.path),
+                "b": str(b.path),
+                "same": not found,
+                "only_a": found.only_a,
+                "only_b": found.only_b,
+                "tensors": [tensor._asdict() for tensor in found.tensors],
+                "meta": [difference._asdict() for difference in found.meta],
+            }
+        )
+    else:
+        _print(found)
+    return int(bool(found))
+
+
+def _print(found: Difference) -> None:
+    for side, names in (("A", found.only_a), ("B", found.only_b)):
+        for name in names[:_MAX_LINES]:
+            print(f"only in {side}: {name}")
+        _print_more(len(names))
+    for key, *texts in found.meta[:_MAX_LINES]:
+        print(f"meta {printable(key)}: {' -> '.join(_values(*texts))}")
+    _print_more(len(found.meta))
+    if found.tensors:
+        table = new_table("TENSOR", "CHANGE", "DIFFERING>", "OF>", "MAX ABS>", "MAX REL>", "NAN, INF>")
+        for tensor in found.tensors:
+            table.add_row(*_cells(tensor))
+        print_table(table)
+    differing = f"{len(found.tensors)} of {found.num_compared} tensors differ"
+    print(differing if found else f"no difference in {found.num_compared} tensors")
+
+
+def _values(a: str | None, b: str | None) -> Iterator[str]:
+    """Two values of the meta, long ones from shortly before where they begin to differ."""
+    common = 0
+    if a is not None and b is not None and max(len(a), len(b)) > _VALUE_WIDTH:
+        pairs = enumerate(zip(a, b, strict=False))
+        common = next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+    begin = max(0, common - _VALUE_WIDTH // 4)
+    end = begin + _VALUE_WIDTH
+    for text in (a, b):
+        if text is None:
+            yield "nothing"
+        else:
+            yield f"{'... ' if begin else ''}{text[begin:end]}{' ...' if end < len(text) else ''}"
+
+
+def _print_more(count: int) -> None:
+    if count > _MAX_LINES:
+        print(f"... and {count - _MAX_LINES} more (--json prints all)")
+
+
+def _cells(tensor: TensorDifference) -> list[str | Text]:
+    shapes = [shape_text(shape) for shape in tensor.shapes]
+    changes = [f"{x} -> {y}" for x, y in (tensor.dtypes, shapes) if x != y]
+    numbers = [tensor.num_differing, tensor.size, tensor.max_abs, tensor.max_rel, tensor.num_special]
+    if tensor.num_differing is None:
+        numbers = []
+    return [
+        Text(tensor.name),
+        ", ".join(changes) or "values",
+        *(f"{n:.4g}" if isinstance(n, float) else str(n) for n in numbers),
+    ]

@@ -1,0 +1,40 @@
+"""A tensor's histogram as a picture. Needs matplotlib, which is imported only here and only when asked for."""
+
+import numpy as np
+
+from ckpt.checkpoint import TensorEntry
+from ckpt.commands.terminal import UsageError, shape_text
+from ckpt.statistics import Histogram, Statistics
+
+
+def need_matplotlib() -> None:
+    """UsageError if it cannot be imported: found before anything is read."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"--histogram needs matplotlib ({error}): pip install 'mpitrain[plot]'") from None
+
+
+@np.errstate(over="ignore", invalid="ignore")  # matplotlib adds up edges, which may be as large as numbers can be
+def draw_histogram(path: str, entry: TensorEntry, stats: Statistics, histogram: Histogram) -> None:
+    """Write a picture to `path`, whose suffix tells the kind. UsageError if matplotlib cannot write that kind."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if histogram.counts:
+        axes.stairs(histogram.counts, histogram.edges, fill=True)
+    axes.set_xlabel("value")
+    axes.set_ylabel("elements in each bin")
+    axes.grid(alpha=0.3)
+    others = f", {stats.num_nan} NaN, {stats.num_inf} infinite" if stats.num_nan or stats.num_inf else ""
+    moments = "no finite value" if stats.mean is None else f"mean {stats.mean:.5g}, std {stats.std:.5g}"
+    # A name may hold what would be a formula for matplotlib.
+    title = f"{entry.name}\n{entry.dtype.name}, {shape_text(entry.shape)}: {moments}{others}"
+    axes.set_title(title, fontsize=10, parse_math=False)
+    try:
+        figure.savefig(path)
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"--histogram {path}: {error}") from None

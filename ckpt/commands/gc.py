@@ -1,0 +1,153 @@
+"""`gc DIR`: removes what dead jobs left; old and incomplete checkpoints if asked to; never what may be at work, nor the newest."""
+
+import argparse
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.text import Text
+
+from ckpt.commands.terminal import (
+    Commands,
+    UsageError,
+    add_json,
+    new_table,
+    print_json,
+    print_table,
+    printable,
+    size_text,
+)
+from ckpt.commit import leftovers, outdated, remove, settle, write_latest
+from ckpt.folder import LATEST_NAME, folder_of_checkpoints, is_part, latest, list_checkpoints
+from ckpt.manifest import FILE_NAME
+from ckpt.places import Place, bytes_in, names_in
+
+QUIET_S = 60.0  # what bears no owner's name and changed since then may be a living job's, between two of its steps
+
+
+class _Step(NamedTuple):
+    """`action`: "remove", "restore" or "keep"."""
+
+    action: str
+    path: Place
+    nbytes: int
+    why: str
+
+
+def add_to(commands: Commands) -> None:
+    """Make the command's parser."""
+    parser = commands.add_parser("gc", help="remove what dead jobs left; old and incomplete checkpoints if asked to")
+    parser.add_argument("dir", metavar="DIR", type=Path, help="a run, or a folder of checkpoints")
+    parser.add_argument(
+        "--keep", type=_positive, metavar="K", help="remove checkpoints older than the newest K complete ones"
+    )
+    parser.add_argument("--keep-every", type=_positive, metavar="M", help="but not those whose step is a multiple of M")
+    parser.add_argument(
+        "--incomplete", action="store_true", help="remove checkpoints of which something is missing or altered"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    add_json(parser)
+    parser.set_defaults(run=_run)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of at least 1")
+    return int(text)
+
+
+def _run(args: argparse.Namespace) -> None:
+    if args.keep_every is not None and args.keep is None:
+        raise UsageError("--keep-every says which old checkpoints stay: it needs --keep K")
+    if (args.dir / FILE_NAME).exists():
+        raise UsageError(f"{args.dir} is a checkpoint; gc takes the folder that it lies in")
+    # Absolute: a parent called "." would have no name.
+    folder = Path(os.path.abspath(folder_of_checkpoints(args.dir)))
+    steps = _clean(folder, dry=args.dry_run)
+    steps += _thin(folder, args)
+    if args.json:
+        print_json({"folder": str(folder), "dry_run": args.dry_run, "steps": [_json(step) for step in steps]})
+    else:
+        _print(steps, dry=args.dry_run)
+    if not args.dry_run:
+        stuck = [str(left.path) for left in leftovers(folder, quiet_s=QUIET_S) if left.action == "remove"]
+        if stuck:
+            raise UsageError(f"could not be removed, or not all of it: {', '.join(map(printable, stuck))}")
+
+
+def _clean(folder: Path, *, dry: bool) -> list[_Step]:
+    """Finish what dead jobs began."""
+    found = leftovers(folder, quiet_s=QUIET_S)
+    steps = [_Step(left.action, left.path, _bytes(left.path), left.why) for left in found]
+    for left in [] if dry else found:
+        settle(left)
+    return steps
+
+
+def _thin(folder: Path, args: argparse.Namespace) -> list[_Step]:
+    """Remove incomplete and old checkpoints, as asked for."""
+    steps = _incomplete(folder) if args.incomplete else []
+    newest = latest(folder)
+    if args.keep is not None and newest is not None:
+        beyond = "the newest one" if args.keep == 1 else f"the newest {args.keep}"
+        known = {step.path for step in steps}
+        for path in reversed(outdated(newest, args.keep, args.keep_every)):
+            if path not in known:
+                steps.append(_Step("remove", path, _bytes(path), f"older than {beyond}"))
+    for step in steps:
+        if step.action == "remove" and not args.dry_run:
+            with suppress(FileNotFoundError):  # a job that clears up as well
+                remove(step.path)
+    if newest is not None and not args.dry_run and any(step.action == "remove" for step in steps):
+        _mend_hint(folder, newest)
+    return steps
+
+
+def _incomplete(folder: Path) -> list[_Step]:
+    steps = []
+    for found in list_checkpoints(folder):
+        if found.problem is None or found.path.name.startswith("."):
+            continue
+        strangers = [name for name in names_in(found.path) if not is_part(name) and not name.startswith(".")]
+        if not found.broken:
+            steps.append(_Step("keep", found.path, found.nbytes, f"may be whole: {found.problem}"))
+        elif strangers:
+            # Perhaps somebody's own folder, with a file that is called like one of ours.
+            steps.append(_Step("keep", found.path, found.nbytes, f"holds {strangers[0]!r}, which no save made"))
+        else:
+            steps.append(_Step("remove", found.path, found.nbytes, found.problem))
+    return steps
+
+
+def _mend_hint(folder: Path, newest: Path) -> None:
+    """The file `latest` never names what is gone."""
+    hint = folder / LATEST_NAME
+    if hint.is_file() and not (folder / hint.read_text(errors="replace").strip()).is_dir():
+        write_latest(newest)
+
+
+def _print(steps: list[_Step], *, dry: bool) -> None:
+    done = {"remove": "removed", "restore": "restored", "keep": "kept"}
+    if steps:
+        table = new_table("NAME", "ACTION", "SIZE>", "WHY")
+        for step in steps:
+            action = f"would {step.action}" if dry else done[step.action]
+            table.add_row(Text(printable(step.path.name)), action, size_text(step.nbytes), Text(step.why))
+        print_table(table)
+    removed = [step.nbytes for step in steps if step.action == "remove"]
+    if not removed:
+        print("nothing to remove")
+    else:
+        print(f"{'would free' if dry else 'freed'} {size_text(sum(removed))}")
+
+
+def _json(step: _Step) -> dict[str, str | int]:
+    return {"action": step.action, "path": str(step.path), "bytes": step.nbytes, "why": step.why}
+
+
+def _bytes(path: Place) -> int:
+    try:
+        return bytes_in(path)
+    except OSError:  # gone, or not ours to look at
+        return 0

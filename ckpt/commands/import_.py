@@ -1,0 +1,48 @@
+"""`import FILE DIR`: a checkpoint made of safetensors files or of a torch `.pt`."""
+
+import argparse
+from pathlib import Path
+
+from ckpt.checkpoint import open_checkpoint
+from ckpt.commands.reshard import add_files, print_made
+from ckpt.commands.terminal import Commands, add_json, shown_progress, told_in_a_line
+from ckpt.importing import import_file
+
+
+def add_to(commands: Commands) -> None:
+    """Make the command's parser."""
+    parser = commands.add_parser("import", help="make a checkpoint of safetensors files or of a torch .pt")
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        type=Path,
+        help="*.safetensors; a folder or an index of them as Hugging Face ships models; or torch's *.pt, of which no code is run",
+    )
+    parser.add_argument(
+        "dir", metavar="DIR", type=Path, help="the checkpoint to make, as run/checkpoints/step-00000000"
+    )
+    parser.add_argument(
+        "--only", metavar="PATTERN", action="append", help="tensors with such names in FILE; repeatable"
+    )
+    parser.add_argument("--prefix", metavar="PREFIX", default="", help="put it before the names, as model/")
+    parser.add_argument("--step", metavar="N", type=int, help='the number of the step, for the meta: {"step": N}')
+    add_files(parser, default="one")
+    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint DIR")
+    add_json(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> None:
+    meta = {} if args.step is None else {"step": args.step}
+    with told_in_a_line(), shown_progress("importing", None) as progress:
+        path = import_file(
+            args.file,
+            args.dir,
+            only=args.only,
+            prefix=args.prefix,
+            meta=meta,
+            files=args.files,
+            overwrite=args.overwrite,
+            progress=progress,
+        )
+    print_made(open_checkpoint(path), as_json=args.json)

@@ -1,0 +1,62 @@
+"""`ls DIR`: the checkpoints in a folder."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from ckpt.commands.terminal import (
+    Commands,
+    add_json,
+    age_text,
+    new_table,
+    print_json,
+    print_table,
+    printable,
+    size_text,
+)
+from ckpt.folder import CheckpointInfo, info, list_checkpoints
+from ckpt.manifest import FILE_NAME
+
+
+def add_to(commands: Commands) -> None:
+    """Make the command's parser."""
+    parser = commands.add_parser("ls", help="the checkpoints in a folder: step, size, age, complete or not")
+    parser.add_argument("dir", metavar="DIR", type=Path, help="a run, a folder of checkpoints, or one checkpoint")
+    add_json(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> None:
+    folder: Path = args.dir
+    found = [info(folder, folder.absolute().name)] if (folder / FILE_NAME).exists() else list_checkpoints(folder)
+    if args.json:
+        print_json([_json(c) for c in found])
+        return
+    table = new_table("NAME", "STEP>", "TENSORS>", "SIZE>", "AGE>", "STATE")
+    table.columns[0].no_wrap = True
+    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
+    for c in found:
+        state = Text("complete", "green") if c.problem is None else Text(f"incomplete: {c.problem}", "red")
+        age = None if c.saved is None else age_text(time.time() - c.saved)
+        cells = [c.step, c.num_tensors, size_text(c.nbytes), age]
+        table.add_row(Text(printable(c.name)), *("" if cell is None else str(cell) for cell in cells), state)
+    print_table(table)
+    if not found:
+        print(f"no checkpoints in {folder}", file=sys.stderr)
+
+
+def _json(c: CheckpointInfo) -> dict[str, Any]:
+    return {
+        "name": c.name,
+        "path": str(c.path),
+        "step": c.step,
+        "complete": c.complete,
+        "problem": c.problem,
+        "bytes": c.nbytes,
+        "tensors": c.num_tensors,
+        "saved": c.saved,
+    }

@@ -1,0 +1,119 @@
+"""What the commands share: arguments that mean the same everywhere, tables, JSON, sizes and ages."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rich.console import Console
+from rich.table import Table
+
+import collectives
+from ckpt.progress import Progress, no_progress
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be done; the text is all there is to say."""
+
+
+def complain(error: Exception, *, of_all_ranks: bool) -> None:
+    """One line on stderr. `of_all_ranks`: where a launcher has started several, all of them call this, and rank 0 prints.
+
+    It returns when the line is out: a launcher ends the job as soon as one rank has ended with an error.
+    """
+    comm = collectives.world() if of_all_ranks and collectives.launched_rank() >= 0 else None
+    if comm is None or comm.rank == 0:
+        print("; ".join([f"ckpt: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True)
+    if comm is not None:
+        comm.barrier()
+        collectives.leave_together()
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The option `--json`, which each command has."""
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """The argument `DIR` of a command that looks at one checkpoint: to be given to `ckpt.find`."""
+    parser.add_argument(
+        "dir", metavar="DIR", type=Path, help="a checkpoint; or a run or a folder of them: the newest complete one"
+    )
+
+
+def print_json(value: Any) -> None:
+    """Print `value` as JSON that people can read too."""
+    print(json.dumps(value, indent=2))
+
+
+def new_table(*columns: str) -> Table:
+    """A table without lines. A column whose name ends with ">" is aligned to the right."""
+    table = Table(box=None, header_style="bold")
+    for column in columns:
+        justify = "right" if column.endswith(">") else "left"
+        table.add_column(column.rstrip(">"), justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    return table
+
+
+def print_table(table: Table) -> None:
+    """Print it, as wide as it is unless a person looks at it."""
+    # Into a pipe, rich would fold the lines at 80 columns.
+    Console(width=None if sys.stdout.isatty() else 10_000).print(table)
+
+
+@contextmanager
+def shown_progress(doing: str, nbytes: int | None) -> Iterator[Progress]:
+    """A line with how much of `nbytes` is done, for who looks at a terminal; it is gone at the end."""
+    if not sys.stderr.isatty():
+        yield no_progress
+        return
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Line
+
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Line(TextColumn("{task.description}"), *columns, console=Console(stderr=True), transient=True) as line:
+        task = line.add_task(doing, total=nbytes)
+        yield lambda more: line.advance(task, more)
+
+
+@contextmanager
+def told_in_a_line() -> Iterator[None]:
+    """A ValueError in the block is the user's: what was asked for cannot be done."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def printable(name: str) -> str:
+    """The name of a file or folder, with escapes for what could play tricks on the terminal."""
+    return name if name.isprintable() else repr(name)
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes for people: "16.3 MiB"."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def age_text(seconds: float) -> str:
+    """Seconds for people: "12 min"."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A tensor's shape: "576 x 192"."""
+    return " x ".join(map(str, shape)) or "scalar"

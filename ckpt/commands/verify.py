@@ -1,0 +1,71 @@
+"""`verify DIR`: every byte of a checkpoint against its checksums."""
+
+import argparse
+
+from ckpt.commands.terminal import (
+    Commands,
+    UsageError,
+    add_checkpoint,
+    add_json,
+    print_json,
+    printable,
+    shown_progress,
+    size_text,
+)
+from ckpt.folder import find, info, is_part, list_checkpoints
+from ckpt.manifest import CheckpointError
+from ckpt.places import Place, names_in
+from ckpt.verifying import Damage, verify
+
+
+def add_to(commands: Commands) -> None:
+    """Make the command's parser."""
+    parser = commands.add_parser(
+        "verify", help="compare every byte of a checkpoint with its checksums; 1 if it is damaged"
+    )
+    add_checkpoint(parser)
+    parser.add_argument("--all", action="store_true", help="all checkpoints of the run or the folder")
+    parser.add_argument(
+        "--hdf5",
+        action="store_true",
+        help="also open the files by HDF5, in a child process: what other tools would see",
+    )
+    add_json(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.all:
+        paths = [found.path for found in list_checkpoints(args.dir)]
+        if not paths:
+            raise UsageError(f"no checkpoints in {args.dir}")
+    else:
+        paths = [_meant(args.dir)]
+    reports = []
+    for path in paths:
+        nbytes = info(path, path.name).nbytes
+        problem, found = _verify(path, nbytes, hdf5=args.hdf5)
+        reports.append({"path": str(path), "problem": problem, "damage": [damage._asdict() for damage in found]})
+        if args.json:
+            continue
+        if problem is None and not found:
+            print(f"{printable(str(path))}: whole, {size_text(nbytes)}", flush=True)
+        for line in [problem] if problem else [f"{printable(str(path))}: {damage}" for damage in found]:
+            print(line, flush=True)
+    if args.json:
+        print_json(reports)
+    return int(any(report["problem"] or report["damage"] for report in reports))
+
+
+def _meant(folder: Place) -> Place:
+    """What `find` finds, and also a checkpoint that has lost its manifest: that is damage."""
+    return folder if folder.is_dir() and any(map(is_part, names_in(folder))) else find(folder)
+
+
+def _verify(path: Place, nbytes: int, *, hdf5: bool) -> tuple[str | None, list[Damage]]:
+    """Why nothing can be said about its files, or None; and what is damaged."""
+    with shown_progress("verifying", nbytes) as progress:
+        try:
+            return None, verify(path, hdf5=hdf5, progress=progress)
+        except CheckpointError as error:
+            return str(error), []

@@ -1,0 +1,137 @@
+"""torch's own files: `.pt`, a dict of name -> tensor. torch is imported here, when one is written or read.
+
+A `.pt` is a zip file with the bytes of each tensor in a record, stored as they are. torch writes it without them (`skip_data`), and
+they follow in their places. Read, it is mapped: torch then reads no more than what is asked for.
+"""
+
+import os
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+from zipfile import ZipFile, ZipInfo
+
+from ckpt.files import pwrite_all
+from ckpt.sources import Buffer, Source, from_array
+from collectives.dtypes import BFLOAT16, TABLE, DTypeError, number_of
+
+if TYPE_CHECKING:
+    import torch
+
+_HEADER_BYTES, _ENTRY_BYTES = 30, 46  # of a zip file's record and its line in the directory, without what varies
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_DESCRIPTOR = b"PK\x07\x08"
+
+
+def write(path: Path, sources: Sequence[Source]) -> None:
+    """Make a file that `torch.load` reads as a dict of plain tensors. OSError that names it."""
+    torch = _torch()
+    from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory
+
+    with FakeTensorMode():
+        empty = {source.name: torch.empty(source.shape, dtype=getattr(torch, source.dtype)) for source in sources}
+    path.unlink(missing_ok=True)
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(empty, path)
+    with ZipFile(path) as skeleton:
+        records, directory = skeleton.infolist(), skeleton.start_dir
+    by_name = {f"data/{number}": source for number, source in enumerate(sources)}  # torch numbers them as it meets them
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for record in records:
+            entry = os.pread(fd, _ENTRY_BYTES, directory)
+            if source := by_name.pop(record.filename.partition("/")[2], None):
+                assert record.file_size == source.nbytes
+                os.pwrite(fd, _fill(fd, record, source).to_bytes(4, "little"), directory + 16)
+            directory += _ENTRY_BYTES + sum(int.from_bytes(entry[at : at + 2], "little") for at in (28, 30, 32))
+        assert not by_name
+    finally:
+        os.close(fd)
+
+
+def _torch() -> ModuleType:
+    try:
+        import torch
+    except ImportError:
+        raise ValueError(
+            f"files of torch ({', '.join(SUFFIXES)}) need torch, which is not installed: pip install torch"
+        ) from None
+    return torch
+
+
+def _fill(fd: int, record: ZipInfo, source: Source) -> int:
+    """Write a record's bytes; returns their CRC-32, which stands behind them and in the directory at the file's end."""
+    header = os.pread(fd, _HEADER_BYTES, record.header_offset)
+    position = record.header_offset + _HEADER_BYTES
+    position += sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+    crc = 0
+    for piece in source.pieces():
+        crc = zlib.crc32(piece, crc)
+        pwrite_all(fd, piece, position)
+        position += len(piece)
+    if os.pread(fd, 4, position) == _DESCRIPTOR:
+        os.pwrite(fd, crc.to_bytes(4, "little"), position + 4)
+    return crc
+
+
+def read(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
+    """The tensors of a file, mapped, and what else is in it and JSON-like, each by its path: the keys on the way, with "/" between.
+
+    No code of the file runs: `torch.load(weights_only=True)`. ValueError that names what cannot be read so.
+    """
+    torch = _torch()
+    try:
+        with open(path, "rb"):  # a missing file, told by its name
+            pass
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(
+            f"{path} cannot be read by torch.load(weights_only=True, mmap=True): {why} (expected a dict of tensors in the zip format "
+            "that torch.save has written since torch 1.6; objects of classes are refused, since they could run code)"
+        ) from None
+    tensors: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for name, leaf in _leaves("", content):
+        if torch.is_tensor(leaf):
+            tensors[name] = leaf
+        elif leaf is None or isinstance(leaf, str | int | float):
+            others[name] = leaf
+        else:
+            raise ValueError(
+                f"{path}: {name!r} is a {type(leaf).__name__}; expected a tensor, a number, a text or None"
+            )
+    return tensors, others
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        pairs: Any = value.items()
+    elif isinstance(value, list | tuple) and value:
+        pairs = enumerate(value)
+    else:
+        if not isinstance(value, Mapping | list | tuple):
+            yield name, value
+        return
+    for key, inner in pairs:
+        yield from _leaves(f"{name}/{key}" if name else str(key), inner)
+
+
+def source_of(tensor: "torch.Tensor", name: str, buffer: Buffer) -> Source:
+    """A tensor in host memory, however strided. ValueError if its elements are not plain numbers side by side."""
+    torch = _torch()
+    try:
+        dtype = number_of(tensor.dtype).name
+    except DTypeError:
+        raise ValueError(f"{name!r} has dtype {tensor.dtype}; expected one of {', '.join(TABLE)}") from None
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        raise ValueError(f"{name!r} is a {tensor.layout} tensor on {tensor.device}; expected a dense one")
+    if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise ValueError(
+            f"{name!r} repeats its elements up to the shape {tuple(tensor.shape)}; save a contiguous copy of it"
+        )
+    plain = tensor.detach().resolve_neg()
+    array = plain.view(torch.int16).numpy().view(BFLOAT16) if dtype == "bfloat16" else plain.numpy()
+    return from_array(array, name, dtype, buffer)

@@ -1,0 +1,51 @@
+"""Tensors of all kinds for the tests of checkpoints, and how they are compared."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from collectives.dtypes import TABLE
+
+needs_h5dump = pytest.mark.skipif(shutil.which("h5dump") is None, reason="needs h5dump (Debian: hdf5-tools)")
+
+
+def random_array(dtype, shape, seed=0):
+    """Random bits: NaNs, infinities and denormals included. For bool, random truth values."""
+    rng = np.random.default_rng(seed)
+    kind = TABLE[dtype].numpy
+    if dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    nbytes = int(np.prod(shape)) * kind.itemsize
+    return np.frombuffer(rng.bytes(nbytes), kind).reshape(shape).copy()
+
+
+def everything():
+    """All dtypes in several shapes, by name."""
+    shapes = {"scalar": (), "vector": (7,), "matrix": (5, 3), "cube": (2, 3, 4), "empty": (0, 3), "ones": (1, 1)}
+    return {
+        f"{dtype}/{label}": random_array(dtype, shape, seed=i)
+        for i, dtype in enumerate(TABLE)
+        for label, shape in shapes.items()
+    }
+
+
+def equal(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def forget_peak() -> int:
+    """Resident bytes of this process now, from which on `peak_bytes` counts."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        pytest.skip(f"the peak cannot be reset here: {error}")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_bytes() -> int:
+    """The most that was resident since `forget_peak`, pages of mapped files included."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
