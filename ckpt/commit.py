@@ -40,6 +40,7 @@ class Stage:
     def __init__(self, final: Path) -> None:
         self.final = final
         self.path = final.parent / f".{final.name}.staging"
+        self._board = final.parent / f".{final.name}.board"
         self._token = uuid.uuid4().hex
 
     @classmethod
@@ -68,10 +69,9 @@ class Stage:
 
     def make_board(self) -> Path:
         """A folder for what the ranks have to say to each other."""
-        folder = self.final.parent / f".{self.final.name}.board"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        return folder
+        shutil.rmtree(self._board, ignore_errors=True)
+        self._board.mkdir()
+        return self._board
 
     def publish(self, *, overwrite: bool, newest: bool = True) -> None:
         """Give the finished stage its final name: this is the moment from which the checkpoint exists.
@@ -103,9 +103,11 @@ class Stage:
         if newest:
             write_latest(self.final)
 
-    def discard(self) -> None:
-        """Remove the stage, if it still is one. Never raises: there is an error on its way already."""
+    def discard(self, *, board: bool = False) -> None:
+        """Remove the stage, if it still is one, and its `board`. Never raises: there is an error on its way already."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if board:
+            shutil.rmtree(self._board, ignore_errors=True)
 
     def _refuse_existing(self, overwrite: bool) -> None:
         if os.path.lexists(self.final) and not overwrite:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ckpt.background import begin, copied, wait
+from ckpt.background import begin, copied, reserve, wait
 from ckpt.commit import Stage, retain
 from ckpt.copies import Retention, further_places, make_copies, next_sequence_in
 from ckpt.describing import Contents, write_index, write_manifest
@@ -81,33 +81,31 @@ def save(
     boxes, hosts = _agree(held, comm)
     plan = _plan(held, boxes, files, hosts, comm)
 
-    stage: Stage | None = None
-    opened = None
-    with comm.together(_DOING):
-        if comm.rank == 0:
-            stage = Stage.open(checked, overwrite=overwrite)
-            opened = stage.path, stage.final, places
-    folder, final, places = comm.broadcast_object(opened)
     mine = [] if plan.own is None else [local for local in held if local.name in plan.own.starts[comm.rank]]
     scalars = {local.name: local.array for local in held if not local.shape}
+    stage: Stage | None = None
+    opened = None
+    try:
+        with comm.together(_DOING):
+            if background:
+                reserve(mine)
+            if comm.rank == 0:
+                stage = Stage.open(checked, overwrite=overwrite)
+                check_free(stage.path, sum(room_of(file) for file in plan.files))
+                opened = stage.path, stage.final, stage.make_board() if background else None, places
+    except BaseException:
+        if stage is not None:
+            stage.discard(board=True)
+        raise
+    folder, final, board, places = comm.broadcast_object(opened)
     retention = Retention(keep, keep_every)
     job = _Job(plan, folder, final, stage, held, mine, scalars, dict(meta or {}), places, retention, overwrite)
-    with discarding(stage):
-        with comm.together(_DOING):
-            if stage is not None:
-                check_free(stage.path, sum(room_of(file) for file in plan.files))
-        if not background:
-            with _driver(driver, job, comm) as chosen:
-                _carry_out(job, chosen, comm)
-            return Path(final)
-        board: Path | None = None
-        with comm.together(_DOING):
-            scalars = {name: array.copy() for name, array in scalars.items()}
-            job = replace(job, mine=copied(mine), scalars=scalars)
-        with comm.together(_DOING):
-            if stage is not None:
-                board = stage.make_board()
-        board = comm.broadcast_object(board)
+    if not background:
+        with discarding(stage), _driver(driver, job, comm) as chosen:
+            _carry_out(job, chosen, comm)
+        return Path(final)
+    # Nothing can fail from here on before the thread has begun, so the ranks need not agree once more.
+    job = replace(job, mine=copied(mine), scalars={name: array.copy() for name, array in scalars.items()})
 
     def work(ranks: Ranks) -> None:
         with discarding(stage), _driver(driver, job, comm) as chosen:
@@ -254,13 +252,13 @@ def _agree(held: list[Local], comm: Ranks) -> tuple[list[dict[str, Box]], list[s
         with comm.together(_DOING):
             raise ValueError(_difference(everyone))
     all_boxes = [boxes for _, boxes, _ in gathered]
-    # All ranks find the same: nobody has to tell the others, but it is to be raised as one.
-    with comm.together(_DOING):
-        for local in held:
-            if not local.whole:
-                owners = [rank for rank, theirs in enumerate(all_boxes) if local.name in theirs]
-                found = [all_boxes[rank][local.name] for rank in owners]
-                if problem := cover_error(local.shape, found, [f"rank {rank}" for rank in owners]):
+    for local in held:
+        if not local.whole:
+            owners = [rank for rank, theirs in enumerate(all_boxes) if local.name in theirs]
+            found = [all_boxes[rank][local.name] for rank in owners]
+            if problem := cover_error(local.shape, found, [f"rank {rank}" for rank in owners]):
+                # All ranks find the same, so that nobody has to tell the others; but it is to be raised as one.
+                with comm.together(_DOING):
                     raise ValueError(f"tensor {local.name!r}: {problem}")
     return all_boxes, [host for *_, host in gathered]
 
