@@ -11,8 +11,7 @@ from pathlib import Path
 from ckpt.folder import parse_manifest, read_manifest
 from ckpt.hdf5 import INDEX_NAME
 from ckpt.manifest import CheckpointError
-from ckpt.places import Place, absolute
-from ckpt.remote import Url
+from ckpt.places import local_path
 from collectives.launcher import LAUNCHER_PREFIXES
 
 _TIMEOUT_S = 60.0
@@ -41,7 +40,7 @@ def look(path: str | os.PathLike[str], *, timeout_s: float | None = None) -> lis
 
     CheckpointError if the manifest cannot be used, ValueError for a URL.
     """
-    folder = need_folder(absolute(path))
+    folder = need_folder(path)
     manifest = parse_manifest(folder, read_manifest(folder))
     if timeout_s is None:
         timeout_s = _TIMEOUT_S + sum(len(tensor.blocks) for tensor in manifest.tensors.values()) / _BLOCKS_PER_S
@@ -59,11 +58,9 @@ def look(path: str | os.PathLike[str], *, timeout_s: float | None = None) -> lis
     return found
 
 
-def need_folder(place: Place) -> Path:
-    """The local folder `place`; ValueError for a URL."""
-    if isinstance(place, Url):
-        raise ValueError(f"HDF5 cannot look into {place}; expected a folder: copy the checkpoint to a disk first")
-    return place
+def need_folder(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a folder that HDF5 is to look into; ValueError for a URL."""
+    return local_path(path, "path", "a folder: HDF5 opens no URLs, so copy the checkpoint to a disk first")
 
 
 def _ask(folder: Path, timeout_s: float) -> tuple[list[tuple[str, str | None, str | None]], str | None]:

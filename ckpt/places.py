@@ -47,6 +47,14 @@ def absolute(path: str | os.PathLike[str]) -> Place:
     return place if isinstance(place, Url) else Path(os.path.abspath(place))
 
 
+def local_path(path: str | os.PathLike[str], name: str, expected: str) -> Path:
+    """An absolute local path. ValueError for a URL, which says what was `expected` as the argument of that `name`."""
+    place = absolute(path)
+    if isinstance(place, Url):
+        raise ValueError(f"{name} is {place}; expected {expected}")
+    return place
+
+
 Paths = Sequence[str | os.PathLike[str]]
 
 

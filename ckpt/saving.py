@@ -21,9 +21,8 @@ from ckpt.guard import file_of
 from ckpt.layout import Box, cover_error
 from ckpt.manifest import encode_meta, file_entry
 from ckpt.placement import DataFile, Files, Item, assign, file_name, files_error, group_ranks, lay_out
-from ckpt.places import Paths, Place, absolute
+from ckpt.places import Paths, Place, local_path
 from ckpt.ranks import Ranks, Solo
-from ckpt.remote import Url
 from ckpt.tensors import Local, inspect
 from ckpt.writer import Driver, Posix, room_of
 from collectives.dtypes import TABLE
@@ -169,11 +168,7 @@ def _check_arguments(
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
     """The absolute path of a checkpoint to be. ValueError if it cannot have that name."""
-    final = absolute(path)
-    if isinstance(final, Url):
-        raise ValueError(
-            f"path is {final}; expected a folder, which copies=[URL of its parent] copies to a remote place"
-        )
+    final = local_path(path, "path", "a folder, which copies=[URL of its parent] copies to a remote place")
     if final.name.startswith(".") or final.name in ("", "latest"):
         raise ValueError(
             f"{final} cannot be a checkpoint's name: it is empty, hidden, or the name of the file `latest`"

@@ -12,6 +12,7 @@ from ckpt.commands.terminal import (
     Commands,
     UsageError,
     add_json,
+    local,
     new_table,
     print_json,
     print_table,
@@ -38,7 +39,7 @@ class _Step(NamedTuple):
 def add_to(commands: Commands) -> None:
     """Make the command's parser."""
     parser = commands.add_parser("gc", help="remove what dead jobs left; old and incomplete checkpoints if asked to")
-    parser.add_argument("dir", metavar="DIR", type=Path, help="a run, or a folder of checkpoints")
+    parser.add_argument("dir", metavar="DIR", type=local, help="a run, or a folder of checkpoints")
     parser.add_argument(
         "--keep", type=_positive, metavar="K", help="remove checkpoints older than the newest K complete ones"
     )

@@ -11,8 +11,10 @@ from ckpt.commands.terminal import (
     printable,
     shown_progress,
     size_text,
+    told_in_a_line,
 )
 from ckpt.folder import find, info, is_part, list_checkpoints
+from ckpt.inspecting import need_folder
 from ckpt.manifest import CheckpointError
 from ckpt.places import Place, names_in
 from ckpt.verifying import Damage, verify
@@ -35,6 +37,9 @@ def add_to(commands: Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.hdf5:
+        with told_in_a_line():
+            need_folder(args.dir)
     if args.all:
         paths = [found.path for found in list_checkpoints(args.dir)]
         if not paths:

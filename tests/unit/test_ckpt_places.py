@@ -11,6 +11,7 @@ import pytest
 
 import ckpt
 from ckpt import commit, remote
+from ckpt.cli import main
 from ckpt.folder import LATEST_NAME
 from ckpt.places import names_in, read_all
 from ckpt.remote import Url
@@ -164,3 +165,38 @@ def test_a_url_is_taken_apart_as_a_path_is(text):
     child = url / "step-1"
     assert child.name == "step-1" and child.parent == url == Url(text + "/") and hash(child.parent) == hash(url)
     assert str(url) == text
+
+
+def test_commands_read_urls_and_change_nothing_there(tmp_path, capsys):
+    home, place = tmp_path / "home", f"local://{tmp_path / 'copy'}"
+    save(home / "step-1", copies=[place])
+
+    def run(*args):
+        try:
+            code = main([str(arg) for arg in args])
+        except SystemExit as refused:
+            code = refused.code
+        out, err = capsys.readouterr()
+        return code, out or err
+
+    (found,) = json.loads(run("ls", place, "--json")[1])
+    assert (found["path"], found["step"], found["complete"]) == (f"{place}/step-1", 1, True)
+    assert run("ls", f"{place}/step-1")[1].split()[6:9] == ["step-1", "1", "1"]
+    assert "1 tensors, 40 B" in run("show", place)[1] and "x" in run("show", place, "x", "--stats")[1]
+    assert run("verify", place) == (0, run("verify", home)[1].replace(str(home), place))
+    assert run("diff", place, home) == (0, "no difference in 1 tensors\n")
+    assert run("export", place, tmp_path / "x.npz")[0] == 0 and np.load(tmp_path / "x.npz")["x"].sum() == 5
+    assert run("reshard", place, tmp_path / "again", "--files", 2)[0] == 0
+    assert ckpt.open(tmp_path / "again")["x"][:].sum() == 5 and len(ckpt.open(tmp_path / "again").files) == 3
+
+    for args in [("gc", place), ("reshard", home, f"{place}/b", "--files", 1), ("export", home, f"{place}/x.npz")]:
+        code, said = run(*args)
+        assert code == 2 and "is a URL; expected a path" in said, said
+    assert run("verify", place, "--hdf5")[1].endswith("HDF5 opens no URLs, so copy the checkpoint to a disk first\n")
+    code, said = run("show", "nonsense://bucket")
+    assert code == 2 and "nonsense://bucket cannot be reached" in said
+    code, said = run("show", f"{place}/nowhere")
+    assert (code, said) == (2, f"ckpt: {place}/nowhere does not exist\n")
+    with pytest.raises(ValueError, match=r"out is local://.*; expected a file or a folder"):
+        ckpt.export(home / "step-1", f"{place}/x.npz")
+    assert names(Url(place)) == [LATEST_NAME, "step-1"]
