@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.folder import parse_manifest, read_manifest
+from ckpt.folder import none_usable, parse_manifest, read_manifest
 from ckpt.layout import Box, Shape
 from ckpt.manifest import CheckpointError, Manifest, Tensor
-from ckpt.places import Place, absolute
+from ckpt.places import Paths, Place, copies_of
 from ckpt.reader import Reader
 from ckpt.sources import matching
 from collectives.dtypes import TABLE
@@ -164,13 +164,23 @@ class Checkpoint(Mapping[str, TensorEntry]):
         return f"Checkpoint({str(self.path)!r}, {len(self)} tensors, {self.nbytes} bytes)"
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, copies: Paths | None = None) -> Checkpoint:
     """Look into the checkpoint `path`, a folder or a URL: reads its manifest and checks that its files are there, nothing more.
+
+    `copies`: the further places that `save` was given. If the checkpoint cannot be opened, its copy in the first of them that can is:
+    `Checkpoint.path` says which. Damage found later, when tensors are read, is an error: `load` goes on with a copy then, too.
 
     CheckpointError if it is missing, incomplete, damaged or of a newer format.
     """
-    folder = absolute(path)
-    return Checkpoint(folder, parse_manifest(folder, read_manifest(folder)))
+    places, problems = copies_of(path, copies), []
+    for place in places:
+        try:
+            return Checkpoint(place, parse_manifest(place, read_manifest(place)))
+        except (CheckpointError, OSError) as error:
+            if len(places) == 1:
+                raise
+            problems.append(str(error))
+    raise none_usable(problems)
 
 
 def _box_of(where: Box | Index | tuple[Index, ...] | None, shape: Shape) -> tuple[Box, Shape]:

@@ -8,6 +8,7 @@ are work in progress (see commit.py).
 import os
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
@@ -204,6 +205,11 @@ def parse_manifest(path: Place, data: bytes) -> Manifest:
         return decode(data)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+
+
+def none_usable(problems: Sequence[str]) -> CheckpointError:
+    """The error for a checkpoint each of whose copies has one of these problems."""
+    return CheckpointError(f"none of {len(problems)} copies can be used: {'; '.join(problems)}")
 
 
 def _candidates(folder: Place) -> list[tuple[Place, str]]:

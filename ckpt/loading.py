@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.folder import check_there, manifest_bytes, parse_manifest
+from ckpt.folder import check_there, manifest_bytes, none_usable, parse_manifest
 from ckpt.layout import pieces
 from ckpt.manifest import CheckpointError, Manifest, Tensor
-from ckpt.places import Paths, Place, absolute, all_places
+from ckpt.places import Paths, Place, copies_of
 from ckpt.ranks import Ranks, Solo
 from ckpt.reader import Reader
 from ckpt.tensors import Local, inspect
@@ -52,7 +52,7 @@ def load(
     """
     comm = Solo() if comm is None else comm
     with comm.together(_DOING):
-        places = _places(path, copies)
+        places = copies_of(path, copies)
         held = inspect(tensors, writable=True)
     places = [places[0], *comm.broadcast_object(places[1:])]  # rank 0's, so that all ranks go the same way
     known: bytes | None = None
@@ -80,17 +80,10 @@ def load(
         problems.append(str(failure).removeprefix(f"{_DOING}: "))
         with comm.together(_DOING):
             if following is None:
-                raise CheckpointError(f"none of {len(places)} copies can be used: {'; '.join(problems)}") from failure
+                raise none_usable(problems) from failure
             if comm.rank == 0:
                 warnings.warn(f"{problems[-1]}; going on with the copy {following}", RuntimeWarning, stacklevel=2)
     raise AssertionError("the last place returns or raises")
-
-
-def _places(path: str | os.PathLike[str], copies: Paths | None) -> list[Place]:
-    """Where the checkpoint `path` may be, each place once."""
-    first = absolute(path)
-    further = [place / first.name for place in all_places(copies)]
-    return list(dict.fromkeys([first, *further]))
 
 
 def _manifest_at(place: Place, known: bytes | None, comm: Ranks) -> tuple[bytes, Manifest]:

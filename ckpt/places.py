@@ -67,6 +67,12 @@ def all_places(paths: Paths | None) -> tuple[Place, ...]:
     return tuple(map(absolute, paths))
 
 
+def copies_of(path: str | os.PathLike[str], copies: Paths | None) -> list[Place]:
+    """Where the checkpoint `path` may be, each place once: there, and under its name in the places `copies`."""
+    first = absolute(path)
+    return list(dict.fromkeys([first, *(place / first.name for place in all_places(copies))]))
+
+
 def names_in(place: Place) -> list[str]:
     """The names of what lies there."""
     return list(place.entries()) if isinstance(place, Url) else os.listdir(place)

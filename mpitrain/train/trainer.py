@@ -174,7 +174,7 @@ class Trainer:
             if self.metrics is not None:
                 self.metrics.check()
 
-    def load(self, path: Path) -> list[str]:
+    def load(self, path: Path | ckpt.Url) -> list[str]:
         """Take up the state of a checkpoint; returns lines about what is different from when it was saved."""
         optimizer = None if self.config.train.eval_only else self.optimizer
         try:
@@ -185,6 +185,8 @@ class Trainer:
                 config=self.config,
                 comm=self.comm,
                 fingerprint=self.corpus.fingerprint,
+                # Another run's checkpoint may bear the name of one of this run's.
+                copies=self.config.checkpoint.copies if self.config.resume == "auto" else (),
             )
         except ckpt.CheckpointError as error:
             error.add_note(f"--resume PATH takes another checkpoint (python -m ckpt ls {path.parent} shows them)")
