@@ -283,7 +283,7 @@ def test_a_damaged_primary_is_replaced_by_the_next_good_copy(tmp_path, place):
         assert load(path, copies=[place]) == 1
     opened = ckpt.open(path, copies=[tmp_path / "third", place])
     assert opened.path == absolute(place) / "a" and (opened["x"][:] == 1).all()
-    with pytest.raises(ckpt.CheckpointError, match="none of 2 copies .*home/a does not exist; .*third/a does not"):
+    with pytest.raises(ckpt.CheckpointError, match=r"none of 2 copies .*home/a does not exist; .*third/a does not"):
         ckpt.open(path, copies=[tmp_path / "third"])
     # a copy's own path works with the same list
     assert load(absolute(place) / "a", copies=[tmp_path / "second", place]) == 1
