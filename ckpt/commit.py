@@ -1,6 +1,6 @@
 """How a checkpoint comes to be all at once, or not at all. Only rank 0 does what is here.
 
-    .NAME.staging    being written; a dead job's is removed at the next save
+    .NAME.staging    being written; a dead job's is removed at a later save
     NAME             complete: it got its name by one rename, after everything in it was flushed to disk
     .NAME.replaced   the old one, while a new one takes its name
     .NAME.removed    on its way out: hidden first, so that nobody finds half of it
@@ -29,6 +29,7 @@ from ckpt.places import Place
 from ckpt.remote import Url
 
 OWNER_NAME = ".owner"
+QUIET_S = 60.0  # what bears no owner's name and changed since then may be a living job's, between two of its steps
 _ABANDONED_S = (
     3600.0  # a stage of another host whose process cannot be asked counts as dead after this time without a change
 )
@@ -52,7 +53,7 @@ class Stage:
         stage = cls(final)
         stage._refuse_existing(overwrite)
         final.parent.mkdir(parents=True, exist_ok=True)
-        _clean(final.parent, except_for=stage.path)
+        stage._clean()
         if stage.path.exists():
             if (owner := _owner(stage.path)) and owner["pid"] != os.getpid() and is_alive(owner):
                 raise FileExistsError(
@@ -108,6 +109,12 @@ class Stage:
         shutil.rmtree(self.path, ignore_errors=True)
         if board:
             shutil.rmtree(self._board, ignore_errors=True)
+
+    def _clean(self) -> None:
+        """Finish what dead jobs began beside it."""
+        for leftover in leftovers(self.final.parent, own=self.final):
+            if leftover.path != self.path:
+                settle(leftover)
 
     def _refuse_existing(self, overwrite: bool) -> None:
         if os.path.lexists(self.final) and not overwrite:
@@ -174,15 +181,16 @@ class Leftover(NamedTuple):
         return self.path.with_name(self.path.name[1:].rpartition(".")[0])
 
 
-def leftovers(folder: Path, *, quiet_s: float = 0.0) -> list[Leftover]:
+def leftovers(folder: Path, *, own: Path | None = None) -> list[Leftover]:
     """What saves that go on, or ended too early, have in `folder`, by name.
 
-    What bears no owner's name counts as a dead job's, unless it changed in the last `quiet_s` seconds.
+    What bears no owner's name counts as a dead job's, unless it changed in the last minute and does
+    not belong to the checkpoint `own`, which is this job's to write.
     """
     kinds = (".staging", ".replaced", ".removed", ".board")
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
     ours = (name for name in names if name.startswith(".") and Path(name).suffix in kinds)
-    return [_judged(folder / name, quiet_s) for name in ours]
+    return [_judged(folder / name, own) for name in ours]
 
 
 def settle(leftover: Leftover) -> None:
@@ -193,20 +201,13 @@ def settle(leftover: Leftover) -> None:
         shutil.rmtree(leftover.path, ignore_errors=True)
 
 
-def _clean(folder: Path, *, except_for: Path) -> None:
-    """Finish what dead jobs began in `folder`."""
-    for leftover in leftovers(folder):
-        if leftover.path != except_for:
-            settle(leftover)
-
-
-def _judged(path: Path, quiet_s: float) -> Leftover:
+def _judged(path: Path, own: Path | None) -> Leftover:
     kind = path.suffix
     stage = path.with_suffix(".staging")
     if kind == ".removed":
         return Leftover(path, "remove", "half removed")
     if kind == ".board" and stage.exists():
-        return _judged(stage, quiet_s)._replace(path=path)
+        return _judged(stage, own)._replace(path=path)
     if kind == ".staging" and (owner := _owner(path)) is not None:
         whose = f"of process {owner['pid']!r:.20} on {owner['host']!r:.80}"
         if _is_abandoned(path, owner):
@@ -215,8 +216,9 @@ def _judged(path: Path, quiet_s: float) -> Leftover:
     # Not the time of writing alone: a rename is what may have happened last.
     with contextlib.suppress(FileNotFoundError):
         changed = max(path.stat().st_mtime, path.stat().st_ctime)
-        if quiet_s and time.time() - changed < quiet_s:
-            return Leftover(path, "keep", f"changed in the last {quiet_s:.0f} s: a save may go on")
+        recent = Leftover(path, "keep", f"changed in the last {QUIET_S:.0f} s: a save may go on")
+        if time.time() - changed < QUIET_S and recent.original != own:
+            return recent
     if kind == ".board":  # left by a job that died, or its ranks have heard all
         return Leftover(path, "remove", "its save ended")
     if kind == ".replaced":

@@ -24,8 +24,6 @@ from ckpt.folder import LATEST_NAME, folder_of_checkpoints, is_part, latest, lis
 from ckpt.manifest import FILE_NAME
 from ckpt.places import Place, bytes_in, names_in
 
-QUIET_S = 60.0  # what bears no owner's name and changed since then may be a living job's, between two of its steps
-
 
 class _Step(NamedTuple):
     """`action`: "remove", "restore" or "keep"."""
@@ -72,14 +70,14 @@ def _run(args: argparse.Namespace) -> None:
     else:
         _print(steps, dry=args.dry_run)
     if not args.dry_run:
-        stuck = [str(left.path) for left in leftovers(folder, quiet_s=QUIET_S) if left.action == "remove"]
+        stuck = [str(left.path) for left in leftovers(folder) if left.action == "remove"]
         if stuck:
             raise UsageError(f"could not be removed, or not all of it: {', '.join(map(printable, stuck))}")
 
 
 def _clean(folder: Path, *, dry: bool) -> list[_Step]:
     """Finish what dead jobs began."""
-    found = leftovers(folder, quiet_s=QUIET_S)
+    found = leftovers(folder)
     steps = [_Step(left.action, left.path, _bytes(left.path), left.why) for left in found]
     for left in [] if dry else found:
         settle(left)
