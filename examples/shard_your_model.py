@@ -23,4 +23,4 @@ for step in range(10):
     if comm.rank == 0:
         print(f"step {step}  loss {mean:.4f}")
 
-mpitrain.save("example-checkpoint", model, optimizer, meta={"step": 10}, overwrite=True)
+mpitrain.save("example-checkpoints/step-10", model, optimizer, meta={"step": 10}, overwrite=True)

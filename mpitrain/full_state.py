@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mpitrain.sharding import sharded_over, sharded_params
+from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.layout import Box, rows_of
 from mpitrain.weights.files import some
 from mpitrain.weights.targets import begin
@@ -65,6 +66,8 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, str
     found = comm.broadcast_object(found)
     for name, dtype in found.items():
         target = targets[name]
+        if target.is_meta and name not in params:
+            target = with_memory(model, name)
         box: Box | None = getattr(target, "shard_box", None)
         shape = shapes.get(id(target), tuple(target.shape))
         whole = torch.empty(shape, dtype=dtype)

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from mpitrain.sharding.buffers import with_memory
+
 BLOCK = 1 << 16
 """Elements per generator. Part of what defines the values: another size gives other values."""
 
@@ -106,7 +108,8 @@ def fill_(
 def initialize(model: nn.Module, rule: Callable[[str], Init] | None = None, *, seed: int = 0) -> None:
     """Give every parameter of a model its initial values, in place; each rank fills what it holds, no rank waits.
 
-    Tied parameters are drawn once, under the first of their names. A parameter that is a shard says so by an attribute
+    Buffers on the meta device that are running statistics (BatchNorm's) get memory and their initial values, too; others are the
+    caller's. Tied parameters are drawn once, under the first of their names. A parameter that is a shard says so by an attribute
     `shard_box` with the full parameter's `full_shape` and the shard's `offset` in it.
 
     Args:
@@ -126,6 +129,13 @@ def initialize(model: nn.Module, rule: Callable[[str], Init] | None = None, *, s
         box = getattr(parameter, "shard_box", None)
         shape, offset = (None, None) if box is None else (box.full_shape, box.offset)
         fill_(parameter, rule(name), seed=seed, name=name, shape=shape, offset=offset)
+    for path, module in model.named_modules():
+        reset = getattr(module, "reset_running_stats", None)
+        names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if reset is not None and names:
+            for name in names:
+                with_memory(model, f"{path}.{name}" if path else name)
+            reset()
 
 
 def _first_element(box: tuple[int, ...], shape: Sequence[int] | None, offset: Sequence[int] | None, name: str) -> int:

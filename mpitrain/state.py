@@ -1,7 +1,8 @@
 """Model and optimizer <-> checkpoint: which name each tensor bears there, and which box of it this rank holds.
 
-`model/NAME` are parameters and buffers, `optimizer/KEY/NAME` what the optimizer keeps for a parameter under KEY. A tensor of the
-shard's shape is this rank's box of one of the parameter's full shape; all others (Adam's step) are the same on all ranks.
+`model/NAME` are parameters and buffers, `optimizer/KEY/NAME` what the optimizer keeps for a parameter under KEY, `ema/NAME` its
+average. A tensor of the shard's shape is this rank's box of one of the parameter's full shape; all others (Adam's step) are the
+same on all ranks.
 
 A scalar parameter has a shard of shape (1,) on one rank and (0,) on the others, since no scalar can be empty. In a checkpoint it is
 the scalar that it is in the plain model.
@@ -18,7 +19,8 @@ from torch import nn
 
 import ckpt
 from collectives import Communicator
-from mpitrain.sharding import sharded_over, sharded_params
+from mpitrain.sharding import EMA, sharded_over, sharded_params
+from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.layout import Box
 from mpitrain.sharding.ranks import AXES
 
@@ -29,10 +31,11 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     meta: Mapping[str, Any] | None = None,
+    ema: EMA | None = None,
     tensors: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Write a checkpoint of a model, sharded or not, and its optimizer. Collective over the model's ranks.
+    """Write a checkpoint of a model, sharded or not, its optimizer and an average of its weights. Collective over the model's ranks.
 
     `meta`: a JSON-like dict of one's own. `tensors`: further ones, as `ckpt.save` takes them. The options (`files`, `driver`,
     `background`, `copies`, `keep`, `keep_every`, `overwrite`) and the errors are those of `ckpt.save`.
@@ -41,7 +44,11 @@ def save(
     comm = None if over is None else over.all
     scalars = _scalars(model)
     is_copy = over is not None and over.replicate.rank > 0  # of what another rank writes
-    everything = {**_model_tensors(model, scalars, is_copy), **(tensors or {})}
+    everything = {
+        **_model_tensors(model, scalars, is_copy),
+        **_averages(model, ema, scalars, is_copy),
+        **(tensors or {}),
+    }
     described = dict(meta or {})
     if optimizer is not None:
         names = _names(model, optimizer)
@@ -65,23 +72,25 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    ema: EMA | None = None,
     tensors: Mapping[str, Any] | None = None,
     hyperparameters: bool = True,
     copies: Sequence[str | os.PathLike[str]] | None = None,
 ) -> dict[str, Any]:
     """Fill a model, sharded or not, and its optimizer from a checkpoint of any number of ranks; returns its meta. Collective.
 
-    `tensors`: further ones to fill, as `ckpt.load` takes them. `hyperparameters`: also take over the optimizer's settings (lr and
-    the like). What the model and `tensors` name must be there, and the optimizer's state if one is given; other things in the
-    checkpoint are passed over. `copies`: the further places that `save` was given, as `ckpt.load` takes them: from there comes what is
-    missing or damaged.
+    `ema`: an `EMA` to fill. `tensors`: further ones to fill, as `ckpt.load` takes them. `hyperparameters`: also take over the
+    optimizer's settings (lr and the like). What the model, `ema` and `tensors` name must be there, and the optimizer's state if one
+    is given; other things in the checkpoint are passed over. `copies`: the further places that `save` was given, as `ckpt.load`
+    takes them: from there comes what is missing or damaged.
     Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model.
     """
     over = sharded_over(model)
     comm = None if over is None else over.all
     scalars = _scalars(model)
-    wanted = {**_model_tensors(model, scalars), **(tensors or {})}
-    only = ["model/*", *(tensors or {})]
+    averages = _averages(model, ema, scalars)
+    wanted = {**_model_tensors(model, scalars), **averages, **(tensors or {})}
+    only = ["model/*", *averages, *(tensors or {})]
     state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     names = {} if optimizer is None else _names(model, optimizer)
     if optimizer is not None:
@@ -103,6 +112,8 @@ def load(
             if isinstance(value, _Scalar):
                 target, source = value.shard, source.expand(value.shard.shape)
             if isinstance(target, torch.Tensor):
+                if target.is_meta:
+                    target = with_memory(model, name.removeprefix("model/"))
                 if target.data_ptr() != source.data_ptr():
                     target.copy_(source)
                 else:  # read into it behind autograd's back
@@ -156,6 +167,14 @@ def _model_tensors(model: nn.Module, scalars: set[nn.Parameter], is_copy: bool =
     return tensors
 
 
+def _averages(model: nn.Module, ema: EMA | None, scalars: set[nn.Parameter], is_copy: bool = False) -> dict[str, Any]:
+    """The averages of parameters. `is_copy`: as of `_held`."""
+    if ema is None:
+        return {}
+    params = dict(model.named_parameters())
+    return {f"ema/{name}": _held(value, params[name], scalars, is_copy) for name, value in ema.tensors.items()}
+
+
 def _held(value: torch.Tensor, param: nn.Parameter | None, scalars: set[nn.Parameter], is_copy: bool = False) -> Any:
     """How to save or load `value`, which belongs to `param`: as a box if it has the shard's shape, else as alike on all ranks.
 
@@ -182,6 +201,8 @@ def _on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
     def moved(data: Any) -> Any:
         if isinstance(data, _Scalar):
             return torch.zeros((), dtype=data.shard.dtype)
+        if isinstance(data, torch.Tensor) and data.is_meta:  # a buffer that is about to be loaded
+            return torch.zeros_like(data, device="cpu")
         return data.cpu().contiguous() if isinstance(data, torch.Tensor) else data
 
     return {

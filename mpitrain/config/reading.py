@@ -22,7 +22,8 @@ def parse(argv: Sequence[str], defaults: Config | None = None) -> Config:
 
     Flags: `--section.name value` or `--section.name=value`, with - or _ within a name; a bool takes no value
     (`--train.eval-only`, `--train.no-eval-only`); several values follow one another (`--data.path a b`); `none` unsets
-    what may be unset; the last of repeated flags counts. `--help` prints all settings and exits with 0.
+    what may be unset; the last of repeated flags counts. `--model small` is short for `--model.size small`. `--help` prints all
+    settings and exits with 0.
 
     Args:
         argv: the arguments.
@@ -48,6 +49,10 @@ def from_toml(path: str | os.PathLike[str], defaults: Config | None = None) -> C
 def from_text(text: str, source: str) -> Config:
     """Settings from the text that `to_toml` made; raises ConfigError, naming `source`, as `parse`."""
     return _build(Config(), _read_text(text, source))
+
+
+_SHORT = {"model": "model.size"}
+"""Flags that stand for a longer one."""
 
 
 def _types() -> dict[str, Any]:
@@ -78,6 +83,7 @@ def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
         if not flag.startswith("--") or flag == "--":
             raise ConfigError(f"unexpected {flag + equals + word!r}: settings are given as --section.name value")
         name, on = flag[2:].replace("-", "_"), True
+        name = _SHORT.get(name, name)
         positive = name.replace("no_", "", 1)
         if name not in types and types.get(positive) is bool:
             name, on = positive, False

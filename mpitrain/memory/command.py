@@ -1,4 +1,4 @@
-"""`python -m mpitrain memory --np N [--nodes M] [--json] [settings]`."""
+"""`python -m mpitrain memory --np N [--nodes M] [--json] [settings]`: see USAGE."""
 
 import json
 from collections.abc import Sequence
@@ -7,13 +7,27 @@ from rich.console import Console
 from rich.table import Table
 
 from collectives import is_live_terminal
-from mpitrain.config import ConfigError, parse
+from mpitrain.config import Config, ConfigError, TrainConfig, parse
 from mpitrain.memory.prediction import KINDS, Prediction, predict
+
+USAGE = """usage: python -m mpitrain memory --np N [--nodes M] [--json] [settings]
+
+What a run with these settings will hold at most, on each rank and each node, by kind; in one process, without running it.
+
+  --np N      number of ranks
+  --nodes M   number of nodes they are dealt out to evenly (default: 1)
+  --json      the figures, in bytes, as JSON
+
+The settings are those of a training run. A global batch that was not given (train.batch) is rounded up to what the ranks divide.
+"""
 
 
 def main(argv: Sequence[str]) -> None:
     """Print what a run with these settings would hold. ConfigError, ValueError for wrong arguments."""
     words = list(argv)
+    if {"-h", "--help"} & set(words):
+        print(USAGE)
+        parse(words)  # prints all settings and exits
     num_ranks, num_nodes = _take(words, "--np"), _take(words, "--nodes") or 1
     as_json = "--json" in words
     if as_json:
@@ -21,11 +35,15 @@ def main(argv: Sequence[str]) -> None:
     config = parse(words)
     if num_ranks is None:
         raise ConfigError("memory: --np N, the number of ranks, is missing")
+    batch = config.train.batch
+    if batch % (factor := num_ranks * config.train.accumulate):
+        # As the default only: what the user has given stays, and is an error.
+        config = parse(words, Config(train=TrainConfig(batch=-(-batch // factor) * factor)))
     prediction = predict(config, num_ranks, num_nodes)
     if as_json:
-        print(json.dumps(prediction.to_dict(), indent=1))
+        print(json.dumps(prediction.to_dict() | {"batch": config.train.batch}, indent=1))
     else:
-        _show(prediction)
+        _show(prediction, config.train.batch, was_rounded=config.train.batch != batch)
 
 
 def _take(words: list[str], flag: str) -> int | None:
@@ -43,12 +61,14 @@ def _take(words: list[str], flag: str) -> int | None:
     return None
 
 
-def _show(prediction: Prediction) -> None:
+def _show(prediction: Prediction, batch: int, *, was_rounded: bool) -> None:
     ranks, nodes = prediction.num_ranks, prediction.num_nodes
     table = Table(
         title=f"{prediction.num_parameters / 1e6:.1f} M parameters, {prediction.storage}, {ranks} rank{'s' * (ranks > 1)} "
         f"on {nodes} node{'s' * (nodes > 1)}",
-        caption=f"most at any moment of a step; {prediction.shared / 1e6:,.0f} MB of a node are in its /dev/shm",
+        caption=f"most at any moment of a step of {batch} sequences"
+        + (", rounded up from the default" if was_rounded else "")
+        + f"; {prediction.shared / 1e6:,.0f} MB of a node are in its /dev/shm",
     )
     table.add_column("", no_wrap=True)
     for heading in ("a rank", "a node"):

@@ -1,5 +1,5 @@
 """ZeRO by flat units. From the bottom: layout (pure), policy, ranks, tree, storage, unit, fences, reductions, prefetch, context, state,
-module, blocks, checkpointing, fully_shard, the rest."""
+readiness, module, blocks, checkpointing, options, agreement, fully_shard, the rest."""
 
 from mpitrain.sharding.buffers import sync_buffers
 from mpitrain.sharding.checkpointing import checkpoint_activations

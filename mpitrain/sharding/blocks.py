@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from mpitrain.sharding.module import ShardedModule
+from mpitrain.sharding.readiness import kind_of
 
 
 def stacked_blocks(module: nn.Module) -> list[nn.Module]:
@@ -28,16 +28,11 @@ def stacked_blocks(module: nn.Module) -> list[nn.Module]:
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     children = dict(module.named_children())
-    composite = Counter(_kind(child) for child in children.values() if next(child.children(), None) is not None)
+    composite = Counter(kind_of(child) for child in children.values() if next(child.children(), None) is not None)
     for name, child in children.items():
         if "expert" in name.lower():
             continue
-        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) and composite[_kind(child)] > 1:
+        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) and composite[kind_of(child)] > 1:
             yield child
         else:
             yield from _blocks(child)
-
-
-def _kind(module: nn.Module) -> type[nn.Module]:
-    """The module's own class, sharded or not."""
-    return type(module).__mro__[2 if isinstance(module, ShardedModule) else 0]

@@ -5,7 +5,21 @@ from typing import Literal
 import torch
 from torch import nn
 
-from mpitrain.sharding.module import sharded_over
+from mpitrain.sharding.module import sharded_over, states_of
+
+
+def with_memory(model: nn.Module, name: str) -> torch.Tensor:
+    """A buffer of a model, by its name, that is about to get values: in the place of one on the meta device an empty one where the
+    model is. `fully_shard` gives parameters memory, not buffers."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    buffer = owner._buffers[last]
+    assert buffer is not None
+    if buffer.is_meta:
+        units = [unit for state in states_of(model) for unit in state.units]
+        device = units[0].device if units else torch.device("cpu")
+        buffer = owner._buffers[last] = torch.empty_like(buffer, device=device)
+    return buffer
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ class EMA:
         optimizer.step(); ema.update()
         with ema.swapped():
             evaluate(model)
+        mpitrain.save(path, model, optimizer, ema=ema)  # and load(..., ema=ema), on any number of ranks
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -6,21 +6,25 @@ and copies, follow torch's FSDP (Zhao et al., VLDB 2023).
 """
 
 import logging
-from collections.abc import Callable, Iterable
-from functools import partial
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from collectives import Communicator, Mesh
+from collectives import Communicator, Mesh, launched_rank
 from mpitrain.heap import keep_freed_memory
+from mpitrain.sharding.agreement import check_alike
 from mpitrain.sharding.blocks import stacked_blocks
 from mpitrain.sharding.layout import Layout
 from mpitrain.sharding.module import ShardedModule, states_of
 from mpitrain.sharding.optimizers import watch_optimizers
+from mpitrain.sharding.options import Options, check_dtypes, check_module
 from mpitrain.sharding.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.ranks import Ranks, group_of, ranks_of
+from mpitrain.sharding.readiness import check_names, kind_of, promise
 from mpitrain.sharding.state import State
 from mpitrain.sharding.storage import Gathered, Kept, Resident, Storage
 from mpitrain.sharding.unit import Unit
@@ -58,7 +62,7 @@ def fully_shard(
             together, and gather them for backward among themselves. It divides the ranks that hold the shards; 1 is False, all True.
         mp_policy: dtypes; None: all as the parameters are.
         offload_policy: `CPUOffloadPolicy()` keeps shards and the optimizer's state of parameters on GPUs in host memory.
-        ignored_params: left as they are, on every rank.
+        ignored_params: left as they are, on every rank. Parameters, not names; those of other parts of the model may be among them.
         units: what is gathered, used and reduced at a time. "auto": where no part of the module is sharded yet, each block of its
             stacks (the layers of a transformer; not what is called experts) first, then the rest. "one": all of it. In private
             storage all ranks must run the same units in the same order; differences within a unit are free.
@@ -71,72 +75,162 @@ def fully_shard(
         device: of parameters that are on the meta device; None: the CPU.
 
     Raises:
-        ValueError: an argument that is not available, a module that is sharded already, tied weights across units.
-        OSError: on all ranks, if the node's shared memory is full and "resident" was asked for.
+        TypeError: an argument of another kind, dtypes that cannot be reduced.
+        ValueError: an argument that is not available, a module that is sharded already or has no forward, tied weights across units;
+            on all ranks, if they differ in the model or in the arguments.
+        OSError: on all ranks, if a node's shared memory is full and "resident" was asked for. What was sharded by then stays so, and
+            another call, with storage="private" for instance, goes on with the rest.
     """
     watch_optimizers()
-    _check_arguments(module, stage, offload_policy, storage, units, prefetch_bytes)
-    ranks = ranks_of(mesh, whole=stage == 0)
-    reshards, num_group = _resharding(reshard_after_forward, ranks.shard.size if stage == 3 else None)
-    ignored_params = list(ignored_params or ())
-    shard_part = partial(
-        fully_shard, mesh=mesh, stage=stage, reshard_after_forward=reshard_after_forward, ignored_params=ignored_params,
-        units="one", storage=storage, offload_policy=offload_policy, prefetch_bytes=prefetch_bytes, device=device,
+    check_module(module)
+    options = Options(
+        mesh=mesh, stage=stage, reshard_after_forward=reshard_after_forward, mp_policy=mp_policy, offload_policy=offload_policy,
+        ignored_params=ignored_params, units=units, storage=storage, prefetch_bytes=prefetch_bytes, device=device,
     )  # fmt: skip
-    if units == "auto" and not states_of(module):
-        for block in stacked_blocks(module):
-            shard_part(block, mp_policy=mp_policy)
-    policy = mp_policy or MixedPrecisionPolicy()
-    if policy.param_dtype is not None:
-        for name, part in list(module.named_modules()):
-            left = any(not hasattr(param, "shard_box") for param in part.parameters())
-            if part is not module and left and not isinstance(part, ShardedModule) and policy.keeps(name, part):
-                shard_part(part, mp_policy=policy.of_kept())
-    ignored = {id(param) for param in ignored_params}
-    made = []
-    for params in _groups(module, ignored):
-        where = params[0][2].device
-        if where.type == "meta":
-            where = torch.device(device or "cpu")
-        if storage == "resident" and where.type != "cpu":
-            raise ValueError(
-                f"storage='resident' needs parameters on the CPU; these are on {where}; use storage='auto'"
-            )
-        if where.type == "cpu":
-            keep_freed_memory()
-        made.append(
-            Unit(params, ranks, policy, where, _storage(ranks, where, stage, storage, num_group), offload_policy)
-        )
-    state = State(ranks, made, policy, stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes)
-    kind = type(module)
-    module.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
-    module._sharding = state  # type: ignore[assignment]
+    check_dtypes(module, options)
+    ranks = ranks_of(mesh, whole=stage == 0)
+    check_alike(module, options, ranks.all)
+    reshards, num_group = _resharding(reshard_after_forward, ranks.shard.size if stage == 3 else None)
+    policy = options.policy
+    blocks = _automatic_blocks(module) if units == "auto" else []
+    if blocks or states_of(module):  # a part alone cannot tell, as its names may be another's
+        check_names(module, policy.keep_fp32)
+    promise(module, policy.keep_fp32, options.ignored_params or ())
+
+    names = {id(part): name for name, part in module.named_modules()}
+    kept = [part for name, part in module.named_modules() if name and policy.keeps(name, kind_of(part))]
+    are_kept = {id(part) for part in kept}
+    within_kept = {id(inner) for part in kept for inner in part.modules() if inner is not part}
+
+    def shard_part(part: nn.Module) -> None:
+        its = policy
+        if part is not module:
+            its = replace(policy, output_dtype=None)  # that is the whole module's
+        if id(part) in within_kept:
+            its = replace(policy.of_kept(), output_dtype=None)  # between modules that compute in fp32, too
+        elif id(part) in are_kept:
+            its = policy.of_kept()
+        made = _units(part, names[id(part)], ranks, its, options, num_group)
+        state = State(ranks, made, its, stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes)
+        kind = type(part)
+        part.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
+        part._sharding = state  # type: ignore[assignment]
+
+    for whole in (*blocks, module):
+        for part in _left_among(kept, whole):
+            shard_part(part)
+            _made_here.add(part)
+        shard_part(whole)
+        if whole is not module:
+            _made_here.add(whole)
+    _name_in_full(module, names)
     return module
 
 
+Group = list[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]]
+"""Parameters of one unit: of each its name, the modules that use it and how they call it, itself."""
+
+_made_here: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Blocks and modules kept in fp32 that were sharded for a module around them, not by a call of their own."""
+
+
+def _automatic_blocks(module: nn.Module) -> list[nn.Module]:
+    """The blocks that are sharded first; none where the user has sharded parts of the module."""
+    blocks = [block for block in stacked_blocks(module) if not isinstance(block, ShardedModule)]
+    if _made_here.issuperset(_sharded(module)):
+        return blocks
+    if blocks:
+        _log.log(
+            logging.WARNING if launched_rank() <= 0 else logging.INFO,
+            "fully_shard: parts of this %s are sharded already, so its other blocks (%d, the first a %s) become one unit with the "
+            "rest; shard all of them, or none", kind_of(module).__name__, len(blocks), kind_of(blocks[0]).__name__,
+        )  # fmt: skip
+    return []
+
+
+def _sharded(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if isinstance(part, ShardedModule)]
+
+
+def _left_among(kept: list[nn.Module], whole: nn.Module) -> Iterator[nn.Module]:
+    """Modules kept in fp32 within another, if they have parameters in no unit yet by the time it is their turn."""
+    inside = {id(part) for part in whole.modules() if part is not whole}
+    for part in kept:
+        if id(part) not in inside or isinstance(part, ShardedModule):
+            continue
+        if any(not hasattr(param, "shard_box") for param in part.parameters()):
+            yield part
+
+
+def _name_in_full(module: nn.Module, names: dict[int, str]) -> None:
+    """Errors name parameters as they are called from the outermost module."""
+    for state in states_of(module):
+        for unit in state.units:
+            for param in unit.params:
+                owner, name = param.users[0]
+                param.name = f"{names[id(owner)]}.{name}" if names.get(id(owner)) else name
+
+
+def _units(
+    part: nn.Module, prefix: str, ranks: Ranks, policy: MixedPrecisionPolicy, options: Options, num_group: int | None
+) -> list[Unit]:
+    """The units of a part's own parameters. If one cannot be made, the part is as it was."""
+    made: list[Unit] = []
+    newly_ignored: list[nn.Parameter] = []
+    groups: list[Group] = []
+    try:
+        groups = _groups(part, prefix, options.ignored, newly_ignored)
+        for params in groups:
+            where = params[0][2].device
+            if where.type == "meta":
+                where = torch.device(options.device or "cpu")
+            if options.storage == "resident" and where.type != "cpu":
+                raise ValueError(
+                    f"storage='resident' needs parameters on the CPU; these are on {where}; use storage='auto'"
+                )
+            if where.type == "cpu":
+                keep_freed_memory()
+            store = _storage(ranks, where, options, num_group)
+            made.append(Unit(params, ranks, policy, where, store, options.offload_policy))
+    except BaseException:
+        for params in groups:
+            for _, users, original in params:
+                del original._sharded_as  # type: ignore[attr-defined]
+                for owner, name in users:
+                    owner._parameters[name] = original
+        for param in newly_ignored:
+            del param._ignored_by_sharding  # type: ignore[attr-defined]
+        raise
+    return made
+
+
 def _storage(
-    ranks: Ranks, device: torch.device, stage: int, asked: str, num_group: int | None
+    ranks: Ranks, device: torch.device, options: Options, num_group: int | None
 ) -> Callable[[Layout, torch.dtype], Storage]:
     """What makes the Storage of a unit's full parameters. `num_group`: ranks that hold gathered ones between forward and backward."""
 
     def private(layout: Layout, dtype: torch.dtype) -> Storage:
-        if stage < 3 or ranks.shard.size == 1:
+        if options.stage < 3 or ranks.shard.size == 1:
             return Kept(layout, ranks.shard, dtype, device)
         group = None if num_group is None else group_of(ranks.shard, num_group)
         return Gathered(layout, ranks.shard, dtype, device, group)
 
     def make(layout: Layout, dtype: torch.dtype) -> Storage:
-        if asked == "private" or stage == 0 or device.type != "cpu":
+        if options.storage == "private" or options.stage == 0 or device.type != "cpu":
             return private(layout, dtype)
-        resident = None
+        resident, problem = None, None
         try:
             resident = Resident(layout, ranks.shard, dtype, device)
         except OSError as error:
-            if asked == "resident":
-                raise
-            _log.info("full parameters are private from here on: %s", error)
-        everywhere = all(ranks.all.all_gather_object(resident is not None))  # each node knows of itself alone
-        return resident if everywhere and resident is not None else private(layout, dtype)
+            problem = error
+        problems = ranks.all.all_gather_object(None if problem is None else str(problem))  # each node knows of its own
+        if not any(problems) and resident is not None:
+            return resident
+        said = next(text for text in problems if text)
+        if options.storage == "resident":
+            raise OSError(said) from problem
+        _log.info("full parameters are private from here on: %s", said)
+        return private(layout, dtype)
 
     return make
 
@@ -163,40 +257,21 @@ def _resharding(asked: Any, size: int | None) -> tuple[bool, int | None]:
     return True, None if asked == size else asked
 
 
-def _check_arguments(
-    module: nn.Module, stage: int, offload_policy: Any, storage: str, units: str, prefetch_bytes: Any
-) -> None:
-    if isinstance(module, ShardedModule):
-        raise ValueError(f"fully_shard: this {type(module).__name__} is sharded already")
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"fully_shard: stage is {stage!r}; expected 0, 1, 2 or 3")
-    if stage == 0 and storage == "resident":
-        raise ValueError(
-            "fully_shard: in stage 0 each rank has a copy of its own; pass storage='auto', or stage 1 to 3"
-        )
-    if prefetch_bytes is not None and (type(prefetch_bytes) is not int or prefetch_bytes < 0):
-        raise ValueError(
-            f"fully_shard: prefetch_bytes is {prefetch_bytes!r}; expected a number of bytes from 0, or None"
-        )
-    if not isinstance(offload_policy, CPUOffloadPolicy | None):
-        raise ValueError(f"fully_shard: offload_policy is {offload_policy!r}; expected CPUOffloadPolicy() or None")
-    if storage not in ("auto", "resident", "private"):
-        raise ValueError(f"fully_shard: storage is {storage!r}; expected 'auto', 'resident' or 'private'")
-    if units not in ("auto", "one"):
-        raise ValueError(f"fully_shard: units is {units!r}; expected 'auto' or 'one'")
+def _groups(module: nn.Module, path: str, ignored: set[int], newly_ignored: list[nn.Parameter]) -> list[Group]:
+    """The parameters in no unit yet, each with all its users, grouped by dtype, requires_grad and device: a unit each.
 
-
-def _groups(module: nn.Module, ignored: set[int]) -> list[list[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]]]:
-    """The parameters in no unit yet, each with all its users, grouped by dtype, requires_grad and device: a unit each."""
+    `path`: of the module, for names. Marks them, and those to be ignored, which `newly_ignored` then has too.
+    """
     inside = {id(m) for child in module.modules() if isinstance(child, ShardedModule) for m in child.modules()}
     users: dict[int, list[tuple[nn.Module, str]]] = {}
     found: dict[int, tuple[str, nn.Parameter]] = {}
-    for prefix, owner in module.named_modules():
+    for prefix, owner in module.named_modules(prefix=path):
         for name, param in owner._parameters.items():
             if param is None or hasattr(param, "shard_box") or hasattr(param, "_ignored_by_sharding"):
                 continue
             if id(param) in ignored:
                 param._ignored_by_sharding = True  # by the units around this one, too
+                newly_ignored.append(param)
                 continue
             full_name = f"{prefix}.{name}" if prefix else name
             if hasattr(param, "_sharded_as") or id(owner) in inside:
@@ -207,9 +282,7 @@ def _groups(module: nn.Module, ignored: set[int]) -> list[list[tuple[str, list[t
                 )
             users.setdefault(id(param), []).append((owner, name))
             found.setdefault(id(param), (full_name, param))
-    groups: dict[
-        tuple[torch.dtype, bool, torch.device], list[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]]
-    ] = {}
+    groups: dict[tuple[torch.dtype, bool, torch.device], Group] = {}
     for key, (name, param) in found.items():
         groups.setdefault((param.dtype, param.requires_grad, param.device), []).append((name, users[key], param))
         param._sharded_as = name  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from torch import nn
 from collectives import Communicator
 from mpitrain.sharding.context import Context
 from mpitrain.sharding.ranks import Ranks
+from mpitrain.sharding.readiness import check_ready
 from mpitrain.sharding.state import State
 from mpitrain.sharding.tree import Tree
 from mpitrain.sharding.unit import Sharded
@@ -79,6 +80,10 @@ class ShardedModule(nn.Module):
                     f"a sharded model cannot be cast or moved (here from {probe.dtype} on {probe.device} to {moved.dtype} on "
                     f"{moved.device}); do so before fully_shard, or compute in another dtype by mp_policy"
                 )
+        for part in self.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    part._buffers[name] = fn(buffer)  # `to_empty` gives them memory; parameters have it
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -149,6 +154,7 @@ def context_of(module: "ShardedModule") -> Context:
                 f"a part of this {type(module).__name__} was run alone before the whole; call the whole model first"
             )
         tree = Tree(module)
+        check_ready(module, state.ranks.all)
         # What is allocated now outlives this forward, which may be one of an evaluation in inference mode.
         with torch.inference_mode(False):
             _broadcast_buffers(module, state.ranks.all)

@@ -32,12 +32,18 @@ class Sharded:
     full: nn.Parameter
     shard: nn.Parameter
     box: Box
+    from_meta: bool = False  # made without values
     grad: torch.Tensor | None = None  # where the shard's gradient is reduced to: a view of the unit's `shard_grad`
     had_grad: bool = False  # on this rank, when it was last reduced
     was_fresh: bool = False  # its shard had no gradient left from before
 
     def __post_init__(self) -> None:
         self._memory = self.shard.data_ptr(), self.shard.dtype
+
+    @property
+    def lacks_values(self) -> bool:
+        """Whether nobody has written to this rank's rows, which were made without values."""
+        return self.from_meta and self.shard.numel() > 0 and self.shard._version == 0
 
     def check(self, shown: nn.Parameter | None) -> None:
         """RuntimeError if somebody has put another parameter in its place, or other memory behind it, which would be lost."""
@@ -112,7 +118,7 @@ class Unit:
             if not original.is_meta:
                 _take_rows(shard, original, box, ranks.all)
             shard.shard_box = full.shard_box = box  # type: ignore[attr-defined]
-            self.params.append(Sharded(name, users, full, shard, box))
+            self.params.append(Sharded(name, users, full, shard, box, original.is_meta))
         # Who sees a parameter where: short, since all of a model change faces twice a step and more.
         self._faces = [(module._parameters, name, param) for param in self.params for module, name in param.users]
         self._fulls = tuple(param.full for param in self.params)

@@ -57,6 +57,7 @@ class Stepper:
                 self._optimizer.step()
             else:
                 self._scaler.step(self._optimizer)
+                self._scaler.update()
             return True
         said = f"step {number}: loss {loss}, gradient norm {grad_norm}"
         if self._scaler is not None and math.isfinite(loss):

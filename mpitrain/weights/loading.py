@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mpitrain.sharding.module import states_of
+from mpitrain.sharding.buffers import with_memory
 from mpitrain.weights.files import Entry, Rename, find, opened, some
 from mpitrain.weights.targets import Target, begin, targets_of, together
 
@@ -117,12 +117,5 @@ def _fill(target: Target, content: Any, entry: Entry, view: Any, model: nn.Modul
         values = view[tuple(slice(first, first + count) for first, count in rows)]
     tensor = target.tensor
     if tensor.is_meta and target.owner is not None:
-        # fully_shard gives parameters memory, not buffers.
-        tensor = torch.empty(target.shape, dtype=tensor.dtype, device=_device(model))
-        target.owner._buffers[target.names[0].rpartition(".")[2]] = tensor
+        tensor = with_memory(model, target.names[0])
     tensor.copy_(values.view(tensor.shape))
-
-
-def _device(model: nn.Module) -> torch.device:
-    units = [unit for state in states_of(model) for unit in state.units]
-    return units[0].device if units else torch.device("cpu")

@@ -41,6 +41,7 @@ SETTINGS = {
     "resident, fp32": [],
     "gathered, bf16": [*PRIVATE, "--parallel.param-dtype", "bfloat16"],
     "gathered ahead": PRIVATE,
+    "stage 1": ["--parallel.stage", "1"],
     "computed again": ["--parallel.checkpoint-activations", "--train.batch", "16"],
 }
 

@@ -20,7 +20,7 @@ def test_the_example_is_the_file_and_runs(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"step \d  loss ([\d.]+)", result.stdout)]
     assert len(losses) == 10
     assert losses[-1] < losses[0]
-    shown = run([sys.executable, "-m", "ckpt", "show", "example-checkpoint", "model/0.linear1.weight"], cwd=tmp_path)
+    shown = run([sys.executable, "-m", "ckpt", "show", "example-checkpoints", "model/0.linear1.weight"], cwd=tmp_path)
     assert shown.returncode == 0, str(shown)
     assert "float32 (2048, 256)" in shown.stdout
 

@@ -2,12 +2,17 @@
 
 import copy
 import math
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from ways import WAYS, options_of
 
+import ckpt
 import mpitrain
 from collectives import Communicator
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
@@ -70,6 +75,28 @@ def test_an_average_of_the_weights(comm: Communicator, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_an_average_goes_with_a_checkpoint_to_other_shards(comm: Communicator, shared_tmp: Path, way: str) -> None:
+    model, plain = pair(comm, way)
+    ema = mpitrain.EMA(model, 0.75)
+    for value in ema.tensors.values():
+        value.mul_(2)
+    mpitrain.save(shared_tmp / "checkpoint", model, ema=ema)
+    expected = {name: 2 * param.detach() for name, param in plain.named_parameters()}
+    # One rank alone, as from a job of one, and shards cut otherwise: the parts are boxes of the whole in any case.
+    other = fully_shard(copy.deepcopy(plain), comm, stage=3, storage="private", units="one")
+    for again in (plain, other):
+        average = mpitrain.EMA(again, 0.5)
+        mpitrain.load(shared_tmp / "checkpoint", again, ema=average)
+        for name, value in average.tensors.items():
+            box = getattr(dict(again.named_parameters())[name], "shard_box", None)
+            want = expected[name]
+            assert torch.equal(value, want if box is None else rows_of(want, box)), name
+    mpitrain.save(shared_tmp / "without", model)
+    with pytest.raises(ckpt.CheckpointError, match="ema/"):
+        mpitrain.load(shared_tmp / "without", model, ema=ema)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(comm: Communicator, way: str) -> None:
     model, plain = pair(comm, way)
     optimizer, reference = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, plain))
@@ -102,6 +129,52 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(comm: Communicator, way: 
     assert (again.value, again.num_skipped) == (1024, 1)
     with pytest.raises(ValueError, match="expected a scale above 0"):
         mpitrain.GradScaler(model, scale=0)
+
+
+@pytest.mark.parametrize("way", ["stage 0", "stage 3", "stage 3, private"])
+def test_a_scaler_for_several_optimizers(comm: Communicator, way: str) -> None:
+    model, plain = pair(comm, way)
+    first, second = (
+        [param for i in (0, 1) for param in model[i].parameters()],
+        [*model[3].parameters(), *model[4].parameters()],
+    )
+    ours = [torch.optim.SGD(params, lr=0.5) for params in (first, second)]
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.5)
+    both = torch.optim.SGD(model.parameters(), lr=0.0)  # has the parameters of the others, too
+    scaler = mpitrain.GradScaler(model, scale=1024.0, interval=2)
+    with pytest.raises(RuntimeError, match="has a gradient on any rank; call backward first"):
+        scaler.step(ours[0])
+    for step, calls_update in enumerate((True, False, True)):
+        scaler.scale(loss_of(model, step)).backward()
+        loss_of(plain, step).backward()
+        assert [scaler.step(o) for o in (*ours, both)] == [True] * 3
+        theirs.step()
+        if calls_update:
+            scaler.update()
+        for o in (*ours, theirs):
+            o.zero_grad()
+    assert (scaler.value, scaler.num_skipped) == (2048, 0)
+    for name, shard in model.named_parameters():
+        want = dict(plain.named_parameters())[name].detach()
+        want = rows_of(want, shard.shard_box) if hasattr(shard, "shard_box") else want
+        torch.testing.assert_close(shard.detach(), want, rtol=1e-4, atol=1e-6)
+
+    # One overflow, in gradients of the second alone, is one overflow, and the second's.
+    scaler.scale(loss_of(model, 3)).backward()
+    model[3].weight.grad.fill_(math.inf)
+    assert [scaler.step(o) for o in ours] == [True, False]
+    scaler.update()
+    assert (scaler.value, scaler.num_skipped) == (1024, 1)
+    # Gradients that wait for their optimizer while the scale changes keep their true size.
+    model.zero_grad()
+    scaler.scale(loss_of(model, 3)).backward()
+    wanted = [param.grad / 1024 for param in second]
+    model[0].weight.grad.fill_(math.inf)
+    assert not scaler.step(ours[0])
+    scaler.scale(torch.zeros(()))
+    assert scaler.value == 512 and scaler.unscale_(ours[1])
+    for param, want in zip(second, wanted, strict=True):
+        torch.testing.assert_close(param.grad, want)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -158,6 +231,41 @@ def test_optimizers_that_would_go_wrong_are_refused(comm: Communicator) -> None:
     plain = nn.Linear(2, 2)
     plain(torch.ones(1, 2)).sum().backward()
     torch.optim.Adafactor(plain.parameters()).step()
+
+
+def test_optimizers_of_unknown_kinds(comm: Communicator) -> None:
+    class Normed(torch.optim.Optimizer):
+        def __init__(self, params: Iterable[nn.Parameter]) -> None:
+            super().__init__(params, {})
+
+        def step(self) -> None:  # type: ignore[override]
+            pass
+
+    def step(kind: Any) -> list[str]:
+        model = fully_shard(nn.Linear(4, 6), comm)
+        model(torch.ones(2, 4)).sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kind(model.parameters()).step()
+        assert all(warning.category is RuntimeWarning for warning in caught)
+        return [str(warning.message) for warning in caught]
+
+    told = step(Normed)
+    assert len(told) == (comm.size > 1 and comm.rank == 0)
+    assert all("each rank steps its own rows" in text and "Normed.is_elementwise = True" in text for text in told)
+    assert step(Normed) == []  # once for a class
+    for name in ("Lion", "Declared"):
+        kind = type(name, (Normed,), {"is_elementwise": True} if name == "Declared" else {})
+        assert step(kind) == []
+    assert step(type("MyAdam", (torch.optim.AdamW,), {})) == []
+    assert step(torch.optim.RMSprop) == []
+    for name in ("Prodigy", "DAdaptAdam", "Refused"):
+        kind = type(name, (Normed,), {"is_elementwise": False} if name == "Refused" else {})
+        if comm.size > 1:
+            with pytest.raises(TypeError, match=f"{name} looks at whole matrices, or at all parameters"):
+                step(kind)
+        else:
+            assert step(kind) == []
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,5 +1,6 @@
 """Predicted memory: what can be counted by hand, and what is refused."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -98,7 +99,10 @@ def test_nodes_share_what_lies_in_their_memory(text: list[str]) -> None:
         (["--np"], "memory: --np: expected a whole number of at least 1, got nothing"),
         (["--np", "0"], "memory: --np: expected a whole number of at least 1, got 0"),
         (["--np=3", "--nodes=2"], "memory: 3 ranks cannot be dealt out evenly to 2 nodes"),
-        (["--np", "5"], "train.batch: expected a multiple of 5 = 5 ranks x 1 (train.accumulate), got 12"),
+        (
+            ["--np", "5", "--train.batch", "12"],
+            "train.batch: expected a multiple of 5 = 5 ranks x 1 (train.accumulate), got 12",
+        ),
         (["--np", "2", "--model.siz", "xl"], "unknown setting --model.siz: did you mean --model.size?"),
         (["--np", "2", "--parallel.device", "cuda"], "memory: what a run needs on GPUs is not known yet"),
     ],
@@ -109,6 +113,37 @@ def test_wrong_arguments_are_one_line(arguments: list[str], error: str, capsys: 
     assert main(["memory", *arguments]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"mpitrain: error: {error}") and err.count("\n") == 1
+
+
+def test_a_default_batch_is_rounded_up_to_what_the_ranks_divide(
+    text: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mpitrain.cli import main
+
+    def batch(*words: str) -> int:
+        assert main(["memory", "--np", "8", "--nodes", "2", "--json", *text, *words]) == 0
+        return int(json.loads(capsys.readouterr().out)["batch"])
+
+    assert batch() == 16
+    assert batch("--train.accumulate", "3") == 24
+    assert batch("--train.batch", "8") == 8
+    assert main(["memory", "--np", "8", *text]) == 0
+    assert "a step of 16 sequences, rounded up from the default" in " ".join(capsys.readouterr().out.split())
+    settings = tmp_path / "settings.toml"
+    settings.write_text("[train]\nbatch = 12\n")
+    assert main(["memory", "--np", "8", "--config", str(settings), *text]) == 1
+    assert "train.batch: expected a multiple of 8" in capsys.readouterr().err
+
+
+def test_help_shows_its_own_flags_and_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    from mpitrain.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["memory", "--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    for flag in ("--np N ", "--nodes M ", "--json ", "--model.size", "--train.batch"):
+        assert flag in out
 
 
 def test_the_command_starts_no_mpi(text: list[str]) -> None:
