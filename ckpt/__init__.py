@@ -6,6 +6,8 @@
 
 A checkpoint is a folder: `rank-00000.h5` and so on, one file a rank, hold the bytes; `index.h5` shows every tensor in its full
 shape to other tools; `manifest.jsonl` says where everything lies, with checksums, and is what we read ourselves.
+`save(..., copies=[...])` writes the finished checkpoint to further places, URLs such as s3://bucket/run among them, too; reading takes
+URLs everywhere.
 `python -m ckpt ls | show | diff | verify | gc` look inside and clear up from a shell, `export | import | reshard` lead to other
 files and back: docs/checkpoints.md.
 """
@@ -20,6 +22,7 @@ from ckpt.inspecting import look
 from ckpt.layout import Box
 from ckpt.loading import load
 from ckpt.manifest import CheckpointError
+from ckpt.remote import Url
 from ckpt.resharding import reshard
 from ckpt.saving import save
 from ckpt.tensors import Shard
@@ -33,6 +36,7 @@ __all__ = [
     "Damage",
     "Shard",
     "TensorEntry",
+    "Url",
     "export",
     "find",
     "import_file",

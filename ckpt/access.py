@@ -62,26 +62,32 @@ def open_regular(path: str | os.PathLike[str], folder: int | None = None) -> int
 def read_header(path: Path) -> tuple[Header, bytes]:
     """The header of the checkpoint `path`, and its line; CheckpointError, OSError."""
     with open(open_regular(path / FILE_NAME), "rb") as file:
-        return _read_header(file)
+        return header_in(file)
 
 
 def read_bytes(path: Path) -> bytes:
-    """The manifest of the checkpoint `path`, to be decoded. CheckpointError, OSError.
+    """The manifest of the checkpoint `path`, to be decoded. CheckpointError, OSError."""
+    with open(open_regular(path / FILE_NAME), "rb") as file:
+        return manifest_in(file, os.fstat(file.fileno()).st_size)
+
+
+def manifest_in(file: BinaryIO, nbytes: int) -> bytes:
+    """The manifest in a file that is read from its beginning and is so long. CheckpointError, OSError.
 
     The memory is that of what is on the disk: a hole in the file reads as zeros, where reading ends.
     """
-    with open(open_regular(path / FILE_NAME), "rb") as file:
-        if (nbytes := os.fstat(file.fileno()).st_size) > MAX_BYTES:
-            raise out_of_reach(f"it has {nbytes} bytes, expected at most {MAX_BYTES}")
-        data = io.BytesIO()
-        data.write(_read_header(file)[1])
-        while piece := file.read(1 << 20):
-            if b"\0" in piece:
-                raise refused("it has zeros in it: it is altered, or was never written to the disk")
-            data.write(piece)
-        return data.getvalue()
+    if nbytes > MAX_BYTES:
+        raise out_of_reach(f"it has {nbytes} bytes, expected at most {MAX_BYTES}")
+    data = io.BytesIO()
+    data.write(header_in(file)[1])
+    while piece := file.read(1 << 20):
+        if b"\0" in piece:
+            raise refused("it has zeros in it: it is altered, or was never written to the disk")
+        data.write(piece)
+    return data.getvalue()
 
 
-def _read_header(file: BinaryIO) -> tuple[Header, bytes]:
+def header_in(file: BinaryIO) -> tuple[Header, bytes]:
+    """The header of the manifest in a file that is read from its beginning, and its line. CheckpointError, OSError."""
     line = file.readline(MAX_LINE_BYTES + 1)
     return decode_header(line), line

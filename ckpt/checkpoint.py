@@ -4,15 +4,15 @@ import math
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
 import numpy as np
 
-from ckpt.folder import parse_manifest, read_manifest
+from ckpt.folder import none_usable, parse_manifest, read_manifest
 from ckpt.layout import Box, Shape
 from ckpt.manifest import CheckpointError, Manifest, Tensor
+from ckpt.places import Paths, Place, copies_of
 from ckpt.reader import Reader
 from ckpt.sources import matching
 from collectives.dtypes import TABLE
@@ -23,7 +23,7 @@ Index = int | slice | EllipsisType
 class TensorEntry:
     """One tensor of a checkpoint. Nothing is read before `read` or an index asks for it: `entry[:10]`, `numpy.asarray(entry)`."""
 
-    def __init__(self, folder: Path, manifest: Manifest, tensor: Tensor) -> None:
+    def __init__(self, folder: Place, manifest: Manifest, tensor: Tensor) -> None:
         self._folder = folder
         self._manifest = manifest
         self._tensor = tensor
@@ -104,7 +104,7 @@ class TensorEntry:
 class Checkpoint(Mapping[str, TensorEntry]):
     """A checkpoint on disk: a mapping from the names of its tensors, sorted, to `TensorEntry`. Made by `ckpt.open`."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Place, manifest: Manifest) -> None:
         self.path = path
         self._manifest = manifest
 
@@ -164,13 +164,23 @@ class Checkpoint(Mapping[str, TensorEntry]):
         return f"Checkpoint({str(self.path)!r}, {len(self)} tensors, {self.nbytes} bytes)"
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Look into the checkpoint `path`: reads its manifest and checks that its files are there, nothing more.
+def open_checkpoint(path: str | os.PathLike[str], *, copies: Paths | None = None) -> Checkpoint:
+    """Look into the checkpoint `path`, a folder or a URL: reads its manifest and checks that its files are there, nothing more.
+
+    `copies`: the further places that `save` was given. If the checkpoint cannot be opened, its copy in the first of them that can is:
+    `Checkpoint.path` says which. Damage found later, when tensors are read, is an error: `load` goes on with a copy then, too.
 
     CheckpointError if it is missing, incomplete, damaged or of a newer format.
     """
-    folder = Path(os.path.abspath(path))
-    return Checkpoint(folder, parse_manifest(folder, read_manifest(folder)))
+    places, problems = copies_of(path, copies), []
+    for place in places:
+        try:
+            return Checkpoint(place, parse_manifest(place, read_manifest(place)))
+        except (CheckpointError, OSError) as error:
+            if len(places) == 1:
+                raise
+            problems.append(str(error))
+    raise none_usable(problems)
 
 
 def _box_of(where: Box | Index | tuple[Index, ...] | None, shape: Shape) -> tuple[Box, Shape]:

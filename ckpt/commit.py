@@ -1,6 +1,6 @@
 """How a checkpoint comes to be all at once, or not at all. Only rank 0 does what is here.
 
-    .NAME.staging    being written; a dead job's is removed at the next save
+    .NAME.staging    being written; a dead job's is removed at a later save
     NAME             complete: it got its name by one rename, after everything in it was flushed to disk
     .NAME.replaced   the old one, while a new one takes its name
     .NAME.removed    on its way out: hidden first, so that nobody finds half of it
@@ -24,8 +24,12 @@ from typing import NamedTuple
 
 from ckpt.files import flush, write_file
 from ckpt.folder import LATEST_NAME, info, newest_first, step_of
+from ckpt.manifest import FILE_NAME
+from ckpt.places import Place
+from ckpt.remote import Url
 
-_OWNER_NAME = ".owner"
+OWNER_NAME = ".owner"
+QUIET_S = 60.0  # what bears no owner's name and changed since then may be a living job's, between two of its steps
 _ABANDONED_S = (
     3600.0  # a stage of another host whose process cannot be asked counts as dead after this time without a change
 )
@@ -49,21 +53,19 @@ class Stage:
         stage = cls(final)
         stage._refuse_existing(overwrite)
         final.parent.mkdir(parents=True, exist_ok=True)
-        _clean(final.parent, except_for=stage.path)
+        stage._clean()
         if stage.path.exists():
-            if (owner := _owner(stage.path)) and owner["pid"] != os.getpid() and _is_alive(owner):
+            if (owner := _owner(stage.path)) and owner["pid"] != os.getpid() and is_alive(owner):
                 raise FileExistsError(
                     errno.EEXIST, f"process {owner['pid']} is writing this checkpoint", str(stage.path)
                 )
             shutil.rmtree(stage.path)
         stage.path.mkdir()
-        owner = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "start": _start_time(os.getpid()),
-            "token": stage._token,
-        }
-        write_file(stage.path / _OWNER_NAME, json.dumps(owner).encode())
+        try:
+            write_file(stage.path / OWNER_NAME, signature(stage._token))
+        except BaseException:
+            stage.discard()
+            raise
         return stage
 
     def make_board(self) -> Path:
@@ -98,7 +100,7 @@ class Stage:
             flush(parent)
         # Not before the rename: a stage without an owner counts as a dead one's.
         with contextlib.suppress(OSError):
-            os.unlink(self.final / _OWNER_NAME)
+            os.unlink(self.final / OWNER_NAME)
         if newest:
             write_latest(self.final)
 
@@ -108,6 +110,12 @@ class Stage:
         if board:
             shutil.rmtree(self._board, ignore_errors=True)
 
+    def _clean(self) -> None:
+        """Finish what dead jobs began beside it."""
+        for leftover in leftovers(self.final.parent, own=self.final):
+            if leftover.path != self.path:
+                settle(leftover)
+
     def _refuse_existing(self, overwrite: bool) -> None:
         if os.path.lexists(self.final) and not overwrite:
             raise FileExistsError(
@@ -115,12 +123,12 @@ class Stage:
             )
 
 
-def next_sequence(folder: Path) -> int:
+def next_sequence(folder: Place) -> int:
     """One more than the newest checkpoint's number in `folder`."""
     return max((header.sequence for _, header in newest_first(folder)), default=0) + 1
 
 
-def retain(final: Path, keep: int | None, keep_every: int | None = None) -> None:
+def retain(final: Place, keep: int | None, keep_every: int | None = None) -> None:
     """Remove the oldest checkpoints beside `final` beyond the newest `keep` complete ones, but not `final` itself.
 
     Nor one whose name ends with a multiple of `keep_every`.
@@ -133,7 +141,7 @@ def retain(final: Path, keep: int | None, keep_every: int | None = None) -> None
             warnings.warn(f"the old checkpoint {path} could not be removed: {error}", RuntimeWarning, stacklevel=2)
 
 
-def outdated(final: Path, keep: int, keep_every: int | None = None) -> list[Path]:
+def outdated(final: Place, keep: int, keep_every: int | None = None) -> list[Place]:
     """What `retain` removes, newest first."""
     complete = 0
     found = []
@@ -148,8 +156,12 @@ def outdated(final: Path, keep: int, keep_every: int | None = None) -> list[Path
     return found
 
 
-def remove(path: Path) -> None:
+def remove(path: Place) -> None:
     """Remove a checkpoint: under its name it is gone at once. OSError if not even that can be done."""
+    if isinstance(path, Url):
+        (path / OWNER_NAME).write(signature(""))  # should this job die on the way, the next one goes on
+        path.remove_folder(FILE_NAME, OWNER_NAME)
+        return
     hidden = path.parent / f".{path.name.strip('.')}.removed"
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(path, hidden)
@@ -169,15 +181,16 @@ class Leftover(NamedTuple):
         return self.path.with_name(self.path.name[1:].rpartition(".")[0])
 
 
-def leftovers(folder: Path, *, quiet_s: float = 0.0) -> list[Leftover]:
+def leftovers(folder: Path, *, own: Path | None = None) -> list[Leftover]:
     """What saves that go on, or ended too early, have in `folder`, by name.
 
-    What bears no owner's name counts as a dead job's, unless it changed in the last `quiet_s` seconds.
+    What bears no owner's name counts as a dead job's, unless it changed in the last minute and does
+    not belong to the checkpoint `own`, which is this job's to write.
     """
     kinds = (".staging", ".replaced", ".removed", ".board")
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
     ours = (name for name in names if name.startswith(".") and Path(name).suffix in kinds)
-    return [_judged(folder / name, quiet_s) for name in ours]
+    return [_judged(folder / name, own) for name in ours]
 
 
 def settle(leftover: Leftover) -> None:
@@ -188,20 +201,13 @@ def settle(leftover: Leftover) -> None:
         shutil.rmtree(leftover.path, ignore_errors=True)
 
 
-def _clean(folder: Path, *, except_for: Path) -> None:
-    """Finish what dead jobs began in `folder`."""
-    for leftover in leftovers(folder):
-        if leftover.path != except_for:
-            settle(leftover)
-
-
-def _judged(path: Path, quiet_s: float) -> Leftover:
+def _judged(path: Path, own: Path | None) -> Leftover:
     kind = path.suffix
     stage = path.with_suffix(".staging")
     if kind == ".removed":
         return Leftover(path, "remove", "half removed")
     if kind == ".board" and stage.exists():
-        return _judged(stage, quiet_s)._replace(path=path)
+        return _judged(stage, own)._replace(path=path)
     if kind == ".staging" and (owner := _owner(path)) is not None:
         whose = f"of process {owner['pid']!r:.20} on {owner['host']!r:.80}"
         if _is_abandoned(path, owner):
@@ -210,8 +216,9 @@ def _judged(path: Path, quiet_s: float) -> Leftover:
     # Not the time of writing alone: a rename is what may have happened last.
     with contextlib.suppress(FileNotFoundError):
         changed = max(path.stat().st_mtime, path.stat().st_ctime)
-        if quiet_s and time.time() - changed < quiet_s:
-            return Leftover(path, "keep", f"changed in the last {quiet_s:.0f} s: a save may go on")
+        recent = Leftover(path, "keep", f"changed in the last {QUIET_S:.0f} s: a save may go on")
+        if time.time() - changed < QUIET_S and recent.original != own:
+            return recent
     if kind == ".board":  # left by a job that died, or its ranks have heard all
         return Leftover(path, "remove", "its save ended")
     if kind == ".replaced":
@@ -222,7 +229,7 @@ def _judged(path: Path, quiet_s: float) -> Leftover:
 
 def _is_abandoned(stage: Path, owner: dict) -> bool:
     if owner["host"] == socket.gethostname():
-        return owner["pid"] == os.getpid() or not _is_alive(owner)
+        return owner["pid"] == os.getpid() or not is_alive(owner)
     try:
         changed = max(entry.stat().st_mtime for entry in [*os.scandir(stage), stage])
     except OSError:
@@ -232,13 +239,28 @@ def _is_abandoned(stage: Path, owner: dict) -> bool:
 
 def _owner(stage: Path) -> dict | None:
     try:
-        owner = json.loads((stage / _OWNER_NAME).read_bytes())
-        return owner if {"host", "pid", "start", "token"} <= owner.keys() else None
-    except (OSError, ValueError, AttributeError):
+        return owner_of((stage / OWNER_NAME).read_bytes())
+    except OSError:
         return None
 
 
-def _is_alive(owner: dict) -> bool:
+def signature(token: str) -> bytes:
+    """What a stage says of who is filling it: `owner_of` reads it."""
+    pid = os.getpid()
+    owner = {"host": socket.gethostname(), "pid": pid, "start": _start_time(pid), "token": token, "begun": time.time()}
+    return json.dumps(owner).encode()
+
+
+def owner_of(data: bytes) -> dict | None:
+    """Who signed; None if that cannot be read."""
+    try:
+        owner = json.loads(data)
+        return owner if {"host", "pid", "start", "token"} <= owner.keys() else None
+    except (ValueError, AttributeError):
+        return None
+
+
+def is_alive(owner: dict) -> bool:
     """Whether a stage's process runs on this host: the number alone may belong to another one by now."""
     return (
         owner["host"] == socket.gethostname()

@@ -15,6 +15,7 @@ from ckpt.folder import parse_manifest, read_manifest
 from ckpt.formats import npz, plain_hdf5, safetensors, torch_file
 from ckpt.formats.safetensors import FileTensor
 from ckpt.manifest import FILE_NAME, Manifest, name_error, nesting_error
+from ckpt.places import absolute, local_path
 from ckpt.progress import Progress, no_progress
 from ckpt.reader import Reader
 from ckpt.sources import Buffer, Source, from_checkpoint, matching
@@ -40,7 +41,8 @@ def export(
 ) -> list[Path]:
     """Write the tensors of the checkpoint `path` into the file `out`, in the format that its suffix names; returns the files made.
 
-    32 MiB of memory do for tensors of any size. A file gets its name when all of it is on the disk; with an error, none does.
+    `path` may be a URL. 32 MiB of memory do for tensors of any size. A file gets its name when all of it is on the disk; with an
+    error, none does.
 
     Args:
         out: `*.safetensors`; `*.pt` or `*.pth`, a flat state dict for `torch.load` (torch is needed for that one alone); `*.npz`;
@@ -60,8 +62,8 @@ def export(
     Raises ValueError for arguments that do not fit, FileExistsError, CheckpointError if the checkpoint is damaged, OSError if a
     file cannot be written.
     """
-    folder = Path(os.path.abspath(path))
-    target, shard_bytes = _target(Path(os.path.abspath(out)), shard_bytes, compression)
+    folder = absolute(path)
+    target, shard_bytes = _target(local_path(out, "out", "a file or a folder"), shard_bytes, compression)
     manifest = parse_manifest(folder, read_manifest(folder))
     names = _names(manifest, only, strip)
     # Of files that belong together all go: the new ones may be fewer.

@@ -7,12 +7,27 @@ are work in progress (see commit.py).
 
 import os
 import re
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
-from ckpt.access import check_files, read_bytes, read_header
 from ckpt.guard import Header, decode, verified_header
-from ckpt.manifest import FILE_NAME, CheckpointError, Manifest, OutOfReachError
+from ckpt.manifest import FILE_NAME, CheckpointError, File, Manifest, OutOfReachError
+from ckpt.places import (
+    Paths,
+    Place,
+    all_places,
+    bytes_in,
+    check_files,
+    folders_in,
+    names_in,
+    place_of,
+    read_bytes,
+    read_header,
+)
+from ckpt.remote import Url
 
 LATEST_NAME = "latest"
 RUN_SUBFOLDER = "checkpoints"  # where a run's folder keeps them, by the main job's and our convention
@@ -27,7 +42,7 @@ class CheckpointInfo:
     permission). `step`: the number its name ends with, if any. `sequence` and `saved` are None where the manifest cannot be read.
     """
 
-    path: Path
+    path: Place
     name: str
     step: int | None
     problem: str | None
@@ -43,7 +58,7 @@ class CheckpointInfo:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """The checkpoints in `folder`, or of the run whose folder it is, oldest first, incomplete ones included.
+    """The checkpoints in `folder` (or behind a URL), or of the run whose folder it is, oldest first, incomplete ones included.
 
     FileNotFoundError if there is no such folder.
     """
@@ -51,12 +66,12 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointInfo]:
     return sorted(found, key=lambda c: (-1 if c.sequence is None else c.sequence, c.saved or 0.0, c.name))
 
 
-def folder_of_checkpoints(folder: str | os.PathLike[str]) -> Path:
+def folder_of_checkpoints(folder: str | os.PathLike[str]) -> Place:
     """Where a run's folder keeps its checkpoints; `folder` itself if it holds some, or is no run's.
 
     FileNotFoundError if it is missing.
     """
-    folder = Path(folder)
+    folder = place_of(folder)
     inner = folder / RUN_SUBFOLDER
     return inner if not _candidates(folder) and inner.is_dir() else folder
 
@@ -66,20 +81,44 @@ def is_part(name: str) -> bool:
     return re.fullmatch(_PARTS, name) is not None
 
 
-def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in `folder`, or None. Found by looking; the file `latest` there is for people and scripts."""
-    folder = Path(folder)
+@overload
+def latest(folder: Path, *, copies: None = None) -> Path | None: ...
+@overload
+def latest(folder: str | os.PathLike[str], *, copies: Paths | None = None) -> Path | Url | None: ...
+def latest(folder: str | os.PathLike[str], *, copies: Paths | None = None) -> Path | Url | None:
+    """The newest complete checkpoint in `folder`, or None. Found by looking; the file `latest` there is for people and scripts.
+
+    `copies`: the further places that `save` was given, in which it may be, too: one that was lost or damaged in `folder` is then
+    found there. Of equally new ones it is that in `folder`, or in the first place. One that cannot be reached is a RuntimeWarning.
+    """
+    place = place_of(folder)
+    found = [newest] if (newest := _newest_complete(place)) else []
+    for place in all_places(copies):
+        try:
+            found += [newest] if (newest := _newest_complete(place)) else []
+        except OSError as error:  # a job goes on from home while a further place is away
+            warnings.warn(f"no copy is looked for in {place}: {error}", RuntimeWarning, stacklevel=2)
+    return max(found, key=lambda pair: pair[0], default=(None, None))[1]
+
+
+def _newest_complete(folder: Place) -> tuple[tuple[int, float], Place] | None:
+    """The newest complete checkpoint there, after what orders those of several places."""
     if not folder.is_dir():
         return None
-    return next((path for path, _ in newest_first(folder) if info(path, path.name).complete), None)
+    complete = (
+        ((header.sequence, header.saved), path)
+        for path, header in newest_first(folder)
+        if info(path, path.name).complete
+    )
+    return next(complete, None)
 
 
-def find(path: str | os.PathLike[str]) -> Path:
+def find(path: str | os.PathLike[str]) -> Path | Url:
     """The checkpoint that `path` means: itself, or the newest complete one in it or in its `checkpoints` (a run's folder).
 
     CheckpointError if there is none; of a checkpoint itself, opening it tells what may be wrong with it.
     """
-    folder = Path(path)
+    folder = place_of(path)
     if (folder / FILE_NAME).exists():
         return folder
     if not folder.is_dir():
@@ -93,7 +132,7 @@ def find(path: str | os.PathLike[str]) -> Path:
     return found
 
 
-def newest_first(folder: Path) -> list[tuple[Path, Header]]:
+def newest_first(folder: Place) -> list[tuple[Place, Header]]:
     """The checkpoints of `folder` whose header can be read, newest first. They may be incomplete."""
     found = []
     for path, name in _candidates(folder):
@@ -105,7 +144,7 @@ def newest_first(folder: Path) -> list[tuple[Path, Header]]:
     return [(path, header) for *_, path, header in sorted(found, key=lambda entry: entry[:3], reverse=True)]
 
 
-def info(path: Path, name: str) -> CheckpointInfo:
+def info(path: Place, name: str) -> CheckpointInfo:
     """What there is to say about the checkpoint at `path`, called `name`."""
     step = step_of(name)
     header, problem, broken = None, None, False
@@ -119,7 +158,7 @@ def info(path: Path, name: str) -> CheckpointInfo:
         problem, broken = f"the manifest cannot be read: {error}", isinstance(error, FileNotFoundError)
     sequence, saved = (header.sequence, header.saved) if header else (None, None)
     num_tensors = header.num_tensors if header else None
-    return CheckpointInfo(path, name, step, problem, folder_bytes(path), num_tensors, sequence, saved, broken)
+    return CheckpointInfo(path, name, step, problem, bytes_in(path), num_tensors, sequence, saved, broken)
 
 
 def step_of(name: str) -> int | None:
@@ -128,10 +167,21 @@ def step_of(name: str) -> int | None:
     return int(number[0]) if number else None
 
 
-def read_manifest(path: Path) -> bytes:
+def read_manifest(path: Place) -> bytes:
     """The bytes of a checkpoint's manifest, after a look at its files. CheckpointError if there is none or files do not fit."""
+    data = manifest_bytes(path)
     try:
-        data = read_bytes(path)
+        files = verified_header(data).files
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    check_there(path, files)
+    return data
+
+
+def manifest_bytes(path: Place) -> bytes:
+    """The bytes of a checkpoint's manifest. CheckpointError if there is none."""
+    try:
+        return read_bytes(path)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except FileNotFoundError:
@@ -139,14 +189,17 @@ def read_manifest(path: Path) -> bytes:
         raise CheckpointError(f"{path} {what}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: the manifest cannot be read: {error}") from error
+
+
+def check_there(path: Place, files: tuple[File, ...]) -> None:
+    """CheckpointError unless the checkpoint's files are there, as its manifest says."""
     try:
-        check_files(path, verified_header(data).files)
+        check_files(path, files)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    return data
 
 
-def parse_manifest(path: Path, data: bytes) -> Manifest:
+def parse_manifest(path: Place, data: bytes) -> Manifest:
     """`decode`, with the checkpoint's path in its error."""
     try:
         return decode(data)
@@ -154,12 +207,15 @@ def parse_manifest(path: Path, data: bytes) -> Manifest:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def _candidates(folder: Path) -> list[tuple[Path, str]]:
+def none_usable(problems: Sequence[str]) -> CheckpointError:
+    """The error for a checkpoint each of whose copies has one of these problems."""
+    return CheckpointError(f"none of {len(problems)} copies can be used: {'; '.join(problems)}")
+
+
+def _candidates(folder: Place) -> list[tuple[Place, str]]:
     found = []
-    for entry in os.scandir(folder):
-        if not entry.is_dir():
-            continue
-        name = entry.name
+    for entry in folders_in(folder):
+        name = entry
         if name.startswith("."):
             # Where the kernel cannot exchange two folders, a replaced checkpoint has only this name for an instant, or
             # for longer if the job died in that instant.
@@ -167,18 +223,13 @@ def _candidates(folder: Path) -> list[tuple[Path, str]]:
             if not name.endswith(".replaced") or (folder / original).exists():
                 continue
             name = original
-        if any(is_part(part) for part in _names(folder / entry.name)):
-            found.append((folder / entry.name, name))
+        if any(is_part(part) for part in _names(folder / entry)):
+            found.append((folder / entry, name))
     return found
 
 
-def _names(folder: Path) -> list[str]:
+def _names(folder: Place) -> list[str]:
     try:
-        return os.listdir(folder)
+        return names_in(folder)
     except OSError:
         return []
-
-
-def folder_bytes(path: Path) -> int:
-    """What the files in a folder add up to."""
-    return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))

@@ -11,6 +11,7 @@ from pathlib import Path
 from ckpt.folder import parse_manifest, read_manifest
 from ckpt.hdf5 import INDEX_NAME
 from ckpt.manifest import CheckpointError
+from ckpt.places import local_path
 from collectives.launcher import LAUNCHER_PREFIXES
 
 _TIMEOUT_S = 60.0
@@ -37,9 +38,9 @@ def look(path: str | os.PathLike[str], *, timeout_s: float | None = None) -> lis
     two names. No data are read. A file on which HDF5 crashes, or takes longer than `timeout_s` in all (None: a minute, and a
     second for each 1,000 blocks), is a finding too. Starts a Python process, free of the launcher's variables.
 
-    CheckpointError if the manifest cannot be used.
+    CheckpointError if the manifest cannot be used, ValueError for a URL.
     """
-    folder = Path(os.path.abspath(path))
+    folder = need_folder(path)
     manifest = parse_manifest(folder, read_manifest(folder))
     if timeout_s is None:
         timeout_s = _TIMEOUT_S + sum(len(tensor.blocks) for tensor in manifest.tensors.values()) / _BLOCKS_PER_S
@@ -55,6 +56,11 @@ def look(path: str | os.PathLike[str], *, timeout_s: float | None = None) -> lis
     if end is not None:
         found.append((answers[-1][0] if answers else INDEX_NAME, None, end))
     return found
+
+
+def need_folder(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a folder that HDF5 is to look into; ValueError for a URL."""
+    return local_path(path, "path", "a folder: HDF5 opens no URLs, so copy the checkpoint to a disk first")
 
 
 def _ask(folder: Path, timeout_s: float) -> tuple[list[tuple[str, str | None, str | None]], str | None]:

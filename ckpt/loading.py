@@ -2,21 +2,23 @@
 
 import difflib
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ckpt.folder import parse_manifest, read_manifest
+from ckpt.folder import check_there, manifest_bytes, none_usable, parse_manifest
 from ckpt.layout import pieces
-from ckpt.manifest import CheckpointError, Manifest
+from ckpt.manifest import CheckpointError, Manifest, Tensor
+from ckpt.places import Paths, Place, copies_of
 from ckpt.ranks import Ranks, Solo
 from ckpt.reader import Reader
 from ckpt.tensors import Local, inspect
 from collectives.dtypes import TABLE
 
+_DOING = "ckpt.load"
 _MAX_NAMES = 5  # in one message
 _CAST_ELEMENTS = 1 << 20  # that are converted at a time
 
@@ -30,8 +32,10 @@ def load(
     only: str | Sequence[str] | None = None,
     cast: bool = False,
     verify: bool = True,
+    copies: Paths | None = None,
 ) -> dict[str, Any]:
-    """Fill `tensors` in place from the checkpoint `path` and return its `meta`. Collective over `comm`; None is a process alone.
+    """Fill `tensors` in place from the checkpoint `path`, a folder or a URL, and return its `meta`. Collective over `comm`; None is a
+    process alone.
 
     `tensors`: name -> a writable contiguous array for the whole tensor, or a `Shard`: any box of it, whatever boxes it was
     saved in and by however many ranks. The ranks may ask for different tensors.
@@ -39,36 +43,76 @@ def load(
     the latter are passed over. `only`: a pattern such as "model/*", or several; stored tensors whose name none matches do not count.
     `cast`: floating numbers may be of another dtype than those stored, and are converted as NumPy's `astype` does.
     `verify`: compare every chunk read with its checksum.
+    `copies`: the further places that `save` was given. If the checkpoint is missing or damaged for any rank, a RuntimeWarning on rank 0
+    says so, and all ranks read the copy in the first of them instead, and so on. Copies are told by the name; one of another save is
+    passed over.
 
     Raises CheckpointError on all ranks if the checkpoint is missing, damaged or does not fit in names, shapes or dtypes. Names,
     shapes and dtypes are checked before an array is touched; damage found later leaves the arrays partly overwritten.
     """
     comm = Solo() if comm is None else comm
-    folder = Path(os.path.abspath(path))
+    with comm.together(_DOING):
+        places = copies_of(path, copies)
+        held = inspect(tensors, writable=True)
+    places = [places[0], *comm.broadcast_object(places[1:])]  # rank 0's, so that all ranks go the same way
+    known: bytes | None = None
+    problems: list[str] = []
+    for place, following in zip(places, (*places[1:], None), strict=True):
+        try:
+            known, manifest = _manifest_at(place, known, comm)
+        except (CheckpointError, OSError) as error:
+            failure: Exception = error
+        else:
+            with comm.together(_DOING):  # what does not fit this one fits no copy of it
+                wanted = _match(place, manifest, held, strict=strict, only=only, cast=cast)
+            try:
+                with comm.together(_DOING):
+                    if comm.rank == 0:
+                        check_there(place, manifest.files)
+                with comm.together(_DOING), Reader(place, manifest, verify=verify) as reader:
+                    for local in wanted:
+                        _fill(local, manifest.tensors[local.name], reader)
+                return manifest.meta
+            except (CheckpointError, OSError) as error:
+                failure = error
+        if len(places) == 1:
+            raise failure
+        problems.append(str(failure).removeprefix(f"{_DOING}: "))
+        with comm.together(_DOING):
+            if following is None:
+                raise none_usable(problems) from failure
+            if comm.rank == 0:
+                warnings.warn(f"{problems[-1]}; going on with the copy {following}", RuntimeWarning, stacklevel=2)
+    raise AssertionError("the last place returns or raises")
+
+
+def _manifest_at(place: Place, known: bytes | None, comm: Ranks) -> tuple[bytes, Manifest]:
+    """The manifest at `place`, as its bytes and read. It is the `known` one, if there is: another is another save's."""
     data = None
-    with comm.together("ckpt.load"):
+    with comm.together(_DOING):
         if comm.rank == 0:
-            data = read_manifest(folder)
+            data = manifest_bytes(place)
+            if known is not None and data != known:
+                raise CheckpointError(f"{place} is from another save: it is no copy")
     # One rank reads it: thousands that do are a burden for the file system.
     data = comm.broadcast_object(data)
-    with comm.together("ckpt.load"):
-        manifest = parse_manifest(folder, data)
-        wanted = _match(folder, manifest, inspect(tensors, writable=True), strict=strict, only=only, cast=cast)
-    with comm.together("ckpt.load"), Reader(folder, manifest, verify=verify) as reader:
-        for local in wanted:
-            tensor = manifest.tensors[local.name]
-            if local.dtype == tensor.dtype:
-                reader.fill(local.array, tensor, local.box)
-                continue
-            for piece in pieces(local.box, _CAST_ELEMENTS):
-                stored = np.empty(piece.shape, TABLE[tensor.dtype].numpy)
-                reader.fill(stored, tensor, piece)
-                local.array[piece.relative_to(local.box.offset).slices] = stored.astype(local.array.dtype)
-    return manifest.meta
+    with comm.together(_DOING):
+        return data, parse_manifest(place, data)
+
+
+def _fill(local: Local, tensor: Tensor, reader: Reader) -> None:
+    """Read a rank's box of `tensor`, converted if need be."""
+    if local.dtype == tensor.dtype:
+        reader.fill(local.array, tensor, local.box)
+        return
+    for piece in pieces(local.box, _CAST_ELEMENTS):
+        stored = np.empty(piece.shape, TABLE[tensor.dtype].numpy)
+        reader.fill(stored, tensor, piece)
+        local.array[piece.relative_to(local.box.offset).slices] = stored.astype(local.array.dtype)
 
 
 def _match(
-    folder: Path,
+    folder: Place,
     manifest: Manifest,
     asked: list[Local],
     *,

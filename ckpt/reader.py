@@ -5,18 +5,16 @@ memory where it belongs, wherever the bytes stand there in the same order. Other
 memory stays bounded however large a tensor is.
 """
 
-import os
 from collections import OrderedDict
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import xxhash
 
-from ckpt.access import open_folder, open_regular
 from ckpt.layout import Box, flat_index, rectangles, single_run
 from ckpt.manifest import Block, CheckpointError, Manifest, Tensor
+from ckpt.places import Folder, OpenFile, Place, open_place
 from collectives.dtypes import TABLE
 
 _MAX_OPEN_FILES = 64
@@ -25,12 +23,12 @@ _MAX_OPEN_FILES = 64
 class Reader:
     """The files of one checkpoint, opened when needed. A context manager: leaving it closes them."""
 
-    def __init__(self, folder: Path, manifest: Manifest, *, verify: bool) -> None:
+    def __init__(self, folder: Place, manifest: Manifest, *, verify: bool) -> None:
         self._folder = folder
         self._manifest = manifest
         self._verify = verify
-        self._folder_fd: int | None = None
-        self._fds: OrderedDict[int, int] = OrderedDict()
+        self._opened: Folder | None = None
+        self._files: OrderedDict[int, OpenFile] = OrderedDict()
         self._chunk_buffer = np.empty(0, np.uint8)
 
     def __enter__(self) -> "Reader":
@@ -39,11 +37,11 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._fds:
-            os.close(self._fds.popitem()[1])
-        if self._folder_fd is not None:
-            os.close(self._folder_fd)
-            self._folder_fd = None
+        while self._files:
+            self._files.popitem()[1].close()
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
 
     def fill(self, target: np.ndarray, tensor: Tensor, box: Box) -> None:
         """Copy `box` of `tensor` into `target`: contiguous, of the box's shape and the tensor's dtype.
@@ -152,35 +150,31 @@ class Reader:
         return self._chunk_buffer.data[:nbytes]
 
     def _read(self, file: int, position: int, memory: memoryview) -> None:
-        fd = self._open(file)
+        opened = self._open(file)
         name = self._manifest.files[file].name
-        done = 0
-        while done < len(memory):
-            try:
-                count = os.preadv(fd, [memory[done:]], position + done)
-            except OSError as error:
-                raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
-            if count == 0:
-                raise CheckpointError(f"{name} ends at byte {position + done}, before its data: it is truncated")
-            done += count
+        try:
+            count = opened.read_into(memory, position)
+        except OSError as error:
+            raise CheckpointError(f"{name} cannot be read: {error.strerror or error}") from error
+        if count < len(memory):
+            raise CheckpointError(f"{name} ends at byte {position + count}, before its data: it is truncated")
 
-    def _open(self, file: int) -> int:
-        if file in self._fds:
-            self._fds.move_to_end(file)
-            return self._fds[file]
+    def _open(self, file: int) -> OpenFile:
+        if file in self._files:
+            self._files.move_to_end(file)
+            return self._files[file]
         expected = self._manifest.files[file]
         try:
-            if self._folder_fd is None:
-                self._folder_fd = open_folder(self._folder)
-            fd = open_regular(expected.name, self._folder_fd)
+            if self._opened is None:
+                self._opened = open_place(self._folder)
+            opened = self._opened.open(expected.name)
         except OSError as error:
-            raise CheckpointError(f"{expected.name} cannot be opened: {error.strerror}") from None
-        if len(self._fds) >= _MAX_OPEN_FILES:
-            os.close(self._fds.popitem(last=False)[1])
-        self._fds[file] = fd
-        size = os.fstat(fd).st_size
-        if size != expected.nbytes:
+            raise CheckpointError(f"{expected.name} cannot be opened: {error.strerror or error}") from None
+        if len(self._files) >= _MAX_OPEN_FILES:
+            self._files.popitem(last=False)[1].close()
+        self._files[file] = opened
+        if opened.nbytes != expected.nbytes:
             raise CheckpointError(
-                f"{expected.name} has {size} bytes instead of {expected.nbytes}: it is truncated or altered"
+                f"{expected.name} has {opened.nbytes} bytes instead of {expected.nbytes}: it is truncated or altered"
             )
-        return fd
+        return opened

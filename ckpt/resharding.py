@@ -5,9 +5,11 @@ from pathlib import Path
 
 from ckpt.folder import parse_manifest, read_manifest
 from ckpt.placement import Files
+from ckpt.places import absolute
 from ckpt.progress import Progress, no_progress
 from ckpt.reader import Reader
 from ckpt.rewriting import write_checkpoint
+from ckpt.saving import checked_path
 from ckpt.sources import Buffer, from_checkpoint
 
 
@@ -23,7 +25,8 @@ def reshard(
 
     Tensors, meta and axes stay as they are. The tensors follow each other, sorted by name, and are cut where a file is full, between
     rows of the first dimension longer than 1: so a file holds whole tensors but for the first and the last. 32 MiB of memory do
-    for tensors of any size. All that is read is compared with its checksums, and all that was written too, before `out` exists.
+    for tensors of any size. `path` may be a URL. All that is read is compared with its checksums, and all that was written too, before
+    `out` exists.
 
     `files`: a number, or "one". There are fewer where there are not so many rows. `out`: beside `path`, it takes its place in the
     order of checkpoints, so that an old one does not become the newest; elsewhere it is the newest there. With `overwrite` it may
@@ -33,9 +36,9 @@ def reshard(
 
     Raises ValueError for arguments that do not fit, CheckpointError for damage, FileExistsError, OSError.
     """
-    folder, final = Path(os.path.abspath(path)), Path(os.path.abspath(out))
+    folder, final = absolute(path), checked_path(out)
     manifest = parse_manifest(folder, read_manifest(folder))
-    beside = os.path.realpath(folder.parent) == os.path.realpath(final.parent)
+    beside = isinstance(folder, Path) and os.path.realpath(folder.parent) == os.path.realpath(final.parent)
     buffer = Buffer()
     with Reader(folder, manifest, verify=True) as reader:
         return write_checkpoint(

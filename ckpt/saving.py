@@ -13,13 +13,15 @@ import numpy as np
 import xxhash
 
 from ckpt.background import begin, copied, reserve, wait
-from ckpt.commit import Stage, next_sequence, retain
+from ckpt.commit import Stage, retain
+from ckpt.copies import Retention, further_places, make_copies, next_sequence_in
 from ckpt.describing import Contents, write_index, write_manifest
 from ckpt.files import check_free, flush
 from ckpt.guard import file_of
 from ckpt.layout import Box, cover_error
 from ckpt.manifest import encode_meta, file_entry
 from ckpt.placement import DataFile, Files, Item, assign, file_name, files_error, group_ranks, lay_out
+from ckpt.places import Paths, Place, local_path
 from ckpt.ranks import Ranks, Solo
 from ckpt.tensors import Local, inspect
 from ckpt.writer import Driver, Posix, room_of
@@ -37,6 +39,7 @@ def save(
     files: Files = "rank",
     driver: str = "posix",
     background: bool = False,
+    copies: Paths | None = None,
     keep: int | None = None,
     keep_every: int | None = None,
     overwrite: bool = False,
@@ -53,6 +56,9 @@ def save(
             "mpio-collective": all at the same time. The files are the same.
         background: return as soon as the values are copied to host memory; a thread writes them. `ckpt.wait()`, or the next
             save, waits for its end and raises what went wrong with it.
+        copies: further places, folders that all nodes see or URLs that fsspec knows ("s3://bucket/run"), in each of which the
+            finished checkpoint is written again under its name, and read back. One that fails is a RuntimeWarning on rank 0
+            and leaves nothing behind: the checkpoint stands. `keep` counts in each place. Rank 0's list is taken.
         keep: so many complete checkpoints stay in the folder of `path`, older ones are removed.
         keep_every: those whose step, the number that their name ends with, is a multiple of it are never removed.
         overwrite: replace a checkpoint of that name.
@@ -66,6 +72,8 @@ def save(
     comm = Solo() if comm is None else comm
     wait()
     with comm.together(_DOING):
+        checked = checked_path(path)
+        places = further_places(checked.parent, copies)
         _check_arguments(files, driver, keep, keep_every, comm, in_background=background)
         held = inspect(tensors)
         encode_meta(meta or {})
@@ -75,21 +83,22 @@ def save(
     mine = [] if plan.own is None else [local for local in held if local.name in plan.own.starts[comm.rank]]
     scalars = {local.name: local.array for local in held if not local.shape}
     stage: Stage | None = None
-    places = None
+    opened = None
     try:
         with comm.together(_DOING):
             if background:
                 reserve(mine)
             if comm.rank == 0:
-                stage = Stage.open(checked_path(path), overwrite=overwrite)
+                stage = Stage.open(checked, overwrite=overwrite)
                 check_free(stage.path, sum(room_of(file) for file in plan.files))
-                places = stage.path, stage.final, stage.make_board() if background else None
+                opened = stage.path, stage.final, stage.make_board() if background else None, places
     except BaseException:
         if stage is not None:
             stage.discard(board=True)
         raise
-    folder, final, board = comm.broadcast_object(places)
-    job = _Job(plan, folder, stage, held, mine, scalars, dict(meta or {}), keep, keep_every, overwrite)
+    folder, final, board, places = comm.broadcast_object(opened)
+    retention = Retention(keep, keep_every)
+    job = _Job(plan, folder, final, stage, held, mine, scalars, dict(meta or {}), places, retention, overwrite)
     if not background:
         with discarding(stage), _driver(driver, job, comm) as chosen:
             _carry_out(job, chosen, comm)
@@ -121,13 +130,14 @@ class _Job:
 
     plan: _Plan
     folder: Path
+    final: Path
     stage: Stage | None
     held: Sequence[Local]
     mine: Sequence[Local]
     scalars: Mapping[str, np.ndarray]
     meta: dict[str, Any]
-    keep: int | None
-    keep_every: int | None
+    copies: tuple[Place, ...]
+    retention: Retention
     overwrite: bool
 
     @property
@@ -158,7 +168,7 @@ def _check_arguments(
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
     """The absolute path of a checkpoint to be. ValueError if it cannot have that name."""
-    final = Path(os.path.abspath(path))
+    final = local_path(path, "path", "a folder, which copies=[URL of its parent] copies to a remote place")
     if final.name.startswith(".") or final.name in ("", "latest"):
         raise ValueError(
             f"{final} cannot be a checkpoint's name: it is empty, hidden, or the name of the file `latest`"
@@ -203,22 +213,27 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
         made = ranks.all_gather_object(file_entry(file) if file else None)
         if own is not None and made[own.ranks[0]] is not None:
             file = file_of(made[own.ranks[0]])
+    sequence = 0
     with ranks.together(_DOING):
         sums = driver.write(job.mine, file) if driver else {}
         with ThreadPoolExecutor(1) as beside:
             flushed = beside.submit(flush, job.folder / own.name) if own else None
-            if job.stage is not None:
-                write_index(job.folder, job.contents, job.scalars)  # while the disk is busy
+            if job.stage is not None:  # while the disk is busy
+                write_index(job.folder, job.contents, job.scalars)
+                sequence = next_sequence_in(job.final.parent, job.copies)
             if flushed is not None:
                 flushed.result()
         file = driver.finish() if driver else None
     reports = ranks.all_gather_object((file_entry(file) if file else None, sums))
     with ranks.together(_DOING):
         if job.stage is not None:
-            sequence = next_sequence(job.stage.final.parent)
             write_manifest(job.folder, job.contents, reports, sequence=sequence)
             job.stage.publish(overwrite=job.overwrite)
-            retain(job.stage.final, job.keep, job.keep_every)
+            retain(job.final, job.retention.keep, job.retention.keep_every)
+    leads = own is not None and own.ranks[0] == ranks.rank
+    make_copies(
+        job.final, job.copies, own.name if own and leads else None, ranks, job.retention, overwrite=job.overwrite
+    )
 
 
 def _agree(held: list[Local], comm: Ranks) -> tuple[list[dict[str, Box]], list[str]]:

@@ -1,18 +1,18 @@
 """Every byte of a checkpoint against what the manifest says of it: see [Note: every byte] in manifest.py."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import closing
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from ckpt.access import open_folder, open_regular
 from ckpt.folder import parse_manifest, read_manifest
-from ckpt.inspecting import look
-from ckpt.manifest import Block, CheckpointError, File, Tensor
+from ckpt.inspecting import look, need_folder
+from ckpt.manifest import Block, CheckpointError, File, Manifest, Tensor
+from ckpt.places import Folder, OpenFile, Place, absolute, open_place
 from ckpt.progress import Progress, no_progress
 from collectives.dtypes import TABLE
 
@@ -58,38 +58,52 @@ def verify(
     by any of the threads. CheckpointError if the manifest cannot be used, or a file is missing or of another size: then nothing
     more can be said.
     """
-    folder = Path(os.path.abspath(path))
+    folder = absolute(path)
+    if hdf5:
+        need_folder(folder)
     manifest = parse_manifest(folder, read_manifest(folder))
-    blocks: list[list[tuple[Tensor, Block]]] = [[] for _ in manifest.files]
-    for tensor in manifest.tensors.values():
-        for block in tensor.blocks:
-            blocks[block.file].append((tensor, block))
-    opened = open_folder(folder)
-    try:
-        with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-            found = pool.map(
-                lambda file, inside: _verify_file(opened, file, _pieces(file, inside, manifest.chunk_bytes), progress),
-                manifest.files,
-                blocks,
-            )
-            damage = [damage for of_file in found for damage in of_file]
-    finally:
-        os.close(opened)
+    damage = verify_files(folder, manifest, threads=threads, progress=progress)
     return damage + [Damage(file, 0, 0, tensor, problem) for file, tensor, problem in (look(folder) if hdf5 else ())]
 
 
-def _verify_file(folder: int, file: File, pieces: Iterable[_Piece], progress: Progress) -> list[Damage]:
+def verify_files(
+    folder: Place,
+    manifest: Manifest,
+    names: Collection[str] | None = None,
+    *,
+    threads: int | None = None,
+    progress: Progress = no_progress,
+) -> list[Damage]:
+    """All damage in the manifest's files, or in those of `names`; what cannot be read at all is damage, too."""
+    blocks: dict[int, list[tuple[Tensor, Block]]] = {
+        number: [] for number, file in enumerate(manifest.files) if names is None or file.name in names
+    }
+    for tensor in manifest.tensors.values():
+        for block in tensor.blocks:
+            if block.file in blocks:
+                blocks[block.file].append((tensor, block))
+    files = [manifest.files[number] for number in blocks]
+    with closing(open_place(folder)) as opened, ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        found = pool.map(
+            lambda file, inside: _verify_file(opened, file, _pieces(file, inside, manifest.chunk_bytes), progress),
+            files,
+            blocks.values(),
+        )
+        return [damage for of_file in found for damage in of_file]
+
+
+def _verify_file(folder: Folder, file: File, pieces: Iterable[_Piece], progress: Progress) -> list[Damage]:
     found = []
     rest = xxhash.xxh3_64()
     buffer = np.empty(_BUFFER_BYTES, np.uint8)
     try:
-        with open(open_regular(file.name, folder), "rb", buffering=0) as opened:
+        with closing(folder.open(file.name)) as opened:
             for piece in pieces:
                 hashed = xxhash.xxh3_64()
                 whole = True
                 for first in range(piece.first, piece.last, _BUFFER_BYTES):
                     memory = buffer[: min(_BUFFER_BYTES, piece.last - first)]
-                    _read(opened.fileno(), memory.data, first)
+                    _read(opened, memory.data, first)
                     progress(len(memory))
                     if piece.gap:
                         whole = whole and not memory.any()
@@ -134,10 +148,7 @@ def _pieces(file: File, inside: Iterable[tuple[Tensor, Block]], chunk_bytes: int
     yield _Piece(at, file.nbytes)
 
 
-def _read(fd: int, memory: memoryview, position: int) -> None:
-    done = 0
-    while done < len(memory):
-        count = os.preadv(fd, [memory[done:]], position + done)
-        if not count:
-            raise CheckpointError(f"it ends at byte {position + done}")
-        done += count
+def _read(opened: OpenFile, memory: memoryview, position: int) -> None:
+    count = opened.read_into(memory, position)
+    if count < len(memory):
+        raise CheckpointError(f"it ends at byte {position + count}")

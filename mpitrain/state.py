@@ -9,7 +9,7 @@ the scalar that it is in the plain model.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +38,7 @@ def save(
     """Write a checkpoint of a model, sharded or not, its optimizer and an average of its weights. Collective over the model's ranks.
 
     `meta`: a JSON-like dict of one's own. `tensors`: further ones, as `ckpt.save` takes them. The options (`files`, `driver`,
-    `background`, `keep`, `keep_every`, `overwrite`) and the errors are those of `ckpt.save`.
+    `background`, `copies`, `keep`, `keep_every`, `overwrite`) and the errors are those of `ckpt.save`.
     """
     over = sharded_over(model)
     comm = None if over is None else over.all
@@ -60,11 +60,11 @@ def save(
                 else:
                     numbers.setdefault(name, {})[key] = value
         described["optimizer"] = {"groups": _hyperparameters(optimizer), "state": numbers}
-    copies = _on_host(everything)
+    arrays = _on_host(everything)
     for tensor_name, held in everything.items():
         if isinstance(held, _Scalar) and comm is not None:
-            held.spread(copies[tensor_name], comm)
-    ckpt.save(path, copies, comm=comm, meta=described, **options)
+            held.spread(arrays[tensor_name], comm)
+    ckpt.save(path, arrays, comm=comm, meta=described, **options)
 
 
 def load(
@@ -75,12 +75,14 @@ def load(
     ema: EMA | None = None,
     tensors: Mapping[str, Any] | None = None,
     hyperparameters: bool = True,
+    copies: Sequence[str | os.PathLike[str]] | None = None,
 ) -> dict[str, Any]:
     """Fill a model, sharded or not, and its optimizer from a checkpoint of any number of ranks; returns its meta. Collective.
 
     `ema`: an `EMA` to fill. `tensors`: further ones to fill, as `ckpt.load` takes them. `hyperparameters`: also take over the
     optimizer's settings (lr and the like). What the model, `ema` and `tensors` name must be there, and the optimizer's state if one
-    is given; other things in the checkpoint are passed over.
+    is given; other things in the checkpoint are passed over. `copies`: the further places that `save` was given, as `ckpt.load`
+    takes them: from there comes what is missing or damaged.
     Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model.
     """
     over = sharded_over(model)
@@ -93,7 +95,7 @@ def load(
     names = {} if optimizer is None else _names(model, optimizer)
     if optimizer is not None:
         only.append("optimizer/*")
-        stored, num_groups = _stored_state(path, comm)
+        stored, num_groups = _stored_state(path, copies, comm)
         with comm.together("mpitrain.load") if comm is not None else nullcontext():
             _check_groups(path, num_groups, len(optimizer.param_groups), hyperparameters)
         for param, name in names.items():
@@ -102,11 +104,11 @@ def load(
                 value = torch.zeros(shape if box is None else box.shape, dtype=getattr(torch, dtype))
                 state.setdefault(param, {})[key] = value
                 wanted[f"optimizer/{key}/{name}"] = _held(value, param, scalars)
-    copies = _on_host(wanted)
-    meta = ckpt.load(path, copies, comm=comm, only=only)
+    arrays = _on_host(wanted)
+    meta = ckpt.load(path, arrays, comm=comm, only=only, copies=copies)
     with torch.no_grad():
         for name, value in wanted.items():
-            target, source = _data(value), _data(copies[name])
+            target, source = _data(value), _data(arrays[name])
             if isinstance(value, _Scalar):
                 target, source = value.shard, source.expand(value.shard.shape)
             if isinstance(target, torch.Tensor):
@@ -216,11 +218,13 @@ Stored = dict[str, list[tuple[str, tuple[int, ...], str, bool]]]
 each of the parameter's."""
 
 
-def _stored_state(path: str | os.PathLike[str], comm: Communicator | None) -> tuple[Stored, int | None]:
+def _stored_state(
+    path: str | os.PathLike[str], copies: Sequence[str | os.PathLike[str]] | None, comm: Communicator | None
+) -> tuple[Stored, int | None]:
     """The optimizer state in a checkpoint, and of how many parameter groups; None if it was saved without one. Collective."""
 
     def look() -> tuple[Stored, int | None]:
-        checkpoint = ckpt.open(path)
+        checkpoint = ckpt.open(path, copies=copies)
         entries: list[tuple[str, str, tuple[int, ...], str, tuple[int, ...] | None]] = []
         for entry in checkpoint.values():
             kind, _, rest = entry.name.partition("/")

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.text import Text
 
@@ -12,6 +11,7 @@ from ckpt.commands.terminal import (
     UsageError,
     add_json,
     new_table,
+    place,
     print_json,
     print_table,
     printable,
@@ -29,7 +29,7 @@ def add_to(commands: Commands) -> None:
     """Make the command's parser."""
     parser = commands.add_parser("diff", help="what two checkpoints differ in: 0 if in nothing, 1 if they do")
     for name in ("A", "B"):
-        parser.add_argument(name.lower(), metavar=name, type=Path, help="as DIR of show")
+        parser.add_argument(name.lower(), metavar=name, type=place, help="as DIR of show")
     parser.add_argument(
         "--atol", type=_tolerance, default=0.0, metavar="X", help="elements x and y are the same if |x - y| <= X + ..."
     )

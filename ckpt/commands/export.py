@@ -2,13 +2,13 @@
 
 import argparse
 import re
-from pathlib import Path
 
 from ckpt.checkpoint import open_checkpoint
 from ckpt.commands.terminal import (
     Commands,
     add_checkpoint,
     add_json,
+    local,
     print_json,
     printable,
     shown_progress,
@@ -40,7 +40,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "out",
         metavar="OUT",
-        type=Path,
+        type=local,
         help=f"a file, whose suffix names the format: {', '.join(SUFFIXES)}; or a folder: model.safetensors in it, in files of 5 GB",
     )
     parser.add_argument(

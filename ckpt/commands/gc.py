@@ -12,6 +12,7 @@ from ckpt.commands.terminal import (
     Commands,
     UsageError,
     add_json,
+    local,
     new_table,
     print_json,
     print_table,
@@ -19,17 +20,16 @@ from ckpt.commands.terminal import (
     size_text,
 )
 from ckpt.commit import leftovers, outdated, remove, settle, write_latest
-from ckpt.folder import LATEST_NAME, folder_bytes, folder_of_checkpoints, is_part, latest, list_checkpoints
+from ckpt.folder import LATEST_NAME, folder_of_checkpoints, is_part, latest, list_checkpoints
 from ckpt.manifest import FILE_NAME
-
-QUIET_S = 60.0  # what bears no owner's name and changed since then may be a living job's, between two of its steps
+from ckpt.places import Place, bytes_in, names_in
 
 
 class _Step(NamedTuple):
     """`action`: "remove", "restore" or "keep"."""
 
     action: str
-    path: Path
+    path: Place
     nbytes: int
     why: str
 
@@ -37,7 +37,7 @@ class _Step(NamedTuple):
 def add_to(commands: Commands) -> None:
     """Make the command's parser."""
     parser = commands.add_parser("gc", help="remove what dead jobs left; old and incomplete checkpoints if asked to")
-    parser.add_argument("dir", metavar="DIR", type=Path, help="a run, or a folder of checkpoints")
+    parser.add_argument("dir", metavar="DIR", type=local, help="a run, or a folder of checkpoints")
     parser.add_argument(
         "--keep", type=_positive, metavar="K", help="remove checkpoints older than the newest K complete ones"
     )
@@ -70,14 +70,14 @@ def _run(args: argparse.Namespace) -> None:
     else:
         _print(steps, dry=args.dry_run)
     if not args.dry_run:
-        stuck = [str(left.path) for left in leftovers(folder, quiet_s=QUIET_S) if left.action == "remove"]
+        stuck = [str(left.path) for left in leftovers(folder) if left.action == "remove"]
         if stuck:
             raise UsageError(f"could not be removed, or not all of it: {', '.join(map(printable, stuck))}")
 
 
 def _clean(folder: Path, *, dry: bool) -> list[_Step]:
     """Finish what dead jobs began."""
-    found = leftovers(folder, quiet_s=QUIET_S)
+    found = leftovers(folder)
     steps = [_Step(left.action, left.path, _bytes(left.path), left.why) for left in found]
     for left in [] if dry else found:
         settle(left)
@@ -108,7 +108,7 @@ def _incomplete(folder: Path) -> list[_Step]:
     for found in list_checkpoints(folder):
         if found.problem is None or found.path.name.startswith("."):
             continue
-        strangers = [name for name in os.listdir(found.path) if not is_part(name) and not name.startswith(".")]
+        strangers = [name for name in names_in(found.path) if not is_part(name) and not name.startswith(".")]
         if not found.broken:
             steps.append(_Step("keep", found.path, found.nbytes, f"may be whole: {found.problem}"))
         elif strangers:
@@ -145,8 +145,8 @@ def _json(step: _Step) -> dict[str, str | int]:
     return {"action": step.action, "path": str(step.path), "bytes": step.nbytes, "why": step.why}
 
 
-def _bytes(path: Path) -> int:
+def _bytes(path: Place) -> int:
     try:
-        return folder_bytes(path)
+        return bytes_in(path)
     except OSError:  # gone, or not ours to look at
         return 0

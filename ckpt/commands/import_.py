@@ -1,11 +1,10 @@
 """`import FILE DIR`: a checkpoint made of safetensors files or of a torch `.pt`."""
 
 import argparse
-from pathlib import Path
 
 from ckpt.checkpoint import open_checkpoint
 from ckpt.commands.reshard import add_files, print_made
-from ckpt.commands.terminal import Commands, add_json, shown_progress, told_in_a_line
+from ckpt.commands.terminal import Commands, add_json, local, shown_progress, told_in_a_line
 from ckpt.importing import import_file
 
 
@@ -15,11 +14,11 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "file",
         metavar="FILE",
-        type=Path,
+        type=local,
         help="*.safetensors; a folder or an index of them as Hugging Face ships models; or torch's *.pt, of which no code is run",
     )
     parser.add_argument(
-        "dir", metavar="DIR", type=Path, help="the checkpoint to make, as run/checkpoints/step-00000000"
+        "dir", metavar="DIR", type=local, help="the checkpoint to make, as run/checkpoints/step-00000000"
     )
     parser.add_argument(
         "--only", metavar="PATTERN", action="append", help="tensors with such names in FILE; repeatable"

@@ -3,7 +3,6 @@
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from rich.text import Text
@@ -13,6 +12,7 @@ from ckpt.commands.terminal import (
     add_json,
     age_text,
     new_table,
+    place,
     print_json,
     print_table,
     printable,
@@ -20,19 +20,22 @@ from ckpt.commands.terminal import (
 )
 from ckpt.folder import CheckpointInfo, info, list_checkpoints
 from ckpt.manifest import FILE_NAME
+from ckpt.places import Place, absolute
 
 
 def add_to(commands: Commands) -> None:
     """Make the command's parser."""
     parser = commands.add_parser("ls", help="the checkpoints in a folder: step, size, age, complete or not")
-    parser.add_argument("dir", metavar="DIR", type=Path, help="a run, a folder of checkpoints, or one checkpoint")
+    parser.add_argument(
+        "dir", metavar="DIR", type=place, help="a run, a folder of checkpoints, or one checkpoint; or a URL"
+    )
     add_json(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> None:
-    folder: Path = args.dir
-    found = [info(folder, folder.absolute().name)] if (folder / FILE_NAME).exists() else list_checkpoints(folder)
+    folder: Place = args.dir
+    found = [info(folder, absolute(folder).name)] if (folder / FILE_NAME).exists() else list_checkpoints(folder)
     if args.json:
         print_json([_json(c) for c in found])
         return

@@ -1,13 +1,13 @@
 """`reshard DIR OUT --files N`: a checkpoint again, in so many files."""
 
 import argparse
-from pathlib import Path
 
 from ckpt.checkpoint import Checkpoint, open_checkpoint
 from ckpt.commands.terminal import (
     Commands,
     add_checkpoint,
     add_json,
+    local,
     print_json,
     printable,
     shown_progress,
@@ -22,7 +22,7 @@ def add_to(commands: Commands) -> None:
     """Make the command's parser."""
     parser = commands.add_parser("reshard", help="write a checkpoint again in another number of files, offline")
     add_checkpoint(parser)
-    parser.add_argument("out", metavar="OUT", type=Path, help="the checkpoint to make")
+    parser.add_argument("out", metavar="OUT", type=local, help="the checkpoint to make")
     add_files(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint OUT, which may be DIR itself")
     add_json(parser)

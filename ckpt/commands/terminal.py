@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 import collectives
+from ckpt.places import Place, place_of
 from ckpt.progress import Progress, no_progress
+from ckpt.remote import Url
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -34,6 +36,24 @@ def complain(error: Exception, *, of_all_ranks: bool) -> None:
         collectives.leave_together()
 
 
+def place(text: str) -> Place:
+    """An argument that names a folder or a URL."""
+    try:
+        return place_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def local(text: str) -> Path:
+    """An argument that names a file or a folder here."""
+    found = place(text)
+    if isinstance(found, Url):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a URL; expected a path: URLs are only read, not written or cleared"
+        )
+    return found
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """The option `--json`, which each command has."""
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
@@ -42,7 +62,10 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """The argument `DIR` of a command that looks at one checkpoint: to be given to `ckpt.find`."""
     parser.add_argument(
-        "dir", metavar="DIR", type=Path, help="a checkpoint; or a run or a folder of them: the newest complete one"
+        "dir",
+        metavar="DIR",
+        type=place,
+        help="a checkpoint; or a run or a folder of them: the newest complete one; or a URL",
     )
 
 

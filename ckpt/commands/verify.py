@@ -1,8 +1,6 @@
 """`verify DIR`: every byte of a checkpoint against its checksums."""
 
 import argparse
-import os
-from pathlib import Path
 
 from ckpt.commands.terminal import (
     Commands,
@@ -13,9 +11,12 @@ from ckpt.commands.terminal import (
     printable,
     shown_progress,
     size_text,
+    told_in_a_line,
 )
 from ckpt.folder import find, info, is_part, list_checkpoints
+from ckpt.inspecting import need_folder
 from ckpt.manifest import CheckpointError
+from ckpt.places import Place, names_in
 from ckpt.verifying import Damage, verify
 
 
@@ -36,6 +37,9 @@ def add_to(commands: Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.hdf5:
+        with told_in_a_line():
+            need_folder(args.dir)
     if args.all:
         paths = [found.path for found in list_checkpoints(args.dir)]
         if not paths:
@@ -58,12 +62,12 @@ def _run(args: argparse.Namespace) -> int:
     return int(any(report["problem"] or report["damage"] for report in reports))
 
 
-def _meant(folder: Path) -> Path:
+def _meant(folder: Place) -> Place:
     """What `find` finds, and also a checkpoint that has lost its manifest: that is damage."""
-    return folder if folder.is_dir() and any(map(is_part, os.listdir(folder))) else find(folder)
+    return folder if folder.is_dir() and any(map(is_part, names_in(folder))) else find(folder)
 
 
-def _verify(path: Path, nbytes: int, *, hdf5: bool) -> tuple[str | None, list[Damage]]:
+def _verify(path: Place, nbytes: int, *, hdf5: bool) -> tuple[str | None, list[Damage]]:
     """Why nothing can be said about its files, or None; and what is damaged."""
     with shown_progress("verifying", nbytes) as progress:
         try:

@@ -192,11 +192,15 @@ class CheckpointConfig:
     """Data files of a checkpoint: rank (one for each), node, one, or a number."""
     background: bool = False
     """Write them while the training goes on, from a copy in host memory."""
+    copies: tuple[str, ...] = ()
+    """Further folders or URLs (s3://bucket/run), of this run alone, that get a copy of each; what is lost or damaged is read there."""
 
     def __post_init__(self) -> None:
         _expect("checkpoint.every", self.every, 0)
         _expect("checkpoint.keep", self.keep, 1)
         _expect("checkpoint.keep_every", self.keep_every, 0)
+        if not all(self.copies):
+            raise ConfigError(f"checkpoint.copies: expected folders or URLs, got {self.copies!r}")
         if self.files not in ("rank", "node", "one") and not (self.files.isdecimal() and int(self.files) > 0):
             raise ConfigError(f"checkpoint.files: expected rank, node, one or a number from 1, got {self.files!r}")
 

@@ -8,9 +8,11 @@ RUN/checkpoints/step-00000100/      see ckpt
 import fcntl
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import ckpt
+from ckpt.copies import further_places
 from mpitrain.config import Config, ConfigError, to_toml
 
 
@@ -33,7 +35,7 @@ class Run:
         """Where the state after `step` steps is saved."""
         return self.checkpoints / f"step-{step:08d}"
 
-    def start(self, config: Config) -> tuple[Path | None, str]:
+    def start(self, config: Config) -> tuple[Path | ckpt.Url | None, str]:
         """The checkpoint to go on from, if any, and a line about it. Changes nothing on disk.
 
         ValueError if a checkpoint that is asked for is not there, or all that this run has are damaged; OSError if the folder cannot
@@ -41,15 +43,17 @@ class Run:
         """
         if not config.train.eval_only:
             self._check_writable()
+        copies = config.checkpoint.copies
+        self._check_places(config)
         if config.resume == "never":
             return None, "begins anew"
         if config.resume != "auto":
             start = ckpt.find(config.resume)
             return start, f"goes on from {start}"
         found = ckpt.list_checkpoints(self.checkpoints) if self.checkpoints.is_dir() else []
-        complete = [checkpoint for checkpoint in found if checkpoint.complete]
         damaged = [checkpoint for checkpoint in found if not checkpoint.complete]
-        if not complete:
+        newest = ckpt.latest(self.checkpoints, copies=copies)
+        if newest is None:
             if damaged:
                 raise ckpt.CheckpointError(
                     f"{damaged[-1].path}: {damaged[-1].problem}; the run has no other checkpoint that is complete. "
@@ -57,7 +61,7 @@ class Run:
                 )
             return None, "begins anew"
         skipped = "".join(f"; {checkpoint.name} is damaged: {checkpoint.problem}" for checkpoint in damaged)
-        return complete[-1].path, f"goes on from {complete[-1].path}{skipped}"
+        return newest, f"goes on from {newest}{skipped}"
 
     def prepare(self, config: Config) -> Path | None:
         """Make the folder ready to be trained in, once all else is known to be right; returns where an earlier run now is.
@@ -107,6 +111,21 @@ class Run:
         os.ftruncate(fd, 0)
         os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._lock = fd
+
+    def _check_places(self, config: Config) -> None:
+        """Whether copies can go where they are to: early, not at the first save."""
+        try:
+            places = further_places(self.checkpoints, config.checkpoint.copies)
+        except ValueError as error:
+            raise ConfigError(f"checkpoint.copies: {error}") from None
+        if config.resume == "never":
+            for place in places:
+                with suppress(OSError):  # away: that is a warning when it is to be written
+                    if (there := ckpt.latest(place)) is not None:
+                        # Nothing moves it aside, and after a crash the new run would go on from it.
+                        raise ConfigError(
+                            f"checkpoint.copies: {there} is there from an earlier run; name another place, or move it away"
+                        )
 
     def _check_writable(self) -> None:
         """Early, because what comes before `prepare` may take long on a large job."""

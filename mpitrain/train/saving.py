@@ -1,6 +1,7 @@
 """The checkpoints of the main job: model, optimizer, position in the data, random states, settings."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,28 +55,30 @@ def save(
     settings = config.checkpoint
     state.save(
         path, model, optimizer, meta=meta, tensors={_RANDOM: states}, overwrite=True, files=settings.num_files,
-        background=settings.background, keep=settings.keep, keep_every=settings.keep_every or None,
+        background=settings.background, copies=settings.copies, keep=settings.keep, keep_every=settings.keep_every or None,
     )  # fmt: skip
 
 
 def load(
-    path: Path,
+    path: Path | ckpt.Url,
     model: GPT,
     optimizer: torch.optim.Optimizer | None,
     *,
     config: Config,
     comm: Communicator,
     fingerprint: str,
+    copies: Sequence[str] = (),
 ) -> Resumed:
     """Take up a state that `save` wrote, on any number of ranks. Collective.
 
     Learning rate and the like come from `config`, not from the checkpoint. Random states are taken up on the same number of ranks only.
+    `copies`: the places where copies of it may be.
     ckpt.CheckpointError on all ranks if it is missing, damaged or not of the main job; ConfigError if its model is another one.
     """
     meta: dict[str, Any] | None = None
     with comm.together():
         if comm.rank == 0:
-            meta = read_meta(path)
+            meta = read_meta(path, copies)
     meta = comm.broadcast_object(meta)
     assert meta is not None
     with comm.together():
@@ -87,7 +90,7 @@ def load(
     tensors = {}
     if meta["num_ranks"] == comm.size:
         tensors[_RANDOM] = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
-    state.load(path, model, optimizer, tensors=tensors, hyperparameters=False)
+    state.load(path, model, optimizer, tensors=tensors, hyperparameters=False, copies=copies)
     if tensors:
         random_states.unpack(rows, device)
     else:
@@ -112,9 +115,9 @@ def _take_table(table: Any, comm: Communicator) -> list[str]:
     return []
 
 
-def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_meta(path: str | os.PathLike[str], copies: Sequence[str] = ()) -> dict[str, Any]:
     """What `save` noted in a checkpoint. ckpt.CheckpointError if there is none that can be read, or not of the main job."""
-    meta = ckpt.open(path).meta
+    meta = ckpt.open(path, copies=tuple(copies)).meta
     missing = [key for key in _EXPECTED if key not in meta]
     if missing:
         raise ckpt.CheckpointError(
@@ -128,7 +131,7 @@ def _device(model: GPT) -> torch.device:
     return next(model.parameters()).device
 
 
-def _check_model(saved: Config, config: Config, path: Path) -> None:
+def _check_model(saved: Config, config: Config, path: Path | ckpt.Url) -> None:
     there, here = asdict(saved.model.resolve()), asdict(config.model.resolve())
     if different := [f"model.{key} is {there[key]} there, {here[key]} here" for key in here if there[key] != here[key]]:
         raise ConfigError(

@@ -42,7 +42,7 @@ class Trainer:
             if config.parallel.device == "cuda" and not torch.cuda.is_available():
                 raise ConfigError("parallel.device: cuda was asked for, but torch sees no GPU here; take auto or cpu")
         self.placement: Placement = place(comm, config.parallel)
-        begin: tuple[Path | None, str] | None = None
+        begin: tuple[Path | ckpt.Url | None, str] | None = None
         with comm.together():
             if comm.rank == 0:
                 begin = self.run.start(config)
@@ -174,7 +174,7 @@ class Trainer:
             if self.metrics is not None:
                 self.metrics.check()
 
-    def load(self, path: Path) -> list[str]:
+    def load(self, path: Path | ckpt.Url) -> list[str]:
         """Take up the state of a checkpoint; returns lines about what is different from when it was saved."""
         optimizer = None if self.config.train.eval_only else self.optimizer
         try:
@@ -185,6 +185,8 @@ class Trainer:
                 config=self.config,
                 comm=self.comm,
                 fingerprint=self.corpus.fingerprint,
+                # Another run's checkpoint may bear the name of one of this run's.
+                copies=self.config.checkpoint.copies if self.config.resume == "auto" else (),
             )
         except ckpt.CheckpointError as error:
             error.add_note(f"--resume PATH takes another checkpoint (python -m ckpt ls {path.parent} shows them)")

@@ -144,8 +144,9 @@ def test_the_tolerance_would_notice_a_wrong_clip(corpus: Path, plain: tuple[list
 
 
 def test_a_run_stopped_by_a_signal_goes_on_to_the_same_bits(corpus: Path, tmp_path: Path, whole_run: WholeRun) -> None:
-    folder = tmp_path / "run"
-    stopped = train(2, folder, corpus, when="step 20/", send=signal.SIGUSR1)
+    folder, place = tmp_path / "run", tmp_path / "copies"
+    copies = ("--checkpoint.copies", str(place))
+    stopped = train(2, folder, corpus, *copies, when="step 20/", send=signal.SIGUSR1)
     assert stopped.returncode == 0, str(stopped)
     said = re.search(r"stopped after step (\d+) as asked", stopped.stdout)
     assert said is not None, str(stopped)
@@ -158,13 +159,22 @@ def test_a_run_stopped_by_a_signal_goes_on_to_the_same_bits(corpus: Path, tmp_pa
     assert (meta["step"], meta["num_ranks"], meta["data"]["next_sample"]) == (step, 2, step * BATCH)
     assert len(losses(folder)) == step
 
-    resumed = trained(2, folder, corpus)
+    # What is damaged since comes from the copy.
+    data = bytearray((newest / "rank-00001.h5").read_bytes())
+    data[-1] ^= 1
+    (newest / "rank-00001.h5").write_bytes(data)
+    resumed = trained(2, folder, corpus, *copies)
     assert f"goes on from {newest}" in resumed.stdout
+    assert f"rank 1 of 2]; going on with the copy {place / newest.name}" in resumed.stderr, str(resumed)
     assert "setting changed" not in resumed.stdout
     assert_same_end(folder, whole_run(2))
 
+    last = ckpt.latest(folder / "checkpoints")
+    assert last is not None
+    shutil.rmtree(last)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    again = trained(2, folder, corpus)
+    again = trained(2, folder, corpus, *copies)
+    assert f"goes on from {place / last.name}" in again.stdout, str(again)
     assert f"nothing left to do: {STEPS} of {STEPS} steps are done" in again.stdout, str(again)
     assert "tokens/s" not in again.stdout
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before

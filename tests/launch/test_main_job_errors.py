@@ -40,6 +40,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--data.path", "{tmp}/tiny"], "data.path: a batch of 12 windows of 32 tokens needs 416 training tokens, got"),
     (["--run", "{tmp}/tiny/run"], "run: the folder {tmp}/tiny/run cannot be written: {tmp}/tiny is no folder"),
     (["--train.eval-only"], "train.eval_only: run {tmp}/run has no checkpoint to evaluate"),
+    (["--checkpoint.copies", "nonsense://x"], "checkpoint.copies: nonsense://x cannot be reached"),
+    (["--checkpoint.copies", "{tmp}/run/checkpoints"], "checkpoint.copies: copies names {tmp}/run/checkpoints, where"),
 ]
 
 

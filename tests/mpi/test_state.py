@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,25 @@ def test_weights_alone_and_settings_of_ones_own(comm, shared_tmp: Path) -> None:
     mpitrain.load(shared_tmp / "saved", other, its_optimizer, hyperparameters=False)
     assert its_optimizer.param_groups[0]["lr"] == 7.0
     assert_same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_what_is_damaged_comes_from_a_copy(comm, shared_tmp: Path) -> None:
+    model = shard(make(0), comm)
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    copies = [shared_tmp / "copies"]
+    mpitrain.save(shared_tmp / "saved", model, optimizer, copies=copies)
+    comm.barrier()
+    for file in ("rank-00000.h5", "manifest.jsonl"):
+        if comm.rank == 0:
+            data = bytearray((shared_tmp / "saved" / file).read_bytes())
+            data[-2] ^= 1
+            (shared_tmp / "saved" / file).write_bytes(data)
+        other = shard(make(1), comm)
+        its_optimizer = adamw(other)
+        with pytest.warns(RuntimeWarning, match="going on with the copy") if comm.rank == 0 else nullcontext():
+            mpitrain.load(shared_tmp / "saved", other, its_optimizer, copies=copies)
+        assert_same(snapshot(other, its_optimizer), snapshot(model, optimizer))
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_touched(comm, shared_tmp: Path) -> None:

@@ -75,6 +75,7 @@ def test_an_existing_name_is_refused_or_replaced(tmp_path):
 
 def test_replacement_where_the_kernel_cannot_exchange(tmp_path, monkeypatch):
     monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(commit, "QUIET_S", 0.0)
     path = save(tmp_path / "a", 1)
     save(path, 2, overwrite=True)
     assert load(path) == 2
@@ -194,6 +195,29 @@ def test_stages_of_the_dead_are_removed_those_of_the_living_are_not(tmp_path):
         living.communicate(b"\n")
 
 
+def test_what_nobody_signed_may_be_a_living_job_s_for_a_minute(tmp_path, monkeypatch):
+    """One that has made its stage and not signed it yet, one that is between two renames."""
+    path = save(tmp_path / "a", 1)
+    path.rename(tmp_path / ".a.replaced")
+    for name in (".c.staging", ".d.board"):
+        (tmp_path / name).mkdir()
+    save(tmp_path / "b", 2)
+    assert names(tmp_path) == [".a.replaced", ".c.staging", ".d.board", "b", LATEST_NAME]
+    monkeypatch.setattr(commit, "QUIET_S", 0.0)  # a minute later
+    save(tmp_path / "e", 3)
+    assert names(tmp_path) == ["a", "b", "e", LATEST_NAME] and load(path) == 1
+
+
+def test_what_is_left_of_its_own_name_stands_in_no_save_s_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+    path = save(tmp_path / "a", 1)
+    for value in (2, 3):
+        path.rename(tmp_path / ".a.replaced")
+        save(path, value, overwrite=True)
+        save(path, value, overwrite=True)
+        assert names(tmp_path) == ["a", LATEST_NAME] and load(path) == value
+
+
 def test_a_stage_that_was_taken_over_is_not_published(tmp_path):
     stage = commit.Stage.open(tmp_path / "a", overwrite=False)
     shutil.rmtree(stage.path)
@@ -211,6 +235,7 @@ import ckpt
 from ckpt import commit
 
 folder, scenario = sys.argv[1:]
+commit.QUIET_S = 0.0  # each next job comes a minute later
 if scenario == "renames":
     commit._exchange = lambda a, b: False
 

@@ -14,7 +14,6 @@ import xxhash
 import ckpt
 from ckpt import commit
 from ckpt.cli import main
-from ckpt.commands import gc
 from ckpt.folder import LATEST_NAME
 from ckpt.manifest import VERSION
 
@@ -141,7 +140,7 @@ def test_what_dead_jobs_left_goes_what_living_ones_write_does_not(tmp_path, caps
         assert re.search(r"\.dead\.staging +would remove +[0-9]+ B +a save of process 1073741824 on .* is gone", out)
         assert actions(capsys, tmp_path) == expected
         assert not (tmp_path / ".dead.staging").exists()
-        monkeypatch.setattr(gc, "QUIET_S", 1e-9)
+        monkeypatch.setattr(commit, "QUIET_S", 0.0)
         assert actions(capsys, tmp_path) == {
             ".living.staging": "keep",
             ".living.board": "keep",
@@ -157,7 +156,7 @@ def test_what_dead_jobs_left_goes_what_living_ones_write_does_not(tmp_path, caps
 
 
 def test_a_checkpoint_that_a_dead_job_hid_gets_its_name_back(steps, capsys, monkeypatch):
-    monkeypatch.setattr(gc, "QUIET_S", 1e-9)
+    monkeypatch.setattr(commit, "QUIET_S", 0.0)
     (steps / "step-300").rename(steps / ".step-300.replaced")
     found = json.loads(run(capsys, steps, "--keep", "1", "--json"))["steps"]
     assert [step["action"] for step in found] == ["restore", *["remove"] * 4]

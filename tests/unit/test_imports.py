@@ -53,7 +53,7 @@ def test_imports_point_down() -> None:
     assert not above
 
 
-@pytest.mark.parametrize(("library", "home"), [("mpi4py", "collectives"), ("h5py", "ckpt")])
+@pytest.mark.parametrize(("library", "home"), [("mpi4py", "collectives"), ("h5py", "ckpt"), ("fsspec", "ckpt")])
 def test_a_library_has_one_home(library: str, home: str) -> None:
     assert any(name == library for _, name, _ in imports(home))
     strangers = [
@@ -103,7 +103,7 @@ def test_no_module_brings_in_the_one_for_jax() -> None:
             "collectives, collectives.cli, collectives.schedules.check",
             ("mpi4py.MPI", "torch", "jax", "cupy", "matplotlib"),
         ),
-        ("ckpt", ("mpi4py.MPI", "torch", "jax", "cupy")),
+        ("ckpt", ("mpi4py.MPI", "torch", "jax", "cupy", "fsspec")),
     ],
 )
 def test_importing_brings_neither_mpi_nor_torch(modules: str, absent: tuple[str, ...]) -> None:

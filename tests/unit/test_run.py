@@ -1,6 +1,7 @@
 """A run's folder: where it begins, and that looking changes nothing."""
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 import ckpt
 from mpitrain.config import Config, ConfigError, from_toml
+from mpitrain.config.settings import CheckpointConfig
 from mpitrain.train.run import Run
 
 
@@ -93,3 +95,19 @@ def test_a_folder_that_another_job_trains_in_is_refused(tmp_path: Path) -> None:
     first.release()
     second.prepare(config(tmp_path))
     second.release()
+
+
+def test_copies_are_gone_on_from_and_never_taken_for_the_new_run_s(tmp_path: Path) -> None:
+    home, place = tmp_path / "run", tmp_path / "copies"
+    auto, never = (
+        replace(config(home, resume), checkpoint=CheckpointConfig(copies=(str(place),))) for resume in ("auto", "never")
+    )
+    assert Run(never).start(never) == (None, "begins anew")
+    path = ckpt.save(home / "checkpoints/step-00000001", {"x": np.ones(3)}, comm=None, copies=[place])
+    assert Run(auto).start(auto) == (path, f"goes on from {path}")
+    shutil.rmtree(home)
+    assert Run(auto).start(auto) == (place / path.name, f"goes on from {place / path.name}")
+    with pytest.raises(ConfigError, match=f"checkpoint.copies: {place / path.name} is there from an earlier run"):
+        Run(never).start(never)
+    with pytest.raises(ConfigError, match=r"checkpoint.copies: expected folders or URLs, got \('',\)"):
+        CheckpointConfig(copies=("",))

@@ -1,0 +1,109 @@
+"""A checkpoint in a remote place, where nothing can be renamed: its manifest is written last, and is the commit.
+
+    NAME/.owner           who writes this checkpoint; goes when it is complete
+    NAME/rank-00000.h5    and so on, index.h5: the files, as everywhere
+    NAME/manifest.jsonl   from the moment it is there, the checkpoint exists
+    latest                the newest one's name, a hint only
+
+Only rank 0 does what is here; the ranks write their files by themselves. To replace a checkpoint takes the old one's manifest away
+first: until the new one's is there, this place has neither.
+"""
+
+import contextlib
+import errno
+import os
+import socket
+import time
+import uuid
+
+from ckpt.commit import OWNER_NAME, is_alive, owner_of, signature
+from ckpt.folder import LATEST_NAME, newest_first
+from ckpt.manifest import FILE_NAME, CheckpointError
+from ckpt.places import folders_in, names_in, read_header
+from ckpt.remote import Url
+
+_ABANDONED_S = 86400.0  # one that a host we cannot ask about it began so long ago counts as dead
+
+
+class Upload:
+    """As commit.py's `Stage`, of a remote checkpoint with the given manifest: `open`, fill, then `publish` or `discard`."""
+
+    def __init__(self, final: Url, manifest: bytes) -> None:
+        self.final = self.path = final
+        self._manifest = manifest
+        self._token = uuid.uuid4().hex
+
+    @classmethod
+    def open(cls, final: Url, manifest: bytes, *, overwrite: bool) -> "Upload":
+        """Make room for the checkpoint `final`, after removing what dead jobs left beside it.
+
+        FileExistsError if it exists (and `overwrite` is not given), or if a live process of this host is writing it.
+        """
+        upload = cls(final, manifest)
+        names = names_in(final) if final.is_dir() else []
+        if FILE_NAME in names and not overwrite:
+            raise FileExistsError(errno.EEXIST, "this checkpoint exists; pass overwrite=True to replace it", str(final))
+        if names and FILE_NAME not in names and OWNER_NAME not in names:
+            raise FileExistsError(errno.EEXIST, "something lies there that is no checkpoint", str(final))
+        with contextlib.suppress(FileNotFoundError):
+            _clean(final.parent, except_for=final.name)
+        owner = _owner(final)
+        if owner and owner["pid"] != os.getpid() and is_alive(owner):
+            raise FileExistsError(errno.EEXIST, f"process {owner['pid']} is writing this checkpoint", str(final))
+        final.remove_folder(FILE_NAME, OWNER_NAME)
+        try:
+            final.make()
+            (final / OWNER_NAME).write(signature(upload._token))
+        except BaseException:
+            upload.discard()
+            raise
+        return upload
+
+    def publish(self, *, overwrite: bool) -> None:
+        """Write the manifest: this is the moment from which the checkpoint exists."""
+        owner = _owner(self.path)
+        if owner is None or owner["token"] != self._token:
+            raise FileExistsError(errno.EEXIST, "another job took this checkpoint over", str(self.path))
+        manifest = self.path / FILE_NAME
+        manifest.write(self._manifest)
+        if manifest.read() != self._manifest:
+            raise OSError(f"{manifest} does not read as it was written")
+        with contextlib.suppress(OSError):
+            (self.path / OWNER_NAME).unlink()
+        (self.final.parent / LATEST_NAME).write(f"{self.final.name}\n".encode())
+
+    def discard(self) -> None:
+        """Remove what there is of it. Never raises: there is an error on its way already."""
+        with contextlib.suppress(OSError):
+            self.path.remove_folder(FILE_NAME, OWNER_NAME)
+
+
+def newest_sequence(folder: Url) -> int:
+    """The number of the newest checkpoint there, 0 if there is none: that which the hint names, to spare a look at each."""
+    with contextlib.suppress(OSError, CheckpointError, UnicodeDecodeError):
+        name = (folder / LATEST_NAME).read().decode().strip()
+        return read_header(folder / name)[0].sequence
+    return max((header.sequence for _, header in newest_first(folder)), default=0)
+
+
+def _clean(folder: Url, *, except_for: str) -> None:
+    """Remove what dead jobs began to upload."""
+    for name in folders_in(folder):
+        names = names_in(folder / name) if name != except_for else []
+        if OWNER_NAME not in names or FILE_NAME in names:
+            continue
+        owner = _owner(folder / name)
+        if owner is None or not isinstance(owner.get("begun"), float):
+            continue
+        if owner["host"] == socket.gethostname():
+            dead = owner["pid"] == os.getpid() or not is_alive(owner)
+        else:
+            dead = time.time() - owner["begun"] > _ABANDONED_S
+        if dead:
+            (folder / name).remove_folder(FILE_NAME, OWNER_NAME)
+
+
+def _owner(folder: Url) -> dict | None:
+    with contextlib.suppress(FileNotFoundError):
+        return owner_of((folder / OWNER_NAME).read())
+    return None
