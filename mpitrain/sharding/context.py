@@ -68,6 +68,7 @@ class Context:
         self.prefetch = Prefetch(max(inner, default=0) if limit is None else limit)
         self._gathers = 0  # a checksum of which units were gathered since the last reduction, in order
         is_shared = any(unit.storage.kind == "resident" for unit in self.units) and ranks.shard.node.size > 1
+        self._shards = [param.shard for unit in self.units for param in unit.params]
         shards = [param.shard for unit in self._lasting for param in unit.params]
         self.fence = Fence(ranks.shard.node if is_shared else None, shards)
         self._reductions = Reductions(states, ranks)
@@ -102,7 +103,7 @@ class Context:
 
     def count_writes(self) -> int:
         """A number that changes whenever somebody writes to a shard."""
-        return sum(param.shard._version for unit in self.units for param in unit.params)
+        return sum(shard._version for shard in self._shards)
 
     # Fences
 
@@ -232,8 +233,9 @@ class Context:
         """Those that wait for a shard's gradient. Not earlier: they may write to shards."""
         for unit in self._reductions.done:
             for param in unit.params:
-                if param.shard.grad is not None and getattr(param.shard, "_post_accumulate_grad_hooks", None):
-                    for hook in list(param.shard._post_accumulate_grad_hooks.values()):
+                hooks = param.shard._post_accumulate_grad_hooks
+                if hooks and param.shard.grad is not None:
+                    for hook in list(hooks.values()):
                         hook(param.shard)
 
     def _compare_gathers(self) -> None:

@@ -52,6 +52,7 @@ class Reductions:
         """Those reduced in this backward."""
         self._ranks = ranks
         self._next = 0  # in that order: the unit to reduce next
+        self._left_some = False  # this backward, without a reduction
         self._reducing: Unit | None = None  # its reduction has begun
         self._buffers = self._allocate()  # of units in host memory; the first is free
 
@@ -75,6 +76,7 @@ class Reductions:
     def begin(self) -> None:
         """A backward begins."""
         self._next = 0
+        self._left_some = False
         self.done.clear()
 
     @property
@@ -103,6 +105,8 @@ class Reductions:
                 return
             if state.sync_gradients:
                 self._reduce(unit)
+            else:
+                self._left_some = True
             self._next += 1
 
     def _reduce(self, unit: Unit) -> None:
@@ -127,7 +131,8 @@ class Reductions:
         self._end_one()
         for unit in self.done:
             unit.finish_offload()
-        (_waiting.add if any(unit.has_full_grads for _, unit in self.order) else _waiting.discard)(self)
+        if self._left_some or self in _waiting:
+            (_waiting.add if any(unit.has_full_grads for _, unit in self.order) else _waiting.discard)(self)
 
     def drop(self) -> None:
         """Forget gradients of backwards that reduced nothing."""
