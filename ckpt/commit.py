@@ -72,6 +72,7 @@ class Stage:
         """A folder for what the ranks have to say to each other."""
         shutil.rmtree(self._board, ignore_errors=True)
         self._board.mkdir()
+        write_file(self._board / OWNER_NAME, signature(self._token))
         return self._board
 
     def publish(self, *, overwrite: bool, newest: bool = True) -> None:
@@ -206,13 +207,13 @@ def _judged(path: Path, own: Path | None) -> Leftover:
     stage = path.with_suffix(".staging")
     if kind == ".removed":
         return Leftover(path, "remove", "half removed")
-    if kind == ".board" and stage.exists():
-        return _judged(stage, own)._replace(path=path)
-    if kind == ".staging" and (owner := _owner(path)) is not None:
+    if kind in (".staging", ".board") and (owner := _owner(path)) is not None:
         whose = f"of process {owner['pid']!r:.20} on {owner['host']!r:.80}"
         if _is_abandoned(path, owner):
             return Leftover(path, "remove", f"a save {whose}, which is gone")
         return Leftover(path, "keep", f"a save {whose}, which may go on")
+    if kind == ".board" and stage.exists():
+        return _judged(stage, own)._replace(path=path)
     # Not the time of writing alone: a rename is what may have happened last.
     with contextlib.suppress(FileNotFoundError):
         changed = max(path.stat().st_mtime, path.stat().st_ctime)
