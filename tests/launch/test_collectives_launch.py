@@ -293,7 +293,7 @@ def test_info_with_and_without_mpirun() -> None:
 
 
 BAD_INPUT: list[tuple[list[str], str]] = [
-    (["bench", "--sizes", "1kB"], "argument --sizes: size '1kB'; expected bytes, 1 at least, such as 4096, 64KiB"),
+    (["bench", "--sizes", "1qB"], "argument --sizes: size '1qB'; expected bytes, 1 at least, such as 4096, 64KiB"),
     (["bench", "--sizes", "0"], "argument --sizes: size '0'; expected bytes, 1 at least, such as 4096, 64KiB"),
     (["bench", "--sizes", "4KiB..1KiB"], "argument --sizes: sizes '4KiB..1KiB'; expected a range that rises"),
     (["bench", "--dtype", "complex64"], "argument --dtype: dtype complex64 is not supported; expected one of"),
