@@ -8,13 +8,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 from ckpt.files import patient, write_file
-from collectives.diagnosis.together import joint_error, report_of
+from collectives.diagnosis.together import joined
 
 _QUIET_S = 3600.0  # a rank that says nothing for so long counts as lost
 _RESERVE_BYTES = 64 << 10
@@ -53,17 +52,9 @@ class Board:
         """All ranks have come."""
         self.all_gather_object(None)
 
-    @contextmanager
-    def together(self, doing: str = "") -> Iterator[None]:
+    def together(self, doing: str = "") -> AbstractContextManager[None]:
         """As `Communicator.together`."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        found = joint_error(self.all_gather_object(report_of(error)), doing)
-        if found is not None:
-            raise found[0] from error
+        return joined(self.all_gather_object, doing)
 
     def _post(self, name: str, obj: Any) -> None:
         if self._reserve is None:

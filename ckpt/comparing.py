@@ -3,13 +3,13 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckpt.checkpoint import Checkpoint, TensorEntry
 from ckpt.layout import slabs
+from ckpt.manifest import named
 from ckpt.progress import Progress, no_progress
 from ckpt.statistics import Number
 
@@ -93,7 +93,7 @@ def compare(
 
 
 def _matching(checkpoint: Checkpoint, only: Sequence[str] | None) -> set[str]:
-    return {name for name in checkpoint if not only or any(fnmatchcase(name, pattern) for pattern in only)}
+    return set(named(checkpoint, only or None))
 
 
 def _compare_tensors(

@@ -23,7 +23,6 @@ from ckpt.ranks import Ranks
 from ckpt.remote import Url
 from ckpt.upload import Upload, newest_sequence
 from ckpt.verifying import verify_files
-from collectives.diagnosis.together import joint_error, report_of
 
 _BUFFER_BYTES = 4 << 20
 
@@ -162,13 +161,12 @@ class _Copy:
 
 def _agreed(ranks: Ranks, step: Callable[[], None]) -> str | None:
     """Do `step` on all ranks; on all of them what went wrong on any, or None."""
-    report = report_of(None)
     try:
-        step()
+        with ranks.together():
+            step()
     except Exception as error:  # of whatever kind: it must not leave the other ranks alone
-        report = report_of(error)
-    found = joint_error(ranks.all_gather_object(report), "")
-    return None if found is None else str(found[0])
+        return str(error)
+    return None
 
 
 def _check_visible(folder: Path) -> None:

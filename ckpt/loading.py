@@ -4,14 +4,13 @@ import difflib
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
 from ckpt.folder import check_there, manifest_bytes, none_usable, parse_manifest
 from ckpt.layout import pieces
-from ckpt.manifest import CheckpointError, Manifest, Tensor
+from ckpt.manifest import CheckpointError, Manifest, Tensor, named
 from ckpt.places import Paths, Place, copies_of
 from ckpt.ranks import Ranks, Solo
 from ckpt.reader import Reader
@@ -121,8 +120,7 @@ def _match(
     cast: bool,
 ) -> list[Local]:
     """Those of `asked` that are stored; CheckpointError unless names (if `strict`), shapes and dtypes fit."""
-    patterns = ("*",) if only is None else (only,) if isinstance(only, str) else only
-    stored = {name for name in manifest.tensors if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    stored = set(named(manifest.tensors, only))
     if strict:
         names = {local.name for local in asked}
         problems = []

@@ -15,8 +15,9 @@ import json
 import math
 import reprlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -214,6 +215,14 @@ def axes_error(axes: object, ndim: int) -> str | None:
     if fits and all(axis is None or (isinstance(axis, str) and axis.isprintable()) for axis in axes):  # type: ignore[attr-defined]
         return None
     return f"axes is {reprlib.repr(axes)}; expected {ndim} names of mesh axes, None where a dimension is whole"
+
+
+def named(names: Iterable[str], only: str | Sequence[str] | None) -> list[str]:
+    """Those of `names` that the pattern `only`, such as "model/*", or one of several matches; all of them for None."""
+    if only is None:
+        return list(names)
+    patterns = (only,) if isinstance(only, str) else only
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def nesting_error(names: Iterable[str]) -> str | None:

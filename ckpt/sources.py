@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import prod
 
 import numpy as np
 
 from ckpt.files import pread_into, pwrite_all
 from ckpt.layout import Box, Shape, flat_index, rectangles
-from ckpt.manifest import Tensor
+from ckpt.manifest import Tensor, named
 from ckpt.progress import Progress
 from ckpt.reader import Reader
 from collectives.dtypes import TABLE
@@ -141,11 +140,9 @@ def from_array(array: np.ndarray, name: str, dtype: str, buffer: Buffer) -> Sour
 
 def matching(names: Sequence[str], only: str | Sequence[str] | None) -> list[str]:
     """Those of `names` that the pattern `only`, or one of several, matches; ValueError if none does. None: all."""
-    if only is None:
-        return list(names)
-    patterns = [only] if isinstance(only, str) else list(only)
-    found = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    if not found:
+    found = named(names, only)
+    if only is not None and not found:
+        patterns = [only] if isinstance(only, str) else list(only)
         there = ", ".join(map(repr, names[:5])) or "none"
         raise ValueError(
             f"no tensor's name matches {' or '.join(map(repr, patterns))}; there are {there}, {len(names)} in all"

@@ -5,26 +5,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_hints
 
-T = TypeVar("T")
-
-
-def write_record(path: str, record: Any, version: int) -> None:
-    """A dataclass, with those in it, as a JSON object of this format's `version`. OSError."""
-    Path(path).write_text(json.dumps({"format": version, **asdict(record)}, indent=1) + "\n")
+R = TypeVar("R", bound="Record")
 
 
-def read_record(path: str, kind: type[T], version: int, *, command: str) -> T:
-    """What `write_record` has written. OSError; ValueError, which names the file and the `command` that makes such, for all else."""
-    try:
-        data = json.loads(Path(path).read_text())
-        if data.pop("format") != version:
-            raise ValueError(f"expected format {version}")
-        made: T = _made(kind, data, kind.__name__)
-        return made
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no file of `{command}`: {error}") from None
+class Record:
+    """A base of dataclasses that are kept in files. `FORMAT`: the version of the file; `COMMAND`: what makes such files."""
+
+    FORMAT: ClassVar[int]
+    COMMAND: ClassVar[str]
+
+    def write(self, path: str) -> None:
+        """As a JSON object. OSError."""
+        Path(path).write_text(json.dumps({"format": self.FORMAT, **asdict(self)}, indent=1) + "\n")  # type: ignore[call-overload]
+
+    @classmethod
+    def read(cls, path: str) -> Self:
+        """What `write` has written. OSError; ValueError, which names the file and the command, for anything else."""
+        try:
+            data = json.loads(Path(path).read_text())
+            if data.pop("format") != cls.FORMAT:
+                raise ValueError(f"expected format {cls.FORMAT}")
+            made: Self = _made(cls, data, cls.__name__)
+            return made
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no file of `{cls.COMMAND}`: {error}") from None
+
+
+def alike(records: Sequence[R], *names: str) -> list[list[R]]:
+    """The records put together whose fields of these names are equal, in the order in which they came."""
+    found: dict[str, list[R]] = {}
+    for record in records:
+        kind = json.dumps([getattr(record, name) for name in names], sort_keys=True)
+        found.setdefault(kind, []).append(record)
+    return list(found.values())
 
 
 def _made(kind: Any, data: Any, where: str) -> Any:

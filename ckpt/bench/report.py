@@ -4,7 +4,6 @@ Of several: each figure's median over the launches. A ratio is formed within eac
 shown is the median of these ratios.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, Launch, ours
+from collectives.records import alike
 from collectives.units import show_seconds
 
 ACTIONS = ("save", "load", "load unverified")
@@ -67,11 +67,7 @@ GOALS = (
 
 def groups(launches: Sequence[Launch]) -> list[list[Launch]]:
     """The launches that can be put together: on the same machine, as many ranks and nodes, the same bytes, and page cache alike."""
-    found: dict[str, list[Launch]] = {}
-    for launch in launches:
-        kind = [launch.machine, launch.ranks, launch.nodes, launch.nbytes, launch.tensors, launch.cold]
-        found.setdefault(json.dumps(kind, sort_keys=True), []).append(launch)
-    return list(found.values())
+    return alike(launches, "machine", "ranks", "nodes", "nbytes", "tensors", "cold")
 
 
 def goals(launches: Sequence[Launch]) -> list[Goal]:

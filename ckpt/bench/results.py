@@ -4,9 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from collectives.records import read_record, write_record
-
-FORMAT = 1  # of the file
+from collectives.records import Record
 
 # Names of contestants.
 POSIX, DCP, BACKGROUND = "POSIX", "DCP", "ckpt in the background"
@@ -33,8 +31,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launch(Record):
     """All that one job has measured, and on what."""
+
+    FORMAT = 1
+    COMMAND = "python -m ckpt bench --json"
 
     machine: dict[str, Any]  # see Communicator.machine
     ranks: int
@@ -48,15 +49,6 @@ class Launch:
     rows: Sequence[Row] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Who did not take part, and why."""
-
-    def write(self, path: str) -> None:
-        """As a JSON object. OSError."""
-        write_record(path, self, FORMAT)
-
-    @classmethod
-    def read(cls, path: str) -> "Launch":
-        """What `write` has written. OSError; ValueError, which names the file, for anything else."""
-        return read_record(path, cls, FORMAT, command="python -m ckpt bench --json")
 
     def seconds(self, contestant: str, action: str) -> float | None:
         """The median, or None if that was not measured."""

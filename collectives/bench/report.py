@@ -3,7 +3,6 @@
 A ratio is formed within each launch, where both sides met the same disturbances; shown is the median of these ratios. Pure: no MPI.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from collectives.bench.results import GLOO, RAW, Launch, Measurement
 from collectives.bench.show import ranks_on
+from collectives.records import alike
 from collectives.units import show_bytes
 
 HEADINGS = ("size", "auto µs", "busbw GB/s", "MPI / auto", "Gloo / auto", "best fixed", "auto / best")
@@ -148,11 +148,7 @@ def _shown(line: Line) -> tuple[str, ...]:
 
 def groups(launches: Sequence[Launch]) -> list[list[Launch]]:
     """The launches that can be compared: on the same machine, number of ranks and of nodes, and kind of arrays."""
-    found: dict[str, list[Launch]] = {}
-    for launch in launches:
-        key = json.dumps([launch.machine, launch.ranks, launch.nodes, launch.arrays], sort_keys=True)
-        found.setdefault(key, []).append(launch)
-    return list(found.values())
+    return alike(launches, "machine", "ranks", "nodes", "arrays")
 
 
 def heading(launch: Launch) -> str:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from collectives.records import read_record, write_record
+from collectives.records import Record
 
-FORMAT = 1  # of the file
 RAW, GLOO = "raw mpi4py", "gloo"  # the peers, in the place of an algorithm's name
 PEERS = {"mpi": RAW, "gloo": GLOO}  # as the command line names them
 
@@ -50,8 +49,11 @@ class Overhead:
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launch(Record):
     """All that one job has measured, and on what."""
+
+    FORMAT = 1
+    COMMAND = "python -m collectives bench --json"
 
     machine: dict[str, Any]  # see table_cache.this_machine
     ranks: int
@@ -60,15 +62,6 @@ class Launch:
     results: Sequence[Measurement] = ()
     skipped: Sequence[Skipped] = ()
     overhead: Sequence[Overhead] = field(default=())
-
-    def write(self, path: str) -> None:
-        """As a JSON object. OSError."""
-        write_record(path, self, FORMAT)
-
-    @classmethod
-    def read(cls, path: str) -> "Launch":
-        """What `write` has written. OSError; ValueError, which names the file, for anything else."""
-        return read_record(path, cls, FORMAT, command="python -m collectives bench --json")
 
 
 def bus_factor(operation: str, num_ranks: int) -> float:

@@ -2,8 +2,9 @@
 
 import builtins
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 from collectives.diagnosis.record import Log
@@ -21,17 +22,31 @@ def together(mpi: Any, doing: str, log: Log | None = None) -> Iterator[None]:
     The block must hold no collective: a rank that raises would not take part in it. `log`: where the wait for the others at the
     block's end is recorded; the block itself may take as long as it likes.
     """
+
+    def gather(report: Report | None) -> list[Report | None]:
+        with log.enter("together") if log is not None else nullcontext():
+            reports: list[Report | None] = mpi.allgather(report)
+            return reports
+
+    with joined(gather, doing, partial(raised_on, mpi)):
+        yield
+
+
+@contextmanager
+def joined(
+    gather: "Callable[[Report | None], Sequence[Report | None]]",
+    doing: str,
+    mark: Callable[[Exception, int], Exception] = lambda error, speaker: error,
+) -> Iterator[None]:
+    """What `together` is, over any ranks. `gather`: what each rank reports, on all; `mark(error, speaker)`: what is raised of it."""
     error: Exception | None = None
     try:
         yield
     except Exception as raised:
         error = raised
-    with log.enter("together") if log is not None else nullcontext():
-        reports = mpi.allgather(report_of(error))
-    found = joint_error(reports, doing)
+    found = joint_error(gather(report_of(error)), doing)
     if found is not None:
-        joint, speaker = found
-        raise raised_on(mpi, joint, speaker) from error
+        raise mark(*found) from error
 
 
 Report = tuple[str, str, str]

@@ -5,7 +5,6 @@ shown is the median of these ratios. Times come from launches in which several t
 alone.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from statistics import median
@@ -16,6 +15,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from collectives.records import alike
 from mpitrain.bench.options import OURS, PEERS
 from mpitrain.bench.results import Case, Launch, Overhead, Phases, Row
 
@@ -30,11 +30,7 @@ LEGEND = (
 
 def groups(launches: Sequence[Launch]) -> list[list[Launch]]:
     """The launches that can be put together: on the same machine, as many ranks, nodes and threads, the same device and dtype."""
-    found: dict[str, list[Launch]] = {}
-    for launch in launches:
-        kind = [launch.machine, launch.ranks, launch.nodes, launch.threads, launch.device, launch.dtype]
-        found.setdefault(json.dumps(kind, sort_keys=True), []).append(launch)
-    return list(found.values())
+    return alike(launches, "machine", "ranks", "nodes", "threads", "device", "dtype")
 
 
 def cases(launches: Sequence[Launch]) -> list[Case]:

@@ -4,10 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from collectives.records import read_record, write_record
+from collectives.records import Record
 from mpitrain.models.sizes import GPTConfig, num_parameters
-
-FORMAT = 1  # of the file
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,11 @@ class Overhead:
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launch(Record):
     """All that one job has measured, and on what."""
+
+    FORMAT = 1
+    COMMAND = "python -m mpitrain bench --json"
 
     machine: dict[str, Any]  # see Communicator.machine
     ranks: int
@@ -109,12 +110,3 @@ class Launch:
     steps: int
     measured: Sequence[Measured] = ()
     overhead: Overhead | None = None
-
-    def write(self, path: str) -> None:
-        """As a JSON object. OSError."""
-        write_record(path, self, FORMAT)
-
-    @classmethod
-    def read(cls, path: str) -> "Launch":
-        """What `write` has written. OSError; ValueError, which names the file, for anything else."""
-        return read_record(path, cls, FORMAT, command="python -m mpitrain bench --json")

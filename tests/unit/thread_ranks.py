@@ -1,12 +1,12 @@
 """Ranks that are threads of one process: what `ckpt` asks of a communicator, without MPI."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-from collectives.diagnosis.together import joint_error, report_of
+from collectives.diagnosis.together import joined
 
 
 class ThreadRanks:
@@ -29,16 +29,8 @@ class ThreadRanks:
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         return self.all_gather_object(obj)[root]
 
-    @contextmanager
-    def together(self, doing: str = "") -> Iterator[None]:
-        error = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        found = joint_error(self.all_gather_object(report_of(error)), doing)
-        if found is not None:
-            raise found[0] from error
+    def together(self, doing: str = "") -> AbstractContextManager[None]:
+        return joined(self.all_gather_object, doing)
 
 
 def on_ranks(size: int, act: Callable[[ThreadRanks], Any]) -> list[Any]:
