@@ -66,6 +66,6 @@ def test_a_run_holds_what_was_predicted(tmp_path: Path, which: str) -> None:
     assert result.returncode == 0, str(result)
     held = [int(line[5:]) for line in result.stdout.splitlines() if line.startswith("held ")]
     assert len(held) == 2, str(result)
-    # Measured: within 3 %, computed again 5 %. What a library allocates differs between machines, and so does how the heap is cut up.
+    # Measured: within 3 %. What a library allocates differs between machines, and so does how the heap is cut up.
     for rank in held:
         assert rank == pytest.approx(predicted["rank_total"], rel=0.1), (held, predicted)
