@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +103,7 @@ def copied(locals_: Sequence[Local]) -> list[Local]:
     for local in locals_:
         array = _buffer[start : start + local.array.nbytes].view(local.array.dtype).reshape(local.array.shape)
         np.copyto(array, local.array)
-        copies.append(replace(local, array=array))
+        copies.append(local._replace(array=array))
         start += _room(local)
     return copies
 

@@ -69,7 +69,7 @@ def _manifest(contents: Contents, files: Sequence[File], sums: Sequence[Checksum
         for writer, starts in file.starts.items():
             for name, start in starts.items():
                 box = contents.boxes[writer].get(name) or whole[name]
-                blocks[name].append(Block(number, start, box, tuple(sums[writer][name]) if sums else ()))
+                blocks[name].append(Block(number, start, box, sums[writer][name] if sums else ""))
     tensors = {
         tensor.name: Tensor(tensor.name, tensor.dtype, tensor.shape, tuple(blocks[tensor.name]), tensor.axes)
         for tensor in contents.tensors

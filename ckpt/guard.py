@@ -12,12 +12,13 @@ import reprlib
 import sys
 from collections.abc import Iterable, Mapping
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-import xxhash
+import msgspec
 
 from ckpt.layout import Box, Shape, cover_error
 from ckpt.manifest import (
+    DIGITS,
     FILE_NAME,
     FORMAT,
     MAX_NDIM,
@@ -30,6 +31,7 @@ from ckpt.manifest import (
     OutOfReachError,
     Tensor,
     axes_error,
+    last_line,
     line_error,
     name_error,
     nesting_error,
@@ -40,6 +42,9 @@ _MAX_SIZE = 1 << 62
 _MAX_CHUNK_BYTES = 16 << 20  # what reading any part of a chunk may need as memory
 _MAX_REST_BYTES = 64 << 20
 _MAX_GAP_BYTES = 1 << 20  # between blocks; it is a page at most, with room for the stripes of a file system
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_SIZE)]
+_Sizes = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_NDIM)]
 
 
 class Header(NamedTuple):
@@ -60,10 +65,7 @@ def decode(data: bytes) -> Manifest:
     meta = _object(next(lines))
     tensors: dict[str, Tensor] = {}
     for line in lines:
-        # An object takes more memory than its text; of a tensor's line we know how few there are in so many bytes.
-        if line.count(b"{") + line.count(b"[") > 16 + len(line) // 12:
-            raise refused("a tensor's line is nested")
-        tensor = _tensor(_object(line), header)
+        tensor = _tensor(line, header)
         if tensor.name in tensors:
             raise refused(f"tensor {tensor.name!r} appears twice")
         tensors[tensor.name] = tensor
@@ -82,7 +84,7 @@ def verified_header(data: bytes) -> Header:
     # A newer format may end otherwise: say "newer" rather than "damaged" where the header still can be read.
     header = decode_header(data[: data.index(b"\n")])
     body = data.rindex(b"\n", 0, -1) + 1
-    if data[body:] != f'{{"xxh3":"{xxhash.xxh3_64_hexdigest(memoryview(data)[:body])}"}}\n'.encode():
+    if data[body:] != last_line(memoryview(data)[:body]):
         raise refused("its checksum does not match: it is cut off or altered")
     if lines != 3 + header.num_tensors:
         raise refused(f"it has {lines - 3} tensors, its header says {header.num_tensors}")
@@ -130,7 +132,7 @@ def _object(line: bytes) -> dict[str, Any]:
     if problem := line_error(line):
         raise out_of_reach(f"it {problem}")
     try:
-        value = json.loads(line.decode("ascii"), object_pairs_hook=_distinct)
+        value = _JSON.decode(line.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise refused(f"a line is no JSON ({error})") from None
     if not isinstance(value, dict):
@@ -146,6 +148,9 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+_JSON = json.JSONDecoder(object_pairs_hook=_distinct)
+
+
 def _int(entry: Mapping[str, Any], key: str, low: int = 0, high: int = _MAX_SIZE) -> int:
     value = entry.get(key)
     if type(value) is not int or not low <= value <= high:
@@ -158,13 +163,6 @@ def _list(entry: Mapping[str, Any], key: str) -> list[Any]:
     if not isinstance(value, list):
         raise refused(f"{key} is {reprlib.repr(value)}, expected a list")
     return value
-
-
-def _shape(entry: Mapping[str, Any], key: str) -> Shape:
-    values = _list(entry, key)
-    if len(values) > MAX_NDIM or not _are_sizes(values):
-        raise refused(f"{key} is {reprlib.repr(values)}, expected at most {MAX_NDIM} sizes")
-    return tuple(values)
 
 
 def _are_sizes(values: list[Any]) -> bool:
@@ -202,64 +200,80 @@ def file_of(entry: Any, version: int = VERSION) -> File:
         raise refused(f"file {name}: its datasets end at byte {end}, beyond its {nbytes} bytes")
     if version == 1:
         return File(name, nbytes, datasets)
-    rest = entry.get("rest")
-    if not isinstance(rest, str) or len(rest) != 16:
-        raise refused(f"file {name}: the checksum of the rest is {reprlib.repr(rest)}")
-    return File(name, nbytes, datasets, *_checksums(rest, f"file {name}"))
+    return File(name, nbytes, datasets, _checksums(entry.get("rest"), 1, "file", name))
 
 
-def _tensor(entry: dict[str, Any], header: Header) -> Tensor:
-    name = entry.get("name")
+class _BlockLine(msgspec.Struct, gc=False):
+    file: _Size
+    start: _Size
+    offset: _Sizes
+    shape: _Sizes
+    xxh3: str
+
+
+class _TensorLine(msgspec.Struct, gc=False):
+    """A tensor as its line names it. What else a line may hold is passed over without memory, and of two equal keys the last counts."""
+
+    name: str
+    dtype: str
+    shape: _Sizes
+    blocks: list[_BlockLine]
+    axes: list[str | None] | None = None
+
+
+_TENSOR = msgspec.json.Decoder(_TensorLine)
+
+
+def _tensor(line: bytes, header: Header) -> Tensor:
+    if problem := line_error(line):
+        raise out_of_reach(f"it {problem}")
+    try:
+        entry = _TENSOR.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise refused(f"the line of a tensor, {line[:60]!r}...: {error}") from None
+    name, dtype, shape = entry.name, entry.dtype, entry.shape
     if problem := name_error(name):
         raise refused(problem)
-    assert isinstance(name, str)
-    dtype = entry.get("dtype")
-    if not isinstance(dtype, str) or dtype not in TABLE:
+    if dtype not in TABLE:
         raise refused(f"tensor {name!r}: dtype {reprlib.repr(dtype)} is unknown")
-    shape = _shape(entry, "shape")
+    itemsize = TABLE[dtype].itemsize
     # NumPy has no larger ones, not even empty ones.
-    if math.prod(max(n, 1) for n in shape) * TABLE[dtype].itemsize > _MAX_SIZE:
+    if math.prod([n or 1 for n in shape]) * itemsize > _MAX_SIZE:
         raise refused(f"tensor {name!r}: no array can have the shape {shape}")
-    blocks = tuple(_block(name, dtype, shape, value, header) for value in _list(entry, "blocks"))
+    blocks = tuple([_block(name, dtype, itemsize, shape, block, header) for block in entry.blocks])
     # An exact cover by blocks that share no bytes: so no tensor is larger than the files that hold it.
     problem = cover_error(shape, [b.box for b in blocks], [header.files[b.file].name for b in blocks])
     if problem:
         raise refused(f"tensor {name!r}: {problem}")
-    return Tensor(name, dtype, shape, blocks, _axes(name, shape, entry.get("axes")))
-
-
-def _axes(name: str, shape: Shape, value: Any) -> tuple[str | None, ...] | None:
-    if value is None:
-        return None
-    if problem := axes_error(value, len(shape)):
+    if entry.axes is not None and (problem := axes_error(entry.axes, len(shape))):
         raise refused(f"tensor {name!r}: {problem}")
-    return tuple(value)
+    return Tensor(name, dtype, shape, blocks, None if entry.axes is None else tuple(entry.axes))
 
 
-def _block(name: str, dtype: str, shape: Shape, entry: Any, header: Header) -> Block:
-    if not isinstance(entry, dict):
-        raise refused(f"tensor {name!r}: a block is no JSON object")
-    file = _int(entry, "file", 0, len(header.files) - 1)
-    start = _int(entry, "start")
-    offset, sizes = _shape(entry, "offset"), _shape(entry, "shape")
-    box = Box(offset, sizes)
-    if not box.inside(shape) or not box.size:
-        raise refused(f"tensor {name!r}: a block of {sizes} at {offset} does not lie inside the shape {shape}")
-    dataset = header.files[file].datasets.get(dtype)
-    if dataset is None or start + box.size > dataset.elements:
-        raise refused(f"tensor {name!r}: block {box} lies beyond its dataset in {header.files[file].name}")
-    digits = entry.get("xxh3")
-    num_chunks = -(-box.size * TABLE[dtype].itemsize // header.chunk_bytes)
-    if not isinstance(digits, str) or len(digits) != 16 * num_chunks:
-        raise refused(f"tensor {name!r}: block {box} has the wrong number of checksums")
-    return Block(file, start, box, _checksums(digits, f"tensor {name!r}"))
+def _block(name: str, dtype: str, itemsize: int, shape: Shape, entry: _BlockLine, header: Header) -> Block:
+    box = Box(entry.offset, entry.shape)
+    size = math.prod(entry.shape)
+    if not size or not box.inside(shape):
+        raise refused(f"tensor {name!r}: a block of {box.shape} at {box.offset} does not lie inside the shape {shape}")
+    if entry.file >= len(header.files):
+        raise refused(f"tensor {name!r}: block {box} is in file {entry.file} of {len(header.files)}")
+    file = header.files[entry.file]
+    dataset = file.datasets.get(dtype)
+    if dataset is None or entry.start + size > dataset.elements:
+        raise refused(f"tensor {name!r}: block {box} lies beyond its dataset in {file.name}")
+    num_chunks = -(-size * itemsize // header.chunk_bytes)
+    return Block(entry.file, entry.start, box, _checksums(entry.xxh3, num_chunks, "tensor", name))
 
 
-def _checksums(digits: str, where: str) -> tuple[int, ...]:
+def _checksums(digits: object, count: int, kind: str, name: str) -> str:
+    """So many checksums of what has that name."""
+    if not isinstance(digits, str) or len(digits) != DIGITS * count:
+        raise refused(f"{kind} {name!r} has checksums of the wrong number or length")
     try:
-        return tuple(int.from_bytes(bytes.fromhex(digits[i : i + 16])) for i in range(0, len(digits), 16))
+        int(digits, 16)
     except ValueError:
-        raise refused(f"{where}: a checksum is no number") from None
+        raise refused(f"{kind} {name!r}: a checksum is no number") from None
+    return digits
 
 
 def _check_no_sharing(files: tuple[File, ...], tensors: Iterable[Tensor]) -> None:

@@ -39,6 +39,7 @@ MAX_BYTES = 1 << 30
 MAX_LINE_BYTES = 8 << 20
 MAX_LINE_VALUES = 1 << 19
 MAX_NAME = 1024
+_NO_NAMES = {"", ".", ".."}
 
 
 class CheckpointError(ValueError):
@@ -56,34 +57,44 @@ class Dataset(NamedTuple):
     elements: int
 
 
+def checksum(data: memoryview | bytes) -> str:
+    """XXH3-64, as all checksums here are written: `DIGITS` hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+DIGITS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class File:
     """One file of the checkpoint, with its contiguous datasets by the name of their dtype.
 
-    `rest`: XXH3-64 of all its bytes outside the datasets, end to end: HDF5's own. None in checkpoints of version 1.
+    `rest`: the checksum of all its bytes outside the datasets, end to end: HDF5's own. None in checkpoints of version 1.
     """
 
     name: str
     nbytes: int
     datasets: Mapping[str, Dataset]
-    rest: int | None = None
+    rest: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A box of a tensor as it lies in a file: from element `start` of the dataset named like the tensor's dtype.
 
-    `file`: index into the manifest's files. `checksums`: XXH3-64 of each `chunk_bytes` of the block, in order.
+    `file`: index into the manifest's files. `checksums`: that of each `chunk_bytes` of the block, one behind the other.
     """
 
     file: int
     start: int
     box: Box
-    checksums: tuple[int, ...]
+    checksums: str
+
+    def checksum(self, i: int) -> str:
+        """That of chunk `i`."""
+        return self.checksums[i * DIGITS : (i + 1) * DIGITS]
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A tensor: its name, dtype's name, full shape, and the blocks that cover it exactly.
 
     `axes`: for each dimension the mesh axis that it was cut along, or None; None if nobody said so.
@@ -143,6 +154,8 @@ def encode_meta(meta: Mapping[str, Any]) -> str:
 
 def line_error(line: bytes) -> str | None:
     """Why no manifest can have this line, or None: Python's values need up to 30 times the memory of their text."""
+    if len(line) <= MAX_LINE_VALUES:  # a value takes a byte at least
+        return None
     if len(line) > MAX_LINE_BYTES:
         return f"is a line of {len(line)} bytes or more; expected at most {MAX_LINE_BYTES}"
     values = sum(map(line.count, (b"[", b"{", b",", b":")))
@@ -170,7 +183,7 @@ def encode(manifest: Manifest) -> bytes:
                 "start": block.start,
                 "offset": block.box.offset,
                 "shape": block.box.shape,
-                "xxh3": "".join(f"{checksum:016x}" for checksum in block.checksums),
+                "xxh3": block.checksums,
             }
             for block in tensor.blocks
         ]
@@ -183,12 +196,17 @@ def encode(manifest: Manifest) -> bytes:
     body = ("\n".join(lines) + "\n").encode()
     if len(body) > MAX_BYTES - 64:
         raise ValueError(f"the manifest would have {len(body)} bytes, expected at most {MAX_BYTES}: save fewer blocks")
-    return body + f'{{"xxh3":"{xxhash.xxh3_64_hexdigest(body)}"}}\n'.encode()
+    return body + last_line(body)
+
+
+def last_line(body: bytes | memoryview) -> bytes:
+    """The line that ends a manifest of these bytes."""
+    return f'{{"xxh3":"{checksum(body)}"}}\n'.encode()
 
 
 def file_entry(file: File) -> dict[str, Any]:
     """A file as the manifest's header names it."""
-    rest = {} if file.rest is None else {"rest": f"{file.rest:016x}"}
+    rest = {} if file.rest is None else {"rest": file.rest}
     datasets = {dtype: list(place) for dtype, place in file.datasets.items()}
     return {"name": file.name, "bytes": file.nbytes, "datasets": datasets, **rest}
 
@@ -204,7 +222,7 @@ def name_error(name: object) -> str | None:
     except UnicodeEncodeError:
         return f"the name {name!a} is no valid Unicode"
     # What is not printable could also play tricks on the terminal that lists it.
-    if not name.isprintable() or any(part in ("", ".", "..") for part in name.split("/")):
+    if not name.isprintable() or not _NO_NAMES.isdisjoint(name.split("/")):
         return f"the name {name!r} is no path of groups: it has an empty part, '.', '..' or a control character"
     return None
 

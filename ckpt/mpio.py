@@ -6,11 +6,10 @@ from typing import Any
 
 import h5py
 import numpy as np
-import xxhash
 
 from ckpt.files import check_room, naming
 from ckpt.hdf5 import h5_type, new_data_file
-from ckpt.manifest import CHUNK_BYTES, File
+from ckpt.manifest import CHUNK_BYTES, File, checksum
 from ckpt.placement import DataFile
 from ckpt.tensors import Local
 from ckpt.writer import Checksums, datasets_of, describe, room_of
@@ -67,7 +66,7 @@ class Mpio:
             pieces += [(local, begin, flat[begin : begin + step]) for begin in range(0, flat.size, step)]
         how = h5py.h5p.create(h5py.h5p.DATASET_XFER)
         how.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE if self._collective else h5py.h5fd.MPIO_INDEPENDENT)
-        checksums: dict[str, list[int]] = {local.name: [] for local in blocks}
+        checksums = {local.name: "" for local in blocks}
         error: OSError | RuntimeError | None = None
         # Collectively each rank takes part in every round on every dataset, with nothing where it has nothing, or has failed.
         for dtype in sorted(opened):
@@ -92,9 +91,9 @@ class Mpio:
                     error = error or failed
         if error is not None:
             raise error
-        return {name: tuple(values) for name, values in checksums.items()}
+        return checksums
 
 
-def _checksums(values: np.ndarray) -> list[int]:
+def _checksums(values: np.ndarray) -> str:
     data = values.view(np.uint8).data
-    return [xxhash.xxh3_64_intdigest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
+    return "".join(checksum(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES))

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from types import TracebackType
 
 import numpy as np
-import xxhash
 
 from ckpt.layout import Box, flat_index, rectangles, single_run
-from ckpt.manifest import Block, CheckpointError, Manifest, Tensor
+from ckpt.manifest import Block, CheckpointError, Manifest, Tensor, checksum
 from ckpt.places import Folder, OpenFile, Place, open_place
 from collectives.dtypes import TABLE
 
@@ -51,11 +50,14 @@ class Reader:
         assert target.shape == box.shape and target.dtype == TABLE[tensor.dtype].numpy and target.flags.c_contiguous
         try:
             for block in tensor.blocks:
-                inner = block.box.intersect(box)
-                if inner is None:
+                if block.box == box:  # as it was saved
+                    self._copy_run(target, tensor, block, 0, 0, box.size)
+                elif (inner := block.box.intersect(box)) is None:
                     continue
-                if single_run(inner, block.box.shape, box.shape):
-                    self._copy_run(target, tensor, block, inner, box)
+                elif single_run(inner, block.box.shape, box.shape):
+                    start = flat_index(inner.relative_to(block.box.offset).offset, block.box.shape)
+                    at = flat_index(inner.relative_to(box.offset).offset, box.shape)
+                    self._copy_run(target, tensor, block, start, at, inner.size)
                 else:
                     self._copy_rectangles(target, tensor, block, inner, box)
         except CheckpointError as error:
@@ -76,13 +78,11 @@ class Reader:
         except CheckpointError as error:
             raise CheckpointError(f"{self._folder}: tensor {tensor.name!r}: {error}") from None
 
-    def _copy_run(self, target: np.ndarray, tensor: Tensor, block: Block, inner: Box, box: Box) -> None:
-        """`inner` is one range of bytes in the block and one in the target: read it in place."""
+    def _copy_run(self, target: np.ndarray, tensor: Tensor, block: Block, start: int, at: int, size: int) -> None:
+        """Read `size` elements from element `start` of the block on to where they belong, from element `at` of `target` on."""
         itemsize = target.dtype.itemsize
-        start = flat_index(inner.relative_to(block.box.offset).offset, block.box.shape) * itemsize
-        stop = start + inner.size * itemsize
-        at = flat_index(inner.relative_to(box.offset).offset, box.shape) * itemsize
-        memory = target.reshape(-1).view(np.uint8).data[at : at + stop - start]
+        memory = target.reshape(-1)[at : at + size].view(np.uint8).data
+        start, stop = start * itemsize, (start + size) * itemsize
         if not self._verify:
             self._read(block.file, self._position(tensor, block) + start, memory)
             return
@@ -134,7 +134,7 @@ class Reader:
         position = self._position(tensor, block) + i * self._manifest.chunk_bytes
         self._read(block.file, position, memory)
         # Hashed while it still is in the processor's cache.
-        if self._verify and xxhash.xxh3_64_intdigest(memory) != block.checksums[i]:
+        if self._verify and checksum(memory) != block.checksum(i):
             name = self._manifest.files[block.file].name
             raise CheckpointError(
                 f"{name} is damaged: bytes {position} to {position + len(memory)} do not match their checksum"

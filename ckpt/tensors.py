@@ -1,8 +1,7 @@
 """What a caller hands in: a whole array, or a `Shard` of one. Looked at here once, for saving and for loading alike."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,8 +32,7 @@ class Shard:
         return f"Shard(data of {tuple(self.data.shape)}, shape={self.shape}, offset={self.offset})"
 
 
-@dataclass(frozen=True, slots=True)
-class Local:
+class Local(NamedTuple):
     """What this rank holds of one tensor: `array` is the `box` of a tensor of `shape`; `whole` if all ranks hold all of it."""
 
     name: str

@@ -40,7 +40,7 @@ class _Piece(NamedTuple):
     first: int
     last: int
     tensor: str | None = None
-    checksum: int | None = None
+    checksum: str | None = None
     gap: bool = False
 
 
@@ -111,14 +111,14 @@ def _verify_file(folder: Folder, file: File, pieces: Iterable[_Piece], progress:
                         (rest if piece.checksum is None else hashed).update(memory.data)
                 if piece.gap and not whole:
                     found.append(Damage(file.name, piece.first, piece.last, None, "not zero, as between blocks"))
-                if piece.checksum is not None and hashed.intdigest() != piece.checksum:
+                if piece.checksum is not None and hashed.hexdigest() != piece.checksum:
                     found.append(
                         Damage(file.name, piece.first, piece.last, piece.tensor, "its checksum does not match")
                     )
     except (OSError, CheckpointError) as error:
         found.append(Damage(file.name, 0, file.nbytes, None, f"cannot be read: {error}"))
         return found
-    if file.rest is not None and rest.intdigest() != file.rest:
+    if file.rest is not None and rest.hexdigest() != file.rest:
         found.append(
             Damage(file.name, 0, file.nbytes, None, "the checksum of what is outside its tensors does not match")
         )
@@ -127,20 +127,19 @@ def _verify_file(folder: Folder, file: File, pieces: Iterable[_Piece], progress:
 
 def _pieces(file: File, inside: Iterable[tuple[Tensor, Block]], chunk_bytes: int) -> Iterator[_Piece]:
     """A file from its first byte to its last. `inside`: its blocks."""
-    blocks: dict[str, list[tuple[int, int, str, tuple[int, ...]]]] = {dtype: [] for dtype in file.datasets}
+    blocks: dict[str, list[tuple[int, int, str, Block]]] = {dtype: [] for dtype in file.datasets}
     for tensor, block in inside:
-        blocks[tensor.dtype].append((block.start, block.box.size, tensor.name, block.checksums))
+        blocks[tensor.dtype].append((block.start, block.box.size, tensor.name, block))
     at = 0
     for dtype, dataset in sorted(file.datasets.items(), key=lambda item: item[1].offset_bytes):
         itemsize = TABLE[dtype].itemsize
         yield _Piece(at, dataset.offset_bytes)
         at = dataset.offset_bytes
-        for start, size, name, checksums in sorted(blocks[dtype]):
+        for start, size, name, block in sorted(blocks[dtype]):
             first, last = dataset.offset_bytes + start * itemsize, dataset.offset_bytes + (start + size) * itemsize
             yield _Piece(at, first, gap=True)
-            for i, checksum in enumerate(checksums):
-                begin = first + i * chunk_bytes
-                yield _Piece(begin, min(begin + chunk_bytes, last), name, checksum)
+            for i, begin in enumerate(range(first, last, chunk_bytes)):
+                yield _Piece(begin, min(begin + chunk_bytes, last), name, block.checksum(i))
             at = last
         end = dataset.offset_bytes + dataset.elements * itemsize
         yield _Piece(at, end, gap=True)

@@ -14,15 +14,15 @@ import xxhash
 
 from ckpt.files import check_room, naming, patient, pwrite_all
 from ckpt.hdf5 import new_data_file
-from ckpt.manifest import CHUNK_BYTES, Dataset, File
+from ckpt.manifest import CHUNK_BYTES, Dataset, File, checksum
 from ckpt.placement import DataFile
 from ckpt.tensors import Local
 from collectives.dtypes import TABLE
 
 _HEADER_BYTES = 1 << 15  # more than the rest of a data file: a handful of datasets without any attribute of size
 
-Checksums = dict[str, tuple[int, ...]]
-"""Of each chunk of a block, by the name of its tensor."""
+Checksums = dict[str, str]
+"""Of the chunks of a block, as `Block` has them, by the name of its tensor."""
 
 
 class Bytes(Protocol):
@@ -97,8 +97,8 @@ def describe(path: Path, datasets: Mapping[str, Dataset]) -> File:
         return File(path.name, nbytes, datasets, rest_checksum(file.fileno(), nbytes, datasets))
 
 
-def rest_checksum(fd: int, nbytes: int, datasets: Mapping[str, Dataset]) -> int:
-    """XXH3-64 of the bytes of a file outside its datasets, end to end."""
+def rest_checksum(fd: int, nbytes: int, datasets: Mapping[str, Dataset]) -> str:
+    """The checksum of the bytes of a file outside its datasets, end to end."""
     hashed = xxhash.xxh3_64()
     at = 0
     ends = sorted(
@@ -112,17 +112,17 @@ def rest_checksum(fd: int, nbytes: int, datasets: Mapping[str, Dataset]) -> int:
             hashed.update(data)
             at += len(data)
         at = max(at, end)
-    return hashed.intdigest()
+    return hashed.hexdigest()
 
 
 def _position(file: File, local: Bytes, starts: Mapping[str, int]) -> int:
     return file.datasets[local.dtype].offset_bytes + starts[local.name] * TABLE[local.dtype].itemsize
 
 
-def _write(fd: int, chunks: Iterable[memoryview], position: int) -> tuple[int, ...]:
+def _write(fd: int, chunks: Iterable[memoryview], position: int) -> str:
     checksums = []
     for chunk in chunks:
-        checksums.append(xxhash.xxh3_64_intdigest(chunk))
+        checksums.append(checksum(chunk))
         pwrite_all(fd, chunk, position)
         position += len(chunk)
-    return tuple(checksums)
+    return "".join(checksums)

@@ -131,8 +131,14 @@ HOSTILE = {
         lambda p: rewrite(p, (1, b"{" + b",".join(b'"%x":%d' % (i, i + 300) for i in range(520_000)) + b"}")),
         "values; expected at most",
     ),
-    "a tensor of lists": (lambda p: rewrite(p, (2, b'{"name":[' + b"[]," * 200_000 + b"[]]}")), "is nested"),
-    "a deep axis": (lambda p: rewrite(p, (4, deep_axis(lines(p)[4]))), "axes is [[["),
+    "a tensor of lists": (
+        lambda p: rewrite(p, (2, b'{"name":[' + b"[]," * 200_000 + b"[]]}")),
+        "Expected `str`, got `array` - at `$.name`",
+    ),
+    "a deep axis": (
+        lambda p: rewrite(p, (4, deep_axis(lines(p)[4]))),
+        "Expected `str | null`, got `array` - at `$.axes[0]`",
+    ),
     "an endless integer": (lambda p: rewrite(p, (0, b'{"format":' + b"9" * 1_000_000 + b"}")), "no JSON"),
     "a time beyond floats": (lambda p: header(p, saved=10**400), "its time is no number"),
     "a time that is NaN": (lambda p: header(p, saved=float("nan")), "its time is no number"),
