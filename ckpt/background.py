@@ -1,11 +1,14 @@
 """Saving while the training goes on: a copy in host memory, and a thread that writes it.
 
 One save at a time, from one buffer that is kept. The thread calls no MPI: the ranks agree by files (board.py). What goes wrong there
-is raised on all ranks by `wait`, which the next save calls first.
+is raised on all ranks by `wait`, which the next save calls first. A program that ends without either ends when the save has.
 """
 
+import atexit
+import concurrent.futures.thread  # noqa: F401 - its hook at the end of the program is registered before ours, and so runs after it
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -86,6 +89,25 @@ def wait() -> None:
     with pending.comm.together():
         if pending.error is not None:
             raise pending.error
+
+
+def _finish() -> None:
+    """At the end of the program: let the save come to its end. Not collective: the ranks end as they like."""
+    if _pending is not None:
+        _pending.thread.join()
+        _pending.board.leave()
+
+
+def _report() -> None:
+    """Nobody asked how the save went: if it failed, say so, and let the exit code say so."""
+    if _pending is not None and _pending.error is not None:
+        print(f"ckpt.save in the background failed: {_pending.error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+# While threads still can be started: the public `atexit` comes too late for what reading back a copy and fsspec need.
+threading._register_atexit(_finish)  # type: ignore[attr-defined]
+atexit.register(_report)  # as early as this module: what was registered later runs before it
 
 
 def reserve(locals_: Sequence[Local]) -> None:

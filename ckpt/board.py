@@ -6,6 +6,7 @@ that. Words and numbers alone travel, as JSON.
 
 import json
 import os
+import shutil
 import threading
 import time
 from contextlib import AbstractContextManager, suppress
@@ -16,6 +17,7 @@ from ckpt.files import patient, write_file
 from collectives.diagnosis.together import joined
 
 _QUIET_S = 3600.0  # a rank that says nothing for so long counts as lost
+_LEAVING_S = 10.0
 _RESERVE_BYTES = 64 << 10
 _POLL_S = (0.005, 0.25)  # the first pause between two looks, and the longest
 
@@ -55,6 +57,18 @@ class Board:
     def together(self, doing: str = "") -> AbstractContextManager[None]:
         """As `Communicator.together`."""
         return joined(self.all_gather_object, doing)
+
+    def leave(self) -> None:
+        """The last call, on all ranks: rank 0 removes the folder when all have come to it, or after ten seconds. Never raises."""
+        with suppress(OSError):
+            (self.folder / f"left.{self.rank}").touch()
+        deadline = time.monotonic() + _LEAVING_S
+        while self.rank == 0 and time.monotonic() < deadline:
+            if all((self.folder / f"left.{rank}").exists() for rank in range(self.size)):
+                break
+            time.sleep(_POLL_S[0])
+        if self.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _post(self, name: str, obj: Any) -> None:
         if self._reserve is None:
