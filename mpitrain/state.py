@@ -9,10 +9,10 @@ the scalar that it is in the plain model.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.layout import Box
 from mpitrain.sharding.ranks import AXES
 
+T = TypeVar("T")
+
 
 def save(
     path: str | os.PathLike[str],
@@ -33,15 +35,17 @@ def save(
     meta: Mapping[str, Any] | None = None,
     ema: EMA | None = None,
     tensors: Mapping[str, Any] | None = None,
+    comm: Communicator | None = None,
     **options: Any,
 ) -> None:
-    """Write a checkpoint of a model, sharded or not, its optimizer and an average of its weights. Collective over the model's ranks.
+    """Write a checkpoint of a model, its optimizer and an average of its weights. Collective over the ranks of a sharded model.
 
+    `comm`: of a model that is not sharded, the ranks that all hold the same one and all call this; None: this process alone saves.
     `meta`: a JSON-like dict of one's own. `tensors`: further ones, as `ckpt.save` takes them. The options (`files`, `driver`,
     `background`, `copies`, `keep`, `keep_every`, `overwrite`) and the errors are those of `ckpt.save`.
     """
     over = sharded_over(model)
-    comm = None if over is None else over.all
+    comm = comm if over is None else over.all
     scalars = _scalars(model)
     is_copy = over is not None and over.replicate.rank > 0  # of what another rank writes
     everything = {
@@ -59,7 +63,8 @@ def save(
                     everything[f"optimizer/{key}/{name}"] = _held(value, param, scalars, is_copy)
                 else:
                     numbers.setdefault(name, {})[key] = value
-        described["optimizer"] = {"groups": _hyperparameters(optimizer), "state": numbers}
+        kind = type(optimizer).__name__
+        described["optimizer"] = {"kind": kind, "groups": _hyperparameters(optimizer), "state": numbers}
     arrays = _on_host(everything)
     for tensor_name, held in everything.items():
         if isinstance(held, _Scalar) and comm is not None:
@@ -75,18 +80,22 @@ def load(
     ema: EMA | None = None,
     tensors: Mapping[str, Any] | None = None,
     hyperparameters: bool = True,
+    comm: Communicator | None = None,
     copies: Sequence[str | os.PathLike[str]] | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Fill a model, sharded or not, and its optimizer from a checkpoint of any number of ranks; returns its meta. Collective.
 
     `ema`: an `EMA` to fill. `tensors`: further ones to fill, as `ckpt.load` takes them. `hyperparameters`: also take over the
-    optimizer's settings (lr and the like). What the model, `ema` and `tensors` name must be there, and the optimizer's state if one
-    is given; other things in the checkpoint are passed over. `copies`: the further places that `save` was given, as `ckpt.load`
-    takes them: from there comes what is missing or damaged.
+    optimizer's settings (lr and the like), which must be of the same kind of optimizer. `comm`: as of `save`. What the model, `ema` and
+    `tensors` name must be there, and the optimizer's state if one is given; other things in the checkpoint are passed over.
+    `strict=False`: what is not there keeps its values, such as those of a new head. `cast`, `verify`, `copies`: as of `ckpt.load`.
     Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model.
     """
     over = sharded_over(model)
-    comm = None if over is None else over.all
+    comm = comm if over is None else over.all
     scalars = _scalars(model)
     averages = _averages(model, ema, scalars)
     wanted = {**_model_tensors(model, scalars), **averages, **(tensors or {})}
@@ -95,9 +104,9 @@ def load(
     names = {} if optimizer is None else _names(model, optimizer)
     if optimizer is not None:
         only.append("optimizer/*")
-        stored, num_groups = _stored_state(path, copies, comm)
+        stored, kept = _stored_state(path, copies, comm)
         with comm.together("mpitrain.load") if comm is not None else nullcontext():
-            _check_groups(path, num_groups, len(optimizer.param_groups), hyperparameters)
+            _check_optimizer(path, kept, optimizer, hyperparameters)
         for param, name in names.items():
             for key, shape, dtype, has_rows in stored.get(name, ()):
                 box: Box | None = getattr(param, "shard_box", None) if has_rows else None
@@ -105,9 +114,14 @@ def load(
                 state.setdefault(param, {})[key] = value
                 wanted[f"optimizer/{key}/{name}"] = _held(value, param, scalars)
     arrays = _on_host(wanted)
-    meta = ckpt.load(path, arrays, comm=comm, only=only, copies=copies)
+    if not strict:
+        names_there = _names_there(path, copies, comm)
+        arrays = {name: array for name, array in arrays.items() if name in names_there}
+    meta = ckpt.load(path, arrays, comm=comm, only=only, strict=strict, cast=cast, verify=verify, copies=copies)
     with torch.no_grad():
         for name, value in wanted.items():
+            if name not in arrays:
+                continue
             target, source = _data(value), _data(arrays[name])
             if isinstance(value, _Scalar):
                 target, source = value.shard, source.expand(value.shard.shape)
@@ -220,10 +234,10 @@ each of the parameter's."""
 
 def _stored_state(
     path: str | os.PathLike[str], copies: Sequence[str | os.PathLike[str]] | None, comm: Communicator | None
-) -> tuple[Stored, int | None]:
-    """The optimizer state in a checkpoint, and of how many parameter groups; None if it was saved without one. Collective."""
+) -> "tuple[Stored, _Kept | None]":
+    """The optimizer state in a checkpoint, and of what optimizer; None if it was saved without one. Collective."""
 
-    def look() -> tuple[Stored, int | None]:
+    def look() -> tuple[Stored, _Kept | None]:
         checkpoint = ckpt.open(path, copies=copies)
         entries: list[tuple[str, str, tuple[int, ...], str, tuple[int, ...] | None]] = []
         for entry in checkpoint.values():
@@ -239,23 +253,51 @@ def _stored_state(
             has_rows = shape == of_param and (bool(shape) or key not in numbers)
             found.setdefault(name, []).append((key, shape, dtype, has_rows))
         optimizer = checkpoint.meta.get("optimizer")
-        return found, None if optimizer is None else len(optimizer["groups"])
+        return found, None if optimizer is None else _Kept(optimizer.get("kind"), len(optimizer["groups"]))
 
+    return _on_rank_0(look, comm)
+
+
+def _names_there(
+    path: str | os.PathLike[str], copies: Sequence[str | os.PathLike[str]] | None, comm: Communicator | None
+) -> set[str]:
+    """The names of the tensors in a checkpoint. Collective."""
+    return _on_rank_0(lambda: set(ckpt.open(path, copies=copies)), comm)
+
+
+def _on_rank_0(look: Callable[[], T], comm: Communicator | None) -> T:
+    """What it returns there, on all ranks; the error too. Collective."""
     if comm is None:
         return look()
-    stored = None
+    found = None
     with comm.together("mpitrain.load"):
         if comm.rank == 0:
-            stored = look()
-    return comm.broadcast_object(stored)
+            found = look()
+    seen: T = comm.broadcast_object(found)
+    return seen
 
 
-def _check_groups(path: str | os.PathLike[str], there: int | None, here: int, hyperparameters: bool) -> None:
+class _Kept(NamedTuple):
+    """The optimizer of a checkpoint: the name of its class, None in older ones, and the number of its parameter groups."""
+
+    kind: str | None
+    num_groups: int
+
+
+def _check_optimizer(
+    path: str | os.PathLike[str], there: _Kept | None, optimizer: torch.optim.Optimizer, hyperparameters: bool
+) -> None:
     if there is None:
         raise ckpt.CheckpointError(f"{path} was saved without an optimizer; load it without one")
-    if hyperparameters and there != here:
+    kind, num_groups = type(optimizer).__name__, len(optimizer.param_groups)
+    if hyperparameters and there.kind not in (None, kind):
         raise ckpt.CheckpointError(
-            f"{path}: the optimizer has {there} parameter groups there, {here} here; "
+            f"{path}: the optimizer is {there.kind} there, {kind} here; make the same, load without one, "
+            "or pass hyperparameters=False to take over the state alone"
+        )
+    if hyperparameters and there.num_groups != num_groups:
+        raise ckpt.CheckpointError(
+            f"{path}: the optimizer has {there.num_groups} parameter groups there, {num_groups} here; "
             "make the same groups, or pass hyperparameters=False to keep the settings of those here"
         )
 

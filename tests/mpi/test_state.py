@@ -236,6 +236,53 @@ def test_weights_alone_and_settings_of_ones_own(comm, shared_tmp: Path) -> None:
     assert_same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
 
 
+def test_a_new_head_keeps_its_values(comm, shared_tmp: Path) -> None:
+    class Old(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(6, 6)
+
+    class New(Old):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 5)
+
+    old = fully_shard(Old(), comm)
+    mpitrain.save(shared_tmp / "saved", old)
+    torch.manual_seed(1)
+    new = fully_shard(New(), comm)
+    head = new.head.weight.detach().clone()
+    with pytest.raises(ckpt.CheckpointError, match=r"it does not hold 'model/head\.bias'"):
+        mpitrain.load(shared_tmp / "saved", new)
+    mpitrain.load(shared_tmp / "saved", new, strict=False)
+    assert torch.equal(new.head.weight, head)
+    there, here = mpitrain.full_state_dict(old), mpitrain.full_state_dict(new)  # on rank 0
+    assert_same(there, {name: value for name, value in here.items() if name in there})
+
+
+def test_another_dtype_only_when_asked_for(comm, shared_tmp: Path) -> None:
+    model = fully_shard(nn.Linear(6, 5), comm)
+    mpitrain.save(shared_tmp / "saved", model)
+    half = fully_shard(nn.Linear(6, 5, dtype=torch.bfloat16), comm)
+    with pytest.raises(ckpt.CheckpointError, match=r"cast=True"):
+        mpitrain.load(shared_tmp / "saved", half)
+    mpitrain.load(shared_tmp / "saved", half, cast=True)
+    assert torch.equal(half.weight, model.weight.to(torch.bfloat16))
+
+
+def test_a_model_that_is_not_sharded(comm, shared_tmp: Path) -> None:
+    model = make(0)
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    mpitrain.save(shared_tmp / "saved", model, optimizer, comm=comm, overwrite=True)
+    assert len(list((shared_tmp / "saved").glob("rank-*.h5"))) == comm.size  # each rank writes some of it
+    other = make(1)
+    its_optimizer = adamw(other)
+    mpitrain.load(shared_tmp / "saved", other, its_optimizer, comm=comm)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
+
+
 def test_what_is_damaged_comes_from_a_copy(comm, shared_tmp: Path) -> None:
     model = shard(make(0), comm)
     optimizer = adamw(model)
@@ -270,8 +317,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(comm, shared_tm
     with pytest.raises(ckpt.CheckpointError, match="was saved without an optimizer"):
         mpitrain.load(shared_tmp / "weights", other, adamw(other))
     mpitrain.save(shared_tmp / "one-group", model, sgd(model))
-    with pytest.raises(ckpt.CheckpointError, match="1 parameter groups there, 2 here"):
+    with pytest.raises(ckpt.CheckpointError, match="the optimizer is SGD there, AdamW here; make the same"):
         mpitrain.load(shared_tmp / "one-group", other, adamw(other))
+    mpitrain.save(shared_tmp / "two-groups", model, adamw(model))
+    with pytest.raises(ckpt.CheckpointError, match="2 parameter groups there, 1 here"):
+        mpitrain.load(shared_tmp / "two-groups", other, torch.optim.AdamW(other.parameters()))
     with pytest.raises(ckpt.CheckpointError, match="does not exist"):
         mpitrain.load(shared_tmp / "nowhere", other, adamw(other))
     with pytest.raises(ckpt.CheckpointError, match=r"model/weight"):
