@@ -91,28 +91,6 @@ def test_any_box_is_read_from_any_boxes(tmp_path, small_chunks, data):
         assert np.array_equal(index["t"][...], tensor.astype(index["t"].dtype), equal_nan=dtype != "uint8")
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        np.s_[2], np.s_[-1], np.s_[1:3], np.s_[:, 2], np.s_[..., 1], np.s_[1, ..., 2:], np.s_[-3:, 1:100],
-        np.s_[3:1], np.s_[...], np.s_[1, 2, 3], np.s_[()],
-    ],
-)  # fmt: skip
-def test_entries_index_as_numpy_does(tmp_path, index):
-    array = np.arange(5 * 4 * 6).reshape(5, 4, 6)
-    entry = ckpt.open(ckpt.save(tmp_path / "a", {"x": array}, comm=None))["x"]
-    assert equal(entry[index], np.asarray(array[index]))
-
-
-@pytest.mark.parametrize(
-    ("index", "error"), [(5, IndexError), ((0, 0, 0, 0), IndexError), (np.s_[::2], ValueError), ("x", TypeError)]
-)
-def test_bad_indices(tmp_path, index, error):
-    entry = ckpt.open(ckpt.save(tmp_path / "a", {"x": np.zeros((5, 4, 6))}, comm=None))["x"]
-    with pytest.raises(error):
-        entry[index]
-
-
 def test_only_touched_chunks_are_read(tmp_path, small_chunks, monkeypatch):
     array = np.arange(1600, dtype="u1").reshape(100, 16)  # 25 chunks of 4 rows
     entry = ckpt.open(ckpt.save(tmp_path / "a", {"x": array}, comm=None))["x"]
