@@ -11,11 +11,12 @@ looks at all.
 Here: what it says, how it is written, and which names tensors may have. Reading one is guard.py's work.
 """
 
+import difflib
 import json
 import math
 import reprlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -235,12 +236,40 @@ def axes_error(axes: object, ndim: int) -> str | None:
     return f"axes is {reprlib.repr(axes)}; expected {ndim} names of mesh axes, None where a dimension is whole"
 
 
+def patterns_of(only: str | Sequence[str]) -> tuple[str, ...]:
+    """The pattern `only`, or the several it is. TypeError or ValueError if it is none: no pattern would match nothing."""
+    patterns = (only,) if isinstance(only, str) else only
+    if not isinstance(patterns, Collection) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"only is {reprlib.repr(only)}; expected a pattern such as 'model/*', or a list of them")
+    if not patterns:
+        raise ValueError("only is empty; expected at least one pattern such as 'model/*', or None for all")
+    return tuple(patterns)
+
+
 def named(names: Iterable[str], only: str | Sequence[str] | None) -> list[str]:
-    """Those of `names` that the pattern `only`, such as "model/*", or one of several matches; all of them for None."""
+    """Those of `names` that the pattern `only`, such as "model/*", or one of several matches; all of them for None.
+
+    A name matches itself, whatever signs of patterns are in it. Raises as `patterns_of`.
+    """
     if only is None:
         return list(names)
-    patterns = (only,) if isinstance(only, str) else only
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    patterns = patterns_of(only)
+    return [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
+
+
+def unmatched_error(names: Sequence[str], only: str | Sequence[str] | None) -> str | None:
+    """Why one of the patterns `only` must be a slip of the pen, or None: it matches none of `names`."""
+    for pattern in () if only is None else patterns_of(only):
+        if not any(_matches(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+            some = ", ".join(map(repr, near or names[:3])) or "none"
+            there = f"nearest: {some}" if near else f"there are {some}, {len(names)} in all"
+            return f"no tensor's name matches {pattern!r}; {there}"
+    return None
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)
 
 
 def nesting_error(names: Iterable[str]) -> str | None:

@@ -94,8 +94,9 @@ def load(
     state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     names = {} if optimizer is None else _names(model, optimizer)
     if optimizer is not None:
-        only.append("optimizer/*")
         stored, num_groups = _stored_state(path, copies, comm)
+        if stored:  # plain SGD has no state, and a pattern that matches nothing would be an error
+            only.append("optimizer/*")
         with comm.together("mpitrain.load") if comm is not None else nullcontext():
             _check_groups(path, num_groups, len(optimizer.param_groups), hyperparameters)
         for param, name in names.items():

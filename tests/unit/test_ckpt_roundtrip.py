@@ -137,6 +137,30 @@ def test_names_that_do_not_fit(tmp_path):
         ckpt.load(path, many)
 
 
+def test_only_counts_for_what_is_asked_as_for_what_is_stored(tmp_path):
+    stored = {"model/w": np.zeros(4), "model/b[0]": np.ones(2), "step": np.array(1)}
+    path = ckpt.save(tmp_path / "a", stored, comm=None)
+    asked = {"model/w": np.full(4, 7.0), "model/b[0]": np.full(2, 7.0), "step": np.array(7), "other": np.zeros(3)}
+    ckpt.load(path, asked, only="model/w")
+    assert [array.max() for array in asked.values()] == [0, 7, 7, 0]
+    ckpt.load(path, asked, only=("model/b[0]", "step"))  # a name stands for itself
+    assert [array.max() for array in asked.values()] == [0, 1, 1, 0]
+    with pytest.raises(ckpt.CheckpointError, match="does not hold 'other'"):
+        ckpt.load(path, asked, only=["model/*", "other"])
+    for patterns, tensors in (("modle/w", asked), (["modle/w", "step"], asked), ("modle/w", {})):
+        with pytest.raises(ckpt.CheckpointError, match="no tensor's name matches 'modle/w'; nearest: 'model/w'"):
+            ckpt.load(path, tensors, only=patterns, strict=False)
+    with pytest.raises(
+        ckpt.CheckpointError, match=r"matches 'zzz\*'; there are 'model/b\[0\]', 'model/w', 'step', 3 in"
+    ):
+        ckpt.load(path, asked, only="zzz*")
+    for wrong in (5, b"step", ["step", 5], {"step": 5}.values()):
+        with pytest.raises(TypeError, match=r"only is .*; expected a pattern such as 'model/\*', or a list"):
+            ckpt.load(path, asked, only=wrong)
+    with pytest.raises(ValueError, match="only is empty"):
+        ckpt.load(path, asked, only=[])
+
+
 def test_shapes_and_dtypes_that_do_not_fit(tmp_path):
     path = ckpt.save(tmp_path / "a", {"x": np.zeros((3, 2))}, comm=None)
     with pytest.raises(ckpt.CheckpointError, match=r"'x' is float64 \(3, 2\) there; expected float64 \(2, 3\)"):
