@@ -199,6 +199,20 @@ def test_read_only_arrays_cannot_be_loaded_into(tmp_path):
         ckpt.load(path, {"x": array})
 
 
+@pytest.mark.parametrize("array", [np.zeros((3, 2)).T, torch.zeros(3, 2).double().T])
+def test_arrays_that_are_not_contiguous_cannot_be_loaded_into(tmp_path, array):
+    path = ckpt.save(tmp_path / "a", {"x": np.ones((2, 3))}, comm=None)
+    with pytest.raises(
+        ValueError, match=r"^tensor 'x' is not contiguous .*; what is written to must be: pass a"
+    ) as raised:
+        ckpt.load(path, {"x": array})
+    assert "ascontiguousarray" not in str(raised.value) and ".contiguous()" not in str(raised.value)
+    through = np.ascontiguousarray(array)  # what it says
+    ckpt.load(path, {"x": through})
+    array[...] = through if isinstance(array, np.ndarray) else torch.from_numpy(through)
+    assert array.min() == 1
+
+
 @pytest.mark.parametrize(("stored", "asked"), [("float32", "bfloat16"), ("float16", "float64"), ("float64", "float32")])
 def test_dtypes_are_converted_when_asked_to(tmp_path, monkeypatch, stored, asked):
     monkeypatch.setattr(ckpt.loading, "_CAST_ELEMENTS", 10)
