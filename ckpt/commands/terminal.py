@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,8 +71,16 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as JSON that people can read too."""
-    print(json.dumps(value, indent=2))
+    """Print `value` as JSON that people can read too. NaN and infinities, which JSON has no word for, are texts: "NaN", "-Infinity"."""
+    print(json.dumps(_strict(value), indent=2, allow_nan=False))
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def new_table(*columns: str) -> Table:

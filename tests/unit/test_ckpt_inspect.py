@@ -229,3 +229,25 @@ def test_deeply_nested_meta_is_no_traceback(tmp_path, capsys):
     finally:
         sys.setrecursionlimit(before)
     assert codes[0] == 2 and codes[-1] == 0
+
+
+def strict(text):
+    """What a reader takes that knows nothing but the standard."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_json_is_strict_also_with_nan_and_infinities(tmp_path, capsys):
+    meta = {"loss": float("nan"), "bounds": [float("-inf"), {"high": float("inf")}, 1.5]}
+    a, b = (
+        ckpt.save(tmp_path / name, {"x": np.array(x)}, comm=None, meta=meta)
+        for name, x in (("a", -1e308), ("b", 1e308))
+    )
+    expected = {"loss": "NaN", "bounds": ["-Infinity", {"high": "Infinity"}, 1.5]}
+    assert strict(run(capsys, "show", a, "--json"))["meta"] == expected
+    assert strict(run(capsys, "reshard", a, tmp_path / "c", "--files", "one", "--json"))["meta"] == expected
+    assert strict(run(capsys, "diff", a, b, "--json", code=1))["tensors"][0]["max_abs"] == "Infinity"
+    assert np.isnan(ckpt.open(tmp_path / "c").meta["loss"])  # in Python they come back as they are
