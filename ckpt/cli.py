@@ -4,6 +4,7 @@
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -45,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(commands)
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # names may have characters that a terminal's encoding lacks, as stderr's may
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = parser.parse_args(argv)
     except UsageError as error:

@@ -123,6 +123,15 @@ def told_in_a_line() -> Iterator[None]:
         raise UsageError(str(error)) from None
 
 
+def can_print(text: str) -> bool:
+    """Whether stdout's encoding has these characters; where not, escapes of them are printed (`ckpt.cli`)."""
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def printable(name: str) -> str:
     """The name of a file or folder, with escapes for what could play tricks on the terminal."""
     return name if name.isprintable() else repr(name)
