@@ -161,6 +161,12 @@ def test_only_counts_for_what_is_asked_as_for_what_is_stored(tmp_path):
         ckpt.load(path, asked, only=[])
 
 
+def test_the_latest_of_no_checkpoints(tmp_path):
+    for read in (lambda path: ckpt.load(path, {}), ckpt.open):
+        with pytest.raises(ckpt.CheckpointError, match=r"^there is no checkpoint: the path is None, as ckpt\.latest"):
+            read(ckpt.latest(tmp_path))
+
+
 def test_shapes_and_dtypes_that_do_not_fit(tmp_path):
     path = ckpt.save(tmp_path / "a", {"x": np.zeros((3, 2))}, comm=None)
     with pytest.raises(ckpt.CheckpointError, match=r"'x' is float64 \(3, 2\) there; expected float64 \(2, 3\)"):
