@@ -68,7 +68,7 @@ def all_places(paths: Paths | None) -> tuple[Place, ...]:
 
 
 def copies_of(path: str | os.PathLike[str] | None, copies: Paths | None) -> list[Place]:
-    """Where the checkpoint `path` may be, each place once: there, and under its name in the places `copies`. CheckpointError for None."""
+    """Where the checkpoint `path` may be, each place once: there, and under its name in `copies`. CheckpointError for None."""
     if path is None:
         raise CheckpointError(
             "there is no checkpoint: the path is None, as ckpt.latest(folder) has it where none is complete"
