@@ -116,11 +116,15 @@ def shown_progress(doing: str, nbytes: int | None) -> Iterator[Progress]:
 
 @contextmanager
 def told_in_a_line() -> Iterator[None]:
-    """A ValueError in the block is the user's: what was asked for cannot be done."""
+    """A ValueError or FileExistsError in the block is the user's: what was asked for cannot be done.
+
+    The functions advise their arguments; here they are options.
+    """
     try:
         yield
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    except (ValueError, FileExistsError) as error:
+        text = str(error).replace("overwrite=True (--overwrite)", "--overwrite")
+        raise UsageError(text.replace("overwrite=True", "--overwrite").replace("only= ", "--only ")) from None
 
 
 def can_print(text: str) -> bool:
