@@ -1,23 +1,20 @@
 """Looking into a checkpoint without MPI and torch: `ckpt.open(path)` maps names to entries that read what is asked of them."""
 
 import math
-import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from types import EllipsisType
 from typing import Any
 
 import numpy as np
 
 from ckpt.folder import none_usable, parse_manifest, read_manifest
+from ckpt.indexing import Index, select
 from ckpt.layout import Box, Shape
 from ckpt.manifest import CheckpointError, Manifest, Tensor
 from ckpt.places import Paths, Place, copies_of
 from ckpt.reader import Reader
-from ckpt.sources import matching
+from ckpt.sources import PIECE_BYTES, matching
 from collectives.dtypes import TABLE
-
-Index = int | slice | EllipsisType
 
 
 class TensorEntry:
@@ -42,6 +39,15 @@ class TensorEntry:
         return TABLE[self._tensor.dtype].numpy
 
     @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements; 1 in zero dimensions."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         return self._tensor.nbytes
 
@@ -56,17 +62,27 @@ class TensorEntry:
         return self._tensor.axes
 
     def read(self, where: Box | Index | tuple[Index, ...] | None = None, *, verify: bool = True) -> np.ndarray:
-        """The whole tensor, a `Box` of it, or the part that integers and slices of step 1 select, as a new NumPy array.
+        """The whole tensor, a `Box` of it, or the part that integers, slices and one `...` select, as a new NumPy array.
 
-        Only the blocks it touches are read. An integer drops its dimension, as in NumPy. `verify`: compare the chunks read with
-        their checksums. IndexError or ValueError for an index that does not fit, CheckpointError for damage, or if it is more than
-        the memory of this machine: a sparse file of any size takes no place on a disk.
+        Only the blocks it touches are read; of a slice with a step all that lies between its ends, in pieces of 32 MiB. An integer
+        drops its dimension, as in NumPy. `verify`: compare the chunks read with their checksums.
+
+        IndexError for an index that does not fit. TypeError for what else NumPy knows (None, lists, masks): read, then index the
+        array. CheckpointError for damage, or if it is more than the memory of this machine: a sparse file of any size takes no
+        place on a disk.
         """
-        box, shape = _box_of(where, self.shape)
-        out = self._empty(box.shape)
+        selection = select(... if where is None else where, self.shape)
+        out = self._empty(selection.counts)
         with Reader(self._folder, self._manifest, verify=verify) as reader:
-            reader.fill(out, self._tensor, box)
-        return out.reshape(shape)
+            if selection.is_box:
+                reader.fill(out, self._tensor, Box(selection.start, selection.counts))
+            else:
+                for part in selection.parts(PIECE_BYTES // self.dtype.itemsize):
+                    box = selection.covering(part)
+                    piece = np.empty(box.shape, self.dtype)
+                    reader.fill(piece, self._tensor, box)
+                    out[part.slices] = piece[selection.strides]
+        return out.reshape(selection.shape)
 
     def chunks(self, *, verify: bool = True) -> Iterator[np.ndarray]:
         """Each element once, in the order of the files: 1-D arrays of a few MiB, each valid until the next one is asked for.
@@ -87,8 +103,22 @@ class TensorEntry:
             f"{self._folder}: {nbytes} bytes of tensor {self.name!r} do not fit into memory: read a part of it at a time"
         )
 
-    def __getitem__(self, where: Index | tuple[Index, ...]) -> np.ndarray:
-        return self.read(where)
+    def __getitem__(self, where: Box | Index | tuple[Index, ...]) -> np.ndarray:
+        return self.read(
+            where if isinstance(where, tuple) else (where,)
+        )  # None is an index here, which `read` takes for all
+
+    def __len__(self) -> int:
+        """The size of the first dimension. TypeError for a scalar, as from NumPy's."""
+        if not self.shape:
+            raise TypeError(f"tensor {self.name!r} is a scalar, which has no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[i] for i in range(len(self)))
+
+    def __bool__(self) -> bool:
+        return True  # it is there, whatever its length: `if entry := checkpoint.get(name)`
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
@@ -181,36 +211,3 @@ def open_checkpoint(path: str | os.PathLike[str], *, copies: Paths | None = None
                 raise
             problems.append(str(error))
     raise none_usable(problems)
-
-
-def _box_of(where: Box | Index | tuple[Index, ...] | None, shape: Shape) -> tuple[Box, Shape]:
-    """The box that an index selects of a tensor of `shape`, and the shape of the result without the dimensions integers drop."""
-    if where is None:
-        return Box.full(shape), shape
-    if isinstance(where, Box):
-        if not where.inside(shape):
-            raise IndexError(f"the box {where} does not lie inside the shape {shape}")
-        return where, where.shape
-    parts = list(where) if isinstance(where, tuple) else [where]
-    if Ellipsis in parts:
-        at = parts.index(Ellipsis)
-        parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
-    parts += [slice(None)] * (len(shape) - len(parts))
-    if len(parts) != len(shape):
-        raise IndexError(f"{len(parts)} indices for a tensor of shape {shape}")
-    offset, sizes, result = [], [], []
-    for part, n in zip(parts, shape, strict=True):
-        if isinstance(part, slice):
-            start, stop, step = part.indices(n)
-            if step != 1:
-                raise ValueError(f"the slice {part} has step {step}; expected 1")
-            offset.append(min(start, n))
-            sizes.append(max(0, stop - start))
-            result.append(sizes[-1])
-        else:
-            i = operator.index(part)  # type: ignore[arg-type]
-            if not -n <= i < n:
-                raise IndexError(f"index {i} is out of range for a dimension of {n}")
-            offset.append(i % n)
-            sizes.append(1)
-    return Box(tuple(offset), tuple(sizes)), tuple(result)

@@ -1,9 +1,10 @@
 """`python -m ckpt COMMAND`: look at checkpoints and look after them, without MPI, and without torch but for torch's own files.
 
-`bench` alone is for several ranks.
+`bench` alone is for several ranks: of the others one does it all, also under mpirun.
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -45,11 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(commands)
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # names may have characters that a terminal's encoding lacks, as stderr's may
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = parser.parse_args(argv)
     except UsageError as error:
         complain(error, of_all_ranks=True)
         return ERROR
+    if launched_rank() > 0 and args.run is not bench.run:
+        return 0  # rank 0 does it: two that write the same files would be in each other's way
     try:
         code: int | None = args.run(args)
         sys.stdout.flush()

@@ -21,8 +21,8 @@ class TensorDifference(NamedTuple):
     """A tensor that both checkpoints have, and that is not the same in them.
 
     `num_differing` of `size` elements differ; `num_special` of them because one is a NaN or an infinity and the other is not the
-    same. `max_abs` and `max_rel` (of the larger of two) are the largest differences of the others, 0 without any. Those four are
-    None where the shapes differ: then elements are not compared.
+    same. `max_abs` and `max_rel` (of the larger of two) are the largest differences of the others, 0 without any; `max_abs` is
+    infinite if float64 has no such number. Those four are None where the shapes differ: then elements are not compared.
     """
 
     name: str
@@ -143,7 +143,11 @@ def _count(tally: _Tally, x: np.ndarray, y: np.ndarray, atol: float, rtol: float
     if counted.any():
         tally.max_abs = max(tally.max_abs, distance[counted].max().item())
         counted &= magnitude > 0  # not 0.0 against -0.0
-        tally.max_rel = max(tally.max_rel, float((distance[counted] / magnitude[counted]).max(initial=0.0)))
+        relative = distance[counted] / magnitude[counted]
+        if np.isinf(relative).any():  # the distance of numbers beyond half of what float64 knows
+            x, y, magnitude = x[counted], y[counted], magnitude[counted]
+            relative = np.where(np.isinf(relative), np.abs(x / magnitude - y / magnitude), relative)
+        tally.max_rel = max(tally.max_rel, float(relative.max(initial=0.0)))
 
 
 def _distance(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

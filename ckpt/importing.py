@@ -40,13 +40,15 @@ def import_file(
         progress: is told of each so many bytes more that were read from the file, or back from the checkpoint.
 
     What was written is read back and compared with its checksums before the checkpoint exists. Raises ValueError if the file is
-    damaged, of another format, or holds what a checkpoint cannot; FileExistsError; OSError.
+    damaged, of another format, has no tensors, or holds what a checkpoint cannot; FileExistsError; OSError.
     """
     with ExitStack() as opened:
         if Path(file).suffix in torch_file.SUFFIXES and not Path(file).is_dir():
             sources, others = _from_torch(Path(file), only, prefix)
         else:
             sources, others = _from_safetensors(file, only, prefix, opened), {}
+        if not sources:
+            raise ValueError(f"{file} holds no tensor: there is nothing to make a checkpoint of")
         meta = ({"torch": others} if others else {}) | dict(meta or {})
         return write_checkpoint(path, sources, files=files, meta=meta, overwrite=overwrite, progress=progress)
 

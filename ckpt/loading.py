@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt.folder import check_there, manifest_bytes, none_usable, parse_manifest
 from ckpt.layout import pieces
-from ckpt.manifest import CheckpointError, Manifest, Tensor, named
+from ckpt.manifest import CheckpointError, Manifest, Tensor, named, unmatched_error
 from ckpt.places import Paths, Place, copies_of
 from ckpt.ranks import Ranks, Solo
 from ckpt.reader import Reader
@@ -39,7 +39,8 @@ def load(
     `tensors`: name -> a writable contiguous array for the whole tensor, or a `Shard`: any box of it, whatever boxes it was
     saved in and by however many ranks. The ranks may ask for different tensors.
     `strict`: names asked for but not stored, or stored but not asked for, are an error; otherwise the former stay as they are and
-    the latter are passed over. `only`: a pattern such as "model/*", or several; stored tensors whose name none matches do not count.
+    the latter are passed over. `only`: a pattern such as "model/*", or several; tensors whose name none matches do not count, be they
+    stored or asked for. A pattern that matches no stored tensor is an error, also if not `strict`.
     `cast`: floating numbers may be of another dtype than those stored, and are converted as NumPy's `astype` does.
     `verify`: compare every chunk read with its checksum.
     `copies`: the further places that `save` was given. If the checkpoint is missing or damaged for any rank, a RuntimeWarning on rank 0
@@ -119,8 +120,11 @@ def _match(
     only: str | Sequence[str] | None,
     cast: bool,
 ) -> list[Local]:
-    """Those of `asked` that are stored; CheckpointError unless names (if `strict`), shapes and dtypes fit."""
+    """Those of `asked` that are stored; CheckpointError unless patterns, names (if `strict`), shapes and dtypes fit."""
     stored = set(named(manifest.tensors, only))
+    if only is not None:
+        counting = set(named([local.name for local in asked], only))
+        asked = [local for local in asked if local.name in counting]
     if strict:
         names = {local.name for local in asked}
         problems = []
@@ -130,6 +134,8 @@ def _match(
             problems.append(f"it holds {_listed(extra, names)}, which nobody asked for (strict=False passes over them)")
         if problems:
             raise CheckpointError(f"{folder}: " + "; ".join(problems))
+    if problem := unmatched_error(list(manifest.tensors), only):
+        raise CheckpointError(f"{folder}: {problem}")
     wanted = [local for local in asked if local.name in stored]
     for local in wanted:
         tensor = manifest.tensors[local.name]

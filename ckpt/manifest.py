@@ -11,13 +11,15 @@ looks at all.
 Here: what it says, how it is written, and which names tensors may have. Reading one is guard.py's work.
 """
 
+import difflib
 import json
 import math
+import re
 import reprlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -235,12 +237,44 @@ def axes_error(axes: object, ndim: int) -> str | None:
     return f"axes is {reprlib.repr(axes)}; expected {ndim} names of mesh axes, None where a dimension is whole"
 
 
+def patterns_of(only: str | Sequence[str]) -> tuple[str, ...]:
+    """The pattern `only`, or the several it is. TypeError or ValueError if it is none: no pattern would match nothing."""
+    patterns = (only,) if isinstance(only, str) else only
+    if not isinstance(patterns, Collection) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"only is {reprlib.repr(only)}; expected a pattern such as 'model/*', or a list of them")
+    if not patterns:
+        raise ValueError("only is empty; expected at least one pattern such as 'model/*', or None for all")
+    return tuple(patterns)
+
+
 def named(names: Iterable[str], only: str | Sequence[str] | None) -> list[str]:
-    """Those of `names` that the pattern `only`, such as "model/*", or one of several matches; all of them for None."""
+    """Those of `names` that the pattern `only`, such as "model/*", or one of several matches; all of them for None.
+
+    A name matches itself, whatever signs of patterns are in it. Raises as `patterns_of`.
+    """
     if only is None:
         return list(names)
-    patterns = (only,) if isinstance(only, str) else only
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    patterns = set(patterns_of(only))
+    match = _matcher(patterns)
+    return [name for name in names if name in patterns or match(name)]
+
+
+def unmatched_error(names: Sequence[str], only: str | Sequence[str] | None) -> str | None:
+    """Why one of the patterns `only` must be a slip of the pen, or None: it matches none of `names`."""
+    there = set(names)
+    for pattern in () if only is None else patterns_of(only):
+        if pattern not in there and not any(map(_matcher({pattern}), names)):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+            some = ", ".join(map(repr, near or names[:3])) or "none"
+            hint = f"nearest: {some}" if near else f"there are {some}, {len(names)} in all"
+            return f"no tensor's name matches {pattern!r}; {hint}"
+    return None
+
+
+def _matcher(patterns: Collection[str]) -> Callable[[str], object]:
+    """Whether a name matches one of them, itself aside. Patterns may be thousands of names, which cost nothing here."""
+    signs = [translate(pattern) for pattern in patterns if not {"*", "?", "["}.isdisjoint(pattern)]
+    return re.compile("|".join(signs)).match if signs else lambda name: None
 
 
 def nesting_error(names: Iterable[str]) -> str | None:

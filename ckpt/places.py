@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ckpt import access
 from ckpt.guard import Header
-from ckpt.manifest import FILE_NAME, File
+from ckpt.manifest import FILE_NAME, CheckpointError, File
 from ckpt.remote import RemoteFile, RemoteFolder, Url, check_sizes, open_stream
 
 Place = Path | Url
@@ -67,8 +67,12 @@ def all_places(paths: Paths | None) -> tuple[Place, ...]:
     return tuple(map(absolute, paths))
 
 
-def copies_of(path: str | os.PathLike[str], copies: Paths | None) -> list[Place]:
-    """Where the checkpoint `path` may be, each place once: there, and under its name in the places `copies`."""
+def copies_of(path: str | os.PathLike[str] | None, copies: Paths | None) -> list[Place]:
+    """Where the checkpoint `path` may be, each place once: there, and under its name in `copies`. CheckpointError for None."""
+    if path is None:
+        raise CheckpointError(
+            "there is no checkpoint: the path is None, as ckpt.latest(folder) has it where none is complete"
+        )
     first = absolute(path)
     return list(dict.fromkeys([first, *(place / first.name for place in all_places(copies))]))
 

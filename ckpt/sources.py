@@ -8,7 +8,7 @@ import numpy as np
 
 from ckpt.files import pread_into, pwrite_all
 from ckpt.layout import Box, Shape, flat_index, rectangles
-from ckpt.manifest import Tensor, named
+from ckpt.manifest import Tensor, named, unmatched_error
 from ckpt.progress import Progress
 from ckpt.reader import Reader
 from collectives.dtypes import TABLE
@@ -139,15 +139,10 @@ def from_array(array: np.ndarray, name: str, dtype: str, buffer: Buffer) -> Sour
 
 
 def matching(names: Sequence[str], only: str | Sequence[str] | None) -> list[str]:
-    """Those of `names` that the pattern `only`, or one of several, matches; ValueError if none does. None: all."""
-    found = named(names, only)
-    if only is not None and not found:
-        patterns = [only] if isinstance(only, str) else list(only)
-        there = ", ".join(map(repr, names[:5])) or "none"
-        raise ValueError(
-            f"no tensor's name matches {' or '.join(map(repr, patterns))}; there are {there}, {len(names)} in all"
-        )
-    return found
+    """Those of `names` that the pattern `only`, or one of several, matches; ValueError if one matches none. None: all."""
+    if problem := unmatched_error(names, only):
+        raise ValueError(problem)
+    return named(names, only)
 
 
 def write_all(fd: int, source: Source, position: int) -> None:

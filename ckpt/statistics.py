@@ -12,6 +12,9 @@ from ckpt.progress import Progress, no_progress
 Number = int | float
 
 _PIECE = 1 << 16  # elements worked on at a time: as float64 they stay in the cache
+_DOWN = (
+    2.0**-600
+)  # makes numbers so small that their squares can be added up; rounds none but those too small to count then
 
 
 class Statistics(NamedTuple):
@@ -38,7 +41,7 @@ class Histogram(NamedTuple):
 
 def statistics_of(entry: TensorEntry, progress: Progress = no_progress) -> Statistics:
     """Go through all of `entry` once. CheckpointError for damage."""
-    count, mean, squares = 0, 0.0, 0.0
+    count, mean, std = 0, 0.0, 0.0
     ends: list[Number] = []  # the least and the largest so far
     num_nan = num_inf = 0
     for piece in _pieces(entry, progress):
@@ -50,11 +53,11 @@ def statistics_of(entry: TensorEntry, progress: Progress = no_progress) -> Stati
         own = numbers if "float" in piece.dtype.name else piece
         ends = [*ends, own.min().item(), own.max().item()]
         ends = [min(ends), max(ends)]
-        count, mean, squares = _joined(count, mean, squares, numbers)
+        count, mean, std = _joined(count, mean, std, numbers)
     if not ends:
         return Statistics(0, None, None, None, None, num_nan, num_inf)
     low, high = (int(end) if isinstance(end, bool) else end for end in ends)
-    return Statistics(count, mean, math.sqrt(squares / count), low, high, num_nan, num_inf)
+    return Statistics(count, mean, std, low, high, num_nan, num_inf)
 
 
 def histogram_of(entry: TensorEntry, stats: Statistics, bins: int, progress: Progress = no_progress) -> Histogram:
@@ -88,20 +91,26 @@ def _finite(piece: np.ndarray) -> tuple[np.ndarray, int, int]:
     return numbers[finite], nans, int(numbers.size - finite.sum()) - nans
 
 
-def _joined(count: int, mean: float, squares: float, numbers: np.ndarray) -> tuple[int, float, float]:
-    """The count, mean and sum of squared distances from it of what was seen and of `numbers` together (Chan, Golub, LeVeque 1979)."""
+def _joined(count: int, mean: float, std: float, numbers: np.ndarray) -> tuple[int, float, float]:
+    """The count, mean and deviation of what was seen and of `numbers` together (Chan, Golub, LeVeque 1979).
+
+    Of deviations, not of their squares: those of numbers beyond 1e154 are none of float64.
+    """
     size, total = numbers.size, count + numbers.size
-    with np.errstate(over="ignore"):  # squares of numbers beyond 1e154: the deviation is infinite then
-        its_mean = numbers.mean()
-        if not np.isfinite(its_mean):  # the sum was too large
-            its_mean = (numbers / size).sum()
-        distance = its_mean - mean
-        squares += np.square(numbers - its_mean).sum() + np.square(distance * math.sqrt(count * (size / total)))
-        if np.isfinite(distance):
-            mean += distance * (size / total)
-        else:
-            mean = mean * (count / total) + its_mean * (size / total)
-    return total, float(mean), float(squares)
+    with np.errstate(over="ignore", invalid="ignore"):  # a sum may go to infinity and to minus infinity
+        its_mean = float(numbers.mean())
+        if not math.isfinite(its_mean):  # the sum was too large
+            its_mean = float((numbers / size).sum())
+        variance = float(np.square(numbers - its_mean).mean())
+        its_std = math.sqrt(variance)
+        if not math.isfinite(variance):
+            its_std = math.sqrt(np.square(numbers * _DOWN - its_mean * _DOWN).mean()) / _DOWN
+    ours, its = count / total, size / total
+    half = its_mean / 2 - mean / 2  # of the distance, which may be too large
+    std = math.hypot(std * math.sqrt(ours), its_std * math.sqrt(its), half * (2 * math.sqrt(ours * its)))
+    distance = its_mean - mean
+    mean = mean + distance * its if math.isfinite(distance) else mean * ours + its_mean * its
+    return total, mean, std
 
 
 def _edges(low: Number, high: Number, bins: int) -> np.ndarray:

@@ -243,8 +243,10 @@ def _check(view: np.ndarray, x: Any, name: str, writable: bool) -> DType:
     if not flags.c_contiguous:
         tensor = _library(x) == "torch"
         shape, strides = (tuple(x.shape), x.stride()) if tensor else (view.shape, view.strides)
-        advice = f"{name}.contiguous()" if tensor else f"numpy.ascontiguousarray({name})"
-        raise ValueError(f"{name} is not contiguous (shape {shape}, strides {strides}); pass {advice}")
+        advice = f"pass {name}.contiguous()" if tensor else f"pass numpy.ascontiguousarray({name})"
+        if writable:  # a copy would be filled, and this array stay as it is
+            advice = "what is written to must be: pass a contiguous array, and copy the result into this one"
+        raise ValueError(f"{name} is not contiguous (shape {shape}, strides {strides}); {advice}")
     if not view.dtype.isnative:
         raise TypeError(f"{name} has byte order {view.dtype.byteorder!r}; expected the machine's own")
     raise ValueError(f"{name} is read-only; pass a writable array")

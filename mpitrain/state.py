@@ -103,8 +103,11 @@ def load(
     state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     names = {} if optimizer is None else _names(model, optimizer)
     if optimizer is not None:
-        only.append("optimizer/*")
         stored, kept = _stored_state(path, copies, comm)
+        if stored:  # plain SGD has no state, and a pattern that matches nothing would be an error
+            only.append("optimizer/*")
+        with comm.together("mpitrain.load") if comm is not None else nullcontext():
+            _check_optimizer(path, kept, optimizer, hyperparameters)
         with comm.together("mpitrain.load") if comm is not None else nullcontext():
             _check_optimizer(path, kept, optimizer, hyperparameters)
         for param, name in names.items():
@@ -117,6 +120,7 @@ def load(
     if not strict:
         names_there = _names_there(path, copies, comm)
         arrays = {name: array for name, array in arrays.items() if name in names_there}
+        only = [pattern for pattern in only if pattern not in wanted or pattern in names_there]
     meta = ckpt.load(path, arrays, comm=comm, only=only, strict=strict, cast=cast, verify=verify, copies=copies)
     with torch.no_grad():
         for name, value in wanted.items():

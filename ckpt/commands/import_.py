@@ -4,7 +4,8 @@ import argparse
 
 from ckpt.checkpoint import open_checkpoint
 from ckpt.commands.reshard import add_files, print_made
-from ckpt.commands.terminal import Commands, add_json, local, shown_progress, told_in_a_line
+from ckpt.commands.terminal import Commands, UsageError, add_json, local, shown_progress, told_in_a_line
+from ckpt.folder import step_of
 from ckpt.importing import import_file
 
 
@@ -24,14 +25,23 @@ def add_to(commands: Commands) -> None:
         "--only", metavar="PATTERN", action="append", help="tensors with such names in FILE; repeatable"
     )
     parser.add_argument("--prefix", metavar="PREFIX", default="", help="put it before the names, as model/")
-    parser.add_argument("--step", metavar="N", type=int, help='the number of the step, for the meta: {"step": N}')
+    parser.add_argument("--step", metavar="N", type=_step, help='the number of the step, for the meta: {"step": N}')
     add_files(parser, default="one")
     parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint DIR")
     add_json(parser)
     parser.set_defaults(run=_run)
 
 
+def _step(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of at least 0")
+    return int(text)
+
+
 def _run(args: argparse.Namespace) -> None:
+    named = step_of(args.dir.name)
+    if None not in (args.step, named) and args.step != named:  # `ls`, and what thins out checkpoints, go by the name
+        raise UsageError(f"--step {args.step}, but the name {args.dir.name!r} says {named}; expected the same number")
     meta = {} if args.step is None else {"step": args.step}
     with told_in_a_line(), shown_progress("importing", None) as progress:
         path = import_file(

@@ -17,6 +17,7 @@ from ckpt.commands.terminal import (
     add_checkpoint,
     add_json,
     age_text,
+    can_print,
     new_table,
     print_json,
     print_table,
@@ -184,8 +185,9 @@ def _print_histogram(histogram: Histogram) -> None:
     edges = [f"{edge:.4g}" for edge in histogram.edges]
     counts = [str(count) for count in histogram.counts]
     most = max(histogram.counts, default=0)
+    drawn = "\u2588" if can_print("\u2588") else "#"
     for edge, count, text in zip(edges, histogram.counts, counts, strict=False):
-        bar = "\u2588" * round(_BAR_WIDTH * count / most)
+        bar = drawn * round(_BAR_WIDTH * count / most)
         print(f"  {edge:>{max(map(len, edges))}}  {text:>{max(map(len, counts))}} {bar}".rstrip())
     if edges:
         print(f"  {edges[-1]:>{max(map(len, edges))}}")

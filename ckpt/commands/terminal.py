@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,8 +71,16 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as JSON that people can read too."""
-    print(json.dumps(value, indent=2))
+    """Print `value` as JSON that people can read too. NaN and infinities, which JSON has no word for, are texts: "NaN", "-Infinity"."""
+    print(json.dumps(_strict(value), indent=2, allow_nan=False))
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def new_table(*columns: str) -> Table:
@@ -107,11 +116,24 @@ def shown_progress(doing: str, nbytes: int | None) -> Iterator[Progress]:
 
 @contextmanager
 def told_in_a_line() -> Iterator[None]:
-    """A ValueError in the block is the user's: what was asked for cannot be done."""
+    """A ValueError or FileExistsError in the block is the user's: what was asked for cannot be done.
+
+    The functions advise their arguments; here they are options.
+    """
     try:
         yield
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    except (ValueError, FileExistsError) as error:
+        text = str(error).replace("overwrite=True (--overwrite)", "--overwrite")
+        raise UsageError(text.replace("overwrite=True", "--overwrite").replace("only= ", "--only ")) from None
+
+
+def can_print(text: str) -> bool:
+    """Whether stdout's encoding has these characters; where not, escapes of them are printed (`ckpt.cli`)."""
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def printable(name: str) -> str:

@@ -87,10 +87,9 @@ def read(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
             pass
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
-        why = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
-            f"{path} cannot be read by torch.load(weights_only=True, mmap=True): {why} (expected a dict of tensors in the zip format "
-            "that torch.save has written since torch 1.6; objects of classes are refused, since they could run code)"
+            f"{path} cannot be read by torch.load(weights_only=True, mmap=True): {_reason(error)} (expected a dict of tensors in "
+            "the zip format that torch.save has written since torch 1.6; objects of classes are refused, since they could run code)"
         ) from None
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
@@ -104,6 +103,14 @@ def read(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
                 f"{path}: {name!r} is a {type(leaf).__name__}; expected a tensor, a number, a text or None"
             )
     return tensors, others
+
+
+def _reason(error: BaseException) -> str:
+    """What torch says about the file, without its advice on how to run the code that is in it all the same."""
+    if isinstance(error, pickle.UnpicklingError) and isinstance(error.__context__, pickle.UnpicklingError):
+        error = error.__context__  # the reason itself, which torch wraps in that advice
+    line = next(iter(str(error).splitlines()), type(error).__name__).partition(" Please use ")[0]
+    return "".join(character if character.isprintable() else "?" for character in line)  # names are the file's own
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,9 @@
 import json
 import os
 import pickle
+from fractions import Fraction
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -110,12 +112,32 @@ def test_no_code_of_a_file_runs(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt"]
 
 
+def test_torchs_reason_without_its_advice(tmp_path):
+    odd = type("Odd\x1b[31m", (), {"__module__": __name__})
+    for kind, why in (
+        (Fraction, "GLOBAL fractions.Fraction was not an allowed global"),
+        (Harm, "GLOBAL posix.mkdir whose"),
+    ):
+        torch.save({"x": torch.ones(2), "y": kind()}, tmp_path / "a.pt")
+        with pytest.raises(ValueError, match=f"mmap=True\\): [^(]*{why}") as raised:
+            ckpt.import_file(tmp_path / "a.pt", tmp_path / "c")
+        text = str(raised.value)
+        assert text.isprintable() and "two options" not in text and "trust" not in text and text.count("expected") == 1
+    with patch.dict(globals(), {odd.__qualname__: odd}):  # a name that plays tricks on terminals
+        torch.save({"y": odd()}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"Odd\?\[31m was not an") as raised:
+        ckpt.import_file(tmp_path / "a.pt", tmp_path / "c")
+    assert str(raised.value).isprintable()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ({"x": torch.ones(1).expand(1 << 40)}, "'x' repeats its elements up to the shape"),
         ({"x": torch.ones(2, dtype=torch.complex64)}, r"'x' has dtype torch\.complex64; expected one of float64"),
         ({"x": torch.ones(2).to_sparse()}, "'x' is a torch.sparse_coo tensor"),
+        ([1, 2], r"a\.pt holds no tensor"),
+        ({}, r"a\.pt holds no tensor"),
         ({"x": {1, 2}}, "'x' is a set; expected a tensor"),
         ({"x/": torch.ones(2)}, "the name 'x/' is no path of groups"),
         ({"x": torch.ones(2), "x/y": torch.ones(2)}, "'x' is a tensor and also the group of 'x/y'"),
@@ -180,7 +202,16 @@ def test_the_command(tmp_path, capsys):
     assert (found["tensors"], found["meta"], list(found["files"])) == (
         1, {}, ["part-00000.h5", "part-00001.h5", "index.h5"]
     )  # fmt: skip
-    assert main(args) == 2 and "this checkpoint exists" in capsys.readouterr().err
+    assert main(args) == 2
+    err = capsys.readouterr().err
+    assert "exists" in err and "--overwrite" in err and "overwrite=" not in err
+    with pytest.raises(SystemExit):
+        main([*args, "--overwrite", "--step", "-1"])
+    assert "'-1'; expected a whole number of at least 0" in capsys.readouterr().err
+    assert main([*args[:2], str(tmp_path / "step-00000009"), "--step", "7"]) == 2
+    assert "--step 7, but the name 'step-00000009' says 9; expected the same" in capsys.readouterr().err
+    assert main([*args[:2], str(tmp_path / "step-00000009"), "--step", "9"]) == 0
+    capsys.readouterr()
     (tmp_path / "a.safetensors").write_bytes(b"x")
     assert main([*args, "--overwrite"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -229,3 +229,36 @@ def test_deeply_nested_meta_is_no_traceback(tmp_path, capsys):
     finally:
         sys.setrecursionlimit(before)
     assert codes[0] == 2 and codes[-1] == 0
+
+
+def strict(text):
+    """What a reader takes that knows nothing but the standard."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_json_is_strict_also_with_nan_and_infinities(tmp_path, capsys):
+    meta = {"loss": float("nan"), "bounds": [float("-inf"), {"high": float("inf")}, 1.5]}
+    a, b = (
+        ckpt.save(tmp_path / name, {"x": np.array(x)}, comm=None, meta=meta)
+        for name, x in (("a", -1e308), ("b", 1e308))
+    )
+    expected = {"loss": "NaN", "bounds": ["-Infinity", {"high": "Infinity"}, 1.5]}
+    assert strict(run(capsys, "show", a, "--json"))["meta"] == expected
+    assert strict(run(capsys, "reshard", a, tmp_path / "c", "--files", "one", "--json"))["meta"] == expected
+    assert strict(run(capsys, "diff", a, b, "--json", code=1))["tensors"][0]["max_abs"] == "Infinity"
+    assert np.isnan(ckpt.open(tmp_path / "c").meta["loss"])  # in Python they come back as they are
+
+
+def test_a_terminal_that_knows_ascii_alone(tmp_path):
+    """Bars of another sign, escapes in names."""
+    path = ckpt.save(tmp_path / "a", {"gewicht/ä": np.arange(20.0)}, comm=None)
+    env = {**os.environ, "PYTHONPATH": str(Path(ckpt.__file__).parents[1]), "PYTHONIOENCODING": "ascii"}
+    for args in ([], ["gewicht/ä", "--stats"]):
+        command = [sys.executable, "-X", "utf8=0", "-m", "ckpt", "show", str(path), *args]
+        done = subprocess.run(command, env=env | {"LC_ALL": "C.UTF-8"}, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert r"gewicht/\xe4" in done.stdout and ("##########" in done.stdout) == bool(args)

@@ -2,10 +2,13 @@
 
 import json
 import os
+from fnmatch import fnmatchcase
 
 import numpy as np
 import pytest
 from forging import forged
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ckpt
 from ckpt.guard import decode
@@ -21,7 +24,9 @@ from ckpt.manifest import (
     encode,
     encode_meta,
     name_error,
+    named,
     nesting_error,
+    unmatched_error,
 )
 
 
@@ -231,3 +236,17 @@ def test_links_and_pipes_instead_of_files_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no regular file"):
         ckpt.open(path)
     assert ckpt.latest(tmp_path) is None
+
+
+TEXTS = st.lists(st.text("ab*?[]!/", min_size=1, max_size=6), min_size=1, max_size=6)
+
+
+@given(names=TEXTS, patterns=TEXTS)
+def test_patterns_match_as_fnmatch_does_and_names_themselves(names, patterns):
+    def fit(name, pattern):
+        return name == pattern or fnmatchcase(name, pattern)
+
+    assert named(names, patterns) == [name for name in names if any(fit(name, pattern) for pattern in patterns)]
+    problem = unmatched_error(names, patterns)
+    idle = [pattern for pattern in patterns if not any(fit(name, pattern) for name in names)]
+    assert problem is None if not idle else problem.startswith(f"no tensor's name matches {idle[0]!r}; ")

@@ -91,28 +91,6 @@ def test_any_box_is_read_from_any_boxes(tmp_path, small_chunks, data):
         assert np.array_equal(index["t"][...], tensor.astype(index["t"].dtype), equal_nan=dtype != "uint8")
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        np.s_[2], np.s_[-1], np.s_[1:3], np.s_[:, 2], np.s_[..., 1], np.s_[1, ..., 2:], np.s_[-3:, 1:100],
-        np.s_[3:1], np.s_[...], np.s_[1, 2, 3], np.s_[()],
-    ],
-)  # fmt: skip
-def test_entries_index_as_numpy_does(tmp_path, index):
-    array = np.arange(5 * 4 * 6).reshape(5, 4, 6)
-    entry = ckpt.open(ckpt.save(tmp_path / "a", {"x": array}, comm=None))["x"]
-    assert equal(entry[index], np.asarray(array[index]))
-
-
-@pytest.mark.parametrize(
-    ("index", "error"), [(5, IndexError), ((0, 0, 0, 0), IndexError), (np.s_[::2], ValueError), ("x", TypeError)]
-)
-def test_bad_indices(tmp_path, index, error):
-    entry = ckpt.open(ckpt.save(tmp_path / "a", {"x": np.zeros((5, 4, 6))}, comm=None))["x"]
-    with pytest.raises(error):
-        entry[index]
-
-
 def test_only_touched_chunks_are_read(tmp_path, small_chunks, monkeypatch):
     array = np.arange(1600, dtype="u1").reshape(100, 16)  # 25 chunks of 4 rows
     entry = ckpt.open(ckpt.save(tmp_path / "a", {"x": array}, comm=None))["x"]
@@ -159,6 +137,36 @@ def test_names_that_do_not_fit(tmp_path):
         ckpt.load(path, many)
 
 
+def test_only_counts_for_what_is_asked_as_for_what_is_stored(tmp_path):
+    stored = {"model/w": np.zeros(4), "model/b[0]": np.ones(2), "step": np.array(1)}
+    path = ckpt.save(tmp_path / "a", stored, comm=None)
+    asked = {"model/w": np.full(4, 7.0), "model/b[0]": np.full(2, 7.0), "step": np.array(7), "other": np.zeros(3)}
+    ckpt.load(path, asked, only="model/w")
+    assert [array.max() for array in asked.values()] == [0, 7, 7, 0]
+    ckpt.load(path, asked, only=("model/b[0]", "step"))  # a name stands for itself
+    assert [array.max() for array in asked.values()] == [0, 1, 1, 0]
+    with pytest.raises(ckpt.CheckpointError, match="does not hold 'other'"):
+        ckpt.load(path, asked, only=["model/*", "other"])
+    for patterns, tensors in (("modle/w", asked), (["modle/w", "step"], asked), ("modle/w", {})):
+        with pytest.raises(ckpt.CheckpointError, match="no tensor's name matches 'modle/w'; nearest: 'model/w'"):
+            ckpt.load(path, tensors, only=patterns, strict=False)
+    with pytest.raises(
+        ckpt.CheckpointError, match=r"matches 'zzz\*'; there are 'model/b\[0\]', 'model/w', 'step', 3 in"
+    ):
+        ckpt.load(path, asked, only="zzz*")
+    for wrong in (5, b"step", ["step", 5], {"step": 5}.values()):
+        with pytest.raises(TypeError, match=r"only is .*; expected a pattern such as 'model/\*', or a list"):
+            ckpt.load(path, asked, only=wrong)
+    with pytest.raises(ValueError, match="only is empty"):
+        ckpt.load(path, asked, only=[])
+
+
+def test_the_latest_of_no_checkpoints(tmp_path):
+    for read in (lambda path: ckpt.load(path, {}), ckpt.open):
+        with pytest.raises(ckpt.CheckpointError, match=r"^there is no checkpoint: the path is None, as ckpt\.latest"):
+            read(ckpt.latest(tmp_path))
+
+
 def test_shapes_and_dtypes_that_do_not_fit(tmp_path):
     path = ckpt.save(tmp_path / "a", {"x": np.zeros((3, 2))}, comm=None)
     with pytest.raises(ckpt.CheckpointError, match=r"'x' is float64 \(3, 2\) there; expected float64 \(2, 3\)"):
@@ -195,6 +203,20 @@ def test_read_only_arrays_cannot_be_loaded_into(tmp_path):
     array.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         ckpt.load(path, {"x": array})
+
+
+@pytest.mark.parametrize("array", [np.zeros((3, 2)).T, torch.zeros(3, 2).double().T])
+def test_arrays_that_are_not_contiguous_cannot_be_loaded_into(tmp_path, array):
+    path = ckpt.save(tmp_path / "a", {"x": np.ones((2, 3))}, comm=None)
+    with pytest.raises(
+        ValueError, match=r"^tensor 'x' is not contiguous .*; what is written to must be: pass a"
+    ) as raised:
+        ckpt.load(path, {"x": array})
+    assert "ascontiguousarray" not in str(raised.value) and ".contiguous()" not in str(raised.value)
+    through = np.ascontiguousarray(array)  # what it says
+    ckpt.load(path, {"x": through})
+    array[...] = through if isinstance(array, np.ndarray) else torch.from_numpy(through)
+    assert array.min() == 1
 
 
 @pytest.mark.parametrize(("stored", "asked"), [("float32", "bfloat16"), ("float16", "float64"), ("float64", "float32")])

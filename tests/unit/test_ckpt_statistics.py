@@ -102,11 +102,23 @@ def test_histograms(tmp_path: Path, values: np.ndarray, edges: list[float], coun
     assert histogram_of(entry, statistics_of(entry), 4) == (pytest.approx(edges, rel=1e-15), counts)
 
 
-def test_the_deviation_of_huge_numbers_is_infinite_and_of_large_close_ones_exact(tmp_path: Path) -> None:
-    tensors = {"huge": np.array([1.7e308, 1.7e308, -1.7e308, 1.7e308]), "close": 1e9 + np.tile([0.0, 2.0], 1 << 17)}
+def test_the_deviation_of_huge_numbers_and_of_large_close_ones(tmp_path: Path) -> None:
+    huge = np.array([1.7e308, 1.7e308, -1.7e308, 1.7e308])
+    tensors = {"huge": huge, "long": np.tile(huge, 1 << 16), "close": 1e9 + np.tile([0.0, 2.0], 1 << 17)}
+    tensors |= {"ends": np.repeat([-1.7e308, 1.7e308], 1 << 16)}  # the distance of the pieces' means is none of float64
     checkpoint = ckpt.open(ckpt.save(tmp_path / "a", tensors, comm=None))
-    assert statistics_of(checkpoint["huge"])[1:3] == (pytest.approx(0.85e308), math.inf)
-    assert statistics_of(checkpoint["close"])[1:3] == (1e9 + 1, 1.0)
+    for name in ("huge", "long"):
+        expected = (huge / 1e308).mean() * 1e308, (huge / 1e308).std() * 1e308
+        assert statistics_of(checkpoint[name])[1:3] == pytest.approx(expected, rel=1e-14)
+    assert statistics_of(checkpoint["ends"])[1:3] == pytest.approx((0, 1.7e308), rel=1e-14)
+    assert statistics_of(checkpoint["close"])[1:3] == (1e9 + 1, pytest.approx(1.0, rel=1e-15))
+
+
+def test_differences_of_huge_numbers(tmp_path: Path) -> None:
+    values = np.array([1e308, 1.0, 1e308, 3.0]), np.array([-1e308, 1.5, 0.5e308, 3.0])
+    a, b = (ckpt.open(ckpt.save(tmp_path / str(i), {"x": x}, comm=None)) for i, x in enumerate(values))
+    (found,) = compare(a, b).tensors
+    assert (found.num_differing, found.num_special, found.max_abs, found.max_rel) == (3, 0, math.inf, 2.0)
 
 
 @given(shape=SHAPES, limit=st.integers(1, 40))
