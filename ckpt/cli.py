@@ -1,6 +1,6 @@
 """`python -m ckpt COMMAND`: look at checkpoints and look after them, without MPI, and without torch but for torch's own files.
 
-`bench` alone is for several ranks: of the others one does it all, also under mpirun.
+`bench` alone is for several ranks.
 """
 
 import argparse
@@ -55,8 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         complain(error, of_all_ranks=True)
         return ERROR
-    if launched_rank() > 0 and args.run is not bench.run:
-        return 0  # rank 0 does it: two that write the same files would be in each other's way
     try:
         code: int | None = args.run(args)
         sys.stdout.flush()

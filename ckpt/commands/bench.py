@@ -56,7 +56,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--report", nargs="+", metavar="FILE", help="instead: the medians over the launches of these --json (no mpirun)"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_run)
 
 
 def _layouts(text: str) -> list[Any]:
@@ -64,8 +64,7 @@ def _layouts(text: str) -> list[Any]:
     return [int(part) if part.isdecimal() else part for part in dict.fromkeys(map(str.strip, text.split(",")))]
 
 
-def run(args: argparse.Namespace) -> int:
-    """What each rank runs."""
+def _run(args: argparse.Namespace) -> int:
     from ckpt.bench.command import main, report
 
     if args.report:

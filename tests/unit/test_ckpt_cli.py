@@ -128,14 +128,3 @@ def test_a_run_stands_for_its_checkpoints(tmp_path, capsys):
     assert "step-00000003" in capsys.readouterr().out
     assert main(["show", str(tmp_path)]) == 0
     assert str(tmp_path / "checkpoints" / "step-00000003") in capsys.readouterr().out
-
-
-def test_of_several_ranks_one_does_it(folder, capsys, monkeypatch):
-    """As under mpirun, which tells each its rank."""
-    made = folder / "again"
-    args = ["reshard", str(folder / "step-1"), str(made), "--files", "2"]
-    monkeypatch.setenv("PMI_RANK", "1")
-    assert main(args) == 0 and not made.exists()
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setenv("PMI_RANK", "0")
-    assert "3 tensors" in run(capsys, *args) and ckpt.verify(made) == []
