@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt.files import flush, write_file
-from ckpt.folder import LATEST_NAME, info, newest_first, step_of
+from ckpt.folder import LATEST_NAME, OWNER_NAME, info, newest_first, reason_to_keep, step_of
 from ckpt.manifest import FILE_NAME
 from ckpt.places import Place
 from ckpt.remote import Url
 
-OWNER_NAME = ".owner"
 QUIET_S = 60.0  # what bears no owner's name and changed since then may be a living job's, between two of its steps
 _ABANDONED_S = (
     3600.0  # a stage of another host whose process cannot be asked counts as dead after this time without a change
@@ -48,7 +47,8 @@ class Stage:
     def open(cls, final: Path, *, overwrite: bool) -> "Stage":
         """Make the stage of checkpoint `final`, after removing what dead jobs left in its folder.
 
-        FileExistsError if `final` exists (and `overwrite` is not given), or if a live process of this host is writing it.
+        FileExistsError if `final` exists (and `overwrite` is not given, or it is more than a checkpoint), or if a live process of this
+        host is writing it.
         """
         stage = cls(final)
         stage._refuse_existing(overwrite)
@@ -89,13 +89,13 @@ class Stage:
         if self.final.exists():
             if _exchange(self.path, self.final):
                 flush(parent)
-                remove(self.path)
+                _take_away(self.path)
             else:
                 replaced = parent / f".{self.final.name}.replaced"
                 os.rename(self.final, replaced)
                 os.rename(self.path, self.final)
                 flush(parent)
-                remove(replaced)
+                _take_away(replaced)
         else:
             os.rename(self.path, self.final)
             flush(parent)
@@ -118,10 +118,17 @@ class Stage:
                 settle(leftover)
 
     def _refuse_existing(self, overwrite: bool) -> None:
-        if os.path.lexists(self.final) and not overwrite:
-            raise FileExistsError(
-                errno.EEXIST, "this checkpoint exists; pass overwrite=True to replace it", str(self.final)
-            )
+        if os.path.lexists(self.final):
+            refuse_existing(self.final, overwrite=overwrite)
+
+
+def refuse_existing(final: Place, *, overwrite: bool) -> None:
+    """FileExistsError unless what lies at `final` is to be replaced, and may be."""
+    if reason := reason_to_keep(final):
+        problem = f"what lies there {reason}; a checkpoint replaces none but a checkpoint, with nothing else in it"
+        raise FileExistsError(errno.EEXIST, problem, str(final))
+    if not overwrite:
+        raise FileExistsError(errno.EEXIST, "this checkpoint exists; pass overwrite=True to replace it", str(final))
 
 
 def next_sequence(folder: Place) -> int:
@@ -158,11 +165,17 @@ def outdated(final: Place, keep: int, keep_every: int | None = None) -> list[Pla
 
 
 def remove(path: Place) -> None:
-    """Remove a checkpoint: under its name it is gone at once. OSError if not even that can be done."""
+    """Remove a checkpoint: under its name it is gone at once. OSError if not even that can be done, or may not be."""
+    if reason := reason_to_keep(path):
+        raise PermissionError(errno.EPERM, f"it {reason}", str(path))
     if isinstance(path, Url):
         (path / OWNER_NAME).write(signature(""))  # should this job die on the way, the next one goes on
         path.remove_folder(FILE_NAME, OWNER_NAME)
         return
+    _take_away(path)
+
+
+def _take_away(path: Path) -> None:
     hidden = path.parent / f".{path.name.strip('.')}.removed"
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(path, hidden)

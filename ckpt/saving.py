@@ -61,13 +61,14 @@ def save(
             and leaves nothing behind: the checkpoint stands. `keep` counts in each place. Rank 0's list is taken.
         keep: so many complete checkpoints stay in the folder of `path`, older ones are removed.
         keep_every: those whose step, the number that their name ends with, is a multiple of it are never removed.
-        overwrite: replace a checkpoint of that name.
+        overwrite: replace a checkpoint of that name, also a damaged one, or an empty folder; never a folder with anything that no save
+            made.
 
     Returns the absolute path, which other nodes may see a moment later, or once the background has ended.
 
     Raises on all ranks, with nothing written: ValueError or TypeError if the tensors cannot be used or do not fit between the
-    ranks, FileExistsError if `path` exists. OSError on all ranks if one cannot write; then the stage is gone, and what was there
-    before still stands.
+    ranks, FileExistsError if `path` exists and is not to be replaced. OSError on all ranks if one cannot write; then the stage is
+    gone, and what was there before still stands.
     """
     comm = Solo() if comm is None else comm
     wait()
@@ -168,6 +169,8 @@ def _check_arguments(
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
     """The absolute path of a checkpoint to be. ValueError if it cannot have that name."""
+    if not os.fspath(path):
+        raise ValueError("path is empty; expected a folder that the checkpoint becomes")
     final = local_path(path, "path", "a folder, which copies=[URL of its parent] copies to a remote place")
     if final.name.startswith(".") or final.name in ("", "latest"):
         raise ValueError(

@@ -20,9 +20,9 @@ from ckpt.commands.terminal import (
     size_text,
 )
 from ckpt.commit import leftovers, outdated, remove, settle, write_latest
-from ckpt.folder import LATEST_NAME, folder_of_checkpoints, is_part, latest, list_checkpoints
+from ckpt.folder import LATEST_NAME, folder_of_checkpoints, latest, list_checkpoints, reason_to_keep
 from ckpt.manifest import FILE_NAME
-from ckpt.places import Place, bytes_in, names_in
+from ckpt.places import Place, bytes_in
 
 
 class _Step(NamedTuple):
@@ -108,12 +108,11 @@ def _incomplete(folder: Path) -> list[_Step]:
     for found in list_checkpoints(folder):
         if found.problem is None or found.path.name.startswith("."):
             continue
-        strangers = [name for name in names_in(found.path) if not is_part(name) and not name.startswith(".")]
         if not found.broken:
             steps.append(_Step("keep", found.path, found.nbytes, f"may be whole: {found.problem}"))
-        elif strangers:
+        elif reason := reason_to_keep(found.path):
             # Perhaps somebody's own folder, with a file that is called like one of ours.
-            steps.append(_Step("keep", found.path, found.nbytes, f"holds {strangers[0]!r}, which no save made"))
+            steps.append(_Step("keep", found.path, found.nbytes, reason))
         else:
             steps.append(_Step("remove", found.path, found.nbytes, found.problem))
     return steps

@@ -109,7 +109,7 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path):
     (place / "a").make()
     (place / "a" / "thesis.tex").write(b"years")
     for overwrite in (False, True):
-        with pytest.warns(RuntimeWarning, match="copy/a was not made: .*something lies there that is no checkpoint"):
+        with pytest.warns(RuntimeWarning, match="copy/a was not made: .*holds 'thesis.tex', which no save made"):
             save(tmp_path / "home" / "a", copies=[str(place)], overwrite=overwrite)
     assert names(place / "a") == ["thesis.tex"]
 

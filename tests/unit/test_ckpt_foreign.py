@@ -1,0 +1,128 @@
+"""What is no checkpoint, or has more in it than a save made, belongs to somebody: nobody replaces or removes it."""
+
+import os
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ckpt
+from ckpt.cli import main
+from ckpt.folder import LATEST_NAME
+
+
+def save(path, value=1.0, **options):
+    return ckpt.save(path, {"x": np.full(5, value)}, comm=None, **options)
+
+
+def tree(folder):
+    """All that lies there, with its bytes."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def a_folder(path):
+    path.mkdir()
+    (path / "thesis.tex").write_text("years")
+
+
+def a_run(path):
+    save(path / "step-1")
+
+
+def a_checkpoint_with_notes(path):
+    save(path)
+    (path / "notes.txt").write_text("the good one")
+
+
+def a_checkpoint_with_a_folder(path):
+    save(path)
+    (path / "rank-00001.h5").mkdir()
+
+
+def a_data_set(path):
+    path.mkdir()
+    (path / "manifest.jsonl").write_text('{"audio": "1.wav"}\n')
+    (path / "part-00000.h5").write_bytes(b"waves")
+
+
+def a_file(path):
+    path.write_text("years")
+
+
+def a_dead_link(path):
+    path.symlink_to(path.parent / "nowhere")
+
+
+FOREIGN = [a_folder, a_run, a_checkpoint_with_notes, a_checkpoint_with_a_folder, a_data_set, a_file, a_dead_link]
+
+
+@pytest.mark.parametrize("make", FOREIGN)
+def test_only_checkpoints_are_replaced(tmp_path, make, capsys):
+    source = save(tmp_path / "source", 7)
+    save_file({"x": np.ones(3)}, tmp_path / "x.safetensors")
+    make(tmp_path / "a")
+    before, status = tree(tmp_path), os.lstat(tmp_path / "a")
+    for act in (
+        lambda: save(tmp_path / "a", overwrite=True),
+        lambda: save(tmp_path / "a"),  # nor is it said that overwrite=True would help
+        lambda: ckpt.reshard(source, tmp_path / "a", files=1, overwrite=True),
+        lambda: ckpt.import_file(tmp_path / "x.safetensors", tmp_path / "a", overwrite=True),
+    ):
+        with pytest.raises(FileExistsError, match=r"what lies there (is|holds|has) .*; a checkpoint replaces none but"):
+            act()
+    assert main(["reshard", str(source), str(tmp_path / "a"), "--files", "1", "--overwrite"]) == 2
+    assert main(["import", str(tmp_path / "x.safetensors"), str(tmp_path / "a"), "--overwrite"]) == 2
+    assert capsys.readouterr().err.count("a checkpoint replaces none but a checkpoint, with nothing else in it") == 2
+    assert tree(tmp_path) == before and os.lstat(tmp_path / "a").st_ino == status.st_ino
+
+
+@pytest.mark.parametrize("scheme", ["", "local://"])
+@pytest.mark.parametrize("make", [a_folder, a_checkpoint_with_notes, a_checkpoint_with_a_folder, a_data_set])
+def test_nor_in_further_places(tmp_path, make, scheme):
+    (tmp_path / "copy").mkdir()
+    make(tmp_path / "copy" / "a")
+    before = tree(tmp_path / "copy" / "a")
+    with pytest.warns(RuntimeWarning, match="copy/a was not made: .*what lies there"):
+        save(tmp_path / "home" / "a", copies=[f"{scheme}{tmp_path}/copy"], overwrite=True)
+    assert tree(tmp_path / "copy" / "a") == before
+
+
+def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="path is empty; expected a folder"):
+        save("", overwrite=True)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: [file.unlink() for file in path.iterdir()],  # an empty folder
+        lambda path: (path / "manifest.jsonl").unlink(),
+        lambda path: (path / "manifest.jsonl").write_bytes(b"{}"),
+        lambda path: (path / "index.h5").unlink(),
+        lambda path: (path / "rank-00000.h5").unlink(),
+        lambda path: (path / ".nfs0000a1").write_bytes(b"removed, and open somewhere"),
+        lambda path: (path / ".owner").write_bytes(b"a save that could not clear up"),
+    ],
+)
+def test_damaged_checkpoints_are_replaced(tmp_path, spoil):
+    path = save(tmp_path / "a", 1)
+    spoil(path)
+    with pytest.raises(FileExistsError, match="pass overwrite=True"):
+        save(path, 2)
+    save(path, 2, overwrite=True)
+    assert (ckpt.open(path)["x"][:] == 2).all() and sorted(os.listdir(tmp_path)) == ["a", LATEST_NAME]
+
+
+def test_an_old_checkpoint_with_more_in_it_stays(tmp_path):
+    a_checkpoint_with_notes(tmp_path / "step-1")
+    with pytest.warns(RuntimeWarning, match=r"step-1 could not be removed: .*it holds 'notes.txt', which no save made"):
+        save(tmp_path / "step-2", keep=1)
+    assert ckpt.latest(tmp_path) == tmp_path / "step-2" and ckpt.open(tmp_path / "step-1")["x"][0] == 1
+    (tmp_path / "step-1" / "notes.txt").unlink()
+    save(tmp_path / "step-3", keep=1)
+    assert sorted(os.listdir(tmp_path)) == [LATEST_NAME, "step-3"]
