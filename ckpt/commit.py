@@ -54,12 +54,12 @@ class Stage:
         stage._refuse_existing(overwrite)
         final.parent.mkdir(parents=True, exist_ok=True)
         stage._clean()
-        if stage.path.exists():
+        if os.path.lexists(stage.path):
             if (owner := _owner(stage.path)) and owner["pid"] != os.getpid() and is_alive(owner):
                 raise FileExistsError(
                     errno.EEXIST, f"process {owner['pid']} is writing this checkpoint", str(stage.path)
                 )
-            shutil.rmtree(stage.path)
+            _delete(stage.path)
         stage.path.mkdir()
         try:
             write_file(stage.path / OWNER_NAME, signature(stage._token))
@@ -177,9 +177,23 @@ def remove(path: Place) -> None:
 
 def _take_away(path: Path) -> None:
     hidden = path.parent / f".{path.name.strip('.')}.removed"
-    shutil.rmtree(hidden, ignore_errors=True)
+    _delete(hidden)
     os.rename(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _delete(hidden)
+
+
+def _delete(path: Path) -> None:
+    """Remove a folder or, as such, a link to one; nothing happens if there is none. OSError that names it, if it does not all go."""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        if os.path.lexists(path):  # unless somebody else cleared up as well
+            problem = f"it cannot be removed: {error.strerror}, {os.path.basename(str(error.filename))}"
+            raise OSError(error.errno, problem, str(path)) from error
 
 
 class Leftover(NamedTuple):
@@ -202,7 +216,8 @@ def leftovers(folder: Path, *, own: Path | None = None) -> list[Leftover]:
     not belong to the checkpoint `own`, which is this job's to write.
     """
     kinds = (".staging", ".replaced", ".removed", ".board")
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    # A checkpoint may have been a link to one.
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() or entry.is_symlink())
     ours = (name for name in names if name.startswith(".") and Path(name).suffix in kinds)
     return [_judged(folder / name, own) for name in ours]
 
@@ -212,7 +227,8 @@ def settle(leftover: Leftover) -> None:
     if leftover.action == "restore":
         os.rename(leftover.path, leftover.original)
     elif leftover.action == "remove":
-        shutil.rmtree(leftover.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _delete(leftover.path)
 
 
 def _judged(path: Path, own: Path | None) -> Leftover:
@@ -229,7 +245,7 @@ def _judged(path: Path, own: Path | None) -> Leftover:
         return _judged(stage, own)._replace(path=path)
     # Not the time of writing alone: a rename is what may have happened last.
     with contextlib.suppress(FileNotFoundError):
-        changed = max(path.stat().st_mtime, path.stat().st_ctime)
+        changed = max(path.lstat().st_mtime, path.lstat().st_ctime)
         recent = Leftover(path, "keep", f"changed in the last {QUIET_S:.0f} s: a save may go on")
         if time.time() - changed < QUIET_S and recent.original != own:
             return recent

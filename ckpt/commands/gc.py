@@ -146,6 +146,6 @@ def _json(step: _Step) -> dict[str, str | int]:
 
 def _bytes(path: Place) -> int:
     try:
-        return bytes_in(path)
+        return 0 if os.path.islink(path) else bytes_in(path)
     except OSError:  # gone, or not ours to look at
         return 0

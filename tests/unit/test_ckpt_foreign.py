@@ -1,12 +1,14 @@
 """What is no checkpoint, or has more in it than a save made, belongs to somebody: nobody replaces or removes it."""
 
 import os
+import re
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 import ckpt
+from ckpt import commit
 from ckpt.cli import main
 from ckpt.folder import LATEST_NAME
 
@@ -126,3 +128,35 @@ def test_an_old_checkpoint_with_more_in_it_stays(tmp_path):
     (tmp_path / "step-1" / "notes.txt").unlink()
     save(tmp_path / "step-3", keep=1)
     assert sorted(os.listdir(tmp_path)) == [LATEST_NAME, "step-3"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_link_to_a_checkpoint_is_replaced_and_what_it_leads_to_stays(tmp_path, exchanges, monkeypatch, capsys):
+    if not exchanges:
+        monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+    real = save(tmp_path / "elsewhere" / "real", 1)
+    runs = tmp_path / "runs"
+    for value in (2.0, 3.0):
+        runs.mkdir(exist_ok=True)
+        (runs / "step-2").symlink_to(real)
+        save(runs / "step-1", value, overwrite=True)
+        save(runs / "step-2", value, overwrite=True)
+        assert sorted(os.listdir(runs)) == [LATEST_NAME, "step-1", "step-2"]
+        assert not (runs / "step-2").is_symlink() and ckpt.open(runs / "step-2")["x"][0] == value
+        commit.remove(runs / "step-2")
+    (runs / "step-0").symlink_to(real)
+    assert main(["gc", str(runs), "--keep", "1"]) == 0 and ckpt.open(real)["x"][0] == 1
+    assert sorted(os.listdir(runs)) in ([LATEST_NAME, "step-0"], [LATEST_NAME, "step-1"])
+
+
+def test_links_that_are_left_over_go(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(commit, "QUIET_S", 0.0)
+    real = save(tmp_path / "elsewhere" / "real", 1)
+    (tmp_path / "runs").mkdir()
+    for name in (".step-1.staging", ".step-1.removed", ".step-1.staging.removed", ".step-1.board"):
+        (tmp_path / "runs" / name).symlink_to(real)
+    (tmp_path / "runs" / ".step-2.staging").symlink_to(tmp_path / "nowhere")
+    assert main(["gc", str(tmp_path / "runs")]) == 0
+    out = capsys.readouterr().out
+    assert len(re.findall(r"\.step-\S+ +removed +0 B ", out)) == 5 and out.endswith("freed 0 B\n")
+    assert os.listdir(tmp_path / "runs") == [] and ckpt.verify(real) == []
