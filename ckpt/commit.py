@@ -87,14 +87,13 @@ class Stage:
         flush(self.path)
         parent = self.final.parent
         if self.final.exists():
-            if _exchange(self.path, self.final):
-                flush(parent)
-                _take_away(self.path)
-            else:
+            replaced = self.path
+            if not _exchange(self.path, self.final):
                 replaced = parent / f".{self.final.name}.replaced"
                 os.rename(self.final, replaced)
                 os.rename(self.path, self.final)
-                flush(parent)
+            flush(parent)
+            with contextlib.suppress(OSError):  # the new one stands; a later save tries again
                 _take_away(replaced)
         else:
             os.rename(self.path, self.final)

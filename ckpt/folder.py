@@ -103,7 +103,7 @@ def reason_to_keep(place: Place) -> str | None:
     """Why nobody may replace or remove what lies there, or None. Our own are empty folders, and checkpoints, also damaged ones.
 
     A folder with anything that no save made is somebody's; so is one with a `manifest.jsonl` as data sets have them, and no more that
-    would tell of a save. OSError if it cannot be looked at.
+    would tell of a save. What is write-protected somebody wants to keep. OSError if it cannot be looked at.
     """
     if isinstance(place, Path) and os.path.lexists(place) and not place.is_dir():
         return "is no folder"
@@ -113,6 +113,8 @@ def reason_to_keep(place: Place) -> str | None:
         return f"holds {strangers[0]!r:.80}, which no save made"
     if names and not {INDEX_NAME, OWNER_NAME}.intersection(names) and not is_checkpoint(place):
         return "has neither an index nor a manifest that a save made"
+    if isinstance(place, Path) and not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+        return "is write-protected"  # its name could be taken away, its files could not
     return None
 
 

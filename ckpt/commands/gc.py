@@ -77,10 +77,14 @@ def _run(args: argparse.Namespace) -> None:
 
 def _clean(folder: Path, *, dry: bool) -> list[_Step]:
     """Finish what dead jobs began."""
-    found = leftovers(folder)
-    steps = [_Step(left.action, left.path, _bytes(left.path), left.why) for left in found]
-    for left in [] if dry else found:
-        settle(left)
+    steps = []
+    for left in leftovers(folder):
+        step = _Step(left.action, left.path, _bytes(left.path), left.why)
+        if not dry:
+            settle(left)
+            if left.action == "remove" and os.path.lexists(left.path):
+                step = step._replace(action="keep", why=f"{left.why}, but cannot be removed")
+        steps.append(step)
     return steps
 
 
@@ -93,7 +97,9 @@ def _thin(folder: Path, args: argparse.Namespace) -> list[_Step]:
         known = {step.path for step in steps}
         for path in reversed(outdated(newest, args.keep, args.keep_every)):
             if path not in known:
-                steps.append(_Step("remove", path, _bytes(path), f"older than {beyond}"))
+                reason = reason_to_keep(path)
+                why = f"older than {beyond}" + (f", but {reason}" if reason else "")
+                steps.append(_Step("keep" if reason else "remove", path, _bytes(path), why))
     for step in steps:
         if step.action == "remove" and not args.dry_run:
             with suppress(FileNotFoundError):  # a job that clears up as well

@@ -2,6 +2,9 @@
 
 import os
 import re
+import shutil
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,3 +163,53 @@ def test_links_that_are_left_over_go(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert len(re.findall(r"\.step-\S+ +removed +0 B ", out)) == 5 and out.endswith("freed 0 B\n")
     assert os.listdir(tmp_path / "runs") == [] and ckpt.verify(real) == []
+
+
+@pytest.fixture
+def ordinary():
+    """The folder of a user for whom permissions count, which this process is meanwhile."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    folder = Path(tempfile.mkdtemp())
+    try:
+        yield folder
+    finally:
+        for path in [folder, *folder.rglob("*/")]:
+            path.chmod(0o700)
+        os.seteuid(before)
+        shutil.rmtree(folder)
+
+
+def test_what_is_write_protected_stays_and_stands_in_no_way(ordinary, capsys):
+    path = save(ordinary / "step-1", 1)
+    path.chmod(0o555)
+    before = tree(ordinary)
+    for _ in range(3):
+        with pytest.raises(FileExistsError, match=r"what lies there is write-protected; .*step-1"):
+            save(path, 2, overwrite=True)
+        assert tree(ordinary) == before
+    with pytest.warns(RuntimeWarning, match="step-1 could not be removed: .*it is write-protected"):
+        save(ordinary / "step-2", keep=1)
+    assert main(["gc", str(ordinary), "--keep", "1"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"step-1 +kept .* older than the newest one, but is write-protected", out)
+    assert out.endswith("nothing to remove\n")
+    path.chmod(0o755)
+    assert main(["gc", str(ordinary), "--keep", "1"]) == 0
+    assert sorted(os.listdir(ordinary)) == [LATEST_NAME, "step-2"]
+
+
+def test_what_cannot_be_removed_is_not_said_to_be(ordinary, capsys):
+    """A save that died, in a folder that is write-protected since."""
+    save(ordinary / "step-2", 1)
+    stuck = save(ordinary / "step-1", 1).rename(ordinary / ".step-1.removed")
+    stuck.chmod(0o555)
+    assert main(["gc", str(ordinary)]) == 2
+    out, err = capsys.readouterr()
+    assert re.search(r"\.step-1\.removed +kept .*half removed, but cannot be removed", out) and "freed" not in out
+    assert f"could not be removed, or not all of it: {stuck}" in err
+    save(ordinary / "step-1", 3)
+    with pytest.warns(RuntimeWarning, match=r"step-1 could not be removed: .*\.step-1\.removed"):
+        save(ordinary / "step-3", keep=1)
+    assert sorted(os.listdir(ordinary)) == [".step-1.removed", LATEST_NAME, "step-1", "step-3"]
