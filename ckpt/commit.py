@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt.files import flush, write_file
-from ckpt.folder import LATEST_NAME, OWNER_NAME, info, newest_first, reason_to_keep, step_of
+from ckpt.folder import LATEST_NAME, OWNER_NAME, check_outside, info, newest_first, reason_to_keep, step_of
 from ckpt.manifest import FILE_NAME
 from ckpt.places import Place
 from ckpt.remote import Url
@@ -47,10 +47,11 @@ class Stage:
     def open(cls, final: Path, *, overwrite: bool) -> "Stage":
         """Make the stage of checkpoint `final`, after removing what dead jobs left in its folder.
 
-        FileExistsError if `final` exists (and `overwrite` is not given, or it is more than a checkpoint), or if a live process of this
-        host is writing it.
+        ValueError if `final` would lie in another checkpoint. FileExistsError if it exists (and `overwrite` is not given, or it is more
+        than a checkpoint), or if a live process of this host is writing it.
         """
         stage = cls(final)
+        check_outside(final.parent)
         stage._refuse_existing(overwrite)
         final.parent.mkdir(parents=True, exist_ok=True)
         stage._clean()

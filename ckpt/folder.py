@@ -99,6 +99,14 @@ def is_checkpoint(place: Place) -> bool:
         return False
 
 
+def check_outside(path: Place) -> None:
+    """ValueError if `path` is a checkpoint or lies in one, where nothing is ever added. Of a URL only the folder itself is looked at."""
+    for folder in (path,) if isinstance(path, Url) else (path, *path.parents):
+        if is_checkpoint(folder):
+            what = f"{path} is" if folder == path else f"{path} lies in {folder},"
+            raise ValueError(f"{what} a checkpoint, in which nothing is ever changed; expected another place")
+
+
 def reason_to_keep(place: Place) -> str | None:
     """Why nobody may replace or remove what lies there, or None. Our own are empty folders, and checkpoints, also damaged ones.
 

@@ -74,7 +74,7 @@ def save(
     wait()
     with comm.together(_DOING):
         checked = checked_path(path)
-        places = further_places(checked.parent, copies)
+        places = further_places(checked.parent, copies, name=checked.name)
         _check_arguments(files, driver, keep, keep_every, comm, in_background=background)
         held = inspect(tensors)
         encode_meta(meta or {})

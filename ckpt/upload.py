@@ -17,7 +17,7 @@ import time
 import uuid
 
 from ckpt.commit import is_alive, owner_of, refuse_existing, signature
-from ckpt.folder import LATEST_NAME, OWNER_NAME, newest_first
+from ckpt.folder import LATEST_NAME, OWNER_NAME, check_outside, newest_first
 from ckpt.manifest import FILE_NAME, CheckpointError
 from ckpt.places import folders_in, names_in, read_header
 from ckpt.remote import Url
@@ -37,10 +37,11 @@ class Upload:
     def open(cls, final: Url, manifest: bytes, *, overwrite: bool) -> "Upload":
         """Make room for the checkpoint `final`, after removing what dead jobs left beside it.
 
-        FileExistsError if it exists (and `overwrite` is not given, or it is more than a checkpoint), or if a live process of this host
-        is writing it.
+        ValueError if it would lie in another one. FileExistsError if it exists (and `overwrite` is not given, or it is more than a
+        checkpoint), or if a live process of this host is writing it.
         """
         upload = cls(final, manifest)
+        check_outside(final.parent)
         names = names_in(final) if final.is_dir() else []
         if names:
             is_unfinished = OWNER_NAME in names and FILE_NAME not in names

@@ -213,3 +213,34 @@ def test_what_cannot_be_removed_is_not_said_to_be(ordinary, capsys):
     with pytest.warns(RuntimeWarning, match=r"step-1 could not be removed: .*\.step-1\.removed"):
         save(ordinary / "step-3", keep=1)
     assert sorted(os.listdir(ordinary)) == [".step-1.removed", LATEST_NAME, "step-1", "step-3"]
+
+
+def test_nothing_is_put_into_a_checkpoint(tmp_path, monkeypatch):
+    path = save(tmp_path / "a", 1)
+    (tmp_path / "link").symlink_to(path)
+    before = tree(path)
+    for out in ("a", "a/index.h5", "a/x.h5", "a/x.npz", "a/sub/x.pt", "a/sub", "link/x.h5"):
+        with pytest.raises(ValueError, match="a checkpoint, in which nothing is ever changed; expected another place"):
+            ckpt.export(path, tmp_path / out, overwrite=True)
+    for act in (
+        lambda: save(path / "b", overwrite=True),
+        lambda: save(path / "index.h5", overwrite=True),
+        lambda: ckpt.reshard(path, path / "sub" / "b", files=1),
+    ):
+        with pytest.raises(ValueError, match=f"{path}, a checkpoint|{path} is a checkpoint"):
+            act()
+    for place in (path, path / "sub", tmp_path / "link"):
+        with pytest.raises(ValueError, match="which is the checkpoint or lies in it; expected further places"):
+            save(path, 2, copies=[place], overwrite=True)
+    for place in (path, f"local://{path}"):
+        with pytest.warns(
+            RuntimeWarning, match="a/b was not made: .*a is a checkpoint, in which nothing is ever changed"
+        ):
+            save(tmp_path / "b", 2, copies=[place], overwrite=True)
+    assert tree(path) == before and sorted(os.listdir(tmp_path)) == ["a", "b", LATEST_NAME, "link"]
+
+
+def test_an_export_beside_somebody_s_manifest(tmp_path):
+    path = save(tmp_path / "a", 1)
+    a_data_set(tmp_path / "data")
+    assert ckpt.export(path, tmp_path / "data" / "x.npz") == [tmp_path / "data" / "x.npz"]
