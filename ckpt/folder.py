@@ -100,7 +100,7 @@ def is_checkpoint(place: Place) -> bool:
 
 
 def check_outside(path: Place) -> None:
-    """ValueError if `path` is a checkpoint or lies in one, where nothing is ever added. Of a URL only the folder itself is looked at."""
+    """ValueError if `path` is a checkpoint or lies in one, where nothing is ever added. Of a URL only this folder is looked at."""
     for folder in (path,) if isinstance(path, Url) else (path, *path.parents):
         if is_checkpoint(folder):
             what = f"{path} is" if folder == path else f"{path} lies in {folder},"

@@ -1,5 +1,6 @@
 """What is no checkpoint, or has more in it than a save made, belongs to somebody: nobody replaces or removes it."""
 
+import json
 import os
 import re
 import shutil
@@ -163,6 +164,22 @@ def test_links_that_are_left_over_go(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert len(re.findall(r"\.step-\S+ +removed +0 B ", out)) == 5 and out.endswith("freed 0 B\n")
     assert os.listdir(tmp_path / "runs") == [] and ckpt.verify(real) == []
+
+
+@pytest.mark.parametrize("make", [a_checkpoint_with_notes, a_checkpoint_with_a_folder, a_data_set])
+@pytest.mark.parametrize("option", [["--keep", "1"], ["--incomplete"], ["--keep", "1", "--incomplete"]])
+def test_gc_leaves_what_has_more_in_it(tmp_path, make, option, capsys):
+    make(tmp_path / "step-1")
+    if make is not a_data_set:
+        (tmp_path / "step-1" / "rank-00000.h5").unlink()
+    save(tmp_path / "step-2")
+    before = tree(tmp_path)
+    assert main(["gc", str(tmp_path), *option, "--dry-run", "--json"]) == 0
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    assert all((step["action"], step["path"]) == ("keep", str(tmp_path / "step-1")) for step in steps)
+    assert len(steps) == (0 if make is a_data_set and "--incomplete" not in option else 1)
+    assert main(["gc", str(tmp_path), *option]) == 0 and capsys.readouterr().out.endswith("nothing to remove\n")
+    assert tree(tmp_path) == before
 
 
 @pytest.fixture
