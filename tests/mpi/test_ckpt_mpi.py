@@ -235,6 +235,32 @@ def test_gaps_and_overlaps_are_found(comm, shared_tmp):
     assert names(shared_tmp) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "others", "last"),
+    [
+        ("files", "rank", "one"),
+        ("files", 1, "one"),
+        ("driver", "posix", "mpio"),
+        ("background", False, True),
+        ("keep", None, 2),
+        ("keep_every", 10, 20),
+        ("overwrite", True, False),
+        ("path", "a", "b"),
+    ],
+)
+def test_arguments_that_differ_are_an_error_on_all(comm, shared_tmp, name, others, last):
+    if comm.size == 1 or (last == "mpio" and not h5py.get_config().mpi):
+        pytest.skip("needs another rank, or h5py on parallel HDF5")
+    options = {"path": "a", name: last if comm.rank == comm.size - 1 else others}
+    path = shared_tmp / options.pop("path")
+    message = (
+        rf"ckpt\.save: {name} is .*{others}'? on rank 0, but .*{last}'? on rank {comm.size - 1}; expected the same on"
+    )
+    refused(comm, ValueError, message, lambda: ckpt.save(path, {"x": np.ones(2)}, comm=comm, **options))
+    assert names(shared_tmp) == []
+    ckpt.wait()
+
+
 def test_a_write_that_fails_on_one_rank_fails_on_all_and_loses_nothing(comm, shared_tmp):
     old = np.arange(20.0)
     ckpt.save(shared_tmp / "a", {"x": old}, comm=comm)
