@@ -52,7 +52,8 @@ def save(
             that the ranks' boxes cover exactly. Arrays are contiguous NumPy arrays or torch CPU tensors. A "/" in a name makes
             HDF5 groups.
         meta: a JSON-like dict; rank 0's is kept.
-        files: how many data files: "rank", one for each rank that has something to write; "node"; "one"; or a number.
+        files: how many data files: "rank", one for each rank that has something to write; "node"; "one"; or a number, at most
+            so many: there are no more than ranks.
         driver: "posix": each rank writes its ranges by `pwrite`. "mpio": by parallel HDF5, each rank by itself;
             "mpio-collective": all at the same time. The files are the same.
         background: return as soon as the values are copied to host memory; a thread writes them. `ckpt.wait()`, or the next
@@ -154,7 +155,7 @@ def _check_arguments(
     for name, number in (("keep", keep), ("keep_every", keep_every)):
         if number is not None and number < 1:
             raise ValueError(f"{name} is {number}; expected at least 1, or None")
-    if problem := files_error(files, comm.size):
+    if problem := files_error(files):
         raise ValueError(problem)
     if driver not in ("posix", "mpio", "mpio-collective"):
         raise ValueError(f"driver is {driver!r}; expected 'posix', 'mpio' or 'mpio-collective'")

@@ -103,15 +103,13 @@ def test_ranks_may_ask_for_different_parts(comm, shared_tmp):
 
 
 @pytest.mark.parametrize("driver", ["posix", "mpio", "mpio-collective"])
-@pytest.mark.parametrize("files", ["rank", "node", "one", 2])
+@pytest.mark.parametrize("files", ["rank", "node", "one", 2, 1000])
 def test_all_drivers_write_the_same_files(comm, shared_tmp, files, driver):
-    if files == 2 and comm.size < 2:
-        pytest.skip("one rank does not write two files")
     tensors = full_tensors()
     mine = {name: shard(array, comm.rank, comm.size, 0) for name, array in tensors.items()} | {"step": np.array(3)}
     path = ckpt.save(shared_tmp / "a", mine, comm=comm, files=files, driver=driver)
     plain = ckpt.save(shared_tmp / "b", mine, comm=comm, files=files)
-    count = {"rank": comm.size, "node": 1, "one": 1, 2: 2}[files]
+    count = {"rank": comm.size, "node": 1, "one": 1, 2: min(2, comm.size), 1000: comm.size}[files]
     data_files = sorted(name for name in ckpt.open(path).files if name != "index.h5")
     assert len(data_files) == count
     for name in [*data_files, "index.h5"]:
@@ -128,7 +126,7 @@ def test_wrong_files_and_drivers(comm, shared_tmp):
     def save(**options):
         return lambda: ckpt.save(shared_tmp / "a", {"x": np.zeros(2)}, comm=comm, **options)
 
-    refused(comm, ValueError, f"a number from 1 to {comm.size}", save(files=comm.size + 1))
+    refused(comm, ValueError, "a number of at least 1", save(files=0))
     refused(comm, ValueError, "expected 'posix', 'mpio' or 'mpio-collective'", save(driver="mpi"))
     refused(comm, ValueError, "in the background", save(driver="mpio", background=True))
     assert names(shared_tmp) == []
