@@ -21,7 +21,7 @@ from ckpt.layout import Box
 from ckpt.manifest import encode_meta, file_entry
 from ckpt.placement import DataFile, Files, Item, assign, file_name, files_error, group_ranks, lay_out
 from ckpt.places import Paths, Place, local_path
-from ckpt.ranks import Ranks, Solo
+from ckpt.ranks import Ranks, ranks_of
 from ckpt.tensors import Local, inspect
 from ckpt.writer import Driver, Posix, room_of
 from collectives.dtypes import TABLE
@@ -48,6 +48,7 @@ def save(
     All ranks pass the same arguments, but for what is said below.
 
     Args:
+        comm: a `collectives.Communicator`, such as `collectives.world()`; None: a process alone.
         tensors: name -> array, which is the same on all ranks and written by one of them, or `Shard`, this rank's box of a tensor
             that the ranks' boxes cover exactly. Arrays are contiguous NumPy arrays or torch CPU tensors. A "/" in a name makes
             HDF5 groups.
@@ -72,7 +73,7 @@ def save(
     ranks, FileExistsError if `path` exists and is not to be replaced. OSError on all ranks if one cannot write; then the stage is
     gone, and what was there before still stands.
     """
-    comm = Solo() if comm is None else comm
+    comm = ranks_of(comm)
     wait()
     with comm.together(_DOING):
         checked = checked_path(path)

@@ -132,6 +132,14 @@ def test_wrong_files_and_drivers(comm, shared_tmp):
     assert names(shared_tmp) == []
 
 
+def test_what_is_no_communicator_is_named(comm, shared_tmp):
+    with pytest.raises(TypeError, match=r"comm is a Intracomm; expected a collectives\.Communicator, such as"):
+        ckpt.save(shared_tmp / "a", {"x": np.zeros(2)}, comm=comm.mpi)
+    with pytest.raises(TypeError, match="comm is a int; expected"):
+        ckpt.save(shared_tmp / "a", {"x": np.zeros(2)}, comm=comm.size)
+    assert names(shared_tmp) == []
+
+
 # In the background
 
 
