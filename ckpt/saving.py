@@ -50,8 +50,8 @@ def save(
     Args:
         comm: a `collectives.Communicator`, such as `collectives.world()`; None: a process alone.
         tensors: name -> array, which is the same on all ranks and written by one of them, or `Shard`, this rank's box of a tensor
-            that the ranks' boxes cover exactly. Arrays are contiguous NumPy arrays or torch CPU tensors. A "/" in a name makes
-            HDF5 groups.
+            that the ranks' boxes cover exactly. Arrays are contiguous NumPy arrays or torch CPU tensors of bool, integers, fp16, bf16,
+            fp32, fp64. A "/" in a name makes HDF5 groups.
         meta: a JSON-like dict; rank 0's is kept.
         files: how many data files: "rank", one for each rank that has something to write; "node"; "one"; or a number, at most
             so many: there are no more than ranks.
