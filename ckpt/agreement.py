@@ -58,7 +58,7 @@ def _argument_difference(everyone: list[Arguments]) -> str | None:
     """In which argument the ranks differ first, or None."""
     for rank, theirs in enumerate(everyone):
         for name, first, other in zip(Arguments._fields, everyone[0], theirs, strict=True):
-            if first != other:
+            if repr(first) != repr(other):  # as in the digest
                 return f"{name} is {first!r} on rank 0, but {other!r} on rank {rank}; expected the same on all ranks"
     return None
 

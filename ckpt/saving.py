@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def save(
         tensors: name -> array, which is the same on all ranks and written by one of them, or `Shard`, this rank's box of a tensor
             that the ranks' boxes cover exactly. Arrays are contiguous NumPy arrays or torch CPU tensors of bool, integers, fp16, bf16,
             fp32, fp64. A "/" in a name makes HDF5 groups.
-        meta: a JSON-like dict; rank 0's is kept.
+        meta: a JSON-like dict, nested up to 100 deep; rank 0's is kept.
         files: how many data files: "rank", one for each rank that has something to write; "node"; "one"; or a number, at most
             so many: there are no more than ranks.
         driver: "posix": each rank writes its ranges by `pwrite`. "mpio": by parallel HDF5, each rank by itself;
@@ -154,7 +155,11 @@ def _check_arguments(
     files: Files, driver: str, keep: int | None, keep_every: int | None, comm: Ranks, *, in_background: bool
 ) -> None:
     for name, number in (("keep", keep), ("keep_every", keep_every)):
-        if number is not None and number < 1:
+        if number is None:
+            continue
+        if not isinstance(number, Integral) or isinstance(number, bool):
+            raise TypeError(f"{name} is {number!r}; expected a whole number of at least 1, or None")
+        if number < 1:
             raise ValueError(f"{name} is {number}; expected at least 1, or None")
     if problem := files_error(files):
         raise ValueError(problem)

@@ -108,6 +108,13 @@ def test_keep_removes_the_oldest_complete_ones(tmp_path):
     assert names(tmp_path) == [LATEST_NAME, "step-1"]
     with pytest.raises(ValueError, match="keep is 0"):
         save(tmp_path / "step-6", keep=0)
+    for number in ("3", 2.5, True):
+        with pytest.raises(
+            TypeError, match=f"keep_every is {number!r}; expected a whole number of at least 1, or None"
+        ):
+            save(tmp_path / "step-6", keep=1, keep_every=number)
+    save(tmp_path / "step-6", 6, keep=np.int64(1))
+    assert names(tmp_path) == [LATEST_NAME, "step-6"]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
