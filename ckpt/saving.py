@@ -185,6 +185,10 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
         raise ValueError(
             f"{final} cannot be a checkpoint's name: it is empty, hidden, or the name of the file `latest`"
         )
+    if not final.name.isprintable():  # the file `latest` has one name a line, and a terminal obeys control characters
+        raise ValueError(
+            f"{final.name!r} cannot be a checkpoint's name: it has a control character, or one that is no text"
+        )
     return final
 
 

@@ -89,10 +89,13 @@ def test_replacement_where_the_kernel_cannot_exchange(tmp_path, monkeypatch):
     assert load(path) == 2
 
 
-@pytest.mark.parametrize("name", [".hidden", "latest", "/"])
+@pytest.mark.parametrize("name", [".hidden", "latest", "/", "step\n7", "step-7\n", "a\x1b[31m", "a\udcff"])
 def test_names_a_checkpoint_cannot_have(tmp_path, name):
     with pytest.raises(ValueError, match="cannot be a checkpoint's name"):
         save(tmp_path / name)
+    with pytest.raises(ValueError, match="cannot be a checkpoint's name"):
+        ckpt.reshard(tmp_path / "any", tmp_path / name, files=1)
+    assert names(tmp_path) == []
 
 
 def test_keep_removes_the_oldest_complete_ones(tmp_path):
