@@ -12,7 +12,6 @@ After Orbax's `path/atomicity.py`: the rename is the commit.
 import contextlib
 import ctypes
 import errno
-import json
 import os
 import shutil
 import socket
@@ -25,6 +24,7 @@ from typing import NamedTuple
 from ckpt.files import flush, write_file
 from ckpt.folder import LATEST_NAME, OWNER_NAME, check_outside, info, newest_first, reason_to_keep, step_of
 from ckpt.manifest import FILE_NAME
+from ckpt.owner import is_alive, owner_in, signature
 from ckpt.places import Place
 from ckpt.remote import Url
 
@@ -56,7 +56,7 @@ class Stage:
         final.parent.mkdir(parents=True, exist_ok=True)
         stage._clean()
         if os.path.lexists(stage.path):
-            if (owner := _owner(stage.path)) and owner["pid"] != os.getpid() and is_alive(owner):
+            if (owner := owner_in(stage.path)) and owner["pid"] != os.getpid() and is_alive(owner):
                 raise FileExistsError(
                     errno.EEXIST, f"process {owner['pid']} is writing this checkpoint", str(stage.path)
                 )
@@ -81,7 +81,7 @@ class Stage:
 
         `newest`: of its folder, so that `latest` names it.
         """
-        owner = _owner(self.path)
+        owner = owner_in(self.path)
         if owner is None or owner["token"] != self._token:
             raise FileExistsError(errno.EEXIST, "another job took this checkpoint over", str(self.path))
         self._refuse_existing(overwrite)
@@ -236,7 +236,7 @@ def _judged(path: Path, own: Path | None) -> Leftover:
     stage = path.with_suffix(".staging")
     if kind == ".removed":
         return Leftover(path, "remove", "half removed")
-    if kind in (".staging", ".board") and (owner := _owner(path)) is not None:
+    if kind in (".staging", ".board") and (owner := owner_in(path)) is not None:
         whose = f"of process {owner['pid']!r:.20} on {owner['host']!r:.80}"
         if _is_abandoned(path, owner):
             return Leftover(path, "remove", f"a save {whose}, which is gone")
@@ -265,46 +265,6 @@ def _is_abandoned(stage: Path, owner: dict) -> bool:
     except OSError:
         return False
     return time.time() - changed > _ABANDONED_S
-
-
-def _owner(stage: Path) -> dict | None:
-    try:
-        return owner_of((stage / OWNER_NAME).read_bytes())
-    except OSError:
-        return None
-
-
-def signature(token: str) -> bytes:
-    """What a stage says of who is filling it: `owner_of` reads it."""
-    pid = os.getpid()
-    owner = {"host": socket.gethostname(), "pid": pid, "start": _start_time(pid), "token": token, "begun": time.time()}
-    return json.dumps(owner).encode()
-
-
-def owner_of(data: bytes) -> dict | None:
-    """Who signed; None if that cannot be read."""
-    try:
-        owner = json.loads(data)
-        return owner if {"host", "pid", "start", "token"} <= owner.keys() else None
-    except (ValueError, AttributeError):
-        return None
-
-
-def is_alive(owner: dict) -> bool:
-    """Whether a stage's process runs on this host: the number alone may belong to another one by now."""
-    return (
-        owner["host"] == socket.gethostname()
-        and owner["start"] is not None
-        and _start_time(owner["pid"]) == owner["start"]
-    )
-
-
-def _start_time(pid: int) -> str | None:
-    try:
-        # The process's name, in parentheses, may hold spaces: count from behind it.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
 
 
 def _exchange(a: Path, b: Path) -> bool:

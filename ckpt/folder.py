@@ -34,7 +34,7 @@ from ckpt.remote import Url
 
 LATEST_NAME = "latest"
 RUN_SUBFOLDER = "checkpoints"  # where a run's folder keeps them, by the main job's and our convention
-OWNER_NAME = ".owner"  # says who is filling a folder (see commit.py)
+OWNER_NAME = ".owner"  # says who is filling a folder (see owner.py)
 _PARTS = r"manifest\.jsonl|index\.h5|(rank|node|part)-[0-9]{5,}\.h5"
 _HIDDEN = rf"\{OWNER_NAME}|\.{LATEST_NAME}|\.nfs[0-9a-f]+"  # what may be there for a while; NFS keeps so what is removed while open
 _BEGINNING = json.dumps({"format": FORMAT}, separators=(",", ":")).encode()[:-1]  # of every manifest

@@ -16,9 +16,10 @@ import socket
 import time
 import uuid
 
-from ckpt.commit import is_alive, owner_of, refuse_existing, signature
+from ckpt.commit import refuse_existing
 from ckpt.folder import LATEST_NAME, OWNER_NAME, check_outside, newest_first
 from ckpt.manifest import FILE_NAME, CheckpointError
+from ckpt.owner import is_alive, owner_of, signature
 from ckpt.places import folders_in, names_in, read_header
 from ckpt.remote import Url
 

@@ -16,6 +16,7 @@ import pytest
 import ckpt
 from ckpt import commit
 from ckpt.folder import LATEST_NAME
+from ckpt.owner import start_time
 
 
 def save(path, value=0, **options):
@@ -180,7 +181,7 @@ def owner(pid, host=None, start=None):
 def test_stages_of_the_dead_are_removed_those_of_the_living_are_not(tmp_path):
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        start = commit._start_time(living.pid)
+        start = start_time(living.pid)
         assert start is not None
         stages = {
             ".dead.staging": owner(2**30, start="1"),
