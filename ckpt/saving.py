@@ -53,7 +53,7 @@ def save(
         tensors: name -> array, which is the same on all ranks and written by one of them, or `Shard`, this rank's box of a tensor
             that the ranks' boxes cover exactly. Arrays are contiguous NumPy arrays or torch CPU tensors of bool, integers, fp16, bf16,
             fp32, fp64. A "/" in a name makes HDF5 groups.
-        meta: a JSON-like dict, nested up to 100 deep; rank 0's is kept.
+        meta: a JSON-like dict, nested up to 400 deep; rank 0's is kept.
         files: how many data files: "rank", one for each rank that has something to write; "node"; "one"; or a number, at most
             so many: there are no more than ranks.
         driver: "posix": each rank writes its ranges by `pwrite`. "mpio": by parallel HDF5, each rank by itself;
