@@ -39,7 +39,8 @@ MAX_BYTES = 1 << 30
 MAX_LINE_BYTES = 8 << 20
 MAX_LINE_VALUES = 1 << 19
 MAX_NAME = 1024
-MAX_META_DEPTH = 400  # Python reads no JSON deeper than its stack has room for, 1000 calls, of which a caller has used some
+# Python reads no JSON deeper than its stack has room for, 1000 calls, of which a caller has used some.
+MAX_META_DEPTH = 400
 _NO_NAMES = {"", ".", ".."}
 
 
