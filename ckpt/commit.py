@@ -12,7 +12,6 @@ After Orbax's `path/atomicity.py`: the rename is the commit.
 import contextlib
 import ctypes
 import errno
-import json
 import os
 import shutil
 import socket
@@ -23,12 +22,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt.files import flush, write_file
-from ckpt.folder import LATEST_NAME, info, newest_first, step_of
+from ckpt.folder import LATEST_NAME, OWNER_NAME, check_outside, info, newest_first, reason_to_keep, step_of
 from ckpt.manifest import FILE_NAME
+from ckpt.owner import is_alive, owner_in, signature
 from ckpt.places import Place
 from ckpt.remote import Url
 
-OWNER_NAME = ".owner"
 QUIET_S = 60.0  # what bears no owner's name and changed since then may be a living job's, between two of its steps
 _ABANDONED_S = (
     3600.0  # a stage of another host whose process cannot be asked counts as dead after this time without a change
@@ -48,18 +47,20 @@ class Stage:
     def open(cls, final: Path, *, overwrite: bool) -> "Stage":
         """Make the stage of checkpoint `final`, after removing what dead jobs left in its folder.
 
-        FileExistsError if `final` exists (and `overwrite` is not given), or if a live process of this host is writing it.
+        ValueError if `final` would lie in another checkpoint. FileExistsError if it exists (and `overwrite` is not given, or it is more
+        than a checkpoint), or if a live process of this host is writing it.
         """
         stage = cls(final)
+        check_outside(final.parent)
         stage._refuse_existing(overwrite)
         final.parent.mkdir(parents=True, exist_ok=True)
         stage._clean()
-        if stage.path.exists():
-            if (owner := _owner(stage.path)) and owner["pid"] != os.getpid() and is_alive(owner):
+        if os.path.lexists(stage.path):
+            if (owner := owner_in(stage.path)) and owner["pid"] != os.getpid() and is_alive(owner):
                 raise FileExistsError(
                     errno.EEXIST, f"process {owner['pid']} is writing this checkpoint", str(stage.path)
                 )
-            shutil.rmtree(stage.path)
+            _delete(stage.path)
         stage.path.mkdir()
         try:
             write_file(stage.path / OWNER_NAME, signature(stage._token))
@@ -80,22 +81,21 @@ class Stage:
 
         `newest`: of its folder, so that `latest` names it.
         """
-        owner = _owner(self.path)
+        owner = owner_in(self.path)
         if owner is None or owner["token"] != self._token:
             raise FileExistsError(errno.EEXIST, "another job took this checkpoint over", str(self.path))
         self._refuse_existing(overwrite)
         flush(self.path)
         parent = self.final.parent
         if self.final.exists():
-            if _exchange(self.path, self.final):
-                flush(parent)
-                remove(self.path)
-            else:
+            replaced = self.path
+            if not _exchange(self.path, self.final):
                 replaced = parent / f".{self.final.name}.replaced"
                 os.rename(self.final, replaced)
                 os.rename(self.path, self.final)
-                flush(parent)
-                remove(replaced)
+            flush(parent)
+            with contextlib.suppress(OSError):  # the new one stands; a later save tries again
+                _take_away(replaced)
         else:
             os.rename(self.path, self.final)
             flush(parent)
@@ -118,10 +118,17 @@ class Stage:
                 settle(leftover)
 
     def _refuse_existing(self, overwrite: bool) -> None:
-        if os.path.lexists(self.final) and not overwrite:
-            raise FileExistsError(
-                errno.EEXIST, "this checkpoint exists; pass overwrite=True to replace it", str(self.final)
-            )
+        if os.path.lexists(self.final):
+            refuse_existing(self.final, overwrite=overwrite)
+
+
+def refuse_existing(final: Place, *, overwrite: bool) -> None:
+    """FileExistsError unless what lies at `final` is to be replaced, and may be."""
+    if reason := reason_to_keep(final):
+        problem = f"what lies there {reason}; a checkpoint replaces none but a checkpoint, with nothing else in it"
+        raise FileExistsError(errno.EEXIST, problem, str(final))
+    if not overwrite:
+        raise FileExistsError(errno.EEXIST, "this checkpoint exists; pass overwrite=True to replace it", str(final))
 
 
 def next_sequence(folder: Place) -> int:
@@ -158,15 +165,35 @@ def outdated(final: Place, keep: int, keep_every: int | None = None) -> list[Pla
 
 
 def remove(path: Place) -> None:
-    """Remove a checkpoint: under its name it is gone at once. OSError if not even that can be done."""
+    """Remove a checkpoint: under its name it is gone at once. OSError if not even that can be done, or may not be."""
+    if reason := reason_to_keep(path):
+        raise PermissionError(errno.EPERM, f"it {reason}", str(path))
     if isinstance(path, Url):
         (path / OWNER_NAME).write(signature(""))  # should this job die on the way, the next one goes on
         path.remove_folder(FILE_NAME, OWNER_NAME)
         return
+    _take_away(path)
+
+
+def _take_away(path: Path) -> None:
     hidden = path.parent / f".{path.name.strip('.')}.removed"
-    shutil.rmtree(hidden, ignore_errors=True)
+    _delete(hidden)
     os.rename(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _delete(hidden)
+
+
+def _delete(path: Path) -> None:
+    """Remove a folder or, as such, a link to one; nothing happens if there is none. OSError that names it, if it does not all go."""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        if os.path.lexists(path):  # unless somebody else cleared up as well
+            problem = f"it cannot be removed: {error.strerror}, {os.path.basename(str(error.filename))}"
+            raise OSError(error.errno, problem, str(path)) from error
 
 
 class Leftover(NamedTuple):
@@ -189,7 +216,8 @@ def leftovers(folder: Path, *, own: Path | None = None) -> list[Leftover]:
     not belong to the checkpoint `own`, which is this job's to write.
     """
     kinds = (".staging", ".replaced", ".removed", ".board")
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    # A checkpoint may have been a link to one.
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() or entry.is_symlink())
     ours = (name for name in names if name.startswith(".") and Path(name).suffix in kinds)
     return [_judged(folder / name, own) for name in ours]
 
@@ -199,7 +227,8 @@ def settle(leftover: Leftover) -> None:
     if leftover.action == "restore":
         os.rename(leftover.path, leftover.original)
     elif leftover.action == "remove":
-        shutil.rmtree(leftover.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _delete(leftover.path)
 
 
 def _judged(path: Path, own: Path | None) -> Leftover:
@@ -207,7 +236,7 @@ def _judged(path: Path, own: Path | None) -> Leftover:
     stage = path.with_suffix(".staging")
     if kind == ".removed":
         return Leftover(path, "remove", "half removed")
-    if kind in (".staging", ".board") and (owner := _owner(path)) is not None:
+    if kind in (".staging", ".board") and (owner := owner_in(path)) is not None:
         whose = f"of process {owner['pid']!r:.20} on {owner['host']!r:.80}"
         if _is_abandoned(path, owner):
             return Leftover(path, "remove", f"a save {whose}, which is gone")
@@ -216,7 +245,7 @@ def _judged(path: Path, own: Path | None) -> Leftover:
         return _judged(stage, own)._replace(path=path)
     # Not the time of writing alone: a rename is what may have happened last.
     with contextlib.suppress(FileNotFoundError):
-        changed = max(path.stat().st_mtime, path.stat().st_ctime)
+        changed = max(path.lstat().st_mtime, path.lstat().st_ctime)
         recent = Leftover(path, "keep", f"changed in the last {QUIET_S:.0f} s: a save may go on")
         if time.time() - changed < QUIET_S and recent.original != own:
             return recent
@@ -236,46 +265,6 @@ def _is_abandoned(stage: Path, owner: dict) -> bool:
     except OSError:
         return False
     return time.time() - changed > _ABANDONED_S
-
-
-def _owner(stage: Path) -> dict | None:
-    try:
-        return owner_of((stage / OWNER_NAME).read_bytes())
-    except OSError:
-        return None
-
-
-def signature(token: str) -> bytes:
-    """What a stage says of who is filling it: `owner_of` reads it."""
-    pid = os.getpid()
-    owner = {"host": socket.gethostname(), "pid": pid, "start": _start_time(pid), "token": token, "begun": time.time()}
-    return json.dumps(owner).encode()
-
-
-def owner_of(data: bytes) -> dict | None:
-    """Who signed; None if that cannot be read."""
-    try:
-        owner = json.loads(data)
-        return owner if {"host", "pid", "start", "token"} <= owner.keys() else None
-    except (ValueError, AttributeError):
-        return None
-
-
-def is_alive(owner: dict) -> bool:
-    """Whether a stage's process runs on this host: the number alone may belong to another one by now."""
-    return (
-        owner["host"] == socket.gethostname()
-        and owner["start"] is not None
-        and _start_time(owner["pid"]) == owner["start"]
-    )
-
-
-def _start_time(pid: int) -> str | None:
-    try:
-        # The process's name, in parentheses, may hold spaces: count from behind it.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
 
 
 def _exchange(a: Path, b: Path) -> bool:

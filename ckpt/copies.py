@@ -27,8 +27,11 @@ from ckpt.verifying import verify_files
 _BUFFER_BYTES = 4 << 20
 
 
-def further_places(folder: Path, copies: Paths | None) -> tuple[Place, ...]:
-    """The places that `copies` names, beside `folder`. TypeError or ValueError for what cannot be one."""
+def further_places(folder: Path, copies: Paths | None, *, name: str | None = None) -> tuple[Place, ...]:
+    """The places that `copies` names, beside `folder`, in which a checkpoint of that name is saved, if any is.
+
+    TypeError or ValueError for what cannot be one.
+    """
     places = all_places(copies)
     known = [os.path.realpath(folder)]
     for place in places:
@@ -39,6 +42,8 @@ def further_places(folder: Path, copies: Paths | None) -> tuple[Place, ...]:
             raise ValueError(
                 f"copies names {place}, where the checkpoint or another copy is to lie; expected further places"
             )
+        if name is not None and not isinstance(place, Url) and Path(where).is_relative_to(Path(known[0], name)):
+            raise ValueError(f"copies names {place}, which is the checkpoint or lies in it; expected further places")
         known.append(where)
     return places
 

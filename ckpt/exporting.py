@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from ckpt.files import Output, check_room, naming, write_file
-from ckpt.folder import parse_manifest, read_manifest
+from ckpt.folder import check_outside, parse_manifest, read_manifest
 from ckpt.formats import npz, plain_hdf5, safetensors, torch_file
 from ckpt.formats.safetensors import FileTensor
-from ckpt.manifest import FILE_NAME, Manifest, name_error, nesting_error
+from ckpt.manifest import Manifest, name_error, nesting_error
 from ckpt.places import absolute, local_path
 from ckpt.progress import Progress, no_progress
 from ckpt.reader import Reader
@@ -105,8 +105,7 @@ def _target(out: Path, shard_bytes: int | None, compression: str | None) -> tupl
     """The file that `out` means, and at which size safetensors are split. ValueError for what does not fit its format."""
     if shard_bytes is not None and shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}; expected at least 1")
-    if (out / FILE_NAME).exists():
-        raise ValueError(f"{out} is a checkpoint, in which nothing is ever changed; expected another folder, or a file")
+    check_outside(out)
     if out.is_dir() or not out.suffix:
         out, shard_bytes = out / safetensors.ONE, shard_bytes or SHARD_BYTES
     if out.suffix not in SUFFIXES:

@@ -5,6 +5,7 @@ complete, unless somebody damaged it since: the manifest's checksum and the size
 are work in progress (see commit.py).
 """
 
+import json
 import os
 import re
 import warnings
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
+from ckpt.access import open_regular
 from ckpt.guard import Header, decode, verified_header
-from ckpt.manifest import FILE_NAME, CheckpointError, File, Manifest, OutOfReachError
+from ckpt.hdf5 import INDEX_NAME
+from ckpt.manifest import FILE_NAME, FORMAT, CheckpointError, File, Manifest, OutOfReachError
 from ckpt.places import (
     Paths,
     Place,
@@ -31,7 +34,10 @@ from ckpt.remote import Url
 
 LATEST_NAME = "latest"
 RUN_SUBFOLDER = "checkpoints"  # where a run's folder keeps them, by the main job's and our convention
-_PARTS = r"manifest\.jsonl|index\.h5|(rank|node|part)-[0-9]{5}\.h5"
+OWNER_NAME = ".owner"  # says who is filling a folder (see owner.py)
+_PARTS = r"manifest\.jsonl|index\.h5|(rank|node|part)-[0-9]{5,}\.h5"
+_HIDDEN = rf"\{OWNER_NAME}|\.{LATEST_NAME}|\.nfs[0-9a-f]+"  # what may be there for a while; NFS keeps so what is removed while open
+_BEGINNING = json.dumps({"format": FORMAT}, separators=(",", ":")).encode()[:-1]  # of every manifest
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,45 @@ def folder_of_checkpoints(folder: str | os.PathLike[str]) -> Place:
 def is_part(name: str) -> bool:
     """Whether a file of this name is one that a save makes."""
     return re.fullmatch(_PARTS, name) is not None
+
+
+def is_checkpoint(place: Place) -> bool:
+    """Whether a manifest of ours is there, as far as its first words tell: it may be damaged."""
+    file = place / FILE_NAME
+    try:
+        if isinstance(file, Url):
+            return file.read(0, len(_BEGINNING)) == _BEGINNING
+        with open(open_regular(file), "rb") as opened:
+            return opened.read(len(_BEGINNING)) == _BEGINNING
+    except (CheckpointError, OSError):
+        return False
+
+
+def check_outside(path: Place) -> None:
+    """ValueError if `path` is a checkpoint or lies in one, where nothing is ever added. Of a URL only this folder is looked at."""
+    for folder in (path,) if isinstance(path, Url) else (path, *path.parents):
+        if is_checkpoint(folder):
+            what = f"{path} is" if folder == path else f"{path} lies in {folder},"
+            raise ValueError(f"{what} a checkpoint, in which nothing is ever changed; expected another place")
+
+
+def reason_to_keep(place: Place) -> str | None:
+    """Why nobody may replace or remove what lies there, or None. Our own are empty folders, and checkpoints, also damaged ones.
+
+    A folder with anything that no save made is somebody's; so is one with a `manifest.jsonl` as data sets have them, and no more that
+    would tell of a save. What is write-protected somebody wants to keep. OSError if it cannot be looked at.
+    """
+    if isinstance(place, Path) and os.path.lexists(place) and not place.is_dir():
+        return "is no folder"
+    names = sorted(names_in(place))
+    strangers = [name for name in names if not is_part(name) and not re.fullmatch(_HIDDEN, name)]
+    if strangers or (strangers := sorted(folders_in(place))):
+        return f"holds {strangers[0]!r:.80}, which no save made"
+    if names and not {INDEX_NAME, OWNER_NAME}.intersection(names) and not is_checkpoint(place):
+        return "has neither an index nor a manifest that a save made"
+    if isinstance(place, Path) and not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+        return "is write-protected"  # its name could be taken away, its files could not
+    return None
 
 
 @overload

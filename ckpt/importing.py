@@ -36,7 +36,7 @@ def import_file(
         prefix: put before the names: "model/" makes "model/embed.weight" of "embed.weight".
         meta: the checkpoint's, such as {"step": 100}.
         files: how many data files, of about the same size: a number, or "one".
-        overwrite: replace a checkpoint of that name.
+        overwrite: replace a checkpoint of that name; what is none is never replaced.
         progress: is told of each so many bytes more that were read from the file, or back from the checkpoint.
 
     What was written is read back and compared with its checksums before the checkpoint exists. Raises ValueError if the file is

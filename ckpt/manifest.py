@@ -41,6 +41,8 @@ MAX_BYTES = 1 << 30
 MAX_LINE_BYTES = 8 << 20
 MAX_LINE_VALUES = 1 << 19
 MAX_NAME = 1024
+# Python reads no JSON deeper than its stack has room for, 1000 calls, of which a caller has used some.
+MAX_META_DEPTH = 400
 _NO_NAMES = {"", ".", ".."}
 
 
@@ -128,18 +130,20 @@ class Manifest:
 def encode_meta(meta: Mapping[str, Any]) -> str:
     """`meta` as one line of JSON. TypeError if it is no JSON-like value: a key that is no string would come back as one.
 
-    ValueError if a manifest has no room for it, see `line_error`.
+    ValueError if it is nested too deeply, as what holds itself is, or if a manifest has no room for it, see `line_error`.
     """
 
-    def check(value: Any, where: str) -> None:
+    def check(value: Any, where: str, depth: int = 0) -> None:
+        if depth > MAX_META_DEPTH:
+            raise ValueError(f"{where[:60]}... is nested more than {MAX_META_DEPTH} deep, or holds itself")
         if isinstance(value, Mapping):
             for key, item in value.items():
                 if not isinstance(key, str):
                     raise TypeError(f"{where} has the key {key!r}; JSON knows only strings as keys")
-                check(item, f"{where}[{key!r}]")
+                check(item, f"{where}[{key!r}]", depth + 1)
         elif isinstance(value, list | tuple):
             for i, item in enumerate(value):
-                check(item, f"{where}[{i}]")
+                check(item, f"{where}[{i}]", depth + 1)
         elif not (value is None or isinstance(value, str | int | float)):
             raise TypeError(
                 f"{where} is a {type(value).__name__}; expected str, int, float, bool, None, or lists and dicts of them"

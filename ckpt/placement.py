@@ -18,7 +18,7 @@ BLOCK_BYTES = 64  # every block starts on a cache line, so that views of a mappe
 PAGE_BYTES = 4096
 
 Files = str | int
-"""`"rank"`: a file for each rank that has something to write; `"node"`, `"one"`; or so many files, each for neighbouring ranks."""
+"""`"rank"`: a file for each rank that has something to write; `"node"`, `"one"`; or at most so many, each for neighbouring ranks."""
 
 
 class Item(NamedTuple):
@@ -39,20 +39,20 @@ class DataFile:
     starts: Mapping[int, Mapping[str, int]]
 
 
-def files_error(files: object, num_ranks: int) -> str | None:
+def files_error(files: object) -> str | None:
     """Why `files` cannot be, or None."""
-    if files in ("rank", "node", "one") or (type(files) is int and 1 <= files <= num_ranks):
+    if files in ("rank", "node", "one") or (type(files) is int and files >= 1):
         return None
-    return f"files is {files!r}; expected 'rank', 'node', 'one', or a number from 1 to {num_ranks}, that of the ranks"
+    return f"files is {files!r}; expected 'rank', 'node', 'one', or a number of at least 1"
 
 
 def group_ranks(files: Files, hosts: Sequence[str]) -> list[int]:
-    """The number of the file of each rank; `hosts`: the node that each rank is on."""
+    """The number of the file of each rank; `hosts`: the node that each rank is on. No more files than ranks."""
     size = len(hosts)
     if files == "node":
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         return [numbers[host] for host in hosts]
-    count = {"rank": size, "one": 1}.get(files, files)  # type: ignore[arg-type]
+    count = {"rank": size, "one": 1}.get(files) or min(int(files), size)  # type: ignore[arg-type]
     return [rank * count // size for rank in range(size)]
 
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Ranks(Protocol):
-    """The five things of a communicator that saving and loading need: control messages only, never data."""
+    """The six things of a communicator that saving and loading need: control messages only, never data."""
 
     @property
     def rank(self) -> int: ...
@@ -43,3 +44,15 @@ class Solo:
     @contextmanager
     def together(self, doing: str = "") -> Iterator[None]:
         yield
+
+
+def ranks_of(comm: object) -> Ranks:
+    """The ranks that a caller means by `comm`; None is a process alone. TypeError for what knows no such things, as mpi4py's."""
+    if comm is None:
+        return Solo()
+    if not isinstance(comm, Ranks):
+        raise TypeError(
+            f"comm is a {type(comm).__name__}; expected a collectives.Communicator, such as collectives.world(), or None for a "
+            "process alone"
+        )
+    return comm

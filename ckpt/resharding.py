@@ -30,7 +30,7 @@ def reshard(
 
     `files`: a number, or "one". There are fewer where there are not so many rows. `out`: beside `path`, it takes its place in the
     order of checkpoints, so that an old one does not become the newest; elsewhere it is the newest there. With `overwrite` it may
-    be `path` itself.
+    be `path` itself; what is no checkpoint is never replaced.
 
     `progress` is told of each so many bytes more that were read, from `path` or back from `out`.
 

@@ -1,28 +1,28 @@
 """Saving: all ranks check and agree, each writes its blocks into the stage, rank 0 writes what describes them and commits."""
 
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
+from ckpt.agreement import Arguments, agree
 from ckpt.background import begin, copied, reserve, wait
 from ckpt.commit import Stage, retain
 from ckpt.copies import Retention, further_places, make_copies, next_sequence_in
 from ckpt.describing import Contents, write_index, write_manifest
 from ckpt.files import check_free, flush
 from ckpt.guard import file_of
-from ckpt.layout import Box, cover_error
+from ckpt.layout import Box
 from ckpt.manifest import encode_meta, file_entry
 from ckpt.placement import DataFile, Files, Item, assign, file_name, files_error, group_ranks, lay_out
 from ckpt.places import Paths, Place, local_path
-from ckpt.ranks import Ranks, Solo
+from ckpt.ranks import Ranks, ranks_of
 from ckpt.tensors import Local, inspect
 from ckpt.writer import Driver, Posix, room_of
 from collectives.dtypes import TABLE
@@ -46,12 +46,16 @@ def save(
 ) -> Path:
     """Write a checkpoint as the folder `path`, completely or not at all. Collective over `comm`; None is a process alone.
 
+    All ranks pass the same arguments, but for what is said below.
+
     Args:
+        comm: a `collectives.Communicator`, such as `collectives.world()`; None: a process alone.
         tensors: name -> array, which is the same on all ranks and written by one of them, or `Shard`, this rank's box of a tensor
-            that the ranks' boxes cover exactly. Arrays are contiguous NumPy arrays or torch CPU tensors. A "/" in a name makes
-            HDF5 groups.
-        meta: a JSON-like dict; rank 0's is kept.
-        files: how many data files: "rank", one for each rank that has something to write; "node"; "one"; or a number.
+            that the ranks' boxes cover exactly. Arrays are contiguous NumPy arrays or torch CPU tensors of bool, integers, fp16, bf16,
+            fp32, fp64. A "/" in a name makes HDF5 groups.
+        meta: a JSON-like dict, nested up to 400 deep; rank 0's is kept.
+        files: how many data files: "rank", one for each rank that has something to write; "node"; "one"; or a number, at most
+            so many: there are no more than ranks.
         driver: "posix": each rank writes its ranges by `pwrite`. "mpio": by parallel HDF5, each rank by itself;
             "mpio-collective": all at the same time. The files are the same.
         background: return as soon as the values are copied to host memory; a thread writes them. `ckpt.wait()`, or the next
@@ -61,23 +65,25 @@ def save(
             and leaves nothing behind: the checkpoint stands. `keep` counts in each place. Rank 0's list is taken.
         keep: so many complete checkpoints stay in the folder of `path`, older ones are removed.
         keep_every: those whose step, the number that their name ends with, is a multiple of it are never removed.
-        overwrite: replace a checkpoint of that name.
+        overwrite: replace a checkpoint of that name, also a damaged one, or an empty folder; never a folder with anything that no save
+            made.
 
     Returns the absolute path, which other nodes may see a moment later, or once the background has ended.
 
-    Raises on all ranks, with nothing written: ValueError or TypeError if the tensors cannot be used or do not fit between the
-    ranks, FileExistsError if `path` exists. OSError on all ranks if one cannot write; then the stage is gone, and what was there
-    before still stands.
+    Raises on all ranks, with nothing written: ValueError or TypeError if tensors or arguments cannot be used or do not fit between the
+    ranks, FileExistsError if `path` exists and is not to be replaced. OSError on all ranks if one cannot write; then the stage is
+    gone, and what was there before still stands.
     """
-    comm = Solo() if comm is None else comm
+    comm = ranks_of(comm)
     wait()
     with comm.together(_DOING):
         checked = checked_path(path)
-        places = further_places(checked.parent, copies)
+        places = further_places(checked.parent, copies, name=checked.name)
         _check_arguments(files, driver, keep, keep_every, comm, in_background=background)
         held = inspect(tensors)
         encode_meta(meta or {})
-    boxes, hosts = _agree(held, comm)
+    arguments = Arguments(os.path.normpath(path), files, driver, bool(background), keep, keep_every, bool(overwrite))
+    boxes, hosts = agree(held, arguments, comm, _DOING)
     plan = _plan(held, boxes, files, hosts, comm)
 
     mine = [] if plan.own is None else [local for local in held if local.name in plan.own.starts[comm.rank]]
@@ -149,9 +155,13 @@ def _check_arguments(
     files: Files, driver: str, keep: int | None, keep_every: int | None, comm: Ranks, *, in_background: bool
 ) -> None:
     for name, number in (("keep", keep), ("keep_every", keep_every)):
-        if number is not None and number < 1:
+        if number is None:
+            continue
+        if not isinstance(number, Integral) or isinstance(number, bool):
+            raise TypeError(f"{name} is {number!r}; expected a whole number of at least 1, or None")
+        if number < 1:
             raise ValueError(f"{name} is {number}; expected at least 1, or None")
-    if problem := files_error(files, comm.size):
+    if problem := files_error(files):
         raise ValueError(problem)
     if driver not in ("posix", "mpio", "mpio-collective"):
         raise ValueError(f"driver is {driver!r}; expected 'posix', 'mpio' or 'mpio-collective'")
@@ -168,10 +178,16 @@ def _check_arguments(
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
     """The absolute path of a checkpoint to be. ValueError if it cannot have that name."""
+    if not os.fspath(path):
+        raise ValueError("path is empty; expected a folder that the checkpoint becomes")
     final = local_path(path, "path", "a folder, which copies=[URL of its parent] copies to a remote place")
     if final.name.startswith(".") or final.name in ("", "latest"):
         raise ValueError(
             f"{final} cannot be a checkpoint's name: it is empty, hidden, or the name of the file `latest`"
+        )
+    if not final.name.isprintable():  # the file `latest` has one name a line, and a terminal obeys control characters
+        raise ValueError(
+            f"{final.name!r} cannot be a checkpoint's name: it has a control character, or one that is no text"
         )
     return final
 
@@ -234,48 +250,6 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
     make_copies(
         job.final, job.copies, own.name if own and leads else None, ranks, job.retention, overwrite=job.overwrite
     )
-
-
-def _agree(held: list[Local], comm: Ranks) -> tuple[list[dict[str, Box]], list[str]]:
-    """Each rank's filled boxes of sharded tensors and its node, after a check that all ranks mean the same tensors and cover them."""
-    descriptions = [local.description for local in held]
-    boxes = {local.name: local.box for local in held if not local.whole and local.box.size}
-    digest = xxhash.xxh3_128_hexdigest(repr(descriptions).encode())
-    gathered = comm.all_gather_object((digest, boxes, socket.gethostname()))
-    if len({digest for digest, *_ in gathered}) > 1:
-        everyone = comm.all_gather_object(descriptions)
-        with comm.together(_DOING):
-            raise ValueError(_difference(everyone))
-    all_boxes = [boxes for _, boxes, _ in gathered]
-    for local in held:
-        if not local.whole:
-            owners = [rank for rank, theirs in enumerate(all_boxes) if local.name in theirs]
-            found = [all_boxes[rank][local.name] for rank in owners]
-            if problem := cover_error(local.shape, found, [f"rank {rank}" for rank in owners]):
-                # All ranks find the same, so that nobody has to tell the others; but it is to be raised as one.
-                with comm.together(_DOING):
-                    raise ValueError(f"tensor {local.name!r}: {problem}")
-    return all_boxes, [host for *_, host in gathered]
-
-
-def _difference(everyone: list[list[tuple]]) -> str:
-    """A line that says in what the ranks' tensors differ first."""
-    first = {name: rest for name, *rest in everyone[0]}
-    for rank, theirs in enumerate(everyone):
-        other = {name: rest for name, *rest in theirs}
-        for name in sorted(first.keys() | other.keys()):
-            if name not in other or name not in first:
-                has, lacks = (0, rank) if name in first else (rank, 0)
-                return f"the ranks save different tensors: rank {has} has {name!r}, rank {lacks} has not"
-            if first[name] != other[name]:
-                kinds = [
-                    f"{dtype} {shape}" + ("" if whole else " in shards") + (f" along {axes}" if axes else "")
-                    for dtype, shape, whole, axes in (first[name], other[name])
-                ]
-                return (
-                    f"the ranks save different tensors: {name!r} is {kinds[0]} on rank 0, but {kinds[1]} on rank {rank}"
-                )
-    raise AssertionError("the digests differ, the descriptions do not")
 
 
 def _plan(held: list[Local], boxes: list[dict[str, Box]], files: Files, hosts: Sequence[str], comm: Ranks) -> _Plan:

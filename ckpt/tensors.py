@@ -8,7 +8,7 @@ import numpy as np
 from ckpt.layout import Box, Shape
 from ckpt.manifest import MAX_NDIM, axes_error, name_error, nesting_error
 from collectives.arrays import as_numpy
-from collectives.dtypes import number_of
+from collectives.dtypes import TABLE, DTypeError, number_of
 
 
 class Shard:
@@ -73,7 +73,16 @@ def inspect(tensors: Mapping[str, Any], *, writable: bool = False) -> list[Local
 
 def _local(name: str, value: Any, writable: bool) -> Local:
     data = value.data if isinstance(value, Shard) else value
-    array = as_numpy(data, writable=writable, name=f"tensor {name!r}")
+    try:
+        array = as_numpy(data, writable=writable, name=f"tensor {name!r}")
+        dtype = number_of(array.dtype).name
+    except DTypeError:
+        # What collectives can move is more than what a checkpoint holds.
+        kind = getattr(data, "dtype", type(data).__name__)
+        raise DTypeError(
+            f"tensor {name!r}: dtype {kind} is not supported; expected one of {', '.join(TABLE)}, or a view as one of them, such as "
+            "uint8"
+        ) from None
     shape = value.shape if isinstance(value, Shard) else array.shape
     offset = value.offset if isinstance(value, Shard) else (0,) * array.ndim
     box = Box(offset, array.shape)
@@ -86,4 +95,4 @@ def _local(name: str, value: Any, writable: bool) -> Local:
     axes = value.axes if isinstance(value, Shard) else None
     if axes is not None and (problem := axes_error(axes, len(shape))):
         raise ValueError(f"tensor {name!r}: {problem}")
-    return Local(name, number_of(array.dtype).name, shape, box, not isinstance(value, Shard), array, axes)
+    return Local(name, dtype, shape, box, not isinstance(value, Shard), array, axes)

@@ -16,9 +16,10 @@ import socket
 import time
 import uuid
 
-from ckpt.commit import OWNER_NAME, is_alive, owner_of, signature
-from ckpt.folder import LATEST_NAME, newest_first
+from ckpt.commit import refuse_existing
+from ckpt.folder import LATEST_NAME, OWNER_NAME, check_outside, newest_first
 from ckpt.manifest import FILE_NAME, CheckpointError
+from ckpt.owner import is_alive, owner_of, signature
 from ckpt.places import folders_in, names_in, read_header
 from ckpt.remote import Url
 
@@ -37,14 +38,15 @@ class Upload:
     def open(cls, final: Url, manifest: bytes, *, overwrite: bool) -> "Upload":
         """Make room for the checkpoint `final`, after removing what dead jobs left beside it.
 
-        FileExistsError if it exists (and `overwrite` is not given), or if a live process of this host is writing it.
+        ValueError if it would lie in another one. FileExistsError if it exists (and `overwrite` is not given, or it is more than a
+        checkpoint), or if a live process of this host is writing it.
         """
         upload = cls(final, manifest)
+        check_outside(final.parent)
         names = names_in(final) if final.is_dir() else []
-        if FILE_NAME in names and not overwrite:
-            raise FileExistsError(errno.EEXIST, "this checkpoint exists; pass overwrite=True to replace it", str(final))
-        if names and FILE_NAME not in names and OWNER_NAME not in names:
-            raise FileExistsError(errno.EEXIST, "something lies there that is no checkpoint", str(final))
+        if names:
+            is_unfinished = OWNER_NAME in names and FILE_NAME not in names
+            refuse_existing(final, overwrite=overwrite or is_unfinished)
         with contextlib.suppress(FileNotFoundError):
             _clean(final.parent, except_for=final.name)
         owner = _owner(final)

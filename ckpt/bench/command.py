@@ -90,7 +90,7 @@ def _measure(args: argparse.Namespace, comm: Communicator, folder: Path, source:
 
 def _check_arguments(args: argparse.Namespace, comm: Communicator) -> None:
     for files in args.layouts:
-        if problem := files_error(files, comm.size):
+        if problem := files_error(files):
             raise ValueError(f"--layouts: {problem}")
     if set(args.drivers) - {"posix"}:
         from ckpt.mpio import mpio_error

@@ -20,9 +20,9 @@ from ckpt.commands.terminal import (
     size_text,
 )
 from ckpt.commit import leftovers, outdated, remove, settle, write_latest
-from ckpt.folder import LATEST_NAME, folder_of_checkpoints, is_part, latest, list_checkpoints
+from ckpt.folder import LATEST_NAME, folder_of_checkpoints, latest, list_checkpoints, reason_to_keep
 from ckpt.manifest import FILE_NAME
-from ckpt.places import Place, bytes_in, names_in
+from ckpt.places import Place, bytes_in
 
 
 class _Step(NamedTuple):
@@ -77,10 +77,14 @@ def _run(args: argparse.Namespace) -> None:
 
 def _clean(folder: Path, *, dry: bool) -> list[_Step]:
     """Finish what dead jobs began."""
-    found = leftovers(folder)
-    steps = [_Step(left.action, left.path, _bytes(left.path), left.why) for left in found]
-    for left in [] if dry else found:
-        settle(left)
+    steps = []
+    for left in leftovers(folder):
+        step = _Step(left.action, left.path, _bytes(left.path), left.why)
+        if not dry:
+            settle(left)
+            if left.action == "remove" and os.path.lexists(left.path):
+                step = step._replace(action="keep", why=f"{left.why}, but cannot be removed")
+        steps.append(step)
     return steps
 
 
@@ -93,7 +97,9 @@ def _thin(folder: Path, args: argparse.Namespace) -> list[_Step]:
         known = {step.path for step in steps}
         for path in reversed(outdated(newest, args.keep, args.keep_every)):
             if path not in known:
-                steps.append(_Step("remove", path, _bytes(path), f"older than {beyond}"))
+                reason = reason_to_keep(path)
+                why = f"older than {beyond}" + (f", but {reason}" if reason else "")
+                steps.append(_Step("keep" if reason else "remove", path, _bytes(path), why))
     for step in steps:
         if step.action == "remove" and not args.dry_run:
             with suppress(FileNotFoundError):  # a job that clears up as well
@@ -108,12 +114,11 @@ def _incomplete(folder: Path) -> list[_Step]:
     for found in list_checkpoints(folder):
         if found.problem is None or found.path.name.startswith("."):
             continue
-        strangers = [name for name in names_in(found.path) if not is_part(name) and not name.startswith(".")]
         if not found.broken:
             steps.append(_Step("keep", found.path, found.nbytes, f"may be whole: {found.problem}"))
-        elif strangers:
+        elif reason := reason_to_keep(found.path):
             # Perhaps somebody's own folder, with a file that is called like one of ours.
-            steps.append(_Step("keep", found.path, found.nbytes, f"holds {strangers[0]!r}, which no save made"))
+            steps.append(_Step("keep", found.path, found.nbytes, reason))
         else:
             steps.append(_Step("remove", found.path, found.nbytes, found.problem))
     return steps
@@ -147,6 +152,6 @@ def _json(step: _Step) -> dict[str, str | int]:
 
 def _bytes(path: Place) -> int:
     try:
-        return bytes_in(path)
+        return 0 if os.path.islink(path) else bytes_in(path)
     except OSError:  # gone, or not ours to look at
         return 0

@@ -189,7 +189,7 @@ class CheckpointConfig:
     keep_every: int = 0
     """Those of steps that it divides are never deleted; 0: all may be."""
     files: str = "rank"
-    """Data files of a checkpoint: rank (one for each), node, one, or a number."""
+    """Data files of a checkpoint: rank (one for each), node, one, or at most so many."""
     background: bool = False
     """Write them while the training goes on, from a copy in host memory."""
     copies: tuple[str, ...] = ()
@@ -247,12 +247,8 @@ def check_ranks(config: Config, num_ranks: int) -> None:
     """Check what depends on the number of ranks.
 
     Raises:
-        ConfigError: a global batch that ranks and micro-batches do not divide, ranks that copies do not divide, more files of a
-            checkpoint than ranks.
+        ConfigError: a global batch that ranks and micro-batches do not divide, ranks that copies do not divide.
     """
-    files = config.checkpoint.num_files
-    if isinstance(files, int) and files > num_ranks:
-        raise ConfigError(f"checkpoint.files: {files} files are more than the {num_ranks} ranks that write them")
     copies = config.parallel.copies
     if num_ranks % copies:
         raise ConfigError(

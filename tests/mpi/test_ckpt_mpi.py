@@ -103,15 +103,13 @@ def test_ranks_may_ask_for_different_parts(comm, shared_tmp):
 
 
 @pytest.mark.parametrize("driver", ["posix", "mpio", "mpio-collective"])
-@pytest.mark.parametrize("files", ["rank", "node", "one", 2])
+@pytest.mark.parametrize("files", ["rank", "node", "one", 2, 1000])
 def test_all_drivers_write_the_same_files(comm, shared_tmp, files, driver):
-    if files == 2 and comm.size < 2:
-        pytest.skip("one rank does not write two files")
     tensors = full_tensors()
     mine = {name: shard(array, comm.rank, comm.size, 0) for name, array in tensors.items()} | {"step": np.array(3)}
     path = ckpt.save(shared_tmp / "a", mine, comm=comm, files=files, driver=driver)
     plain = ckpt.save(shared_tmp / "b", mine, comm=comm, files=files)
-    count = {"rank": comm.size, "node": 1, "one": 1, 2: 2}[files]
+    count = {"rank": comm.size, "node": 1, "one": 1, 2: min(2, comm.size), 1000: comm.size}[files]
     data_files = sorted(name for name in ckpt.open(path).files if name != "index.h5")
     assert len(data_files) == count
     for name in [*data_files, "index.h5"]:
@@ -128,9 +126,17 @@ def test_wrong_files_and_drivers(comm, shared_tmp):
     def save(**options):
         return lambda: ckpt.save(shared_tmp / "a", {"x": np.zeros(2)}, comm=comm, **options)
 
-    refused(comm, ValueError, f"a number from 1 to {comm.size}", save(files=comm.size + 1))
+    refused(comm, ValueError, "a number of at least 1", save(files=0))
     refused(comm, ValueError, "expected 'posix', 'mpio' or 'mpio-collective'", save(driver="mpi"))
     refused(comm, ValueError, "in the background", save(driver="mpio", background=True))
+    assert names(shared_tmp) == []
+
+
+def test_what_is_no_communicator_is_named(comm, shared_tmp):
+    with pytest.raises(TypeError, match=r"comm is a Intracomm; expected a collectives\.Communicator, such as"):
+        ckpt.save(shared_tmp / "a", {"x": np.zeros(2)}, comm=comm.mpi)
+    with pytest.raises(TypeError, match="comm is a int; expected"):
+        ckpt.save(shared_tmp / "a", {"x": np.zeros(2)}, comm=comm.size)
     assert names(shared_tmp) == []
 
 
@@ -233,6 +239,32 @@ def test_gaps_and_overlaps_are_found(comm, shared_tmp):
         scalar = {"x": ckpt.Shard(np.zeros(()), (), ())}
         refused(comm, ValueError, "overlap", lambda: ckpt.save(shared_tmp / "a", scalar, comm=comm))
     assert names(shared_tmp) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "last"),
+    [
+        ("files", "rank", "one"),
+        ("files", 1, "one"),
+        ("driver", "posix", "mpio"),
+        ("background", False, True),
+        ("keep", None, 2),
+        ("keep_every", 10, 20),
+        ("overwrite", True, False),
+        ("path", "a", "b"),
+    ],
+)
+def test_arguments_that_differ_are_an_error_on_all(comm, shared_tmp, name, others, last):
+    if comm.size == 1 or (last == "mpio" and not h5py.get_config().mpi):
+        pytest.skip("needs another rank, or h5py on parallel HDF5")
+    options = {"path": "a", name: last if comm.rank == comm.size - 1 else others}
+    path = shared_tmp / options.pop("path")
+    message = (
+        rf"ckpt\.save: {name} is .*{others}'? on rank 0, but .*{last}'? on rank {comm.size - 1}; expected the same on"
+    )
+    refused(comm, ValueError, message, lambda: ckpt.save(path, {"x": np.ones(2)}, comm=comm, **options))
+    assert names(shared_tmp) == []
+    ckpt.wait()
 
 
 def test_a_write_that_fails_on_one_rank_fails_on_all_and_loses_nothing(comm, shared_tmp):

@@ -16,6 +16,7 @@ import pytest
 import ckpt
 from ckpt import commit
 from ckpt.folder import LATEST_NAME
+from ckpt.owner import start_time
 
 
 def save(path, value=0, **options):
@@ -89,10 +90,13 @@ def test_replacement_where_the_kernel_cannot_exchange(tmp_path, monkeypatch):
     assert load(path) == 2
 
 
-@pytest.mark.parametrize("name", [".hidden", "latest", "/"])
+@pytest.mark.parametrize("name", [".hidden", "latest", "/", "step\n7", "step-7\n", "a\x1b[31m", "a\udcff"])
 def test_names_a_checkpoint_cannot_have(tmp_path, name):
     with pytest.raises(ValueError, match="cannot be a checkpoint's name"):
         save(tmp_path / name)
+    with pytest.raises(ValueError, match="cannot be a checkpoint's name"):
+        ckpt.reshard(tmp_path / "any", tmp_path / name, files=1)
+    assert names(tmp_path) == []
 
 
 def test_keep_removes_the_oldest_complete_ones(tmp_path):
@@ -108,6 +112,13 @@ def test_keep_removes_the_oldest_complete_ones(tmp_path):
     assert names(tmp_path) == [LATEST_NAME, "step-1"]
     with pytest.raises(ValueError, match="keep is 0"):
         save(tmp_path / "step-6", keep=0)
+    for number in ("3", 2.5, True):
+        with pytest.raises(
+            TypeError, match=f"keep_every is {number!r}; expected a whole number of at least 1, or None"
+        ):
+            save(tmp_path / "step-6", keep=1, keep_every=number)
+    save(tmp_path / "step-6", 6, keep=np.int64(1))
+    assert names(tmp_path) == [LATEST_NAME, "step-6"]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
@@ -170,7 +181,7 @@ def owner(pid, host=None, start=None):
 def test_stages_of_the_dead_are_removed_those_of_the_living_are_not(tmp_path):
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        start = commit._start_time(living.pid)
+        start = start_time(living.pid)
         assert start is not None
         stages = {
             ".dead.staging": owner(2**30, start="1"),

@@ -16,6 +16,7 @@ from ckpt import commit
 from ckpt.cli import main
 from ckpt.folder import LATEST_NAME
 from ckpt.manifest import VERSION
+from ckpt.owner import start_time
 
 
 def save(path, value=0.0):
@@ -108,7 +109,7 @@ def test_what_dead_jobs_left_goes_what_living_ones_write_does_not(tmp_path, caps
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as living:
         stages = {
             ".dead.staging": owner(2**30, start="1"),
-            ".living.staging": owner(living.pid, start=commit._start_time(living.pid)),
+            ".living.staging": owner(living.pid, start=start_time(living.pid)),
             ".elsewhere.staging": owner(1, host="another\x1b[31m-host", start="1"),
             ".unsigned.staging": None,
             ".a.replaced": None,

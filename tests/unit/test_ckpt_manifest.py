@@ -220,6 +220,23 @@ def test_meta_is_json_or_refused():
         encode_meta([])
 
 
+def nested(depth):
+    value = 1
+    for _ in range(depth - 1):
+        value = [value]
+    return {"a": value}
+
+
+def test_meta_is_nested_as_deeply_as_can_be_read():
+    deep = Manifest((), {}, nested(400))
+    assert decode(encode(deep)).meta == deep.meta
+    cycle = {"a": {}}
+    cycle["a"]["b"] = [cycle]
+    for meta in (nested(401), nested(2000), nested(100_000), cycle):
+        with pytest.raises(ValueError, match=r"meta\['a'\]\[.*\.\.\. is nested more than 400 deep, or holds itself"):
+            encode_meta(meta)
+
+
 def test_links_and_pipes_instead_of_files_are_refused(tmp_path):
     path = ckpt.save(tmp_path / "a", {"x": np.arange(10)}, comm=None)
     file = path / "rank-00000.h5"

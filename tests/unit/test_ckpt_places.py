@@ -13,6 +13,7 @@ import ckpt
 from ckpt import commit, remote
 from ckpt.cli import main
 from ckpt.folder import LATEST_NAME
+from ckpt.owner import start_time
 from ckpt.places import names_in, read_all
 from ckpt.remote import Url
 from ckpt.upload import Upload
@@ -77,7 +78,7 @@ def test_uploads_of_the_dead_are_removed_those_of_the_living_are_not(tmp_path):
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         here = {"host": socket.gethostname(), "token": "t", "begun": time.time()}
-        start = commit._start_time(living.pid)
+        start = start_time(living.pid)
         uploads = {
             "dead": here | {"pid": 2**30, "start": "1"},
             "reused": here | {"pid": living.pid, "start": "1"},
@@ -109,7 +110,7 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path):
     (place / "a").make()
     (place / "a" / "thesis.tex").write(b"years")
     for overwrite in (False, True):
-        with pytest.warns(RuntimeWarning, match="copy/a was not made: .*something lies there that is no checkpoint"):
+        with pytest.warns(RuntimeWarning, match="copy/a was not made: .*holds 'thesis.tex', which no save made"):
             save(tmp_path / "home" / "a", copies=[str(place)], overwrite=overwrite)
     assert names(place / "a") == ["thesis.tex"]
 

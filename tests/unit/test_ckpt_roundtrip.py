@@ -47,6 +47,25 @@ def test_every_dtype_and_shape_bit_for_bit(tmp_path):
         assert equal(np.asarray(entry), array)
 
 
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.ones(3, "c8"),
+        np.ones(3, ml_dtypes.float8_e5m2),
+        np.array(["text"]),
+        np.array([None]),
+        torch.ones(3, dtype=torch.complex64),
+        torch.ones(3).to(torch.float8_e4m3fn),
+    ],
+)
+def test_dtypes_that_no_checkpoint_holds_are_named_with_their_tensor(tmp_path, array):
+    problem = rf"tensor 'model/w': dtype {array.dtype} is not supported; expected one of {', '.join(TABLE)}, or a view"
+    for value in (array, ckpt.Shard(array, array.shape, (0,))):
+        with pytest.raises(TypeError, match=problem):
+            ckpt.save(tmp_path / "a", {"model/b": np.ones(2), "model/w": value}, comm=None)
+    assert not (tmp_path / "a").exists()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
 def test_torch_tensors_fill_in_place(tmp_path, dtype):
     tensors = {"w": torch.randn(6, 5).to(dtype), "s": torch.tensor(1).to(dtype), "e": torch.empty(0, 2, dtype=dtype)}
@@ -180,7 +199,11 @@ def test_shapes_and_dtypes_that_do_not_fit(tmp_path):
     [
         ({"x": np.zeros((4, 4))[:, ::2]}, ValueError, "tensor 'x' is not contiguous"),
         ({"x": np.zeros(3, object)}, TypeError, "not supported"),
-        ({"x": np.zeros(3, np.complex64)}, TypeError, "dtype complex64 is not supported; expected one of float64"),
+        (
+            {"x": np.zeros(3, np.complex64)},
+            TypeError,
+            "tensor 'x': dtype complex64 is not supported; expected one of float64",
+        ),
         ({"x": [1, 2]}, TypeError, "tensor 'x' is a builtins.list"),
         ({"a//b": np.zeros(1)}, ValueError, "'a//b'"),
         ({"a": np.zeros(1), "a/b": np.zeros(1)}, ValueError, "is a tensor and also the group"),

@@ -198,6 +198,7 @@ def test_differences() -> None:
 def test_check_ranks_names_the_factors_and_the_nearest_that_fit() -> None:
     config = parse(["--train.batch", "16", "--train.accumulate", "2"])
     check_ranks(config, 4)
+    check_ranks(parse(["--checkpoint.files", "8"]), 4)  # a run of 8 ranks that goes on on 4
     with pytest.raises(ConfigError) as caught:
         check_ranks(config, 3)
     assert str(caught.value) == (
