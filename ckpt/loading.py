@@ -12,7 +12,7 @@ from ckpt.folder import check_there, manifest_bytes, none_usable, parse_manifest
 from ckpt.layout import pieces
 from ckpt.manifest import CheckpointError, Manifest, Tensor, named, unmatched_error
 from ckpt.places import Paths, Place, copies_of
-from ckpt.ranks import Ranks, Solo
+from ckpt.ranks import Ranks, ranks_of
 from ckpt.reader import Reader
 from ckpt.tensors import Local, inspect
 from collectives.dtypes import TABLE
@@ -50,7 +50,7 @@ def load(
     Raises CheckpointError on all ranks if the checkpoint is missing, damaged or does not fit in names, shapes or dtypes. Names,
     shapes and dtypes are checked before an array is touched; damage found later leaves the arrays partly overwritten.
     """
-    comm = Solo() if comm is None else comm
+    comm = ranks_of(comm)
     with comm.together(_DOING):
         places = copies_of(path, copies)
         held = inspect(tensors, writable=True)
