@@ -88,6 +88,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs all ranks on one node, and these are on {num_nodes}")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.stash[ranks_key].comm.size > 3:
+        left_out = [item for item in items if item.get_closest_marker("few_ranks")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("few_ranks")]
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     ranks = session.config.stash[ranks_key]
     mine = [item.nodeid for item in session.items], session.testsfailed
