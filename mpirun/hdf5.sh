@@ -4,6 +4,8 @@
 # provides. The packages are unpacked, never installed: they depend on Debian's own Open MPI 4, whose mpirun would
 # then stand on the PATH. Libraries and wheel are kept in the user's cache, as other checkouts can use them too.
 # Whatever goes wrong, PyPI's h5py stays: every layout of checkpoint but the one through mpio works with it.
+#
+# And h5dump, HDF5's own reader, for the tests of what ckpt writes: from Debian too, again unpacked only.
 
 # Uses setup's venv, log, constraints, mpi_kind, mpirun, hdf5, say, fail and pip_install.
 set_up_h5py() {
@@ -107,16 +109,85 @@ h5py_build() {
 # Into the current folder: HDF5 for Open MPI (C only), and the libraries it needs that this machine has not.
 unpack_hdf5() {
     local hdf5_packages needed missing
-    apt-cache show libhdf5-openmpi-dev >/dev/null 2>&1 || apt-get -qq update || return 1
+    apt_knows libhdf5-openmpi-dev || return 1
     # the versioned names differ between releases
     hdf5_packages=$(apt-cache depends libhdf5-openmpi-dev | grep -oE '\blibhdf5-openmpi-(hl-)?[0-9].*') || return 1
     # shellcheck disable=SC2086 # lists of names
     needed=$(apt-cache depends $hdf5_packages | sed -n 's/^ *Depends: //p' | grep -vE 'openmpi|<' | sort -u) || return 1
-    # apt works out what those need in turn; "Inst name (version" is new here, "Inst name [old] (new" an upgrade
     # shellcheck disable=SC2086
-    missing=$(apt-get --simulate --no-install-recommends install $needed | awk '$1 == "Inst" && $3 ~ /^\(/ { print $2 }') || return 1
+    missing=$(not_installed $needed) || return 1
     # shellcheck disable=SC2086
-    download libhdf5-openmpi-dev $hdf5_packages $missing || { apt-get -qq update && download libhdf5-openmpi-dev $hdf5_packages $missing; } || return 1
+    unpack libhdf5-openmpi-dev $hdf5_packages $missing
+}
+
+# .venv/bin/h5dump, unless the machine has one. It starts Debian's with the libraries that belong to it, which nothing else
+# is to load. Without it the tests that need it skip.
+set_up_h5dump() {
+    local tool=$venv/bin/h5dump cache
+    if [ -e "$tool" ]; then
+        ! h5dump_works "$tool" || return 0
+        rm -f "$tool"
+    fi
+    ! command -v h5dump >/dev/null || return 0
+    if ! command -v apt-get >/dev/null || ! command -v dpkg-deb >/dev/null; then
+        say 'h5dump: not there, and fetched on Debian or Ubuntu only. The tests that need it skip'
+        return
+    fi
+    cache=${XDG_CACHE_HOME:-${HOME:-$venv}/.cache}/mpitrain/h5dump-$({ cat "$root/mpirun/hdf5.sh" /etc/os-release; uname -m; } | sha256sum | cut -c 1-12)
+    if { [ -d "$cache" ] || h5dump_fetch "$cache"; } && h5dump_wrap "$cache" >"$tool" && chmod +x "$tool" && h5dump_works "$tool"; then
+        say "h5dump: Debian's, kept in $cache"
+    else
+        rm -f "$tool"
+        say "h5dump: Debian's cannot be had or does not run, see .venv/setup.log. The tests that need it skip" \
+            "(to try again: rm -rf .venv/stamp $cache)"
+    fi
+}
+
+h5dump_fetch() { # $1: the cache's folder, which is whole once it is there
+    local folder=$1.$$ rc=0
+    mkdir -p "$folder/unpacked" "$folder/lib" &&
+        (cd "$folder/unpacked" && unpack_h5dump) >>"$log" 2>&1 &&
+        find "$folder/unpacked" -path '*/lib/*' -name '*.so*' -exec cp -a -t "$folder/lib" {} + &&
+        cp "$folder/unpacked/usr/bin/h5dump" "$folder" && rm -rf "$folder/unpacked" || rc=1
+    # another checkout's may have come first
+    [ $rc != 0 ] || mv -T "$folder" "$1" 2>>"$log" || [ -d "$1" ] || rc=1
+    rm -rf "$folder"
+    return $rc
+}
+
+# Into the current folder: h5dump, and the libraries it needs that this machine has not.
+unpack_h5dump() {
+    local packages
+    apt_knows hdf5-tools && packages=$(not_installed hdf5-tools) || return 1
+    # shellcheck disable=SC2086 # a list of names
+    unpack $packages
+}
+
+h5dump_wrap() { # $1: the cache's folder
+    # shellcheck disable=SC2016 # the wrapper's own variables
+    printf '#!/bin/sh\nLD_LIBRARY_PATH=%q${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} exec %q "$@"\n' "$1/lib" "$1/h5dump"
+}
+
+h5dump_works() { # $1: the program
+    local folder rc=0
+    folder=$(mktemp -d)
+    timeout 60 "$venv/bin/python" -c 'import h5py, sys; h5py.File(sys.argv[1], "w")["x"] = [1.5, -2.0]' "$folder/x.h5" >>"$log" 2>&1 &&
+        timeout 60 "$1" -d /x "$folder/x.h5" 2>>"$log" | grep '1.5, -2' >/dev/null || rc=1
+    rm -rf "$folder"
+    return $rc
+}
+
+apt_knows() { apt-cache show "$1" >/dev/null 2>&1 || apt-get -qq update; } # $1: a package
+
+# Those of the packages, and of what they need in turn, that this machine has not. apt works it out; "Inst name (version" is new
+# here, "Inst name [old] (new" an upgrade.
+not_installed() {
+    apt-get --simulate --no-install-recommends install "$@" | awk '$1 == "Inst" && $3 ~ /^\(/ { print $2 }'
+}
+
+# Into the current folder, the packages named.
+unpack() {
+    download "$@" || { apt-get -qq update && download "$@"; } || return 1
     local package
     for package in *.deb; do dpkg-deb -x "$package" . || return 1; done
 }

@@ -23,7 +23,7 @@ load_mpi() {
         "MPITRAIN_MPI=openmpi|mpich|system ./mpirun/setup"
 }
 
-# Settings of Open MPI and MPICH for a job of $1 ranks. As variables, not options, so that others (which ignore them)
+# Settings of Open MPI and MPICH for a job of $1 ranks, after load_mpi. As variables, not options, so that others (which ignore them)
 # start by the same command line. What the caller has set stays.
 mpi_environment() {
     if [ "$(id -u)" = 0 ]; then
@@ -32,6 +32,9 @@ mpi_environment() {
     # mpitrain binds its ranks itself, as it knows how many threads each will start. PRTE_ is Open MPI 5, the other 4.
     export PRTE_MCA_hwloc_default_binding_policy=${PRTE_MCA_hwloc_default_binding_policy-none}
     export OMPI_MCA_hwloc_base_binding_policy=${OMPI_MCA_hwloc_base_binding_policy-none}
+    # Open MPI 5 sleeps a second in each MPI_Init, where it gives up one-sided transfers over libfabric: at close of that transport,
+    # on every machine without such a network. Nothing here makes one-sided transfers. On a system's own MPI the list is its to say.
+    [ "${mpi_kind-}" != openmpi ] || export OMPI_MCA_btl=${OMPI_MCA_btl-^ofi}
     # More ranks than cores: allowed, and then a waiting rank must give its core away or all crawl. Under a batch
     # system the slots are its to count, and oversubscribing would put every rank on the first host.
     # nproc says what OMP_NUM_THREADS says, where it is set.

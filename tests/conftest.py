@@ -1,4 +1,4 @@
-"""For all tests: a watchdog over each, and the marker for tests that need a GPU.
+"""For all tests: a watchdog over each, the marker for tests that need a GPU, and garbage collections that cost little.
 
 A test that takes longer than `DEFAULT_TIMEOUT_S` (`@pytest.mark.timeout_s(n)` sets another) prints the stacks of all
 threads, prefixed with the rank under MPI, and ends the whole run (under MPI the job) with a non-zero exit code: a test
@@ -6,6 +6,7 @@ that hangs inside a collective cannot be interrupted and skipped.
 """
 
 import faulthandler
+import gc
 import os
 import sys
 import tempfile
@@ -78,6 +79,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # What the user has measured is not to decide what the tests run: a folder that is not there.
     os.environ["MPITRAIN_CACHE_DIR"] = os.path.join(os.path.dirname(__file__), "no-cache")
     config.stash[watchdog_key] = Watchdog()
+
+
+def pytest_collection_finish() -> None:
+    # What the test files have imported, a million objects with torch and JAX, stays to the end: a full collection need not visit it.
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -44,7 +44,9 @@ def test_settings_it_names_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("-m", "collectives", "check"), ("-m", "collectives", "info"), ("-m", "mpitrain", "--help")]
+    "command",
+    # check proves in half a minute what tests/unit/test_schedules.py does: some ranks here
+    [("-m", "collectives", "check", "--ranks", "1..9"), ("-m", "collectives", "info"), ("-m", "mpitrain", "--help")],
 )
 def test_commands_it_names_run_without_mpirun(command: tuple[str, ...], tmp_path: Path) -> None:
     result = run([sys.executable, *command], cwd=tmp_path)

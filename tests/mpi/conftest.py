@@ -88,6 +88,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs all ranks on one node, and these are on {num_nodes}")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    most = 3 if MPI.get_vendor()[0] == "Open MPI" else 2  # another MPI has nothing to do with what such tests show
+    if config.stash[ranks_key].comm.size > most:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("few_ranks")])
+        items[:] = [item for item in items if not item.get_closest_marker("few_ranks")]
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     ranks = session.config.stash[ranks_key]
     mine = [item.nodeid for item in session.items], session.testsfailed

@@ -102,6 +102,7 @@ def test_the_same_bits(comm: Communicator, way: str, low: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), order
 
 
+@pytest.mark.few_ranks
 @pytest.mark.parametrize("way", ["stage 3", "stage 3, private"])
 @pytest.mark.parametrize(
     "name", ["mlp", "gpt, tied", "gpt, untied", "encoder and decoder", "low rank", "twice", "Llama", "T5"]
@@ -135,6 +136,7 @@ def test_models_of_many_kinds(comm: Communicator, name: str, way: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, seen[0], strict=True))
 
 
+@pytest.mark.few_ranks
 @pytest.mark.parametrize("way", WAYS)
 def test_less_is_held(comm: Communicator, way: str) -> None:
     peaks = {}

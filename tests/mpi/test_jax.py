@@ -57,6 +57,7 @@ def test_values(comm: Communicator, wrap: Any) -> None:
     assert wrap(lambda x: cj.all_reduce(x, comm))(jnp.float32(rank)) == n * (n - 1) / 2
 
 
+@pytest.mark.few_ranks
 def test_every_dtype_with_and_without_64_bits(comm: Communicator) -> None:
     for wide in (False, True):
         with jax.enable_x64(wide):
@@ -136,6 +137,7 @@ def test_gradients_are_those_of_the_sum_of_all_ranks_results(comm: Communicator)
     np.testing.assert_allclose(grad, whole / n, rtol=1e-6)
 
 
+@pytest.mark.few_ranks
 def test_gradients_against_finite_differences(comm: Communicator) -> None:
     """Of the sum of all ranks' losses, by this rank's x alone: the others hold still while one rank after the other moves."""
     n, rank = comm.size, comm.rank
@@ -158,6 +160,7 @@ def test_gradients_against_finite_differences(comm: Communicator) -> None:
     np.testing.assert_allclose(grad, slopes[rank], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.few_ranks
 def test_derivatives_in_loops_and_of_higher_order(comm: Communicator) -> None:
     n = comm.size
 
@@ -178,6 +181,7 @@ def test_derivatives_in_loops_and_of_higher_order(comm: Communicator) -> None:
     np.testing.assert_array_equal(jax.jit(jax.hessian(cube))(x), np.diag(6 * n**3 * np.arange(3)))
 
 
+@pytest.mark.few_ranks
 def test_forward_mode_and_vmap(comm: Communicator) -> None:
     n, rank = comm.size, comm.rank
     x, t = rows(2 * n, rank), rows(2 * n, rank + 1)
@@ -198,6 +202,7 @@ def test_forward_mode_and_vmap(comm: Communicator) -> None:
         np.testing.assert_array_equal(grads[1], jax.grad(lambda x, f=f: (f(x) ** 2).sum())(t))
 
 
+@pytest.mark.few_ranks
 def test_what_has_no_derivative_says_so_when_traced(comm: Communicator) -> None:
     x = jnp.ones(2 * comm.size)
     for op in ("max", "min", "prod"):
@@ -216,6 +221,7 @@ def test_what_has_no_derivative_says_so_when_traced(comm: Communicator) -> None:
             )
 
 
+@pytest.mark.few_ranks
 def test_checkpoint_says_what_to_do(comm: Communicator) -> None:
     def f(x: Any) -> Any:
         return jnp.sin(cj.all_reduce(x, comm)).sum()
@@ -230,6 +236,7 @@ def test_checkpoint_says_what_to_do(comm: Communicator) -> None:
             derive(x)
 
 
+@pytest.mark.few_ranks
 def test_wrong_arguments(comm: Communicator) -> None:
     x, n = jnp.ones(3), comm.size
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [

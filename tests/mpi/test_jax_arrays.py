@@ -59,6 +59,7 @@ def check(result: Any, expected: np.ndarray, case: Any) -> None:
     assert np.asarray(result).tobytes() == expected.tobytes(), case
 
 
+@pytest.mark.few_ranks
 def test_reductions(comm: Communicator) -> None:
     n, rank = comm.size, comm.rank
     for row in rows():
@@ -77,6 +78,7 @@ def test_reductions(comm: Communicator) -> None:
     check(average, np.full((2, 3), (n - 1) / 2).astype(average.dtype), "avg, and the shape is kept")
 
 
+@pytest.mark.few_ranks
 def test_moves(comm: Communicator) -> None:
     n, rank = comm.size, comm.rank
     for row in rows():

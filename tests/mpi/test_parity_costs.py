@@ -84,6 +84,7 @@ def test_what_is_frozen_costs_neither_gradients_nor_reductions(comm: Communicato
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler looks at it, and hides that
+@pytest.mark.few_ranks
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_compiled_blocks(comm: Communicator, in_place: bool, storage: str) -> None:

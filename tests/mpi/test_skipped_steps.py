@@ -15,6 +15,8 @@ from collectives import Communicator
 from mpitrain.config import parse
 from mpitrain.train.trainer import Trainer
 
+pytestmark = pytest.mark.few_ranks
+
 BATCH = 12
 
 SETTINGS = """

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
-from some_tensors import equal, everything, forget_peak, needs_h5dump, peak_bytes, random_array
+from some_tensors import H5DUMP, equal, everything, forget_peak, needs_h5dump, peak_bytes, random_array
 from thread_ranks import on_ranks
 
 import ckpt
@@ -126,7 +126,7 @@ def test_h5dump_reads_plain_hdf5(tmp_path, compression):
     path = ckpt.save(tmp_path / "c", {f"model/{name}.w": value for name, value in values.items()}, comm=None)
     ckpt.export(path, tmp_path / "a.h5", compression=compression)
     for name in values:
-        command = ["h5dump", "-d", f"/model/{name}.w", str(tmp_path / "a.h5")]
+        command = [H5DUMP, "-d", f"/model/{name}.w", str(tmp_path / "a.h5")]
         text = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout
         assert "(0,0): 1.5, -2," in text and "(1,0): 0.25, 3" in text
 

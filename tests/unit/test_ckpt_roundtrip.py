@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from some_tensors import equal, everything, needs_h5dump, random_array
+from some_tensors import H5DUMP, equal, everything, needs_h5dump, random_array
 from thread_ranks import on_ranks
 
 import ckpt
@@ -388,7 +388,7 @@ def test_h5dump_reads_the_index_and_the_rank_file(tmp_path, dtype, array, lines)
     path = ckpt.save(tmp_path / "a", {"model/blocks.0.w": value}, comm=None)
 
     def dump(*args):
-        return subprocess.run(["h5dump", *map(str, args)], capture_output=True, text=True, check=True, cwd="/").stdout
+        return subprocess.run([H5DUMP, *map(str, args)], capture_output=True, text=True, check=True, cwd="/").stdout
 
     text = dump("-d", "/model/blocks.0.w", path / "index.h5")
     assert all(line in text for line in lines)
