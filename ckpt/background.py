@@ -24,7 +24,9 @@ from ckpt.tensors import Local
 _ALIGNMENT = 64
 _PATIENCE_S = 0.2  # between two looks of `wait` at how the ranks are doing
 _HEARD_S = 10.0
-_NICE = 19  # of the thread: what computes goes first
+_NICE = 14
+"""Of the thread: what computes goes first. Where steps keep all cores busy, a save of 1.2 GB by 2 ranks took 1.6 s at 8, 14 s at 14
+and 46 s at 19, and the steps meanwhile 1.18, 1.06 and 1.01 times as long."""
 
 _buffer = np.empty(0, np.uint8)
 _pending: "Pending | None" = None

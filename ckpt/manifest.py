@@ -45,6 +45,8 @@ MAX_NAME = 1024
 MAX_META_DEPTH = 400
 _NO_NAMES = {"", ".", ".."}
 
+_JSON = json.JSONEncoder(separators=(",", ":"))  # once: thousands of lines go through it
+
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, of another format, or does not fit what was asked of it."""
@@ -152,7 +154,7 @@ def encode_meta(meta: Mapping[str, Any]) -> str:
     if not isinstance(meta, Mapping):
         raise TypeError(f"meta is a {type(meta).__name__}; expected a dict")
     check(meta, "meta")
-    line = json.dumps(meta, separators=(",", ":"))
+    line = _JSON.encode(meta)
     if problem := line_error(line.encode()):
         raise ValueError(f"meta {problem}; save what is large as tensors")
     return line
@@ -180,7 +182,7 @@ def encode(manifest: Manifest) -> bytes:
         "tensors": len(manifest.tensors),
         "files": [file_entry(file) for file in manifest.files],
     }
-    lines = [json.dumps(header, separators=(",", ":")), encode_meta(manifest.meta)]
+    lines = [_JSON.encode(header), encode_meta(manifest.meta)]
     for name in sorted(manifest.tensors):
         tensor = manifest.tensors[name]
         blocks = [
@@ -195,7 +197,7 @@ def encode(manifest: Manifest) -> bytes:
         ]
         axes = {} if tensor.axes is None else {"axes": tensor.axes}
         line = {"name": name, "dtype": tensor.dtype, "shape": tensor.shape, **axes, "blocks": blocks}
-        lines.append(json.dumps(line, separators=(",", ":")))
+        lines.append(_JSON.encode(line))
     for text in lines:
         if problem := line_error(text.encode()):
             raise ValueError(f"{text[:80]!r} ... {problem}; save in fewer and larger pieces")
