@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.folder import check_there, manifest_bytes, none_usable, parse_manifest
+from ckpt.garbage import no_collections
 from ckpt.layout import pieces
 from ckpt.manifest import CheckpointError, Manifest, Tensor, named, unmatched_error
 from ckpt.places import Paths, Place, copies_of
@@ -22,6 +23,7 @@ _MAX_NAMES = 5  # in one message
 _CAST_ELEMENTS = 1 << 20  # that are converted at a time
 
 
+@no_collections()
 def load(
     path: str | os.PathLike[str],
     tensors: Mapping[str, Any],

@@ -17,6 +17,7 @@ from ckpt.commit import Stage, retain
 from ckpt.copies import Retention, further_places, make_copies, next_sequence_in
 from ckpt.describing import Contents, write_index, write_manifest
 from ckpt.files import check_free, flush
+from ckpt.garbage import no_collections
 from ckpt.guard import file_of
 from ckpt.layout import Box
 from ckpt.manifest import encode_meta, file_entry
@@ -30,6 +31,7 @@ from collectives.dtypes import TABLE
 _DOING = "ckpt.save"
 
 
+@no_collections()
 def save(
     path: str | os.PathLike[str],
     tensors: Mapping[str, Any],

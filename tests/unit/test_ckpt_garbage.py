@@ -1,0 +1,41 @@
+"""Saving and loading thousands of tensors starts no search through all objects of the process."""
+
+import gc
+
+import numpy as np
+import pytest
+
+import ckpt
+
+
+@pytest.fixture
+def collections():
+    """The generations that were searched."""
+    found = []
+
+    def note(phase, info):
+        if phase == "start":
+            found.append(info["generation"])
+
+    gc.callbacks.append(note)
+    yield found
+    gc.callbacks.remove(note)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_collection_in_a_save_or_a_load(tmp_path, collections, enabled):
+    tensors = {f"w{i}": np.full(3, i) for i in range(3000)}
+    if not enabled:
+        gc.disable()
+    try:
+        collections.clear()
+        ckpt.save(tmp_path / "step-1", tensors, comm=None)
+        ckpt.load(tmp_path / "step-1", tensors)
+        # the first allocation afterwards may search the youngest objects
+        assert [generation for generation in collections if generation > 0] == []
+        assert gc.isenabled() is enabled
+        with pytest.raises(ckpt.CheckpointError):
+            ckpt.load(tmp_path / "step-2", tensors)
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
