@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 _VISIBLE_S = 10.0
+_BEGIN_BYTES = 16 << 20
 
 T = TypeVar("T")
 
@@ -103,6 +104,23 @@ def pwrite_all(fd: int, data: memoryview, position: int) -> None:
     while data:
         written = os.pwrite(fd, data, position)
         data, position = data[written:], position + written
+
+
+class Writeback:
+    """Has the disk begin with what was written to an open file while more is on its way, instead of with all of it at `fsync`."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._first, self._last = 0, 0
+
+    def wrote(self, first: int, last: int) -> None:
+        """Bytes `first:last` were handed to the system, often after those before them."""
+        self._first, self._last = (self._first if first == self._last else first), last
+        if last - self._first >= _BEGIN_BYTES:
+            # "Not needed any more" is for Linux: begin to write, and keep what is not written yet.
+            with suppress(OSError):
+                os.posix_fadvise(self._fd, self._first, last - self._first, os.POSIX_FADV_DONTNEED)
+            self._first = last
 
 
 class Output:

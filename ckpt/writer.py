@@ -12,7 +12,7 @@ from typing import Protocol
 import h5py
 import xxhash
 
-from ckpt.files import check_room, naming, patient, pwrite_all
+from ckpt.files import Writeback, check_room, naming, patient, pwrite_all
 from ckpt.hdf5 import new_data_file
 from ckpt.manifest import CHUNK_BYTES, Dataset, File, checksum
 from ckpt.placement import DataFile
@@ -68,8 +68,9 @@ class Posix:
         with naming(self._path):
             fd = patient(lambda: os.open(self._path, os.O_WRONLY | os.O_CLOEXEC))
             try:
+                writeback = Writeback(fd)
                 return {
-                    local.name: _write(fd, local.chunks(CHUNK_BYTES), _position(file, local, starts))
+                    local.name: _write(fd, local.chunks(CHUNK_BYTES), _position(file, local, starts), writeback)
                     for local in blocks
                 }
             finally:
@@ -119,10 +120,14 @@ def _position(file: File, local: Bytes, starts: Mapping[str, int]) -> int:
     return file.datasets[local.dtype].offset_bytes + starts[local.name] * TABLE[local.dtype].itemsize
 
 
-def _write(fd: int, chunks: Iterable[memoryview], position: int) -> str:
+def _write(fd: int, chunks: Iterable[memoryview], position: int, writeback: Writeback) -> str:
     checksums = []
     for chunk in chunks:
         checksums.append(checksum(chunk))
         pwrite_all(fd, chunk, position)
+        if (
+            len(chunk) == CHUNK_BYTES
+        ):  # what follows a smaller one may share a page with it, and would wait for the disk
+            writeback.wrote(position, position + len(chunk))
         position += len(chunk)
     return "".join(checksums)

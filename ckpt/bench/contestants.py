@@ -32,6 +32,7 @@ class Stored(ABC):
 
     def turn(self, turn: Turn) -> Seconds:
         """Save, load in each way, and remove what was saved."""
+        turn.warm(self.path.parent, self._source.flat)
         seconds = {"save": turn.timed(self.save, f"{self.name}: save")}
         loads = list(self.loads().items())
         for action, load in loads if turn.number % 2 else reversed(loads):

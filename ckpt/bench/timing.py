@@ -8,9 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+import numpy as np
+
 from ckpt.bench.results import Row
 from collectives import Communicator
 from collectives.bench.timing import turns
+
+_PIECE = 1 << 20  # elements that are written at a time
 
 Seconds = dict[str, float]
 """Of this rank, by what was done: see `Row.action`."""
@@ -30,6 +34,20 @@ class Turn:
             call()
             seconds = time.perf_counter() - start
         return seconds
+
+    def warm(self, folder: Path, values: np.ndarray) -> None:
+        """Write them to a file in the page cache alone, and remove it: what is saved next finds memory as everybody else's does.
+
+        A virtual machine gives free memory back to its host, and whoever is the next to need it waits for half a second.
+        """
+        with self.comm.together("bench"):
+            scratch = folder / f"scratch-{self.comm.rank}"
+            try:
+                with open(scratch, "wb", buffering=0) as file:
+                    for start in range(0, values.size, _PIECE):
+                        file.write(values[start : start + _PIECE].data)
+            finally:
+                scratch.unlink(missing_ok=True)
 
     def cool(self, folder: Path) -> None:
         """Drop the files below `folder` from the page cache, if that was asked for. They are on the disk by now."""
