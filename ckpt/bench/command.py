@@ -92,6 +92,8 @@ def _check_arguments(args: argparse.Namespace, comm: Communicator) -> None:
     for files in args.layouts:
         if problem := files_error(files):
             raise ValueError(f"--layouts: {problem}")
+        if isinstance(files, int) and files > comm.size:  # `save` would make fewer, under this name
+            raise ValueError(f"--layouts: {files} files; expected at most {comm.size}, one for each rank")
     if set(args.drivers) - {"posix"}:
         from ckpt.mpio import mpio_error
 

@@ -53,7 +53,7 @@ def test_without_torch_dcp_is_skipped_and_said(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--peers", "ftp"], "bench: argument --peers: invalid choice: 'ftp'; expected of posix, dcp"),
-        (["--layouts", "3"], "bench: --layouts: files is 3; expected 'rank', 'node', 'one', or a number from 1 to 2"),
+        (["--layouts", "3"], "bench: --layouts: 3 files; expected at most 2, one for each rank"),
         (["--size", "100000GB"], "pass a smaller --size"),
         (["--size", "1MB", "--dir", "/nowhere"], "No such file or directory: '/nowhere'"),
     ],
