@@ -104,9 +104,8 @@ class TensorEntry:
         )
 
     def __getitem__(self, where: Box | Index | tuple[Index, ...]) -> np.ndarray:
-        return self.read(
-            where if isinstance(where, tuple) else (where,)
-        )  # None is an index here, which `read` takes for all
+        # None is an index here, which `read` takes for all.
+        return self.read(where if isinstance(where, tuple) else (where,))
 
     def __len__(self) -> int:
         """The size of the first dimension. TypeError for a scalar, as from NumPy's."""

@@ -46,9 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(commands)
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # names may have characters that a terminal's encoding lacks, as stderr's may
+    # Names may have characters that a terminal's encoding lacks; stderr is so already.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = parser.parse_args(argv)

@@ -12,9 +12,8 @@ from ckpt.progress import Progress, no_progress
 Number = int | float
 
 _PIECE = 1 << 16  # elements worked on at a time: as float64 they stay in the cache
-_DOWN = (
-    2.0**-600
-)  # makes numbers so small that their squares can be added up; rounds none but those too small to count then
+_DOWN = 2.0**-600
+"""Makes numbers so small that their squares can be added up; rounds none but those too small to count then."""
 
 
 class Statistics(NamedTuple):

@@ -125,9 +125,8 @@ def _write(fd: int, chunks: Iterable[memoryview], position: int, writeback: Writ
     for chunk in chunks:
         checksums.append(checksum(chunk))
         pwrite_all(fd, chunk, position)
-        if (
-            len(chunk) == CHUNK_BYTES
-        ):  # what follows a smaller one may share a page with it, and would wait for the disk
+        # What follows a smaller one may share a page with it, and would wait for the disk.
+        if len(chunk) == CHUNK_BYTES:
             writeback.wrote(position, position + len(chunk))
         position += len(chunk)
     return "".join(checksums)

@@ -9,10 +9,10 @@ the scalar that it is in the plain model.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,8 +23,6 @@ from mpitrain.sharding import EMA, sharded_over, sharded_params
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.layout import Box
 from mpitrain.sharding.ranks import AXES
-
-T = TypeVar("T")
 
 
 def save(
@@ -102,25 +100,22 @@ def load(
     only = ["model/*", *averages, *(tensors or {})]
     state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     names = {} if optimizer is None else _names(model, optimizer)
-    if optimizer is not None:
-        stored, kept = _stored_state(path, copies, comm)
-        if stored:  # plain SGD has no state, and a pattern that matches nothing would be an error
+    there = _look(path, copies, comm) if optimizer is not None or not strict else None
+    if optimizer is not None and there is not None:
+        if there.state:  # plain SGD has no state, and a pattern that matches nothing would be an error
             only.append("optimizer/*")
         with comm.together("mpitrain.load") if comm is not None else nullcontext():
-            _check_optimizer(path, kept, optimizer, hyperparameters)
-        with comm.together("mpitrain.load") if comm is not None else nullcontext():
-            _check_optimizer(path, kept, optimizer, hyperparameters)
+            _check_optimizer(path, there.optimizer, optimizer, hyperparameters)
         for param, name in names.items():
-            for key, shape, dtype, has_rows in stored.get(name, ()):
+            for key, shape, dtype, has_rows in there.state.get(name, ()):
                 box: Box | None = getattr(param, "shard_box", None) if has_rows else None
                 value = torch.zeros(shape if box is None else box.shape, dtype=getattr(torch, dtype))
                 state.setdefault(param, {})[key] = value
                 wanted[f"optimizer/{key}/{name}"] = _held(value, param, scalars)
     arrays = _on_host(wanted)
-    if not strict:
-        names_there = _names_there(path, copies, comm)
-        arrays = {name: array for name, array in arrays.items() if name in names_there}
-        only = [pattern for pattern in only if pattern not in wanted or pattern in names_there]
+    if there is not None and not strict:
+        arrays = {name: array for name, array in arrays.items() if name in there.names}
+        only = [pattern for pattern in only if pattern not in wanted or pattern in there.names]
     meta = ckpt.load(path, arrays, comm=comm, only=only, strict=strict, cast=cast, verify=verify, copies=copies)
     with torch.no_grad():
         for name, value in wanted.items():
@@ -137,21 +132,31 @@ def load(
                 else:  # read into it behind autograd's back
                     torch.autograd.graph.increment_version(target)
     if optimizer is not None:
-        saved = meta["optimizer"]
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                numbers = saved["state"].get(names[param], {})
-                if param in state or numbers:
-                    # Adam's step stays on the host unless the whole step runs on the device.
-                    all_there = group.get("fused") or group.get("capturable")
-                    tensors_of = state.get(param, {}).items()
-                    moved = {k: v.to(param.device) if v.ndim or all_there else v for k, v in tensors_of}
-                    optimizer.state[param] = {**moved, **numbers}
-        if hyperparameters:
-            for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
-                # JSON knows no tuples.
-                group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+        _take_over(optimizer, meta["optimizer"], state, names, hyperparameters)
     return meta
+
+
+def _take_over(
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, Any],
+    state: Mapping[nn.Parameter, Mapping[str, torch.Tensor]],
+    names: Mapping[nn.Parameter, str],
+    hyperparameters: bool,
+) -> None:
+    """Give the optimizer its `state`, as loaded, with the numbers and settings that the checkpoint's meta has `saved`."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            numbers = saved["state"].get(names[param], {})
+            if param in state or numbers:
+                # Adam's step stays on the host unless the whole step runs on the device.
+                all_there = group.get("fused") or group.get("capturable")
+                tensors_of = state.get(param, {}).items()
+                moved = {k: v.to(param.device) if v.ndim or all_there else v for k, v in tensors_of}
+                optimizer.state[param] = {**moved, **numbers}
+    if hyperparameters:
+        for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+            # JSON knows no tuples.
+            group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
 
 
 @dataclass(frozen=True)
@@ -236,56 +241,52 @@ Stored = dict[str, list[tuple[str, tuple[int, ...], str, bool]]]
 each of the parameter's."""
 
 
-def _stored_state(
-    path: str | os.PathLike[str], copies: Sequence[str | os.PathLike[str]] | None, comm: Communicator | None
-) -> "tuple[Stored, _Kept | None]":
-    """The optimizer state in a checkpoint, and of what optimizer; None if it was saved without one. Collective."""
-
-    def look() -> tuple[Stored, _Kept | None]:
-        checkpoint = ckpt.open(path, copies=copies)
-        entries: list[tuple[str, str, tuple[int, ...], str, tuple[int, ...] | None]] = []
-        for entry in checkpoint.values():
-            kind, _, rest = entry.name.partition("/")
-            if kind == "optimizer":
-                key, _, name = rest.partition("/")
-                param = checkpoint.get(f"model/{name}")
-                entries.append((name, key, entry.shape, str(entry.dtype), None if param is None else param.shape))
-        # Of a scalar parameter the shape does not tell Adam's step from its means: of others it does.
-        numbers = {"step"} | {key for _, key, shape, _, of_param in entries if not shape and of_param}
-        found: Stored = {}
-        for name, key, shape, dtype, of_param in entries:
-            has_rows = shape == of_param and (bool(shape) or key not in numbers)
-            found.setdefault(name, []).append((key, shape, dtype, has_rows))
-        optimizer = checkpoint.meta.get("optimizer")
-        return found, None if optimizer is None else _Kept(optimizer.get("kind"), len(optimizer["groups"]))
-
-    return _on_rank_0(look, comm)
-
-
-def _names_there(
-    path: str | os.PathLike[str], copies: Sequence[str | os.PathLike[str]] | None, comm: Communicator | None
-) -> set[str]:
-    """The names of the tensors in a checkpoint. Collective."""
-    return _on_rank_0(lambda: set(ckpt.open(path, copies=copies)), comm)
-
-
-def _on_rank_0(look: Callable[[], T], comm: Communicator | None) -> T:
-    """What it returns there, on all ranks; the error too. Collective."""
-    if comm is None:
-        return look()
-    found = None
-    with comm.together("mpitrain.load"):
-        if comm.rank == 0:
-            found = look()
-    seen: T = comm.broadcast_object(found)
-    return seen
-
-
 class _Kept(NamedTuple):
     """The optimizer of a checkpoint: the name of its class, None in older ones, and the number of its parameter groups."""
 
     kind: str | None
     num_groups: int
+
+
+class _There(NamedTuple):
+    """What a checkpoint holds: the names of its tensors, the optimizer's state, and of what optimizer; None if of none."""
+
+    names: set[str]
+    state: Stored
+    optimizer: _Kept | None
+
+
+def _look(
+    path: str | os.PathLike[str], copies: Sequence[str | os.PathLike[str]] | None, comm: Communicator | None
+) -> _There:
+    """What rank 0 sees in a checkpoint, on all ranks; its error too. Collective."""
+    if comm is None:
+        return _seen(ckpt.open(path, copies=copies))
+    there = None
+    with comm.together("mpitrain.load"):
+        if comm.rank == 0:
+            there = _seen(ckpt.open(path, copies=copies))
+    seen: _There = comm.broadcast_object(there)
+    return seen
+
+
+def _seen(checkpoint: ckpt.Checkpoint) -> _There:
+    entries: list[tuple[str, str, tuple[int, ...], str, tuple[int, ...] | None]] = []
+    for entry in checkpoint.values():
+        kind, _, rest = entry.name.partition("/")
+        if kind == "optimizer":
+            key, _, name = rest.partition("/")
+            param = checkpoint.get(f"model/{name}")
+            entries.append((name, key, entry.shape, str(entry.dtype), None if param is None else param.shape))
+    # Of a scalar parameter the shape does not tell Adam's step from its means: of others it does.
+    numbers = {"step"} | {key for _, key, shape, _, of_param in entries if not shape and of_param}
+    found: Stored = {}
+    for name, key, shape, dtype, of_param in entries:
+        has_rows = shape == of_param and (bool(shape) or key not in numbers)
+        found.setdefault(name, []).append((key, shape, dtype, has_rows))
+    optimizer = checkpoint.meta.get("optimizer")
+    kept = None if optimizer is None else _Kept(optimizer.get("kind"), len(optimizer["groups"]))
+    return _There(set(checkpoint), found, kept)
 
 
 def _check_optimizer(
