@@ -7,7 +7,6 @@ is raised on all ranks by `wait`, which the next save calls first. A program tha
 import atexit
 import concurrent.futures.thread  # noqa: F401 - its hook at the end of the program is registered before ours, and so runs after it
 import os
-import shutil
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ckpt.board import Board
+from ckpt.commit import take_away
 from ckpt.ranks import Ranks
 from ckpt.tensors import Local
 
@@ -87,7 +87,7 @@ def wait() -> None:
                 pending.board.give_up()
     _pending = None
     if pending.comm.rank == 0:
-        shutil.rmtree(pending.board.folder, ignore_errors=True)
+        take_away(pending.board.folder)
     with pending.comm.together():
         if pending.error is not None:
             raise pending.error

@@ -6,13 +6,13 @@ that. Words and numbers alone travel, as JSON.
 
 import json
 import os
-import shutil
 import threading
 import time
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+from ckpt.commit import take_away
 from ckpt.files import patient, write_file
 from collectives.diagnosis.together import joined
 
@@ -68,7 +68,7 @@ class Board:
                 break
             time.sleep(_POLL_S[0])
         if self.rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            take_away(self.folder)
 
     def _post(self, name: str, obj: Any) -> None:
         if self._reserve is None:

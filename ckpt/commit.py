@@ -71,9 +71,13 @@ class Stage:
 
     def make_board(self) -> Path:
         """A folder for what the ranks have to say to each other."""
-        shutil.rmtree(self._board, ignore_errors=True)
-        self._board.mkdir()
-        write_file(self._board / OWNER_NAME, signature(self._token))
+        _delete(self._board)
+        unsigned = (
+            self.path / ".board"
+        )  # in the stage, which is signed: whatever happens, nobody meets it without an owner's name
+        unsigned.mkdir()
+        write_file(unsigned / OWNER_NAME, signature(self._token))
+        os.rename(unsigned, self._board)
         return self._board
 
     def publish(self, *, overwrite: bool, newest: bool = True) -> None:
@@ -94,8 +98,7 @@ class Stage:
                 os.rename(self.final, replaced)
                 os.rename(self.path, self.final)
             flush(parent)
-            with contextlib.suppress(OSError):  # the new one stands; a later save tries again
-                _take_away(replaced)
+            take_away(replaced)  # the new one stands; a later save tries again
         else:
             os.rename(self.path, self.final)
             flush(parent)
@@ -109,7 +112,7 @@ class Stage:
         """Remove the stage, if it still is one, and its `board`. Never raises: there is an error on its way already."""
         shutil.rmtree(self.path, ignore_errors=True)
         if board:
-            shutil.rmtree(self._board, ignore_errors=True)
+            take_away(self._board)
 
     def _clean(self) -> None:
         """Finish what dead jobs began beside it."""
@@ -173,6 +176,12 @@ def remove(path: Place) -> None:
         path.remove_folder(FILE_NAME, OWNER_NAME)
         return
     _take_away(path)
+
+
+def take_away(path: Path) -> None:
+    """Remove a folder of a save, which nobody finds half of. Never raises: what stays is for a later save to clear."""
+    with contextlib.suppress(OSError):
+        _take_away(path)
 
 
 def _take_away(path: Path) -> None:
