@@ -10,6 +10,7 @@ from typing import TypeVar
 
 _VISIBLE_S = 10.0
 _BEGIN_BYTES = 16 << 20
+_SHARED_BYTES = 1 << 20  # neighbours may lie in one page of the page cache, which is as large at most
 
 T = TypeVar("T")
 
@@ -114,13 +115,17 @@ class Writeback:
         self._first, self._last = 0, 0
 
     def wrote(self, first: int, last: int) -> None:
-        """Bytes `first:last` were handed to the system, often after those before them."""
-        self._first, self._last = (self._first if first == self._last else first), last
-        if last - self._first >= _BEGIN_BYTES:
+        """Bytes `first:last` were handed to the system, often right behind those before them."""
+        if not 0 <= first - self._last < _SHARED_BYTES:
+            self._first = first
+        self._last = last
+        # What is on its way to the disk must not be written to: it would wait for it.
+        end = last // _SHARED_BYTES * _SHARED_BYTES
+        if end - self._first >= _BEGIN_BYTES:
             # "Not needed any more" is for Linux: begin to write, and keep what is not written yet.
             with suppress(OSError):
-                os.posix_fadvise(self._fd, self._first, last - self._first, os.POSIX_FADV_DONTNEED)
-            self._first = last
+                os.posix_fadvise(self._fd, self._first, end - self._first, os.POSIX_FADV_DONTNEED)
+            self._first = end
 
 
 class Output:

@@ -125,8 +125,6 @@ def _write(fd: int, chunks: Iterable[memoryview], position: int, writeback: Writ
     for chunk in chunks:
         checksums.append(checksum(chunk))
         pwrite_all(fd, chunk, position)
-        # What follows a smaller one may share a page with it, and would wait for the disk.
-        if len(chunk) == CHUNK_BYTES:
-            writeback.wrote(position, position + len(chunk))
+        writeback.wrote(position, position + len(chunk))
         position += len(chunk)
     return "".join(checksums)
