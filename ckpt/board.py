@@ -73,16 +73,16 @@ class Board:
     def _post(self, name: str, obj: Any) -> None:
         if self._reserve is None:
             reserve = self.folder / f"reserve.{self.rank}"
-            patient(lambda: write_file(reserve, bytes(_RESERVE_BYTES)))
+            patient(lambda: write_file(reserve, bytes(_RESERVE_BYTES), durable=False))
             self._reserve = reserve
         hidden = self.folder / f"{name}.part"
         data = json.dumps(obj).encode()
         try:
-            write_file(hidden, data)
+            write_file(hidden, data, durable=False)
         except OSError:  # what is to be said may be that the disk is full
             hidden.unlink(missing_ok=True)
             self._reserve.unlink(missing_ok=True)
-            write_file(hidden, data)
+            write_file(hidden, data, durable=False)
         os.rename(hidden, self.folder / name)  # a reader finds all of it, or nothing
 
     def _take(self, name: str) -> Any:

@@ -63,7 +63,7 @@ class Stage:
             _delete(stage.path)
         stage.path.mkdir()
         try:
-            write_file(stage.path / OWNER_NAME, signature(stage._token))
+            write_file(stage.path / OWNER_NAME, signature(stage._token), durable=False)
         except BaseException:
             stage.discard()
             raise
@@ -72,11 +72,10 @@ class Stage:
     def make_board(self) -> Path:
         """A folder for what the ranks have to say to each other."""
         _delete(self._board)
-        unsigned = (
-            self.path / ".board"
-        )  # in the stage, which is signed: whatever happens, nobody meets it without an owner's name
+        # Made in the stage, which is signed: whatever happens, nobody meets it without an owner's name.
+        unsigned = self.path / ".board"
         unsigned.mkdir()
-        write_file(unsigned / OWNER_NAME, signature(self._token))
+        write_file(unsigned / OWNER_NAME, signature(self._token), durable=False)
         os.rename(unsigned, self._board)
         return self._board
 

@@ -66,15 +66,16 @@ def patient(act: Callable[[], T]) -> T:
         time.sleep(0.05)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """A new file at `path` with `data`, flushed to disk."""
+def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """A new file at `path` with `data`, flushed to disk unless nobody needs it after a power failure."""
     with naming(path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             view = memoryview(data)
             while view:
                 view = view[os.write(fd, view) :]
-            os.fsync(fd)
+            if durable:
+                os.fsync(fd)
         finally:
             os.close(fd)
 

@@ -34,11 +34,16 @@ class Step:
 
 
 class Background:
-    """Saves with `background=True`; a copy of the same memory to memory in use is the yardstick of the time that takes."""
+    """Saves with `background=True`; a copy of the same memory is the yardstick of the time that takes.
 
-    def __init__(self, name: str, path: Path, source: Memory, target: Memory, cuts: list[Cut]) -> None:
+    It goes to memory of its own, left alone as long as the buffer of such a save: a virtual machine makes the first use after a
+    minute up to three times as long.
+    """
+
+    def __init__(self, name: str, path: Path, source: Memory, cuts: list[Cut]) -> None:
         self.name, self.path = name, path
         self._tensors = source.shards(cuts)
+        target = Memory(source.nbytes, source.rank, source.size)
         self._pairs = list(zip(target.arrays(cuts).values(), source.arrays(cuts).values(), strict=True))
         self._step = Step()
 

@@ -21,9 +21,9 @@ from collectives.commands.measuring import writable
 from collectives.commands.terminal import console
 from collectives.units import show_bytes
 
-_COPIES = (
-    4  # of the state in memory: itself, what is loaded, the buffer of a save in the background, files in the page cache
-)
+_COPIES = 5
+"""Of the state in memory: itself, what is loaded, the buffer of a save in the background and what is measured beside it, files in the
+page cache."""
 _MARGIN_BYTES = 64 << 20  # on the disk, beside the state: nobody's files are much larger than that
 
 
@@ -72,7 +72,7 @@ def _measure(args: argparse.Namespace, comm: Communicator, folder: Path, source:
         contestants += [
             Ckpt(TINY, folder / "tiny", *both, tiny(), comm),
             Ckpt(LARGE, folder / "large", *both, large(), comm),
-            Background(BACKGROUND, folder / "background", *both, cuts),
+            Background(BACKGROUND, folder / "background", source, cuts),
         ]
         rows = measure(contestants, comm, rounds=args.rounds, cold=args.cold)
     return Launch(
