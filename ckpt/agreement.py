@@ -45,9 +45,10 @@ def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> t
     all_boxes = [boxes for _, boxes, _ in gathered]
     for local in held:
         if not local.whole:
-            owners = [rank for rank, theirs in enumerate(all_boxes) if local.name in theirs]
-            found = [all_boxes[rank][local.name] for rank in owners]
-            if problem := cover_error(local.shape, found, [f"rank {rank}" for rank in owners]):
+            found = {
+                f"rank {rank}": theirs[local.name] for rank, theirs in enumerate(all_boxes) if local.name in theirs
+            }
+            if problem := cover_error(local.shape, list(found.values()), list(found).__getitem__):
                 # All ranks find the same, so that nobody has to tell the others; but it is to be raised as one.
                 with comm.together(doing):
                     raise ValueError(f"tensor {local.name!r}: {problem}")

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from ckpt.layout import Box, Shape, cover_error
+from ckpt.layout import Box, cover_error
 from ckpt.manifest import (
     DIGITS,
     FILE_NAME,
@@ -200,7 +200,10 @@ def file_of(entry: Any, version: int = VERSION) -> File:
         raise refused(f"file {name}: its datasets end at byte {end}, beyond its {nbytes} bytes")
     if version == 1:
         return File(name, nbytes, datasets)
-    return File(name, nbytes, datasets, _checksums(entry.get("rest"), 1, "file", name))
+    rest = entry.get("rest")
+    if not isinstance(rest, str) or len(rest) != DIGITS:
+        raise refused(f"file {name}: rest is {reprlib.repr(rest)}, expected a checksum of {DIGITS} digits")
+    return File(name, nbytes, datasets, rest)
 
 
 class _BlockLine(msgspec.Struct, gc=False):
@@ -237,12 +240,12 @@ def _tensor(line: bytes, header: Header) -> Tensor:
     if dtype not in TABLE:
         raise refused(f"tensor {name!r}: dtype {reprlib.repr(dtype)} is unknown")
     itemsize = TABLE[dtype].itemsize
-    # NumPy has no larger ones, not even empty ones.
-    if math.prod([n or 1 for n in shape]) * itemsize > _MAX_SIZE:
+    # NumPy has no larger ones, not even empty ones, which no block bounds.
+    if 0 in shape and math.prod([n or 1 for n in shape]) * itemsize > _MAX_SIZE:
         raise refused(f"tensor {name!r}: no array can have the shape {shape}")
-    blocks = tuple([_block(name, dtype, itemsize, shape, block, header) for block in entry.blocks])
+    blocks = tuple([_block(name, dtype, itemsize, block, header) for block in entry.blocks])
     # An exact cover by blocks that share no bytes: so no tensor is larger than the files that hold it.
-    problem = cover_error(shape, [b.box for b in blocks], [header.files[b.file].name for b in blocks])
+    problem = cover_error(shape, [b.box for b in blocks], lambda i: header.files[blocks[i].file].name)
     if problem:
         raise refused(f"tensor {name!r}: {problem}")
     if entry.axes is not None and (problem := axes_error(entry.axes, len(shape))):
@@ -250,30 +253,22 @@ def _tensor(line: bytes, header: Header) -> Tensor:
     return Tensor(name, dtype, shape, blocks, None if entry.axes is None else tuple(entry.axes))
 
 
-def _block(name: str, dtype: str, itemsize: int, shape: Shape, entry: _BlockLine, header: Header) -> Block:
-    box = Box(entry.offset, entry.shape)
+def _block(name: str, dtype: str, itemsize: int, entry: _BlockLine, header: Header) -> Block:
+    """Whether it lies inside its tensor, `cover_error` will say."""
     size = math.prod(entry.shape)
-    if not size or not box.inside(shape):
-        raise refused(f"tensor {name!r}: a block of {box.shape} at {box.offset} does not lie inside the shape {shape}")
-    if entry.file >= len(header.files):
-        raise refused(f"tensor {name!r}: block {box} is in file {entry.file} of {len(header.files)}")
-    file = header.files[entry.file]
-    dataset = file.datasets.get(dtype)
-    if dataset is None or entry.start + size > dataset.elements:
-        raise refused(f"tensor {name!r}: block {box} lies beyond its dataset in {file.name}")
-    num_chunks = -(-size * itemsize // header.chunk_bytes)
-    return Block(entry.file, entry.start, box, _checksums(entry.xxh3, num_chunks, "tensor", name))
-
-
-def _checksums(digits: object, count: int, kind: str, name: str) -> str:
-    """So many checksums of what has that name."""
-    if not isinstance(digits, str) or len(digits) != DIGITS * count:
-        raise refused(f"{kind} {name!r} has checksums of the wrong number or length")
-    try:
-        int(digits, 16)
-    except ValueError:
-        raise refused(f"{kind} {name!r}: a checksum is no number") from None
-    return digits
+    file = header.files[entry.file] if entry.file < len(header.files) else None
+    dataset = file.datasets.get(dtype) if file is not None else None
+    if not size:
+        problem = "is empty"
+    elif file is None:
+        problem = f"is in file {entry.file} of {len(header.files)}"
+    elif dataset is None or entry.start + size > dataset.elements:
+        problem = f"lies beyond its dataset in {file.name}"
+    elif len(entry.xxh3) != -(-size * itemsize // header.chunk_bytes) * DIGITS:
+        problem = "has checksums of the wrong number or length"
+    else:
+        return Block(entry.file, entry.start, Box(entry.offset, entry.shape), entry.xxh3)
+    raise refused(f"tensor {name!r}: a block of {entry.shape} at {entry.offset} {problem}")
 
 
 def _check_no_sharing(files: tuple[File, ...], tensors: Iterable[Tensor]) -> None:

@@ -4,7 +4,7 @@ Everything here is arithmetic on tuples: no files, no arrays, no ranks. Shapes a
 dimension; "flat" positions are row-major (C order).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, combinations, islice
 from math import prod
 from typing import NamedTuple
@@ -35,9 +35,10 @@ class Box(NamedTuple):
 
     def inside(self, shape: Shape) -> bool:
         """Whether the box lies within a tensor of `shape` (and has as many dimensions)."""
-        if not len(self.offset) == len(self.shape) == len(shape):
+        offset, size = self
+        if not len(offset) == len(size) == len(shape):
             return False
-        for o, n, full in zip(self.offset, self.shape, shape, strict=True):  # noqa: SIM110 - `all` takes three times as long
+        for o, n, full in zip(offset, size, shape):  # noqa: B905, SIM110 - `strict` and `all` take three times as long
             if o < 0 or n < 0 or o + n > full:
                 return False
         return True
@@ -61,17 +62,17 @@ class Box(NamedTuple):
         return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.shape, strict=True)) + "]"
 
 
-def cover_error(shape: Shape, boxes: Sequence[Box], owners: Sequence[str]) -> str | None:
+def cover_error(shape: Shape, boxes: Sequence[Box], owner: Callable[[int], str]) -> str | None:
     """What is wrong with `boxes` as an exact cover of a tensor of `shape`, or None: each element must lie in exactly one box.
 
-    `owners` names each box for the message ("rank 3"). Empty boxes cover nothing and disturb nobody.
+    `owner` names a box, by its number, for the message ("rank 3"). Empty boxes cover nothing and disturb nobody.
     """
     if _stacked(shape, boxes):
         return None
-    for box, owner in zip(boxes, owners, strict=True):
+    for i, box in enumerate(boxes):
         if not box.inside(shape):
-            return f"{owner}'s box {box} does not lie inside the shape {shape}"
-    filled = [(box, owner) for box, owner in zip(boxes, owners, strict=True) if box.size]
+            return f"{owner(i)}'s box of {box.shape} at {box.offset} does not lie inside the shape {shape}"
+    filled = [(box, owner(i)) for i, box in enumerate(boxes) if box.size]
     if problem := _overlap(filled):
         return problem
     # Disjoint boxes cover a tensor exactly if their sizes add up to it.
@@ -86,7 +87,7 @@ def _stacked(shape: Shape, boxes: Sequence[Box]) -> bool:
         return False
     row, zeros, at = shape[1:], (0,) * (len(shape) - 1), 0
     for offset, count in boxes:
-        if offset[:1] != (at,) or offset[1:] != zeros or count[1:] != row or count[0] < 0:
+        if offset[:1] != (at,) or offset[1:] != zeros or count[1:] != row or not count or count[0] < 0:
             return False
         at += count[0]
     return at == shape[0] and min(shape) > 0

@@ -5,7 +5,6 @@ memory where it belongs, wherever the bytes stand there in the same order. Other
 memory stays bounded however large a tensor is.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -27,7 +26,7 @@ class Reader:
         self._manifest = manifest
         self._verify = verify
         self._opened: Folder | None = None
-        self._files: OrderedDict[int, OpenFile] = OrderedDict()
+        self._files: dict[int, OpenFile] = {}
         self._chunk_buffer = np.empty(0, np.uint8)
 
     def __enter__(self) -> "Reader":
@@ -48,16 +47,20 @@ class Reader:
         CheckpointError, with `target` partly overwritten, if a file is missing, cut off or damaged.
         """
         assert target.shape == box.shape and target.dtype == TABLE[tensor.dtype].numpy and target.flags.c_contiguous
+        memory = target.reshape(-1).view(np.uint8).data
+        itemsize = target.dtype.itemsize
         try:
             for block in tensor.blocks:
                 if block.box == box:  # as it was saved
-                    self._copy_run(target, tensor, block, 0, 0, box.size)
-                elif (inner := block.box.intersect(box)) is None:
+                    self._copy_run(memory, tensor, block, 0)
+                    return
+            for block in tensor.blocks:
+                if (inner := block.box.intersect(box)) is None:
                     continue
                 elif single_run(inner, block.box.shape, box.shape):
-                    start = flat_index(inner.relative_to(block.box.offset).offset, block.box.shape)
-                    at = flat_index(inner.relative_to(box.offset).offset, box.shape)
-                    self._copy_run(target, tensor, block, start, at, inner.size)
+                    start = flat_index(inner.relative_to(block.box.offset).offset, block.box.shape) * itemsize
+                    at = flat_index(inner.relative_to(box.offset).offset, box.shape) * itemsize
+                    self._copy_run(memory[at : at + inner.size * itemsize], tensor, block, start)
                 else:
                     self._copy_rectangles(target, tensor, block, inner, box)
         except CheckpointError as error:
@@ -78,14 +81,12 @@ class Reader:
         except CheckpointError as error:
             raise CheckpointError(f"{self._folder}: tensor {tensor.name!r}: {error}") from None
 
-    def _copy_run(self, target: np.ndarray, tensor: Tensor, block: Block, start: int, at: int, size: int) -> None:
-        """Read `size` elements from element `start` of the block on to where they belong, from element `at` of `target` on."""
-        itemsize = target.dtype.itemsize
-        memory = target.reshape(-1)[at : at + size].view(np.uint8).data
-        start, stop = start * itemsize, (start + size) * itemsize
+    def _copy_run(self, memory: memoryview, tensor: Tensor, block: Block, start: int) -> None:
+        """Fill `memory`, where the bytes of the block from byte `start` on belong."""
         if not self._verify:
             self._read(block.file, self._position(tensor, block) + start, memory)
             return
+        stop = start + len(memory)
         for i, first, last in self._chunks(tensor, block, start, stop):
             if start <= first and last <= stop:
                 self._read_chunk(tensor, block, i, memory[first - start : last - start])
@@ -150,19 +151,17 @@ class Reader:
         return self._chunk_buffer.data[:nbytes]
 
     def _read(self, file: int, position: int, memory: memoryview) -> None:
-        opened = self._open(file)
-        name = self._manifest.files[file].name
+        opened = self._files.get(file) or self._open(file)
         try:
             count = opened.read_into(memory, position)
         except OSError as error:
+            name = self._manifest.files[file].name
             raise CheckpointError(f"{name} cannot be read: {error.strerror or error}") from error
         if count < len(memory):
+            name = self._manifest.files[file].name
             raise CheckpointError(f"{name} ends at byte {position + count}, before its data: it is truncated")
 
     def _open(self, file: int) -> OpenFile:
-        if file in self._files:
-            self._files.move_to_end(file)
-            return self._files[file]
         expected = self._manifest.files[file]
         try:
             if self._opened is None:
@@ -171,7 +170,7 @@ class Reader:
         except OSError as error:
             raise CheckpointError(f"{expected.name} cannot be opened: {error.strerror or error}") from None
         if len(self._files) >= _MAX_OPEN_FILES:
-            self._files.popitem(last=False)[1].close()
+            self._files.pop(next(iter(self._files))).close()
         self._files[file] = opened
         if opened.nbytes != expected.nbytes:
             raise CheckpointError(

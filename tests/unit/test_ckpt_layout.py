@@ -45,7 +45,7 @@ def count(shape, boxes):
 
 
 def problem(shape, boxes):
-    return cover_error(shape, boxes, [f"rank {i}" for i in range(len(boxes))])
+    return cover_error(shape, boxes, lambda i: f"rank {i}")
 
 
 @given(st.data(), shapes)
