@@ -48,8 +48,9 @@ class Background:
         self._step = Step()
 
     def turn(self, turn: Turn) -> Seconds:
-        """Copy, step alone, begin to save, step until it is done."""
-        copy_s = turn.timed(self._copy, self.name)
+        """Copy, step alone, begin to save, step until it is done; in every other round the copy comes last."""
+        copies_first = turn.number % 2
+        copy_s = turn.timed(self._copy, self.name) if copies_first else 0.0
         turn.comm.barrier()
         alone = self._steps(lambda done: done < NUM_ALONE)
         start = time.perf_counter()
@@ -59,6 +60,8 @@ class Background:
         pause_s += turn.timed(ckpt.wait, self.name)
         whole_s = time.perf_counter() - start
         turn.remove(self.path)
+        if not copies_first:
+            copy_s = turn.timed(self._copy, self.name)
         return {"copy": copy_s, "pause": pause_s, "save": whole_s, "step": alone, "step meanwhile": meanwhile}
 
     def _copy(self) -> None:
