@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import shutil
 import socket
 import time
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt.files import flush, write_file
-from ckpt.folder import LATEST_NAME, OWNER_NAME, check_outside, info, newest_first, reason_to_keep, step_of
+from ckpt.folder import LATEST_NAME, OWNER_NAME, check_outside, info, newest_first, reason_to_keep, step_of, strangers
 from ckpt.manifest import FILE_NAME
 from ckpt.owner import is_alive, owner_in, signature
 from ckpt.places import Place
@@ -30,7 +31,10 @@ from ckpt.remote import Url
 
 QUIET_S = 60.0  # what bears no owner's name and changed since then may be a living job's, between two of its steps
 _ABANDONED_S = (
-    3600.0  # a stage of another host whose process cannot be asked counts as dead after this time without a change
+    3600.0  # without a change, after which a stage of another host, whose process cannot be asked, counts as dead
+)
+_MESSAGES = (
+    r"\.board|[0-9]+(\.[0-9]+)?(\.part)?|(left|reserve)\.[0-9]+"  # on a board, and the name of one in the making
 )
 
 
@@ -242,8 +246,6 @@ def settle(leftover: Leftover) -> None:
 def _judged(path: Path, own: Path | None) -> Leftover:
     kind = path.suffix
     stage = path.with_suffix(".staging")
-    if kind == ".removed":
-        return Leftover(path, "remove", "half removed")
     if kind in (".staging", ".board") and (owner := owner_in(path)) is not None:
         whose = f"of process {owner['pid']!r:.20} on {owner['host']!r:.80}"
         if _is_abandoned(path, owner):
@@ -251,6 +253,10 @@ def _judged(path: Path, own: Path | None) -> Leftover:
         return Leftover(path, "keep", f"a save {whose}, which may go on")
     if kind == ".board" and stage.exists():
         return _judged(stage, own)._replace(path=path)
+    if strange := _strangers(path):
+        return Leftover(path, "keep", f"holds {strange[0]!r:.80}, which no save made")
+    if kind == ".removed":
+        return Leftover(path, "remove", "half removed")
     # Not the time of writing alone: a rename is what may have happened last.
     with contextlib.suppress(FileNotFoundError):
         changed = max(path.lstat().st_mtime, path.lstat().st_ctime)
@@ -263,6 +269,15 @@ def _judged(path: Path, own: Path | None) -> Leftover:
         restore = Leftover(path, "restore", "its replacement never came")
         return restore._replace(action="remove", why="it was replaced") if restore.original.exists() else restore
     return Leftover(path, "remove", "a save that died before it could sign")
+
+
+def _strangers(path: Path) -> list[str]:
+    """What is in a hidden folder that nobody has signed, and was not put there by a save. Nothing is in a link."""
+    try:
+        names = [] if path.is_symlink() else sorted(os.listdir(path))
+    except OSError:
+        return []
+    return [name for name in strangers(names) if not re.fullmatch(_MESSAGES, name)]
 
 
 def _is_abandoned(stage: Path, owner: dict) -> bool:

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
@@ -87,6 +87,11 @@ def is_part(name: str) -> bool:
     return re.fullmatch(_PARTS, name) is not None
 
 
+def strangers(names: Iterable[str]) -> list[str]:
+    """Those of `names` that nothing in a checkpoint, or in one that is being made, has."""
+    return [name for name in names if not is_part(name) and not re.fullmatch(_HIDDEN, name)]
+
+
 def is_checkpoint(place: Place) -> bool:
     """Whether a manifest of ours is there, as far as its first words tell: it may be damaged."""
     file = place / FILE_NAME
@@ -116,9 +121,8 @@ def reason_to_keep(place: Place) -> str | None:
     if isinstance(place, Path) and os.path.lexists(place) and not place.is_dir():
         return "is no folder"
     names = sorted(names_in(place))
-    strangers = [name for name in names if not is_part(name) and not re.fullmatch(_HIDDEN, name)]
-    if strangers or (strangers := sorted(folders_in(place))):
-        return f"holds {strangers[0]!r:.80}, which no save made"
+    if strange := strangers(names) or sorted(folders_in(place)):
+        return f"holds {strange[0]!r:.80}, which no save made"
     if names and not {INDEX_NAME, OWNER_NAME}.intersection(names) and not is_checkpoint(place):
         return "has neither an index nor a manifest that a save made"
     if isinstance(place, Path) and not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
@@ -268,7 +272,9 @@ def _candidates(folder: Place) -> list[tuple[Place, str]]:
             if not name.endswith(".replaced") or (folder / original).exists():
                 continue
             name = original
-        if any(is_part(part) for part in _names(folder / entry)):
+        parts = set(filter(is_part, _names(folder / entry)))
+        # Data sets, too, come with a `manifest.jsonl`.
+        if parts and (INDEX_NAME in parts or FILE_NAME not in parts or is_checkpoint(folder / entry)):
             found.append((folder / entry, name))
     return found
 

@@ -1,14 +1,21 @@
 """A tensor's histogram as a picture. Needs matplotlib, which is imported only here and only when asked for."""
 
+from pathlib import Path
+
 import numpy as np
 
 from ckpt.checkpoint import TensorEntry
 from ckpt.commands.terminal import UsageError, shape_text
+from ckpt.folder import check_outside
 from ckpt.statistics import Histogram, Statistics
 
 
-def need_matplotlib() -> None:
-    """UsageError if it cannot be imported: found before anything is read."""
+def check_drawing(path: str) -> None:
+    """UsageError if matplotlib cannot be imported, or `path` lies in a checkpoint: found before anything is read."""
+    try:
+        check_outside(Path(path).absolute().parent)
+    except ValueError as error:
+        raise UsageError(f"--histogram {path}: {error}") from None
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -10,7 +10,7 @@ import numpy as np
 from rich.text import Text
 
 from ckpt.checkpoint import Checkpoint, TensorEntry, open_checkpoint
-from ckpt.commands.drawing import draw_histogram, need_matplotlib
+from ckpt.commands.drawing import check_drawing, draw_histogram
 from ckpt.commands.terminal import (
     Commands,
     UsageError,
@@ -147,7 +147,7 @@ def _number_text(number: int | float) -> str:
 
 def _show_tensor(entry: TensorEntry, with_stats: bool, picture: str | None, as_json: bool) -> None:
     if picture:
-        need_matplotlib()
+        check_drawing(picture)
     stats, histogram, drawn = None, None, None
     if with_stats or picture:
         passes = 1 + with_stats + (picture is not None)

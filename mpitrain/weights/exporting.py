@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ckpt.files import Output
+from ckpt.folder import check_outside
 from ckpt.formats.safetensors import INDEX, FileTensor, exported, file_names, header, index_text, split
 from collectives.dtypes import dtype_of
 from mpitrain.sharding.ranks import Ranks
@@ -40,7 +41,7 @@ def export_weights(
         overwrite: replace weights that are there.
 
     Raises:
-        ValueError: on all ranks: a dtype that the format does not know, a `max_file_bytes` below 1.
+        ValueError: on all ranks: a dtype that the format does not know, a `max_file_bytes` below 1, a path in a checkpoint.
         OSError: as that: weights are there already, or the disk is full.
         RuntimeError: in the middle of a step or within `unshard`.
     """
@@ -56,6 +57,7 @@ def export_weights(
             raise ValueError(f"max_file_bytes is {max_file_bytes}; expected at least 1")
         header(tensors)  # what the format does not know raises here
         if rank0:
+            check_outside(folder.absolute())
             before = exported(folder) if not is_file else [Path(path)] if Path(path).exists() else []
             if before and not overwrite:
                 raise FileExistsError(f"{before[0]} exists already; overwrite=True replaces it")

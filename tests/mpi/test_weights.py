@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from ways import WAYS, options_of
 
+import ckpt
 import mpitrain
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
@@ -255,6 +257,15 @@ def test_an_export_that_fails_leaves_nothing_and_hangs_nobody(comm: Communicator
         mpitrain.export_weights(model, shared_tmp / "out.safetensors")
     with pytest.raises(ValueError, match="max_file_bytes is 0"):
         mpitrain.export_weights(model, shared_tmp / "there", max_file_bytes=0)
+    with comm.together():
+        if comm.rank == 0:
+            ckpt.save(shared_tmp / "saved", {}, comm=None)
+    with pytest.raises(ValueError, match="saved is a checkpoint, in which nothing is ever changed"):
+        mpitrain.export_weights(model, shared_tmp / "saved")
+    with comm.together():
+        if comm.rank == 0:
+            shutil.rmtree(shared_tmp / "saved")
+            (shared_tmp / "latest").unlink()
     assert [path.name for path in shared_tmp.iterdir()] == [".out.safetensors.tmp"]
     assert_like(comm, model, Model(2))
 

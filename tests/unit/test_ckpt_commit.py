@@ -219,6 +219,18 @@ def test_what_nobody_signed_may_be_a_living_job_s_for_a_minute(tmp_path, monkeyp
     assert names(tmp_path) == ["a", "b", "e", LATEST_NAME] and load(path) == 1
 
 
+@pytest.mark.parametrize("kind", ["staging", "removed", "board", "replaced"])
+def test_a_hidden_folder_with_somebody_s_file_is_not_ours_to_remove(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(commit, "QUIET_S", 0.0)
+    theirs = tmp_path / f".site.{kind}"
+    theirs.mkdir()
+    (theirs / "notes.txt").write_text("mine")
+    save(tmp_path / "a")
+    (left,) = commit.leftovers(tmp_path)
+    assert (left.action, left.why) == ("keep", "holds 'notes.txt', which no save made")
+    assert (theirs / "notes.txt").read_text() == "mine"
+
+
 def test_what_is_left_of_its_own_name_stands_in_no_save_s_way(tmp_path, monkeypatch):
     monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
     path = save(tmp_path / "a", 1)

@@ -105,6 +105,9 @@ def test_show_writes_a_picture(saved, capsys, tmp_path):
     assert "--histogram" in capsys.readouterr().err
     assert main(["show", str(saved), "--histogram", str(tmp_path / "x.png")]) == 2
     assert "--histogram draws one tensor" in capsys.readouterr().err
+    assert main(["show", str(saved), "model/w", "--histogram", str(saved / "x.png")]) == 2
+    assert "is a checkpoint, in which nothing is ever changed" in capsys.readouterr().err
+    assert not (saved / "x.png").exists()
 
 
 def test_a_picture_without_matplotlib_is_one_line(saved, tmp_path):

@@ -43,6 +43,24 @@ def test_auto_takes_the_newest_and_says_what_it_passes_over(tmp_path: Path) -> N
         run.start(config(tmp_path))
 
 
+def test_what_a_later_save_may_not_replace_is_an_error_at_once(tmp_path: Path) -> None:
+    first, second = save(tmp_path, 1), save(tmp_path, 2)
+    back = config(tmp_path, str(first))
+    assert Run(back).start(back) == (first, f"goes on from {first}")
+    (second / "notes.txt").write_text("the best one")
+    with pytest.raises(ConfigError, match=r"step-00000002 holds 'notes.txt'.*move it away"):
+        Run(back).start(back)
+    auto, looks = config(tmp_path), replace(back, train=replace(back.train, eval_only=True))
+    assert Run(auto).start(auto)[0] == second and Run(looks).start(looks)[0] == first
+    # A folder of that name need not be a checkpoint.
+    third = tmp_path / "checkpoints/step-00000003"
+    third.mkdir()
+    assert Run(auto).start(auto)[0] == second
+    (third / "notes.txt").write_text("")
+    with pytest.raises(ConfigError, match="step-00000003"):
+        Run(auto).start(auto)
+
+
 def test_a_checkpoint_is_found_by_its_run_its_folder_and_itself(tmp_path: Path) -> None:
     newest = save(tmp_path, 1)
     for path in (tmp_path, tmp_path / "checkpoints", newest):
