@@ -16,8 +16,8 @@ from thread_ranks import on_ranks
 import ckpt
 import ckpt.loading
 import ckpt.reader
-from ckpt import describing, writer
-from ckpt.manifest import FILE_NAME, encode
+from ckpt import describing, hdf5, writer
+from ckpt.manifest import FILE_NAME, encode, encode_meta
 from collectives.dtypes import TABLE
 
 
@@ -354,6 +354,26 @@ def test_the_index_shows_plain_tensors_to_h5py(tmp_path, monkeypatch):
             assert dataset.is_virtual == bool(array.shape and array.size)
     with h5py.File(path / "rank-00000.h5") as file:
         assert set(file) == set(TABLE)
+
+
+def test_an_index_from_kept_entries_is_the_one_that_is_made_anew(tmp_path):
+    before: dict[int, bytes] = {}
+    for keeps in (False, True, False):
+        for value in (1, 2, 3):
+            if not keeps:
+                hdf5._index_frame.cache_clear()
+            same = {"half": np.array(value, ml_dtypes.bfloat16), "step": np.array(value), "a/w": np.ones((4, 3), "f4")}
+            tensors = {**same, "more": np.zeros((max(2, value), 5), "f4")}
+            meta = {"text": "x" * value**9}
+            path = ckpt.save(tmp_path / "a", tensors, comm=None, meta=meta, overwrite=True)
+            image = (path / "index.h5").read_bytes()
+            assert before.setdefault(value, image) == image
+            with h5py.File(path / "index.h5") as index:
+                assert index.attrs["meta"] == encode_meta(meta)
+                for name, array in tensors.items():
+                    assert np.array_equal(index[name][()], array.astype(index[name].dtype))
+        assert not keeps or hdf5._index_frame.cache_info().hits == 2
+    assert len(set(before.values())) == 3
 
 
 def test_what_is_missing_reads_as_nan(tmp_path):
