@@ -10,6 +10,7 @@ import json
 import math
 import reprlib
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import islice, pairwise
 from typing import Annotated, Any, NamedTuple
@@ -272,11 +273,10 @@ def _block(name: str, dtype: str, itemsize: int, entry: _BlockLine, header: Head
 
 
 def _check_no_sharing(files: tuple[File, ...], tensors: Iterable[Tensor]) -> None:
-    ranges: dict[tuple[int, str], list[tuple[int, int, str]]] = {}
-    for tensor in tensors:
-        for block in tensor.blocks:
-            taken = (block.start, block.start + block.box.size, tensor.name)
-            ranges.setdefault((block.file, tensor.dtype), []).append(taken)
+    ranges: dict[tuple[int, str], list[tuple[int, int, str]]] = defaultdict(list)
+    for name, dtype, _, blocks, _ in tensors:
+        for file, start, box, _ in blocks:
+            ranges[file, dtype].append((start, start + box.size, name))
     for (file, dtype), in_order in ranges.items():
         in_order.sort()
         # Who verifies all bytes of a sparse file would be busy for years.

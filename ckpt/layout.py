@@ -87,10 +87,10 @@ def _stacked(shape: Shape, boxes: Sequence[Box]) -> bool:
         return False
     row, zeros, at = shape[1:], (0,) * (len(shape) - 1), 0
     for offset, count in boxes:
-        if offset[:1] != (at,) or offset[1:] != zeros or count[1:] != row or not count or count[0] < 0:
+        if offset != (at, *zeros) or count[1:] != row or not count or count[0] < 0:
             return False
         at += count[0]
-    return at == shape[0] and min(shape) > 0
+    return at == shape[0] and 0 not in shape
 
 
 def _overlap(filled: list[tuple[Box, str]]) -> str | None:
