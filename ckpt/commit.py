@@ -64,7 +64,9 @@ class Stage:
                 raise FileExistsError(
                     errno.EEXIST, f"process {owner['pid']} is writing this checkpoint", str(stage.path)
                 )
-            _delete(stage.path)
+            _clear(stage.path)
+        if overwrite:  # where folders cannot be exchanged, the old one is put there
+            _refuse_strangers(final.parent / f".{final.name}.replaced")
         stage.path.mkdir()
         try:
             write_file(stage.path / OWNER_NAME, signature(stage._token), durable=False)
@@ -75,7 +77,7 @@ class Stage:
 
     def make_board(self) -> Path:
         """A folder for what the ranks have to say to each other."""
-        _delete(self._board)
+        _clear(self._board)
         # Made in the stage, which is signed: whatever happens, nobody meets it without an owner's name.
         unsigned = self.path / ".board"
         unsigned.mkdir()
@@ -184,15 +186,27 @@ def remove(path: Place) -> None:
 def take_away(path: Path) -> None:
     """Remove a folder of a save, which nobody finds half of. Never raises: what stays is for a later save to clear."""
     with contextlib.suppress(OSError):
+        _refuse_strangers(path)
         _take_away(path)
 
 
 def _take_away(path: Path) -> None:
     hidden = path.parent / f".{path.name.strip('.')}.removed"
-    _delete(hidden)
+    _clear(hidden)
     os.rename(path, hidden)
     with contextlib.suppress(OSError):
         _delete(hidden)
+
+
+def _clear(path: Path) -> None:
+    """Remove a hidden folder of a save; nothing happens if there is none. FileExistsError if it holds what no save made."""
+    _refuse_strangers(path)
+    _delete(path)
+
+
+def _refuse_strangers(path: Path) -> None:
+    if os.path.lexists(path) and (strange := _strangers(path)):
+        raise FileExistsError(errno.EEXIST, f"it holds {strange[0]!r:.80}, which no save made; move it away", str(path))
 
 
 def _delete(path: Path) -> None:
@@ -244,6 +258,8 @@ def settle(leftover: Leftover) -> None:
 
 
 def _judged(path: Path, own: Path | None) -> Leftover:
+    if strange := _strangers(path):
+        return Leftover(path, "keep", f"holds {strange[0]!r:.80}, which no save made")
     kind = path.suffix
     stage = path.with_suffix(".staging")
     if kind in (".staging", ".board") and (owner := owner_in(path)) is not None:
@@ -253,8 +269,6 @@ def _judged(path: Path, own: Path | None) -> Leftover:
         return Leftover(path, "keep", f"a save {whose}, which may go on")
     if kind == ".board" and stage.exists():
         return _judged(stage, own)._replace(path=path)
-    if strange := _strangers(path):
-        return Leftover(path, "keep", f"holds {strange[0]!r:.80}, which no save made")
     if kind == ".removed":
         return Leftover(path, "remove", "half removed")
     # Not the time of writing alone: a rename is what may have happened last.
@@ -272,10 +286,10 @@ def _judged(path: Path, own: Path | None) -> Leftover:
 
 
 def _strangers(path: Path) -> list[str]:
-    """What is in a hidden folder that nobody has signed, and was not put there by a save. Nothing is in a link."""
+    """What is in a hidden folder and was not put there by a save. Nothing is in a link."""
     try:
         names = [] if path.is_symlink() else sorted(os.listdir(path))
-    except OSError:
+    except OSError:  # a job that clears up as well
         return []
     return [name for name in strangers(names) if not re.fullmatch(_MESSAGES, name)]
 

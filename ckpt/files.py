@@ -10,7 +10,7 @@ from typing import TypeVar
 
 _VISIBLE_S = 10.0
 _BEGIN_BYTES = 16 << 20
-_SHARED_BYTES = 1 << 20  # neighbours may lie in one page of the page cache, which is as large at most
+_SHARED_BYTES = 2 << 20  # neighbours may lie in one page of the page cache, which is hardly ever larger
 
 T = TypeVar("T")
 

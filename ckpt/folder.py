@@ -36,7 +36,8 @@ LATEST_NAME = "latest"
 RUN_SUBFOLDER = "checkpoints"  # where a run's folder keeps them, by the main job's and our convention
 OWNER_NAME = ".owner"  # says who is filling a folder (see owner.py)
 _PARTS = r"manifest\.jsonl|index\.h5|(rank|node|part)-[0-9]{5,}\.h5"
-_HIDDEN = rf"\{OWNER_NAME}|\.{LATEST_NAME}|\.nfs[0-9a-f]+"  # what may be there for a while; NFS keeps so what is removed while open
+# What may be there for a while. NFS and FUSE keep under such names what is removed while it is open.
+_HIDDEN = rf"\{OWNER_NAME}|\.{LATEST_NAME}|\.nfs[0-9a-f]+|\.fuse_hidden[0-9a-f]+"
 _BEGINNING = json.dumps({"format": FORMAT}, separators=(",", ":")).encode()[:-1]  # of every manifest
 
 
@@ -274,7 +275,7 @@ def _candidates(folder: Place) -> list[tuple[Place, str]]:
             name = original
         parts = set(filter(is_part, _names(folder / entry)))
         # Data sets, too, come with a `manifest.jsonl`.
-        if parts and (INDEX_NAME in parts or FILE_NAME not in parts or is_checkpoint(folder / entry)):
+        if parts and (parts != {FILE_NAME} or is_checkpoint(folder / entry)):
             found.append((folder / entry, name))
     return found
 

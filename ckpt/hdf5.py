@@ -4,14 +4,17 @@ h5py's low-level interface, because it is some times faster than the other for t
 """
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import h5py
+import msgspec
 import numpy as np
+import xxhash
 
 from ckpt.files import naming
 from ckpt.layout import Shape
@@ -22,6 +25,9 @@ from collectives.dtypes import TABLE
 INDEX_NAME = "index.h5"
 MAX_ATTRIBUTE_BYTES = 60_000  # HDF5 keeps an attribute in its object's header, of at most 64 KiB
 _SCALAR = h5py.h5s.create(h5py.h5s.SCALAR)
+_KEPT_BYTES = 64 << 20
+_kept: dict[bytes, bytes] = {}  # the last images of indices, the last used at the end
+_keeping = threading.Lock()  # a save in the background may meet a `reshard`
 
 
 @contextmanager
@@ -59,9 +65,7 @@ def index_image(manifest: Manifest, scalars: Mapping[str, np.ndarray]) -> bytes:
     `scalars`: the values of the 0-D tensors, which HDF5 cannot make virtual. What a missing rank file held reads as NaN.
     The file is made in memory, which spares the file system thousands of small writes.
     """
-    files = tuple((f.name, tuple((dtype, d.elements) for dtype, d in f.datasets.items())) for f in manifest.files)
-    frame = _index_frame(files, tuple(manifest.tensors.values()))
-    with h5py.File(h5py.h5f.open_file_image(frame, h5py.h5f.FILE_IMAGE_OPEN_RW)) as file:
+    with h5py.File(h5py.h5f.open_file_image(_kept_frame(manifest), h5py.h5f.FILE_IMAGE_OPEN_RW)) as file:
         meta = encode_meta(manifest.meta)
         if len(meta) <= MAX_ATTRIBUTE_BYTES:
             file.attrs["meta"] = meta
@@ -73,9 +77,24 @@ def index_image(manifest: Manifest, scalars: Mapping[str, np.ndarray]) -> bytes:
         return file.id.get_file_image()
 
 
-@lru_cache(8)  # a training saves the same tensors again and again, and HDF5 needs 0.15 ms for each
-def _index_frame(files: tuple[tuple[str, tuple[tuple[str, int], ...]], ...], tensors: tuple[Tensor, ...]) -> bytes:
-    """The index but for what changes from save to save: `meta` and the values of scalars. `files`: names, and lengths of datasets."""
+def _kept_frame(manifest: Manifest) -> bytes:
+    """The index but for what changes from save to save: `meta` and the values of scalars.
+
+    A training saves the same tensors again and again, and HDF5 needs 0.15 ms for each: so the last ones are kept.
+    """
+    lengths = [(file.name, {dtype: d.elements for dtype, d in file.datasets.items()}) for file in manifest.files]
+    tensors = list(manifest.tensors.values())
+    key = xxhash.xxh3_128_digest(msgspec.msgpack.encode((lengths, tensors)))
+    with _keeping:
+        frame = _kept.pop(key, None) or _make_frame(lengths, tensors)
+        _kept[key] = frame
+        while len(_kept) > 1 and sum(map(len, _kept.values())) > _KEPT_BYTES:
+            del _kept[next(iter(_kept))]
+    return frame
+
+
+def _make_frame(lengths: Sequence[tuple[str, Mapping[str, int]]], tensors: Sequence[Tensor]) -> bytes:
+    """`lengths`: of each data file its name, and the elements of its datasets."""
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fapl_core(1 << 20, False)
     with h5py.File(h5py.h5f.create(INDEX_NAME.encode(), fapl=access)) as file:
@@ -85,8 +104,8 @@ def _index_frame(files: tuple[tuple[str, tuple[tuple[str, int], ...]], ...], ten
         links.set_create_intermediate_group(True)
         links.set_char_encoding(h5py.h5t.CSET_UTF8)
         sources = [
-            (name.encode(), {dtype: h5py.h5s.create_simple((count,)) for dtype, count in datasets})
-            for name, datasets in files
+            (name.encode(), {dtype: h5py.h5s.create_simple((count,)) for dtype, count in datasets.items()})
+            for name, datasets in lengths
         ]
         # Each object costs h5py some microseconds, so they are used again where they can be.
         spaces: dict[Shape, h5py.h5s.SpaceID] = {(): _SCALAR}
@@ -101,7 +120,7 @@ def _index_frame(files: tuple[tuple[str, tuple[tuple[str, int], ...]], ...], ten
                 plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
             dataset = h5py.h5d.create(file.id, tensor.name.encode(), h5_type(tensor.dtype), space, plist, lcpl=links)
             mark_dtype(dataset, tensor.dtype)
-            _mark_placement(dataset, tensor, [name for name, _ in files])
+            _mark_placement(dataset, tensor, [name for name, _ in lengths])
         file.flush()
         return file.id.get_file_image()
 

@@ -50,7 +50,7 @@ class Run:
             return None, "begins anew"
         if config.resume != "auto":
             start = ckpt.find(config.resume)
-            self._check_way(config, step_of(start.name) or 0)
+            self._check_way(config, start)
             return start, f"goes on from {start}"
         found = ckpt.list_checkpoints(self.checkpoints) if self.checkpoints.is_dir() else []
         damaged = [checkpoint for checkpoint in found if not checkpoint.complete]
@@ -61,9 +61,9 @@ class Run:
                     f"{damaged[-1].path}: {damaged[-1].problem}; the run has no other checkpoint that is complete. "
                     "--resume never starts anew and moves this run aside"
                 )
-            self._check_way(config, 0)
+            self._check_way(config, None)
             return None, "begins anew"
-        self._check_way(config, step_of(newest.name) or 0)
+        self._check_way(config, newest)
         skipped = "".join(f"; {checkpoint.name} is damaged: {checkpoint.problem}" for checkpoint in damaged)
         return newest, f"goes on from {newest}{skipped}"
 
@@ -116,14 +116,23 @@ class Run:
         os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._lock = fd
 
-    def _check_way(self, config: Config, after: int) -> None:
-        """Whether the checkpoints of steps behind `after` can have their places, which only those of an earlier run give free."""
+    def _check_way(self, config: Config, start: Path | ckpt.Url | None) -> None:
+        """Whether the checkpoints of the steps to come can have their places, which only those of an earlier run give free."""
         if config.train.eval_only or not self.checkpoints.is_dir():
             return
+        try:
+            meta = {} if start is None else ckpt.open(start).meta
+        except ckpt.CheckpointError:  # which loading it will tell, or a copy makes good
+            return
+        after = meta.get("step")
         for path in sorted(self.checkpoints.iterdir()):
             step = step_of(path.name)
-            if step is not None and step > after and path == self.checkpoint(step) and (reason := reason_to_keep(path)):
-                raise ConfigError(f"run: {path} {reason}, and this run would come to replace it; move it away")
+            if step is None or path != self.checkpoint(step) or step > config.train.steps:
+                continue
+            if isinstance(after, int) and step <= after:
+                continue
+            if reason := reason_to_keep(path):
+                raise ConfigError(f"run: {path} {reason}, and this run may come to replace it; move it away")
 
     def _check_places(self, config: Config) -> None:
         """Whether copies can go where they are to: early, not at the first save."""

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import socket
 import stat
 import subprocess
 import sys
+import warnings
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,7 @@ import pytest
 import ckpt
 from ckpt import commit
 from ckpt.folder import LATEST_NAME
-from ckpt.owner import start_time
+from ckpt.owner import signature, start_time
 
 
 def save(path, value=0, **options):
@@ -219,15 +222,37 @@ def test_what_nobody_signed_may_be_a_living_job_s_for_a_minute(tmp_path, monkeyp
     assert names(tmp_path) == ["a", "b", "e", LATEST_NAME] and load(path) == 1
 
 
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("kind", ["staging", "removed", "board", "replaced"])
-def test_a_hidden_folder_with_somebody_s_file_is_not_ours_to_remove(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("name", ["a", "b", "site"])
+def test_a_hidden_folder_with_somebody_s_file_is_not_ours_to_remove(
+    tmp_path, monkeypatch, name, kind, signed, exchanges
+):
+    """Be it called like one of the checkpoint that is saved ("b"), of the one that is removed for it ("a"), or of none."""
     monkeypatch.setattr(commit, "QUIET_S", 0.0)
-    theirs = tmp_path / f".site.{kind}"
+    if not exchanges:
+        monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+    save(tmp_path / "a")
+    save(tmp_path / "b")
+    theirs = tmp_path / f".{name}.{kind}"
     theirs.mkdir()
     (theirs / "notes.txt").write_text("mine")
-    save(tmp_path / "a")
+    if signed:
+        (theirs / ".owner").write_bytes(signature(""))
     (left,) = commit.leftovers(tmp_path)
     assert (left.action, left.why) == ("keep", "holds 'notes.txt', which no save made")
+    stands_in_the_way = name == "b" and kind in ("staging", "replaced", "board")
+    said = f"[Errno 17] it holds 'notes.txt', which no save made; move it away: '{theirs}'"
+    with warnings.catch_warnings(record=True) as warned, ExitStack() as raised:
+        warnings.simplefilter("always")
+        if stands_in_the_way:
+            raised.enter_context(pytest.raises(FileExistsError, match=re.escape(said)))
+        save(tmp_path / "b", 2, overwrite=True, keep=1, background=True)
+        ckpt.wait()
+    assert load(tmp_path / "b") == (0 if stands_in_the_way else 2)
+    kept = [f"the old checkpoint {tmp_path / 'a'} could not be removed: {said}"]
+    assert [str(w.message) for w in warned] == (kept if name == "a" and kind == "removed" else [])
     assert (theirs / "notes.txt").read_text() == "mine"
 
 

@@ -52,6 +52,14 @@ def test_what_a_later_save_may_not_replace_is_an_error_at_once(tmp_path: Path) -
         Run(back).start(back)
     auto, looks = config(tmp_path), replace(back, train=replace(back.train, eval_only=True))
     assert Run(auto).start(auto)[0] == second and Run(looks).start(looks)[0] == first
+    beyond = replace(back, train=replace(back.train, steps=1))
+    assert Run(beyond).start(beyond)[0] == first
+    # What counts is the step that it is of, not its name.
+    second.rename(tmp_path / "best")
+    best = config(tmp_path, str(tmp_path / "best"))
+    (first / "notes.txt").write_text("")
+    assert Run(best).start(best)[0] == tmp_path / "best"
+    (tmp_path / "best").rename(second)
     # A folder of that name need not be a checkpoint.
     third = tmp_path / "checkpoints/step-00000003"
     third.mkdir()
