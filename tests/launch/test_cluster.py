@@ -279,7 +279,8 @@ if comm.node.rank == 0:
 def test_a_step_sends_no_more_between_hosts_than_it_must() -> None:
     """Two levels, fp32: of two hosts each sends the half of the gradients that the other one keeps, and its half of the parameters.
 
-    Counted by the network's devices, headers and acknowledgements included. Measured: 1.002 to 1.003 and 1.017 to 1.020, since units are cut at rows; acknowledgements vary.
+    Counted by the network's devices, headers and acknowledgements included.
+    Measured: 1.002 to 1.003 and 1.017 to 1.020, since units are cut at rows; acknowledgements vary.
     """
     result = cluster("-H", "2x2", "python", "-c", BYTES_OF_A_STEP)
     assert result.returncode == 0, str(result)
