@@ -30,12 +30,10 @@ from ckpt.places import Place
 from ckpt.remote import Url
 
 QUIET_S = 60.0  # what bears no owner's name and changed since then may be a living job's, between two of its steps
-_ABANDONED_S = (
-    3600.0  # without a change, after which a stage of another host, whose process cannot be asked, counts as dead
-)
-_MESSAGES = (
-    r"\.board|[0-9]+(\.[0-9]+)?(\.part)?|(left|reserve)\.[0-9]+"  # on a board, and the name of one in the making
-)
+_ABANDONED_S = 3600.0
+"""Without a change, after which a stage of another host, whose process cannot be asked, counts as dead."""
+_MESSAGES = r"\.board|[0-9]+(\.[0-9]+)?(\.part)?|(left|reserve)\.[0-9]+"
+"""What lies on a board (board.py), and the name of one in the making."""
 
 
 class Stage:
@@ -223,7 +221,10 @@ def _delete(path: Path) -> None:
 
 
 class Leftover(NamedTuple):
-    """A hidden folder of a save. `action`: "remove" or "restore" (to `original`) what a dead job left, "keep" a living one's."""
+    """A hidden folder of a save. `action`: "remove" or "restore" (to `original`) what a dead job left, "keep" a living one's.
+
+    "keep" is also for what somebody put something into.
+    """
 
     path: Path
     action: str
@@ -239,7 +240,7 @@ def leftovers(folder: Path, *, own: Path | None = None) -> list[Leftover]:
     """What saves that go on, or ended too early, have in `folder`, by name.
 
     What bears no owner's name counts as a dead job's, unless it changed in the last minute and does
-    not belong to the checkpoint `own`, which is this job's to write.
+    not belong to the checkpoint `own`, which is this job's to write, or holds what no save made.
     """
     kinds = (".staging", ".replaced", ".removed", ".board")
     # A checkpoint may have been a link to one.
@@ -262,6 +263,8 @@ def _judged(path: Path, own: Path | None) -> Leftover:
         return Leftover(path, "keep", f"holds {strange[0]!r:.80}, which no save made")
     kind = path.suffix
     stage = path.with_suffix(".staging")
+    if kind == ".removed":
+        return Leftover(path, "remove", "half removed")
     if kind in (".staging", ".board") and (owner := owner_in(path)) is not None:
         whose = f"of process {owner['pid']!r:.20} on {owner['host']!r:.80}"
         if _is_abandoned(path, owner):
@@ -269,8 +272,6 @@ def _judged(path: Path, own: Path | None) -> Leftover:
         return Leftover(path, "keep", f"a save {whose}, which may go on")
     if kind == ".board" and stage.exists():
         return _judged(stage, own)._replace(path=path)
-    if kind == ".removed":
-        return Leftover(path, "remove", "half removed")
     # Not the time of writing alone: a rename is what may have happened last.
     with contextlib.suppress(FileNotFoundError):
         changed = max(path.lstat().st_mtime, path.lstat().st_ctime)

@@ -21,6 +21,7 @@ from ckpt.manifest import FILE_NAME, FORMAT, CheckpointError, File, Manifest, Ou
 from ckpt.places import (
     Paths,
     Place,
+    absolute,
     all_places,
     bytes_in,
     check_files,
@@ -107,6 +108,7 @@ def is_checkpoint(place: Place) -> bool:
 
 def check_outside(path: Place) -> None:
     """ValueError if `path` is a checkpoint or lies in one, where nothing is ever added. Of a URL only this folder is looked at."""
+    path = absolute(path)  # without `..`, which may lead out of one
     for folder in (path,) if isinstance(path, Url) else (path, *path.parents):
         if is_checkpoint(folder):
             what = f"{path} is" if folder == path else f"{path} lies in {folder},"

@@ -202,7 +202,7 @@ def file_of(entry: Any, version: int = VERSION) -> File:
     if version == 1:
         return File(name, nbytes, datasets)
     rest = entry.get("rest")
-    if not isinstance(rest, str) or len(rest) != DIGITS:
+    if not isinstance(rest, str) or not _are_checksums(rest, 1):
         raise refused(f"file {name}: rest is {reprlib.repr(rest)}, expected a checksum of {DIGITS} digits")
     return File(name, nbytes, datasets, rest)
 
@@ -265,11 +265,20 @@ def _block(name: str, dtype: str, itemsize: int, entry: _BlockLine, header: Head
         problem = f"is in file {entry.file} of {len(header.files)}"
     elif dataset is None or entry.start + size > dataset.elements:
         problem = f"lies beyond its dataset in {file.name}"
-    elif len(entry.xxh3) != -(-size * itemsize // header.chunk_bytes) * DIGITS:
-        problem = "has checksums of the wrong number or length"
+    elif not _are_checksums(entry.xxh3, -(-size * itemsize // header.chunk_bytes)):
+        problem = "has checksums of the wrong number or length, or what is no checksum"
     else:
         return Block(entry.file, entry.start, Box(entry.offset, entry.shape), entry.xxh3)
     raise refused(f"tensor {name!r}: a block of {entry.shape} at {entry.offset} {problem}")
+
+
+def _are_checksums(digits: str, count: int) -> bool:
+    """Whether they are so many."""
+    try:
+        int(digits, 16)
+    except ValueError:
+        return False
+    return len(digits) == DIGITS * count
 
 
 def _check_no_sharing(files: tuple[File, ...], tensors: Iterable[Tensor]) -> None:

@@ -107,6 +107,7 @@ def _make_frame(lengths: Sequence[tuple[str, Mapping[str, int]]], tensors: Seque
             (name.encode(), {dtype: h5py.h5s.create_simple((count,)) for dtype, count in datasets.items()})
             for name, datasets in lengths
         ]
+        names = [name for name, _ in lengths]
         # Each object costs h5py some microseconds, so they are used again where they can be.
         spaces: dict[Shape, h5py.h5s.SpaceID] = {(): _SCALAR}
         for tensor in tensors:
@@ -120,7 +121,7 @@ def _make_frame(lengths: Sequence[tuple[str, Mapping[str, int]]], tensors: Seque
                 plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
             dataset = h5py.h5d.create(file.id, tensor.name.encode(), h5_type(tensor.dtype), space, plist, lcpl=links)
             mark_dtype(dataset, tensor.dtype)
-            _mark_placement(dataset, tensor, [name for name, _ in lengths])
+            _mark_placement(dataset, tensor, names)
         file.flush()
         return file.id.get_file_image()
 

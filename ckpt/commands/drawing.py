@@ -1,6 +1,5 @@
 """A tensor's histogram as a picture. Needs matplotlib, which is imported only here and only when asked for."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from ckpt.statistics import Histogram, Statistics
 def check_drawing(path: str) -> None:
     """UsageError if matplotlib cannot be imported, or `path` lies in a checkpoint: found before anything is read."""
     try:
-        check_outside(Path(os.path.abspath(path)).parent)
+        check_outside(Path(path).parent)
     except ValueError as error:
         raise UsageError(f"--histogram {path}: {error}") from None
     try:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from mpitrain.config import Config, ConfigError, check_ranks
+from mpitrain.config.settings import ParallelConfig
 from mpitrain.data import scan
 from mpitrain.memory.step import adopts, measure, units_of
 from mpitrain.models import GPT
@@ -89,9 +90,6 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
         config.train.accumulate > 1 or parallel.reduce_dtype != "float32"
     )  # before it is added to the shards' gradients
     step = measure(config, num_ranks, gathered=storage == "gathered")
-    heap_share = HEAP_SHARE_STAGE_1 if parallel.stage == 1 else HEAP_SHARE
-    if parallel.checkpoint_activations:
-        heap_share = HEAP_SHARE_AGAIN
 
     on_node = num_ranks // num_nodes
     corpus = scan(config.data.path, config.data.suffixes, config.data.heldout)
@@ -112,7 +110,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
             "full parameters": lasting + step["full parameters"],
             "gradient buffers": buffer_bytes,
             "activations": step["activations"],
-            "allocator": int(heap_share * step["heap"]),
+            "allocator": int(_heap_share(parallel) * step["heap"]),
             "data": data_bytes // on_node,
             "checkpoint": 3 * held if config.checkpoint.background and rank < group else 0,
             "process": PROCESS_BYTES + LIBRARY_BYTES // on_node + (RING_BYTES if on_node > 1 else 0),
@@ -132,6 +130,13 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
         node=most,
         shared=in_shared + (RING_BYTES * on_node if on_node > 1 else 0),
     )
+
+
+def _heap_share(parallel: ParallelConfig) -> float:
+    """What the heap keeps of freed pieces, as a share of activations."""
+    if parallel.checkpoint_activations:
+        return HEAP_SHARE_AGAIN
+    return HEAP_SHARE_STAGE_1 if parallel.stage == 1 else HEAP_SHARE
 
 
 def _num_beside(rank: int, group: int, on_node: int) -> int:

@@ -57,7 +57,7 @@ def export_weights(
             raise ValueError(f"max_file_bytes is {max_file_bytes}; expected at least 1")
         header(tensors)  # what the format does not know raises here
         if rank0:
-            check_outside(Path(os.path.abspath(folder)))
+            check_outside(folder)
             before = exported(folder) if not is_file else [Path(path)] if Path(path).exists() else []
             if before and not overwrite:
                 raise FileExistsError(f"{before[0]} exists already; overwrite=True replaces it")

@@ -134,6 +134,7 @@ def _file(**changes):
         (_file(bytes=-1), "bytes is -1"),
         (_file(rest=None), "rest is None, expected a checksum"),
         (_file(rest="0" * 15), "expected a checksum of 16 digits"),
+        (_file(rest="g" * 16), "expected a checksum of 16 digits"),
         (_tensor(axes=["dp"]), "axes is ['dp']; expected 2 names"),
         (_tensor(axes=["dp", 1]), "Expected `str | null`, got `int` - at `$.axes[1]`"),
         (_tensor(axes="dp"), "Expected `array | null`, got `str` - at `$.axes`"),
@@ -162,6 +163,7 @@ def _file(**changes):
         (_block(offset=[1, 0]), "overlap"),
         (_block(shape=[0, 2]), "is empty"),
         (_block(xxh3="00"), "has checksums of the wrong number or length"),
+        (_block(xxh3="x" * 16), "or what is no checksum"),
         (lambda header, meta, tensors: tensors[0].pop("blocks"), "missing required field `blocks`"),
         (
             lambda header, meta, tensors: tensors[0]["blocks"].append(7),
