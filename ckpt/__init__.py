@@ -12,21 +12,22 @@ URLs everywhere.
 files and back: docs/checkpoints.md.
 """
 
-from ckpt.background import wait
-from ckpt.checkpoint import Checkpoint, TensorEntry
-from ckpt.checkpoint import open_checkpoint as open
-from ckpt.exporting import export
-from ckpt.folder import CheckpointInfo, find, latest, list_checkpoints
-from ckpt.importing import import_file
-from ckpt.inspecting import look
-from ckpt.layout import Box
-from ckpt.loading import load
-from ckpt.manifest import CheckpointError
-from ckpt.remote import Url
-from ckpt.resharding import reshard
-from ckpt.saving import save
+from ckpt.check.inspecting import look
+from ckpt.check.verifying import Damage, verify
+from ckpt.convert.exporting import export
+from ckpt.convert.importing import import_file
+from ckpt.convert.resharding import reshard
+from ckpt.format.boxes import Box
+from ckpt.format.manifest import CheckpointError
+from ckpt.reading.checkpoint import Checkpoint
+from ckpt.reading.checkpoint import open_checkpoint as open
+from ckpt.reading.entry import TensorEntry
+from ckpt.reading.loading import load
+from ckpt.saving.background import wait
+from ckpt.saving.save import save
+from ckpt.storage.catalog import CheckpointInfo, find, latest, list_checkpoints
+from ckpt.storage.remote import Url
 from ckpt.tensors import Shard
-from ckpt.verifying import Damage, verify
 
 __all__ = [
     "Box",

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from ckpt.commands import bench, diff, export, gc, import_, ls, reshard, show, verify
 from ckpt.commands.terminal import UsageError, complain
-from ckpt.manifest import CheckpointError
+from ckpt.format.manifest import CheckpointError
 from collectives import launched_rank
 
 COMMANDS: tuple[ModuleType, ...] = (

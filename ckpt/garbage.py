@@ -1,8 +1,13 @@
 """Python's search for cyclic garbage, and when it is out of place."""
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_counting = threading.Lock()
+_inside = 0  # threads: the last of them turns the search on again
+_was_enabled = False
 
 
 @contextmanager
@@ -12,10 +17,16 @@ def no_collections() -> Iterator[None]:
     What thousands of tensors are described by is many small objects and no garbage. Their number alone would start a search through
     all objects of the process, which with torch are a million: 0.15 s, in which no byte is moved.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    global _inside, _was_enabled
+    with _counting:
+        if not _inside:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _inside += 1
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        with _counting:
+            _inside -= 1
+            if not _inside and _was_enabled:
+                gc.enable()

@@ -4,6 +4,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, runtime_checkable
 
+from collectives.diagnosis import stacks
+
+# What a report of a wait says of a rank that saves or loads: where the program does so.
+stacks.pass_over("ckpt.saving", "ckpt.reading.loading")
+
 
 @runtime_checkable
 class Ranks(Protocol):
@@ -44,6 +49,12 @@ class Solo:
     @contextmanager
     def together(self, doing: str = "") -> Iterator[None]:
         yield
+
+    def give_up(self) -> None:
+        """As `Board.give_up`: nobody is waited for."""
+
+    def leave(self) -> None:
+        """As `Board.leave`."""
 
 
 def ranks_of(comm: object) -> Ranks:

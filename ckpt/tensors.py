@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt.layout import Box, Shape
-from ckpt.manifest import MAX_NDIM, axes_error, name_error, nesting_error
-from collectives.arrays import as_numpy
-from collectives.dtypes import TABLE, DTypeError, number_of
+from ckpt.format.boxes import Box, Shape
+from ckpt.format.manifest import MAX_NDIM, axes_error, name_error, nesting_error
+from collectives.arrays.buffer import as_numpy, is_jax
+from collectives.arrays.dtypes import DTYPES, DTypeError, dtype_of
 
 
 class Shard:
@@ -60,7 +60,10 @@ class Local(NamedTuple):
 
 
 def inspect(tensors: Mapping[str, Any], *, writable: bool = False) -> list[Local]:
-    """The tensors sorted by name, viewed without a copy. TypeError or ValueError naming the tensor that cannot be used."""
+    """The tensors sorted by name, viewed without a copy. TypeError or ValueError naming the tensor that cannot be used.
+
+    `writable`: they are to be filled, and not to be saved.
+    """
     if not isinstance(tensors, Mapping):
         raise TypeError(f"tensors is a {type(tensors).__name__}; expected a dict of name -> array or Shard")
     for name in tensors:
@@ -73,14 +76,20 @@ def inspect(tensors: Mapping[str, Any], *, writable: bool = False) -> list[Local
 
 def _local(name: str, value: Any, writable: bool) -> Local:
     data = value.data if isinstance(value, Shard) else value
+    # Some library's part of a tensor, which in a dict of arrays would stand for the whole: this raises, and says what to do.
+    if not writable and (refuse := getattr(value, "refuse_as_whole", None)) is not None:
+        refuse()
+    if writable and is_jax(data):
+        raise TypeError(
+            f"tensor {name!r} is a JAX array, which cannot be filled; ckpt.open(path).to_jax() makes new ones, also in parts"
+        )
     try:
         array = as_numpy(data, writable=writable, name=f"tensor {name!r}")
-        dtype = number_of(array.dtype).name
+        dtype = dtype_of(array.dtype).name
     except DTypeError:
-        # What collectives can move is more than what a checkpoint holds.
         kind = getattr(data, "dtype", type(data).__name__)
         raise DTypeError(
-            f"tensor {name!r}: dtype {kind} is not supported; expected one of {', '.join(TABLE)}, or a view as one of them, such as "
+            f"tensor {name!r}: dtype {kind} is not supported; expected one of {', '.join(DTYPES)}, or a view as one of them, such as "
             "uint8"
         ) from None
     shape = value.shape if isinstance(value, Shard) else array.shape

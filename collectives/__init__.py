@@ -6,13 +6,13 @@
 Importing this package starts nothing; `world()` starts MPI.
 """
 
-from collectives.communicator import Communicator
+from collectives.communicator.communicator import Communicator
+from collectives.communicator.mesh import Mesh
+from collectives.communicator.start import world
 from collectives.diagnosis import leave_together, on_all_ranks, set_deadline, set_record_folder
 from collectives.launcher import is_live_terminal, launched_rank
-from collectives.mesh import Mesh
-from collectives.start import world
-from collectives.table import Table
-from collectives.work import Work
+from collectives.progress.work import Work
+from collectives.selection.table import Table
 
 __all__ = [
     "Communicator",

@@ -1,4 +1,4 @@
-"""Settings that come as environment variables of the value 0 or 1. Those with values of their own are read where they are used."""
+"""Settings that come as environment variables: switches of the value 0 or 1, and times. Others are read where they are used."""
 
 import os
 from collections.abc import Mapping
@@ -18,3 +18,21 @@ def check_switches() -> None:
     """ValueError where one of them is neither, also if nothing in this job would ever read it."""
     for name in SWITCHES:
         switch(name)
+
+
+def seconds_of(name: str, default: float, none: str) -> float:
+    """The variable's seconds, `default` where it is unset or empty. `none`: what 0 means. ValueError for what is no such number."""
+    said = os.environ.get(name, "")
+    try:
+        return checked_seconds(float(said)) if said else default
+    except ValueError:
+        raise ValueError(
+            f"{name} is {said!r}; expected seconds of at least 0, such as {default:g}, or 0 for {none}"
+        ) from None
+
+
+def checked_seconds(value: float) -> float:
+    """`value`. ValueError for what is no finite number of at least 0."""
+    if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{value!r}; expected seconds of at least 0")
+    return value

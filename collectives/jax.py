@@ -11,16 +11,26 @@ Each call is a JAX primitive whose ordered host callback runs the Communicator's
 cond, and JAX neither drops nor reorders it. As everywhere here, all ranks call the same operations in the same order: let no rank
 trace, differentiate or branch otherwise than the others.
 
+[Note: one thread] JAX has as many threads as the process has cores, and Open MPI's plain `mpirun` binds each of two ranks to one core.
+So the callback must not wait for JAX: that work may need the very thread that the callback is on. `jax.experimental.io_callback`
+turns the operand into a jax.Array first, a copy on another thread of JAX where it is long. The primitive is lowered to JAX's callback
+itself, which hands over the operand as NumPy sees it, where it lies.
+
+A jitted collective goes on after its call has returned. What the same thread then asks of the same Communicator outside of jit begins
+when that collective has ended: all ranks come to both in the order of the program.
+
 The derivatives, forward and reverse, are those of the sum of all ranks' results: what `all_reduce` sums, it sums of the cotangents
 too; the transpose of `all_gather` is `reduce_scatter`, and the other way round. Under `jax.vmap` the batch travels as one array.
 `jax.checkpoint` cannot recompute an ordered callback: differentiating through it raises, as does a derivative of max, min or prod.
 
 The operations run on a communicator of their own, made when a Communicator is first passed here, which is collective: the callback
-runs on a thread of JAX, and must not meet what the main thread does meanwhile.
+runs on a thread of JAX, and must not meet what an asynchronous operation of the Communicator does meanwhile.
 """
 
 import functools
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from math import prod
 from types import FrameType
 from typing import Any
@@ -34,8 +44,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import get_abstract_mesh
 
-from collectives.communicator import Communicator
-from collectives.dtypes import effective_op, number_of
+from collectives.arrays.dtypes import effective_op, number_of
+from collectives.communicator.communicator import Communicator
+from collectives.diagnosis import stacks
+from collectives.diagnosis.monitor.standstill import Standstill
+from collectives.progress.issued import Announced, Issues
+from collectives.progress.work import Deferred, Progress, Queued
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
@@ -73,11 +87,7 @@ def _bind(name: str, x: Any, comm: Communicator, op: str) -> jax.Array:
     effective_op(number_of(x.dtype), op)  # also of all_gather, whose derivative adds
     mesh = get_abstract_mesh()  # of the shard_map or pmap around this call
     num_devices = prod(mesh.shape[axis] for axis in mesh.manual_axes) if isinstance(x, Tracer) else len(x.devices())
-    if num_devices > 1:
-        raise ValueError(
-            f"{name}: x is spread over {num_devices} devices, whose calls have no order; expected one device a rank: call it outside "
-            "jax.shard_map and jax.pmap, on an array that is on one device"
-        )
+    _check_devices(name, num_devices)
     if name != "all_reduce" and x.ndim == 0:
         raise ValueError(f"{name}: x is a scalar; expected rows, an array of at least one dimension")
     if name == "reduce_scatter" and x.shape[0] % comm.size:
@@ -85,6 +95,14 @@ def _bind(name: str, x: Any, comm: Communicator, op: str) -> jax.Array:
             f"reduce_scatter: x has shape {x.shape}; expected a number of rows that {comm.size} ranks divide evenly"
         )
     return _collective.bind(x, name=name, comm=_own(comm), op=op)
+
+
+def _check_devices(name: str, num_devices: int) -> None:
+    if num_devices > 1:
+        raise ValueError(
+            f"{name}: x is spread over {num_devices} devices, whose calls have no order; expected one device a rank: call it outside "
+            "jax.shard_map and jax.pmap, on an array that is on one device"
+        )
 
 
 def _own(comm: Communicator) -> Communicator:
@@ -97,8 +115,67 @@ def _own(comm: Communicator) -> Communicator:
                 "collectives.jax needs MPI_THREAD_MULTIPLE, since JAX calls back from threads of its own, but this MPI was started "
                 "without: leave mpi4py.rc.thread_level at 'multiple', or use an MPI library that was built for threads"
             )
-        comm._for_jax = comm.split(0, comm.rank)
+        comm._flush()
+        with comm._enter("preparing collectives in jax.jit"):
+            comm._for_jax = Communicator(
+                comm.mpi.Dup(),
+                progress=Deferred(),  # the Communicator's own holds operations of the caller's thread
+                checked=comm.checked,
+                table=comm.table,
+                _name=f"{comm._log.name} in jax.jit".strip(),
+            )
+        if jax.default_backend() == "cpu":
+            Standstill.watch(comm._log.ranks[comm.rank])
+        comm._progress = _AfterJitted(comm._progress)
     return comm._for_jax
+
+
+class _AfterJitted(Progress):
+    """Of a Communicator that has a twin for JAX. Each call asks its Progress first, and waits here for the jitted ones before it."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress, self.on_thread = progress, progress.on_thread
+
+    @property
+    def of_process(self) -> Progress:
+        return self._progress
+
+    def _settle(self) -> Progress:
+        """Wait for the jitted collectives that this thread has called. On a thread of JAX, for none.
+
+        The flight record does not show this wait: a computation may last as long as it likes. The record shows the collectives of the
+        computation, and a computation that makes no progress is a standstill. An error of the computation is raised where its result is
+        read: JAX would raise it here again and again.
+        """
+        with suppress(jax.errors.JaxRuntimeError):
+            jax.effects_barrier()
+        return self._progress
+
+    def pending(self) -> bool:
+        return self._settle().pending()
+
+    def flush(self) -> None:
+        self._settle().flush()
+
+    def drain(self) -> None:
+        self._settle().drain()
+
+    def issue(self, operation: Callable[[], Any], name: str, issues: Issues | None) -> Queued:
+        return self._settle().issue(operation, name, issues)
+
+    def queue(self, operation: Callable[[], Any], announced: Announced) -> Queued:
+        return self._progress.queue(operation, announced)  # type: ignore[attr-defined]  # of a Deferred
+
+    def advance(self) -> None:
+        self._progress.advance()
+
+    def close(self) -> None:
+        """Nothing: it ends with the one that it stands before."""
+
+
+stacks.name(_AfterJitted._settle, lambda _: "the wait for jitted collectives")
+stacks.pass_over("jax")
 
 
 # The primitive. It has one operand, x, and static parameters: `name` of the operation, `comm`, `op`.
@@ -114,9 +191,8 @@ def _shape(shape: tuple[int, ...], name: str, size: int) -> tuple[int, ...]:
     return (rows, *shape[1:])
 
 
-def _run(x: Any, *, name: str, comm: Communicator, op: str) -> np.ndarray:
-    """The operation itself, on a thread of JAX."""
-    x = np.ascontiguousarray(x).reshape(np.shape(x))
+def _run(x: np.ndarray, *, name: str, comm: Communicator, op: str) -> np.ndarray:
+    """The operation itself, on a thread of JAX. `x` is JAX's own memory, and read-only."""
     out = np.empty(_shape(x.shape, name, comm.size), x.dtype)
     if name == "all_gather":
         return comm.all_gather(out, x)
@@ -126,16 +202,38 @@ def _run(x: Any, *, name: str, comm: Communicator, op: str) -> np.ndarray:
     return comm.all_reduce(out, op)
 
 
-def _issue(x: Any, *, name: str, comm: Communicator, op: str) -> Any:
-    result = jax.ShapeDtypeStruct(_shape(x.shape, name, comm.size), x.dtype)
-    return io_callback(functools.partial(_run, name=name, comm=comm, op=op), result, x, ordered=True)
-
-
 # JAX keeps calls in order that carry this effect; it gives it no public name.
 _EFFECTS = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+(_ORDERED,) = _EFFECTS
 
-_collective.def_impl(jax.jit(_issue, static_argnames=("name", "comm", "op")))
-mlir.register_lowering(_collective, mlir.lower_fun(_issue, multiple_results=False))
+
+def _lower(ctx: Any, x: Any, *, name: str, comm: Communicator, op: str) -> Any:
+    """As JAX lowers an ordered io_callback, but for what that does to the operand [Note: one thread]."""
+    _check_devices(
+        name, getattr(ctx.module_context.axis_context, "num_devices", 1)
+    )  # of a jit, which is no manual axis
+
+    def call_back(operand: Any) -> tuple[np.ndarray]:
+        return (_run(operand, name=name, comm=comm, op=op),)
+
+    results, token, _ = mlir.emit_python_callback(
+        ctx, call_back, ctx.tokens_in.get(_ORDERED), [x], ctx.avals_in, ctx.avals_out, has_side_effect=True
+    )
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_ORDERED: token})))
+    return results
+
+
+_jitted = jax.jit(_collective.bind, static_argnames=("name", "comm", "op"))
+
+
+@_collective.def_impl
+def _call(x: Any, **static: Any) -> jax.Array:
+    """Outside of jit. A callback exists in compiled code alone, so also within `jax.disable_jit()`."""
+    with jax.disable_jit(False):
+        return _jitted(x, **static)
+
+
+mlir.register_lowering(_collective, _lower, cacheable=False)  # a callback belongs to one module
 
 
 @_collective.def_effectful_abstract_eval

@@ -2,12 +2,21 @@
 
 import os
 import sys
+from collections.abc import Mapping
 
 # Where launchers say which rank a process is: it is one of several if any of them is set.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 # What a launcher tells its ranks. A child process that inherits it takes itself for a rank, and brings the job down.
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPIR_CVAR_")
+
+# Where launchers say how many ranks they have started, and which launcher that is.
+_SIZE_VARIABLES = {
+    "SLURM_STEP_NUM_TASKS": "srun",  # first: with --mpi=pmi2 it sets PMI_SIZE as well
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+    "PMI_SIZE": "an mpirun of MPICH's family",
+    "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
+}
 
 
 def launched_rank() -> int:
@@ -23,3 +32,29 @@ def is_live_terminal() -> bool:
     """
     told = os.environ.get("MPITRAIN_TTY")
     return told == "1" if told is not None else launched_rank() < 0 and sys.stdout.isatty()
+
+
+def check_launcher(size: int, library: str, environ: Mapping[str, str] = os.environ) -> None:
+    """RuntimeError if the launcher has started several ranks, and the MPI library `library` knows this process alone: `size` is 1.
+
+    That is what comes of the mpirun of one MPI and the library of another. Each rank would be a job of its own, all of them in the
+    same folders. A launcher within a job of another may well start one process, so one variable that says 1 is enough to go on.
+    """
+    told = {name: int(environ[name]) for name in _SIZE_VARIABLES if environ.get(name, "").isdigit()}
+    if environ.get("SLURM_TASK_PID") != str(os.getpid()):
+        told.pop("SLURM_STEP_NUM_TASKS", None)  # what a task of srun starts inherits it, and may be meant to run alone
+    if size > 1 or not told or min(told.values()) <= 1:
+        return
+    name, number = next(iter(told.items()))
+    launcher = _SIZE_VARIABLES[name]
+    if launcher == "srun":
+        remedy = "pass srun the --mpi= that this library was built for, such as --mpi=pmix (srun --mpi=list shows which there are)"
+    else:
+        remedy = (
+            f"start the job by the mpirun of {library}, or let MPI4PY_LIBMPI name the libmpi.so of the launcher's MPI"
+        )
+    raise RuntimeError(
+        f"{launcher} has started {number} ranks ({name}={number}), but MPI in this process is {library}, which knows 1 rank; expected "
+        f"a launcher and a library of one MPI, else each rank is a job of its own that writes to the same files: {remedy}. A process "
+        f"that is to run alone must not inherit the launcher's variables: env{''.join(f' -u {each}' for each in told)}"
+    )

@@ -7,7 +7,7 @@
 #
 # And h5dump, HDF5's own reader, for the tests of what ckpt writes: from Debian too, again unpacked only.
 
-# Uses setup's venv, log, constraints, mpi_kind, mpirun, hdf5, say, fail and pip_install.
+# Uses setup's venv, part, log, constraints, mpi_kind, mpirun, hdf5, say, fail, install, pip_install and patiently.
 set_up_h5py() {
     local why='' cache='' marker=$venv/h5py
     if [ "$hdf5" = serial ]; then
@@ -21,18 +21,19 @@ set_up_h5py() {
     else
         cache=${XDG_CACHE_HOME:-${HOME:-$venv}/.cache}/mpitrain/hdf5-$(h5py_key)
         if [ -f "$marker" ] && [ "$(cat "$marker")" = "$cache" ] && h5py_works; then return; fi
-        if h5py_cached "$cache" || h5py_build "$cache" && h5py_from_cache "$cache"; then
+        if h5py_cached "$cache" || patiently "compiling h5py" h5py_build "$cache" && h5py_from_cache "$cache"; then
             printf '%s\n' "$cache" >"$marker"
             say "h5py: with parallel HDF5, kept in $cache"
             return
         fi
-        why="it did not build or run, see .venv/setup.log (to try again: rm -r .venv/stamp $cache)"
+        why="it did not build or run, see .venv/setup.log (to try again: rm -r $cache, ./mpirun/setup hdf5)"
     fi
     # an earlier setup may have put the parallel one here
     if [ -f "$marker" ] || [ -n "$cache" ]; then
         rm -f "$marker"
         pip_install --force-reinstall --no-deps h5py || fail "pip failed, see .venv/setup.log"
     fi
+    [ "$part" != hdf5 ] || fail "no parallel HDF5: $why"
     say "h5py: PyPI's. HDF5's parallel driver (mpio) is missing: $why." \
         "Checkpoints with a file per rank, or ranks writing into one file by pwrite, need nothing more"
 }
@@ -84,7 +85,7 @@ h5py_build() {
         ! h5py_cached "$1" || return 0
     fi
     rm -rf "$1"
-    pip_install cython pkgconfig || return 1
+    install cython pkgconfig || return 1
     mkdir -p "$1/lib" "$1/include" "$1/unpacked" || return 1
     # a function's failing line ends it here, although its caller tests it (where set -e is off)
     (cd "$1/unpacked" && unpack_hdf5) >>"$log" 2>&1 &&
@@ -139,7 +140,7 @@ set_up_h5dump() {
     else
         rm -f "$tool"
         say "h5dump: Debian's cannot be had or does not run, see .venv/setup.log. The tests that need it skip" \
-            "(to try again: rm -rf .venv/stamp $cache)"
+            "(to try again: rm -rf .venv/stamps $cache)"
     fi
 }
 

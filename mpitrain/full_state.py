@@ -8,7 +8,7 @@ from torch import nn
 
 from mpitrain.sharding import sharded_over, sharded_params
 from mpitrain.sharding.buffers import with_memory
-from mpitrain.sharding.layout import Box, rows_of
+from mpitrain.sharding.unit.layout import Box, rows_of
 from mpitrain.weights.files import some
 from mpitrain.weights.targets import begin
 

@@ -71,7 +71,8 @@ def fill_(
 ) -> None:
     """Fill a parameter, or a box of whole rows of it, with its initial values, in place.
 
-    Values are drawn in float32 and cast to the tensor's dtype.
+    Values are drawn in float32 and cast to the tensor's dtype. Of complex elements both parts are drawn, each by the law; a Constant is
+    real.
 
     Args:
         tensor: the box: the whole parameter, or rows of the first dimension that is longer than 1. Any dtype, any device
@@ -89,6 +90,11 @@ def fill_(
         raise ValueError(f"parameter {name!r} is on the meta device and has no memory to fill; materialise it first")
     count = tensor.numel()
     if count == 0:
+        return
+    if tensor.is_complex() and not isinstance(init, Constant):
+        parts = torch.view_as_real(tensor.detach())
+        in_full = None if shape is None else (*shape, 2), None if offset is None else (*offset, 0)
+        fill_(parts, init, seed=seed, name=name, shape=in_full[0], offset=in_full[1])
         return
     first = _first_element(tuple(tensor.shape), shape, offset, name)
     with torch.no_grad():

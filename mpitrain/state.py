@@ -21,8 +21,8 @@ import ckpt
 from collectives import Communicator
 from mpitrain.sharding import EMA, sharded_over, sharded_params
 from mpitrain.sharding.buffers import with_memory
-from mpitrain.sharding.layout import Box
-from mpitrain.sharding.ranks import AXES
+from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.ranks import AXES
 
 
 def save(

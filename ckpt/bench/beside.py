@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 import ckpt
-from ckpt.background import goes_on
 from ckpt.bench.state import Cut, Memory
 from ckpt.bench.timing import Seconds, Turn
+from ckpt.saving.background import goes_on
 
 NUM_ALONE = 20  # steps without a save
 _NUM_PRODUCTS, _WIDTH = 1024, 64

@@ -15,11 +15,11 @@ from ckpt.bench.report import tables
 from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, Launch, ours
 from ckpt.bench.state import Memory, large, tiny, training
 from ckpt.bench.timing import Contestant, measure
-from ckpt.placement import files_error
+from ckpt.saving.placement import files_error
 from collectives import Communicator
+from collectives.bench.units import show_bytes
 from collectives.commands.measuring import writable
 from collectives.commands.terminal import console
-from collectives.units import show_bytes
 
 _COPIES = 5
 """Of the state in memory: itself, what is loaded, the buffer of a save in the background and what is measured beside it, files in the
@@ -95,7 +95,7 @@ def _check_arguments(args: argparse.Namespace, comm: Communicator) -> None:
         if isinstance(files, int) and files > comm.size:  # `save` would make fewer, under this name
             raise ValueError(f"--layouts: {files} files; expected at most {comm.size}, one for each rank")
     if set(args.drivers) - {"posix"}:
-        from ckpt.mpio import mpio_error
+        from ckpt.saving.mpio import mpio_error
 
         if problem := mpio_error(comm.mpi):
             raise ValueError(problem)

@@ -11,7 +11,7 @@ import numpy as np
 import ckpt
 from ckpt.bench.state import Cut, Memory
 from ckpt.bench.timing import Seconds, Turn
-from ckpt.placement import Files
+from ckpt.saving.placement import Files
 from collectives import Communicator
 
 

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, Launch, ours
-from collectives.records import alike
-from collectives.units import show_seconds
+from collectives.bench.records import alike
+from collectives.bench.units import show_seconds
 
 ACTIONS = ("save", "load", "load unverified")
 LEGEND = (

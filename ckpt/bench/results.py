@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from collectives.records import Record
+from collectives.bench.records import Record
 
 # Names of contestants.
 POSIX, DCP, BACKGROUND = "POSIX", "DCP", "ckpt in the background"

@@ -5,9 +5,9 @@ from typing import Any
 
 import collectives
 from ckpt.commands.terminal import Commands, UsageError, complain
+from collectives.bench.units import parse_size
 from collectives.commands.measuring import names_of
 from collectives.commands.terminal import or_usage_error, positive
-from collectives.units import parse_size
 
 PEERS = ("posix", "dcp")
 DRIVERS = ("posix", "mpio", "mpio-collective")

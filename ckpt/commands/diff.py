@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from ckpt.checkpoint import open_checkpoint
+from ckpt.check.comparing import Difference, TensorDifference, compare
 from ckpt.commands.terminal import (
     Commands,
     UsageError,
@@ -18,8 +18,8 @@ from ckpt.commands.terminal import (
     shape_text,
     shown_progress,
 )
-from ckpt.comparing import Difference, TensorDifference, compare
-from ckpt.folder import find
+from ckpt.reading.checkpoint import open_checkpoint
+from ckpt.storage.catalog import find
 
 _MAX_LINES = 20  # names that only one has, and values of the meta; --json prints all
 _VALUE_WIDTH = 60  # characters of a value of the meta

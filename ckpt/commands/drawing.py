@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt.checkpoint import TensorEntry
+from ckpt.check.statistics import Histogram, Statistics
 from ckpt.commands.terminal import UsageError, shape_text
-from ckpt.folder import check_outside
-from ckpt.statistics import Histogram, Statistics
+from ckpt.reading.entry import TensorEntry
+from ckpt.storage.catalog import check_outside
 
 
 def check_drawing(path: str) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import re
 
-from ckpt.checkpoint import open_checkpoint
 from ckpt.commands.terminal import (
     Commands,
     add_checkpoint,
@@ -15,10 +14,11 @@ from ckpt.commands.terminal import (
     size_text,
     told_in_a_line,
 )
-from ckpt.exporting import SUFFIXES, export
-from ckpt.folder import find
-from ckpt.formats.plain_hdf5 import COMPRESSIONS
-from ckpt.sources import matching
+from ckpt.convert.exporting import SUFFIXES, export
+from ckpt.convert.formats.plain_hdf5 import COMPRESSIONS
+from ckpt.convert.sources import matching
+from ckpt.reading.checkpoint import open_checkpoint
+from ckpt.storage.catalog import find
 
 _UNITS = {
     "": 1,

@@ -19,10 +19,12 @@ from ckpt.commands.terminal import (
     printable,
     size_text,
 )
-from ckpt.commit import leftovers, outdated, remove, settle, write_latest
-from ckpt.folder import LATEST_NAME, folder_of_checkpoints, latest, list_checkpoints, reason_to_keep
-from ckpt.manifest import FILE_NAME
-from ckpt.places import Place, bytes_in
+from ckpt.commit.atomic import mend_latest
+from ckpt.commit.leftovers import leftovers, settle
+from ckpt.commit.removal import outdated, remove
+from ckpt.format.manifest import FILE_NAME
+from ckpt.storage.catalog import folder_of_checkpoints, latest, list_checkpoints, reason_to_keep
+from ckpt.storage.places import Place, bytes_in
 
 
 class _Step(NamedTuple):
@@ -39,7 +41,10 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser("gc", help="remove what dead jobs left; old and incomplete checkpoints if asked to")
     parser.add_argument("dir", metavar="DIR", type=local, help="a run, or a folder of checkpoints")
     parser.add_argument(
-        "--keep", type=_positive, metavar="K", help="remove checkpoints older than the newest K complete ones"
+        "--keep",
+        type=_positive,
+        metavar="K",
+        help="remove checkpoints older than the K complete ones saved last, of those whose name ends with a step",
     )
     parser.add_argument("--keep-every", type=_positive, metavar="M", help="but not those whose step is a multiple of M")
     parser.add_argument(
@@ -104,8 +109,8 @@ def _thin(folder: Path, args: argparse.Namespace) -> list[_Step]:
         if step.action == "remove" and not args.dry_run:
             with suppress(FileNotFoundError):  # a job that clears up as well
                 remove(step.path)
-    if newest is not None and not args.dry_run and any(step.action == "remove" for step in steps):
-        _mend_hint(folder, newest)
+    if not args.dry_run and any(step.action == "remove" for step in steps):
+        mend_latest(folder)
     return steps
 
 
@@ -122,13 +127,6 @@ def _incomplete(folder: Path) -> list[_Step]:
         else:
             steps.append(_Step("remove", found.path, found.nbytes, found.problem))
     return steps
-
-
-def _mend_hint(folder: Path, newest: Path) -> None:
-    """The file `latest` never names what is gone."""
-    hint = folder / LATEST_NAME
-    if hint.is_file() and not (folder / hint.read_text(errors="replace").strip()).is_dir():
-        write_latest(newest)
 
 
 def _print(steps: list[_Step], *, dry: bool) -> None:

@@ -2,11 +2,11 @@
 
 import argparse
 
-from ckpt.checkpoint import open_checkpoint
 from ckpt.commands.reshard import add_files, print_made
 from ckpt.commands.terminal import Commands, UsageError, add_json, local, shown_progress, told_in_a_line
-from ckpt.folder import step_of
-from ckpt.importing import import_file
+from ckpt.convert.importing import import_file
+from ckpt.reading.checkpoint import open_checkpoint
+from ckpt.storage.catalog import step_of
 
 
 def add_to(commands: Commands) -> None:

@@ -18,9 +18,9 @@ from ckpt.commands.terminal import (
     printable,
     size_text,
 )
-from ckpt.folder import CheckpointInfo, info, list_checkpoints
-from ckpt.manifest import FILE_NAME
-from ckpt.places import Place, absolute
+from ckpt.format.manifest import FILE_NAME
+from ckpt.storage.catalog import CheckpointInfo, info, list_checkpoints
+from ckpt.storage.places import Place, absolute
 
 
 def add_to(commands: Commands) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 
-from ckpt.checkpoint import Checkpoint, open_checkpoint
 from ckpt.commands.terminal import (
     Commands,
     add_checkpoint,
@@ -14,8 +13,9 @@ from ckpt.commands.terminal import (
     size_text,
     told_in_a_line,
 )
-from ckpt.folder import find
-from ckpt.resharding import reshard
+from ckpt.convert.resharding import reshard
+from ckpt.reading.checkpoint import Checkpoint, open_checkpoint
+from ckpt.storage.catalog import find
 
 
 def add_to(commands: Commands) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from ckpt.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from ckpt.check.statistics import Histogram, Statistics, histogram_of, statistics_of
 from ckpt.commands.drawing import check_drawing, draw_histogram
 from ckpt.commands.terminal import (
     Commands,
@@ -26,10 +26,11 @@ from ckpt.commands.terminal import (
     shown_progress,
     size_text,
 )
-from ckpt.folder import find
-from ckpt.layout import Box
-from ckpt.manifest import CheckpointError
-from ckpt.statistics import Histogram, Statistics, histogram_of, statistics_of
+from ckpt.format.boxes import Box
+from ckpt.format.manifest import CheckpointError
+from ckpt.reading.checkpoint import Checkpoint, open_checkpoint
+from ckpt.reading.entry import TensorEntry
+from ckpt.storage.catalog import find
 
 _PREVIEW = 6  # values along each of the last two dimensions
 _BINS, _BAR_WIDTH = 16, 50  # of the histogram on the terminal

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 import collectives
-from ckpt.places import Place, place_of
-from ckpt.progress import Progress, no_progress
-from ckpt.remote import Url
+from ckpt.storage.places import Place, place_of
+from ckpt.storage.progress import Progress, no_progress
+from ckpt.storage.remote import Url
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

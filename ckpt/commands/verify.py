@@ -2,6 +2,8 @@
 
 import argparse
 
+from ckpt.check.inspecting import need_folder
+from ckpt.check.verifying import Damage, verify
 from ckpt.commands.terminal import (
     Commands,
     UsageError,
@@ -13,11 +15,9 @@ from ckpt.commands.terminal import (
     size_text,
     told_in_a_line,
 )
-from ckpt.folder import find, info, is_part, list_checkpoints
-from ckpt.inspecting import need_folder
-from ckpt.manifest import CheckpointError
-from ckpt.places import Place, names_in
-from ckpt.verifying import Damage, verify
+from ckpt.format.manifest import CheckpointError
+from ckpt.storage.catalog import find, info, is_part, list_checkpoints
+from ckpt.storage.places import Place, names_in
 
 
 def add_to(commands: Commands) -> None:

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.arrays import as_numpy
+from collectives.arrays.buffer import as_numpy
+from collectives.arrays.dtypes import DType
+from collectives.bench.arrays import Arrays
 from collectives.bench.gloo import Gloo
 from collectives.bench.results import RAW
-from collectives.communicator import Communicator
+from collectives.communicator.communicator import Communicator
 from collectives.diagnosis import on_all_ranks
-from collectives.dtypes import DType
-from collectives.selection import NODE_OPERATIONS
+from collectives.selection.selector import NODE_OPERATIONS
 
 OPERATIONS = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
@@ -24,14 +25,6 @@ ARRAYS = ("numpy", "torch")
 IN_PLACE = "in place"  # of all_gather: each part stands in its place in the node's array already
 Key = tuple[str, str]  # algorithm (or a peer's name) and memory
 Call = Callable[[], Any]
-
-
-class Arrays(NamedTuple):
-    """What an operation works on: the whole array, one rank's part, and a second whole array for all_to_all (else empty)."""
-
-    whole: Any
-    part: Any
-    other: Any
 
 
 # Which of them an operation reads.

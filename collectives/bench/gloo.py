@@ -6,12 +6,12 @@ from datetime import timedelta
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
-from collectives.arrays import is_torch, like
-from collectives.communicator import Communicator
-from collectives.dtypes import dtype_of
+from collectives.arrays.buffer import is_torch, like
+from collectives.arrays.dtypes import dtype_of
+from collectives.communicator.communicator import Communicator
 
 if TYPE_CHECKING:
-    from collectives.bench.contestants import Arrays
+    from collectives.bench.arrays import Arrays
 
 TIMEOUT_S = 60
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from collectives.arrays.dtypes import TABLE
 from collectives.bench.contestants import contestants
 from collectives.bench.results import RAW, Overhead
-from collectives.communicator import Communicator
-from collectives.dtypes import TABLE
+from collectives.communicator.communicator import Communicator
 
 NBYTES = 1 << 10
 LOOPS, CALLS = 40, 250

@@ -4,7 +4,7 @@ from math import ceil
 
 from collectives.bench.results import GLOO, RAW, Launch
 from collectives.bench.show import ranks_on
-from collectives.units import show_bytes
+from collectives.bench.units import show_bytes
 
 
 class NoMatplotlibError(Exception):

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from rich import box
 from rich.table import Table
 
+from collectives.bench.records import alike
 from collectives.bench.results import GLOO, RAW, Launch, Measurement
 from collectives.bench.show import ranks_on
-from collectives.records import alike
-from collectives.units import show_bytes
+from collectives.bench.units import show_bytes
 
 HEADINGS = ("size", "auto µs", "busbw GB/s", "MPI / auto", "Gloo / auto", "best fixed", "auto / best")
 LEGEND = (

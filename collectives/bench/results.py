@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from collectives.records import Record
+from collectives.bench.records import Record
 
 RAW, GLOO = "raw mpi4py", "gloo"  # the peers, in the place of an algorithm's name
 PEERS = {"mpi": RAW, "gloo": GLOO}  # as the command line names them
@@ -12,7 +12,7 @@ PEERS = {"mpi": RAW, "gloo": GLOO}  # as the command line names them
 
 @dataclass(frozen=True)
 class Measurement:
-    """One contestant at one size. `nbytes`: of the whole array (see collectives/selection.py)."""
+    """One contestant at one size. `nbytes`: of the whole array (see collectives/selection/selector.py)."""
 
     operation: str
     dtype: str

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from collectives.bench.results import RAW, Launch, Measurement, Skipped
-from collectives.units import show_bytes
+from collectives.bench.units import show_bytes
 
 
 def tables(launch: Launch) -> Iterator[RenderableType]:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from collectives.arrays.dtypes import DType
 from collectives.bench.contestants import Contestant, Key, contestants
 from collectives.bench.gloo import Gloo
 from collectives.bench.results import RAW, Measurement, Skipped, bus_factor
-from collectives.communicator import Communicator
-from collectives.dtypes import DType
+from collectives.communicator.communicator import Communicator
 
 WARM_UP = 3  # rounds that are not counted: the first calls set up connections and touch pages
 LEAST_ROUNDS = 5

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import inf, log, sqrt
 from time import monotonic
 
+from collectives.arrays.dtypes import TABLE, DType
 from collectives.bench.contestants import OPERATIONS
 from collectives.bench.results import Measurement
 from collectives.bench.timing import Limits, measure
-from collectives.communicator import Communicator
-from collectives.dtypes import TABLE, DType
-from collectives.selection import ALGORITHMS, MEMORIES, NODE_OPERATIONS, Selector, kind_of
-from collectives.table import KINDS, Entry
+from collectives.communicator.communicator import Communicator
+from collectives.selection.selector import ALGORITHMS, MEMORIES, NODE_OPERATIONS, Selector, kind_of
+from collectives.selection.table import KINDS, Entry
 
 CLEARLY = 0.05
 SIZES = tuple(256 << 2 * i for i in range(10))  # 256 B .. 64 MiB

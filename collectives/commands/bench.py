@@ -2,6 +2,7 @@
 
 import argparse
 
+from collectives.arrays.dtypes import TABLE, number_of
 from collectives.bench.contestants import ARRAYS, OPERATIONS
 from collectives.bench.gloo import Gloo
 from collectives.bench.overhead import overhead
@@ -9,11 +10,10 @@ from collectives.bench.plot import NoMatplotlibError, need_matplotlib, plot
 from collectives.bench.results import PEERS, Launch, Measurement, Skipped
 from collectives.bench.show import tables
 from collectives.bench.timing import LEAST_ROUNDS, Limits, measure
+from collectives.bench.units import parse_sizes
 from collectives.commands.measuring import names_of, positive_seconds, several_ranks, writable
 from collectives.commands.terminal import Commands, UsageError, console, or_usage_error, positive
-from collectives.communicator import Communicator
-from collectives.dtypes import TABLE, number_of
-from collectives.units import parse_sizes
+from collectives.communicator.communicator import Communicator
 
 SIZES = "1KiB..256MiB"
 

@@ -9,12 +9,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from collectives.bench.units import parse_bandwidth, parse_seconds, parse_sizes, show_bytes, show_seconds
 from collectives.commands.plot import draw
 from collectives.commands.terminal import Commands, UsageError, or_usage_error, positive, print_once
 from collectives.launcher import launched_rank
 from collectives.schedules import BUILDERS
 from collectives.schedules.cost import Network, Price, prices
-from collectives.units import parse_bandwidth, parse_seconds, parse_sizes, show_bytes, show_seconds
 
 MAX_RANKS = 1 << 14  # beyond, the walk through all messages would take minutes
 

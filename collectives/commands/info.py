@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 import collectives
+from collectives.arrays.dtypes import MOVED, TABLE
 from collectives.bench.contestants import OPERATIONS
+from collectives.bench.units import show_bytes
 from collectives.commands.terminal import Commands, console
-from collectives.dtypes import MOVED, TABLE
-from collectives.units import show_bytes
 
 
 def add_parser(commands: Commands) -> None:
@@ -22,7 +22,9 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show what there is here: under mpirun all its ranks, else this process alone."""
-    from collectives.transports import cuda, memory, mpi
+    from collectives.transports import mpi
+    from collectives.transports.gpu import cuda
+    from collectives.transports.node import memory
 
     comm = collectives.world()
     folder = memory.folder()

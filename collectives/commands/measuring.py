@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import collectives
 from collectives.commands.terminal import UsageError
-from collectives.communicator import Communicator
+from collectives.communicator.communicator import Communicator
 
 
 def positive_seconds(text: str) -> float:

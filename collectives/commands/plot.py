@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from collectives.bench.units import show_bytes, show_seconds
 from collectives.commands.terminal import UsageError
-from collectives.units import show_bytes, show_seconds
 
 
 def draw(path: str, title: str, subtitle: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:

@@ -8,14 +8,14 @@ from rich import box
 from rich.table import Table as Shown
 from rich.text import Text
 
-from collectives import table_cache
 from collectives.bench.contestants import OPERATIONS
 from collectives.bench.tuning import CLEARLY, QUICK_SIZES, SIZES, tune
+from collectives.bench.units import parse_sizes, show_bytes
 from collectives.commands.measuring import names_of, positive_seconds, several_ranks, writable
 from collectives.commands.terminal import Commands, UsageError, or_usage_error, print_once
-from collectives.communicator import Communicator
-from collectives.table import Entry, Table
-from collectives.units import parse_sizes, show_bytes
+from collectives.communicator.communicator import Communicator
+from collectives.selection import table_cache
+from collectives.selection.table import Entry, Table
 
 SECONDS, QUICK_SECONDS = 90.0, 20.0
 

@@ -35,7 +35,10 @@ def text(why: str, limit: int = NUM_SLOTS) -> str:
         f"process {os.getpid()} on {socket.gethostname()}"
     ]
     for one in open_operations():
-        lines.append(f"  now, for {_since(one.begun, now):.1f} s: {described(one)}, at {stacks.call_site(one.thread)}")
+        doing = f", in {words}" if (words := stacks.doing(one.thread)) else ""
+        lines.append(
+            f"  now, for {_since(one.begun, now):.1f} s: {described(one)}{doing}, at {stacks.call_site(one.thread)}"
+        )
     lines.append(f"  main thread: {stacks.standing(_main_thread())}")
     lines += [f"  {line}" for line in table(operations[-limit:], now)]
     if len(operations) > limit:

@@ -15,7 +15,7 @@ from itertools import count as counter
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from collectives.diagnosis import stacks
+from collectives.diagnosis import stacks, threads
 
 NUM_SLOTS = 256  # a power of two
 
@@ -108,6 +108,8 @@ class Entry:
 
     def wait(self) -> None:
         """The calling thread begins to wait for an issued operation, or to carry it out."""
+        if self.log.latest is self:
+            self.log.latest = _NONE  # its place in the order was taken when it was issued: other threads may go on
         self.thread = _this_thread()
         self.begun = _now()
         self.state = BEGUN
@@ -156,6 +158,9 @@ class Entry:
             self.fail(error)
 
 
+_NONE = Entry()  # before the first one of a Log
+_NONE.state = ENDED
+
 _slots: list[Entry | None] = [None] * NUM_SLOTS
 _overtaken: list[Entry] = []  # those that were BEGUN when the ring came round to their slot
 
@@ -201,6 +206,7 @@ class Log:
         self.ranks = tuple(ranks)
         self.name = name
         self.sequence = 0
+        self.latest = _NONE  # of its collectives
         self._num_messages: dict[tuple[str, int, int], int] = {}  # by direction, peer, tag
         nth = self._made.get(self.ranks, 0)
         self._made[self.ranks] = nth + 1
@@ -224,9 +230,18 @@ class Log:
         root: int | None = None,
         algorithm: str = "",
     ) -> Entry:
-        """This thread enters a collective. End it by `leave` or `fail`, or use it in a `with`."""
+        """This thread enters a collective. End it by `leave` or `fail`, or use it in a `with`.
+
+        RuntimeError where another thread is inside one: see `threads`.
+        """
         self.sequence = sequence = self.sequence + 1
-        return _begin(self, sequence, (name, elements, dtype, op, root), algorithm)
+        entry = _begin(self, sequence, (name, elements, dtype, op, root), algorithm)
+        # As in `_begin`, no other thread gets between the next two lines.
+        last = self.latest
+        self.latest = entry
+        if last.state is BEGUN and last.thread != entry.thread:
+            threads.refuse_unless_gone(last, entry)
+        return entry
 
     def enter_pair(self, name: str, peer: int, tag: int, elements: int = 0, dtype: str = "") -> Entry:
         """This thread enters an operation with rank `peer` of this communicator alone."""

@@ -1,16 +1,33 @@
 """Where a thread of this process stands, in words. Looked up when somebody asks, so that no call pays for it.
 
-Only an operation that is carried out later than it was called, or by another thread, notes its place at once: `issued_here`.
+Only an operation that is carried out later than it was called, or by another thread, notes its place at once: `issued_here`. A place
+is one of the user's program: its author knows nothing of the frames in between (`pass_over`), but what they do has a name (`name`).
 """
 
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any
 
 _PACKAGE = __name__.partition(".")[0]
+
+_passed_over = [_PACKAGE, "contextlib"]
+_is_passed_over: dict[str, bool] = {}  # by the name of a module
+_names: dict[CodeType, Callable[[Mapping[str, Any]], str]] = {}
+
+
+def pass_over(*packages: str) -> None:
+    """Take no place in these packages, and in what is in them, where there is one in the program that calls them."""
+    _passed_over.extend(packages)
+    _is_passed_over.clear()
+
+
+def name(function: Callable[..., Any], words: Callable[[Mapping[str, Any]], str]) -> None:
+    """A thread in a call of `function` is said to be in `words(local variables)`: of the innermost such call, when somebody asks."""
+    _names[function.__code__] = words
 
 
 class Site:
@@ -47,10 +64,15 @@ def issued_here() -> Site:
 
 
 def _caller(frame: FrameType | None) -> Site:
-    """The nearest frame outside this package, from `frame` outwards."""
-    while frame is not None and _is_ours(frame):
+    """The nearest frame of the program, from `frame` outwards; where there is none, the nearest one outside this package."""
+    outside: FrameType | None = None
+    while frame is not None:
+        if not _is_of(frame, _PACKAGE):
+            if not _is_between(frame):
+                return Site(frame.f_code, frame.f_lineno)
+            outside = outside or frame
         frame = frame.f_back
-    return Site(None, 0) if frame is None else Site(frame.f_code, frame.f_lineno)
+    return Site(None, 0) if outside is None else Site(outside.f_code, outside.f_lineno)
 
 
 def call_site(thread: int) -> str:
@@ -61,20 +83,49 @@ def call_site(thread: int) -> str:
 
 def inside_package(thread: int) -> bool:
     """Whether the thread of that ident is in a call of this package, however deep."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and not _is_ours(frame):
+    return _is_inside(sys._current_frames().get(thread), _PACKAGE)
+
+
+def any_inside(package: str) -> bool:
+    """Whether a thread of this process is in a call of `package`, however deep."""
+    return any(_is_inside(frame, package) for frame in sys._current_frames().values())
+
+
+def _is_inside(frame: FrameType | None, package: str) -> bool:
+    while frame is not None and not _is_of(frame, package):
         frame = frame.f_back
     return frame is not None
 
 
 def standing(thread: int, depth: int = 3) -> str:
-    """The innermost `depth` frames of a thread, innermost first: "a.py:3 in f, from b.py:10 in g"."""
+    """The innermost frame of a thread, and the next ones of the program: "a.py:3 in f, from b.py:10 in g"; `depth` in all."""
     frame = sys._current_frames().get(thread)
     places: list[str] = []
     while frame is not None and len(places) < depth:
-        places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+        if not places or not _is_between(frame):
+            places.append(str(Site(frame.f_code, frame.f_lineno)))
         frame = frame.f_back
     return ", from ".join(places) or "no Python code"
+
+
+def doing(thread: int) -> str:
+    """What the thread of that ident is in, as `name` has it; "" if it is in no such call.
+
+    What carries out operations for the main thread is in what that waits in meanwhile.
+    """
+    main = threading.main_thread().ident or 0
+    words = _named(thread)
+    return words or (_named(main) if thread in _working_for and thread != main and inside_package(main) else "")
+
+
+def _named(thread: int) -> str:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if (words := _names.get(frame.f_code)) is not None:
+            with suppress(Exception):  # a variable that has no value yet
+                return words(frame.f_locals)
+        frame = frame.f_back
+    return ""
 
 
 def stack(thread: int) -> str:
@@ -83,5 +134,14 @@ def stack(thread: int) -> str:
     return "" if frame is None else "".join(traceback.format_stack(frame))
 
 
-def _is_ours(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE
+def _is_of(frame: FrameType, package: str) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] == package
+
+
+def _is_between(frame: FrameType) -> bool:
+    """Whether a frame is one to pass over."""
+    module: str = frame.f_globals.get("__name__", "")
+    known = _is_passed_over.get(module)
+    if known is None:
+        known = _is_passed_over[module] = any(f"{module}.".startswith(f"{each}.") for each in _passed_over)
+    return known

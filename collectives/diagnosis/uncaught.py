@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from collectives.diagnosis import child, dump, record
+from collectives.diagnosis.ending import abort_job, claim
 from collectives.diagnosis.together import on_all_ranks
 
 NUM_SHOWN = 5
@@ -23,9 +24,9 @@ def leave_together() -> None:
     _leaving_together = True
 
 
-def is_leaving_together() -> bool:
-    """Whether `leave_together` was called."""
-    return _leaving_together
+def ends_well() -> bool:
+    """Whether the program, which is ending, has neither an uncaught error nor called `leave_together`."""
+    return not hasattr(sys, "last_value") and not _leaving_together
 
 
 def how_ended() -> str:
@@ -77,6 +78,7 @@ def abort_on_uncaught(mpi: Any) -> None:
     def end_job(
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, hook: Callable[[], None]
     ) -> None:
+        claim()
         report(kind, error, trace)
         if operations := record.last_operations()[-NUM_SHOWN:]:
             lines = dump.table(operations, time.monotonic())
@@ -87,7 +89,7 @@ def abort_on_uncaught(mpi: Any) -> None:
         except Exception:
             traceback.print_exc(file=_stderr())
         finally:
-            mpi.Abort(1)
+            abort_job(1)
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         def hook() -> None:
@@ -126,7 +128,7 @@ def abort_on_uncaught(mpi: Any) -> None:
             return
         shown = f"with exit code {code}" if isinstance(code, int) else f": {code}"
         print(f"[rank {rank}] ended by sys.exit {shown}, and with it the job", file=sys.stderr, flush=True)
-        mpi.Abort(code if isinstance(code, int) else 1)
+        abort_job(code if isinstance(code, int) else 1)
 
     def exit_job(code: Any = None) -> NoReturn:
         if threading.get_ident() != threading.main_thread().ident:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from collectives import reduction
-from collectives.arrays import address_of
-from collectives.dtypes import DType
-from collectives.reduction import Arithmetic
+from collectives.arrays import reduction
+from collectives.arrays.buffer import address_of
+from collectives.arrays.dtypes import DType
+from collectives.arrays.reduction import Arithmetic
 from collectives.schedules import Step
 
 _SEGMENT_BYTES = 1 << 19

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives import reduction, selection
-from collectives.arrays import address_of
-from collectives.dtypes import DType
-from collectives.reduction import UFUNCS, Arithmetic, copy
+from collectives.arrays import reduction
+from collectives.arrays.buffer import address_of
+from collectives.arrays.dtypes import DType
+from collectives.arrays.reduction import UFUNCS, Arithmetic, copy, mpi_agrees
+from collectives.selection import selector
 from collectives.transports.transport import put_own_part
 
 # Data travels as opaque elements of its size: MPI has no bf16, and counts stay small.
@@ -47,7 +48,7 @@ def message(flat: np.ndarray, counts: list[int] | int | None = None) -> list[Any
     kind = _MOVES[flat.itemsize]
     if counts is None:
         counts = flat.size
-    if isinstance(counts, int) and counts > selection.MAX_COUNT:
+    if isinstance(counts, int) and counts > selector.MAX_COUNT:
         counts, kind = 1, _block(counts, flat.itemsize)
     return [flat.view(np.uint8), counts, kind]
 
@@ -65,14 +66,8 @@ def _block(count: int, itemsize: int) -> MPI.Datatype:
 
 @functools.cache
 def _op(op: str, dtype: np.dtype) -> MPI.Op:
-    """MPI's operation, or one by NumPy where MPI libraries do otherwise than all other algorithms.
-
-    Their max and min compare, and a comparison with NaN takes whichever operand comes second; that of 0.0 and -0.0 does so in NumPy
-    too, so these do not commute, or the ranks would differ. Open MPI's vectorised sums of 8 and 16 bits end at the largest integer
-    instead of wrapping around.
-    """
-    compares = op in ("max", "min") and dtype.kind == "f"
-    if not compares and not (op == "sum" and dtype.kind in "iu" and dtype.itemsize <= 2):
+    """MPI's operation, or one by NumPy where MPI libraries do otherwise. The host runs that one: it is not for device memory."""
+    if mpi_agrees(op, dtype):
         return _OPS[op]
     ufunc = UFUNCS[op]
 
@@ -80,7 +75,8 @@ def _op(op: str, dtype: np.dtype) -> MPI.Op:
         result = np.frombuffer(total, dtype)
         ufunc(np.frombuffer(mine, dtype), result, out=result)
 
-    return MPI.Op.Create(combine, commute=not compares)
+    # Of 0.0 and -0.0 NumPy's max and min take whichever comes second: if they commuted, the ranks would differ.
+    return MPI.Op.Create(combine, commute=op not in ("max", "min"))
 
 
 def _reducible(flat: np.ndarray, dtype: DType) -> tuple[np.ndarray, Any]:
@@ -175,10 +171,10 @@ class Library:
                     _place(out, kind),
                     _op(op, dtype.numpy),
                 )
-            case "all_gather", (out, flat, _) if flat.size <= selection.MAX_COUNT:
+            case "all_gather", (out, flat, _) if flat.size <= selector.MAX_COUNT:
                 kind = _MOVES[out.itemsize]
                 return self._mpi.Allgather, (_place(flat, kind), _place(out, kind, flat.size))
-            case "broadcast", (flat, root) if flat.size <= selection.MAX_COUNT:
+            case "broadcast", (flat, root) if flat.size <= selector.MAX_COUNT:
                 return self._mpi.Bcast, (_place(flat, _MOVES[flat.itemsize]), root)
         return None
 

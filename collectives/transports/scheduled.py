@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.dtypes import DType, dtype_of
+from collectives.arrays.dtypes import DType, dtype_of
 from collectives.schedules import build, goes_in_rounds
 from collectives.transports.executor import Chunk, Executor, Plan
 from collectives.transports.transport import even_parts, parts, put_own_part

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
-from collectives import reduction
-from collectives.dtypes import DType
-from collectives.reduction import Arithmetic
+from collectives.arrays import reduction
+from collectives.arrays.dtypes import DType
+from collectives.arrays.reduction import Arithmetic
 
 
 class Transport(Protocol):

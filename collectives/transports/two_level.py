@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from collectives.dtypes import DType, dtype_of
-from collectives.reduction import divide
-from collectives.transports.pulls import Pull
-from collectives.transports.shared import Shared
+from collectives.arrays.dtypes import DType, dtype_of
+from collectives.arrays.reduction import divide
+from collectives.transports.node.pulls import Pull
+from collectives.transports.node.shared import Shared
 from collectives.transports.transport import even_parts, parts
 
 _CHUNK_BYTES = 1 << 20  # of what a rank has for the other nodes: as much as the executor receives at once

@@ -17,7 +17,7 @@ from mpitrain.bench.report import groups, tables
 from mpitrain.bench.results import Case, Launch, Measured, Row
 
 if TYPE_CHECKING:
-    from mpitrain.bench.contestants import Place
+    from mpitrain.bench.contestant import Place
 
 _FILE_WIDTH = 240  # of what goes to a file or a pipe: no column is cut
 _TIMEOUT_S = 600.0  # of torch.distributed, which waits while the other contestants are at work
@@ -62,7 +62,7 @@ def _show(launches: Sequence[Launch], picture: str | None) -> None:
 def _measure(options: Options, comm: Communicator) -> Launch:
     import torch  # takes seconds: wrong arguments are known by now
 
-    from mpitrain.bench.contestants import Place
+    from mpitrain.bench.contestant import Place
     from mpitrain.bench.overhead import overhead
     from mpitrain.config import ParallelConfig
     from mpitrain.train.placement import matmul_flops_per_s, place

@@ -1,69 +1,16 @@
 """Who takes part: the same GPT, sharded by us and by the peers, and the parts of its step."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
 
-from collectives import Communicator
-from mpitrain.bench.memory import local
+from mpitrain.bench.contestant import Contestant, Place
 from mpitrain.bench.options import OURS
 from mpitrain.init import fill_, initialize
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.sharding import MixedPrecisionPolicy, communication_s, fully_shard
-
-LEARNING_RATE = 1e-3
-
-
-class Place(NamedTuple):
-    """Where this rank computes, and in what."""
-
-    comm: Communicator
-    device: torch.device
-    dtype: torch.dtype
-
-
-class Contestant:
-    """A model with its optimizer. The four parts of a step are called in turn."""
-
-    def __init__(self, name: str, model: nn.Module, *, autocast: AbstractContextManager[Any] | None = None) -> None:
-        self.name = name
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-        self._autocast = autocast or nullcontext()
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss of a batch."""
-        with self._autocast:
-            loss: torch.Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
-        return loss
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def update(self) -> None:
-        """The optimizer's step."""
-        self.optimizer.step()
-
-    def clear(self) -> None:
-        """Drop the gradients."""
-        self.optimizer.zero_grad()
-
-    def communication_s(self) -> float | None:
-        """Seconds in communication and in waiting since the beginning; None: nobody counts them."""
-        return None
-
-    def held(self) -> Iterator[torch.Tensor]:
-        """What a rank holds between two steps; for its gradients, which are as large as its parameters, tensors without memory."""
-        for param in self.model.parameters():
-            yield param.data
-            yield torch.empty_like(local(param.data), device="meta")
-            yield from (value for value in self.optimizer.state.get(param, {}).values() if torch.is_tensor(value))
-
-    def close(self) -> None:
-        """End what it has started. Collective."""
 
 
 class Sharded(Contestant):

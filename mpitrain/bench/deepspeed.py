@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.bench.contestants import LEARNING_RATE, Contestant, Place
+from mpitrain.bench.contestant import LEARNING_RATE, Contestant, Place
 
 
 class DeepSpeed(Contestant):

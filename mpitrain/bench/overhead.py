@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from collectives.bench.timing import turns
-from mpitrain.bench.contestants import LEARNING_RATE, Place
+from mpitrain.bench.contestant import LEARNING_RATE, Place
 from mpitrain.bench.results import Overhead
 from mpitrain.bench.timing import WARM_UP, Clock
 from mpitrain.sharding import fully_shard

@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from collectives.records import alike
+from collectives.bench.records import alike
 from mpitrain.bench.options import OURS, PEERS
 from mpitrain.bench.results import Case, Launch, Overhead, Phases, Row
 

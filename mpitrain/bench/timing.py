@@ -10,7 +10,7 @@ import torch
 
 from collectives import Communicator
 from collectives.bench.timing import turns
-from mpitrain.bench.contestants import Contestant, Place
+from mpitrain.bench.contestant import Contestant, Place
 from mpitrain.bench.memory import Peak, PssSampler, state_bytes
 from mpitrain.bench.results import Case, Phases, Row
 from mpitrain.models import flops_per_token

@@ -185,11 +185,13 @@ class CheckpointConfig:
     every: int = 500
     """Steps between checkpoints; 0: only at the end or stop."""
     keep: int = 3
-    """Checkpoints kept; older ones are deleted."""
+    """Checkpoints kept, those saved last; older ones are deleted."""
     keep_every: int = 0
     """Those of steps that it divides are never deleted; 0: all may be."""
     files: str = "rank"
     """Data files of a checkpoint: rank (one for each), node, one, or at most so many."""
+    driver: Literal["posix", "mpio", "mpio-collective"] = "posix"
+    """How ranks write: each by itself, or by parallel HDF5, for file systems that want MPI-IO."""
     background: bool = False
     """Write them while the training goes on, from a copy in host memory."""
     copies: tuple[str, ...] = ()
@@ -201,6 +203,10 @@ class CheckpointConfig:
         _expect("checkpoint.keep_every", self.keep_every, 0)
         if not all(self.copies):
             raise ConfigError(f"checkpoint.copies: expected folders or URLs, got {self.copies!r}")
+        if self.background and self.driver != "posix":
+            raise ConfigError(
+                f"checkpoint.driver: {self.driver} cannot write in the background; take posix, or leave that out"
+            )
         if self.files not in ("rank", "node", "one") and not (self.files.isdecimal() and int(self.files) > 0):
             raise ConfigError(f"checkpoint.files: expected rank, node, one or a number from 1, got {self.files!r}")
 

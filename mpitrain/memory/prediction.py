@@ -5,11 +5,10 @@ from typing import NamedTuple
 import torch
 
 from mpitrain.config import Config, ConfigError, check_ranks
-from mpitrain.config.settings import ParallelConfig
 from mpitrain.data import scan
-from mpitrain.memory.step import adopts, measure, units_of
+from mpitrain.memory.step import measure, takes_grads_over, units_of
 from mpitrain.models import GPT
-from mpitrain.sharding.layout import lay_out
+from mpitrain.sharding.unit.layout import lay_out
 
 MASTER_BYTES = 4  # of an element of the shards, their gradients and each of Adam's two moments
 
@@ -19,15 +18,13 @@ PROCESS_BYTES = 255_000_000
 LIBRARY_BYTES = 122_000_000
 """Of the libraries' files, once on a node: their pages are shared."""
 RING_BYTES = 2 << 20
-"""Of a rank in the node's shared memory, for collectives: see collectives/transports/staged.py."""
-HEAP_SHARE = 0.25
-"""What glibc's heap keeps of freed pieces, between those that stay, as a share of activations. Measured: 0.2 to 0.3."""
-HEAP_SHARE_AGAIN = 0.9
+"""Of a rank in the node's shared memory, for collectives: see collectives/transports/node/staged.py."""
+HEAP_SHARE = 1.0
+"""What glibc's heap keeps at most of freed pieces, between those that stay, as a share of activations. How the heap is cut up differs
+between two runs of one command. Measured: 0.2 to 1.0, twice 1.3 to 1.5 (stage 1, and a progress thread)."""
+HEAP_SHARE_AGAIN = 2.0
 """The same where activations are computed again: what one block's temporary tensors leave free lies between what is kept of the others,
-in holes that the next block's do not fit. Measured: 0.7 to 1.0."""
-HEAP_SHARE_STAGE_1 = 0.6
-"""The same in stage 1, where all gradients stay to the end of the backward and lie between the activations that go. Measured: 0.2 to
-0.8, once 1.3."""
+in holes that the next block's do not fit. Measured: 0.7 to 2.1."""
 
 KINDS = {
     "parameters": "shards, fp32, that the optimizer steps; 0 where they are rows of the full parameters",
@@ -36,7 +33,7 @@ KINDS = {
     "full parameters": "what forward and backward use",
     "gradient buffers": "the gradients of two units on their way",
     "activations": "kept for backward, and temporary ones",
-    "allocator": "freed pieces that it keeps",
+    "allocator": "freed pieces that it keeps, at most",
     "data": "the files, once on a node",
     "checkpoint": "the copy that is written in the background",
     "process": "Python, torch, MPI: measured",
@@ -75,26 +72,31 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     with torch.device("meta"):
         model = GPT(config.model.resolve())
     group = 1 if parallel.stage == 0 else num_ranks // parallel.copies  # ranks that share one copy
-    layouts = [lay_out([tuple(param.shape) for param in unit], group) for unit in units_of(model)]
-    numel = sum(layout.numel for layout in layouts)
-    full_bytes = numel * getattr(torch, parallel.param_dtype).itemsize
     storage = "kept"
     if parallel.stage > 0 and parallel.storage != "private":
         storage = "resident"
     elif parallel.stage == 3 and group > 1:
         storage = "gathered"
+    equal = storage != "resident"
+    layouts = [lay_out([tuple(param.shape) for param in unit], group, equal=equal) for unit in units_of(model)]
+    numel = sum(layout.numel for layout in layouts)
+    full_bytes = numel * getattr(torch, parallel.param_dtype).itemsize
     in_place = storage != "gathered" and parallel.param_dtype == "float32"
-    adopted = adopts(config, num_ranks)
+    adopted = takes_grads_over(config, num_ranks)
     reduce_bytes = getattr(torch, parallel.reduce_dtype).itemsize
-    copied = (
-        config.train.accumulate > 1 or parallel.reduce_dtype != "float32"
-    )  # before it is added to the shards' gradients
+    # Before it is added to the shards' gradients: the mean of a unit, of one rank alone the gradient of a parameter.
+    is_apart = not adopted and (config.train.accumulate > 1 or parallel.reduce_dtype != "float32")
+    longest = max(param.numel() for param in model.parameters())
     step = measure(config, num_ranks, gathered=storage == "gathered")
+
+    heap_share = HEAP_SHARE_AGAIN if parallel.checkpoint_activations else HEAP_SHARE
 
     on_node = num_ranks // num_nodes
     corpus = scan(config.data.path, config.data.suffixes, config.data.heldout)
     data_bytes = corpus.train.num_tokens + corpus.heldout.num_tokens
-    buffer_bytes = 0 if adopted else min(len(layouts), 2) * max(layout.numel for layout in layouts) * reduce_bytes
+    buffer_bytes = (
+        0 if num_ranks == 1 else min(len(layouts), 2) * max(layout.numel for layout in layouts) * reduce_bytes
+    )
 
     def of_rank(rank: int) -> dict[str, int]:
         index = rank % group
@@ -105,12 +107,14 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
         ]
         return {
             "parameters": 0 if in_place else held,
-            "gradients": step["gradients"] + (0 if adopted else held) + (max(counts) * reduce_bytes if copied else 0),
+            "gradients": step["gradients"]
+            + (0 if adopted else held)
+            + is_apart * reduce_bytes * (max(counts) if num_ranks > 1 else longest),
             "optimizer": 2 * held,
             "full parameters": lasting + step["full parameters"],
             "gradient buffers": buffer_bytes,
             "activations": step["activations"],
-            "allocator": int(_heap_share(parallel) * step["heap"]),
+            "allocator": int(heap_share * step["heap"]),
             "data": data_bytes // on_node,
             "checkpoint": 3 * held if config.checkpoint.background and rank < group else 0,
             "process": PROCESS_BYTES + LIBRARY_BYTES // on_node + (RING_BYTES if on_node > 1 else 0),
@@ -130,13 +134,6 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
         node=most,
         shared=in_shared + (RING_BYTES * on_node if on_node > 1 else 0),
     )
-
-
-def _heap_share(parallel: ParallelConfig) -> float:
-    """What the heap keeps of freed pieces, as a share of activations."""
-    if parallel.checkpoint_activations:
-        return HEAP_SHARE_AGAIN
-    return HEAP_SHARE_STAGE_1 if parallel.stage == 1 else HEAP_SHARE
 
 
 def _num_beside(rank: int, group: int, on_node: int) -> int:

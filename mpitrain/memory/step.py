@@ -98,8 +98,8 @@ def units_of(model: GPT) -> list[list[nn.Parameter]]:
     return [*units, [param for param in model.parameters() if id(param) not in inside]]
 
 
-def adopts(config: Config, num_ranks: int) -> bool:
-    """Whether the full gradients become those of the shards: of one rank alone, in one dtype."""
+def takes_grads_over(config: Config, num_ranks: int) -> bool:
+    """Whether the full gradients become those of the shards as they are: of one rank alone, in fp32."""
     return num_ranks == 1 and config.parallel.param_dtype == config.parallel.reduce_dtype == "float32"
 
 
@@ -127,7 +127,7 @@ def _run(config: Config, rows: int, num_ranks: int, *, gathered: bool, train: bo
             _gather(model, tracker, again=config.parallel.reshard_after_forward)
         if train:
             _reduce(model, tracker, config, num_ranks)
-        elif adopts(config, num_ranks):
+        elif takes_grads_over(config, num_ranks):
             tracker.add("gradients", sum(param.nbytes for param in model.parameters()))  # until the next step begins
         with tracker, torch.set_grad_enabled(train):
             tokens = torch.empty(rows, sizes.context + 1, dtype=torch.int64)
@@ -182,11 +182,11 @@ def _gather(model: GPT, tracker: Tracker, *, again: bool) -> None:
 
 
 def _reduce(model: GPT, tracker: Tracker, config: Config, num_ranks: int) -> None:
-    """Free full gradients when they are reduced: see [Note: order] and [Note: gradient buffers] in sharding/reductions.py."""
+    """Free full gradients when they are reduced: see [Note: order] and [Note: gradient buffers] in sharding/step/reductions.py."""
     *blocks, root = units_of(model)
     order = [*reversed(blocks), root]
     missing = [len(unit) for unit in order]
-    adopted = adopts(config, num_ranks)
+    adopted = takes_grads_over(config, num_ranks)
     at = 0  # in the order: the unit to reduce next
 
     def on_grad(param: torch.Tensor, index: int) -> None:

@@ -1,16 +1,17 @@
-"""ZeRO by flat units. From the bottom: layout (pure), policy, ranks, tree, storage, unit, fences, reductions, prefetch, context, state,
-readiness, module, blocks, checkpointing, options, agreement, fully_shard, the rest."""
+"""ZeRO by flat units: `setup/` checks and cuts a model, `step/` orders the events of a step, `unit/` holds parameters and gradients,
+`optim/` is what comes before an optimizer's step. `api.py` is the way in."""
 
+from mpitrain.sharding.api import fully_shard
 from mpitrain.sharding.buffers import sync_buffers
 from mpitrain.sharding.checkpointing import checkpoint_activations
-from mpitrain.sharding.clip import clip_grad_norm_, grad_norms
-from mpitrain.sharding.ema import EMA
-from mpitrain.sharding.fully_shard import fully_shard
+from mpitrain.sharding.full import unshard
 from mpitrain.sharding.module import communication_s, sharded_over, sharded_params
-from mpitrain.sharding.policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from mpitrain.sharding.scaler import GradScaler
-from mpitrain.sharding.summary import num_parameters, summary
-from mpitrain.sharding.unshard import unshard
+from mpitrain.sharding.optim.clip import clip_grad_norm_, grad_norms
+from mpitrain.sharding.optim.ema import EMA
+from mpitrain.sharding.optim.scaler import GradScaler
+from mpitrain.sharding.overview import num_parameters, summary
+from mpitrain.sharding.places import name_places
+from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 
 __all__ = [
     "EMA",
@@ -29,3 +30,5 @@ __all__ = [
     "sync_buffers",
     "unshard",
 ]
+
+name_places()

@@ -35,7 +35,7 @@ def sync_buffers(model: nn.Module, how: Literal["average", "broadcast"] = "avera
     if over is None:
         return
     for buffer in model.buffers():
-        values = buffer.detach().contiguous()
+        values = buffer.detach().resolve_conj().contiguous()
         parts = torch.view_as_real(values) if values.is_complex() else values
         if how == "average" and parts.is_floating_point():
             over.all.all_reduce(parts, "avg")

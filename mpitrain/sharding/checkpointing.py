@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mpitrain.sharding.blocks import stacked_blocks
+from mpitrain.sharding.setup.blocks import stacked_blocks
 
 
 def checkpoint_activations(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> nn.Module:

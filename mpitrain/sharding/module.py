@@ -8,12 +8,14 @@ import torch
 from torch import nn
 
 from collectives import Communicator
-from mpitrain.sharding.context import Context
-from mpitrain.sharding.ranks import Ranks
-from mpitrain.sharding.readiness import check_ready
-from mpitrain.sharding.state import State
-from mpitrain.sharding.tree import Tree
-from mpitrain.sharding.unit import Sharded
+from mpitrain.sharding.setup.foreign import refuse_wrapping
+from mpitrain.sharding.setup.readiness import check_ready, kind_of
+from mpitrain.sharding.setup.tree import Tree
+from mpitrain.sharding.step.context import Context
+from mpitrain.sharding.step.state import State
+from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.rows import mark_model
+from mpitrain.sharding.unit.unit import Sharded
 
 
 class ShardedModule(nn.Module):
@@ -35,9 +37,11 @@ class ShardedModule(nn.Module):
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module: the shards."""
+        """As of any module: the shards, which refuse to be written into a file as if they were whole (`Rows`)."""
         self._sharding.tidy()
-        return super().state_dict(*args, **kwargs)
+        found = super().state_dict(*args, **kwargs)
+        mark_model(self, self._sharding, found, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
+        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; drops what waits to be reduced after `no_sync` as well, which an optimizer's `zero_grad` cannot."""
@@ -90,8 +94,16 @@ class ShardedModule(nn.Module):
                     part._buffers[name] = fn(buffer)  # `to_empty` gives them memory; parameters have it
         return self
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """What torch's DistributedDataParallel asks a module for, before anything else."""
+        refuse_wrapping(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise TypeError("a sharded model cannot be copied; copy it before fully_shard, or save it and load the copy")
+        raise TypeError(
+            "a sharded model cannot be copied; for an average of its weights (torch's AveragedModel) make mpitrain.EMA(model, decay), "
+            "else copy it before fully_shard, or save it and load the copy"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -139,13 +151,13 @@ def _broadcast_buffers(module: nn.Module, comm: Communicator) -> None:
         for name, buffer in owner._buffers.items():
             if buffer is None or buffer.is_meta:
                 continue
-            values = buffer.detach().contiguous()
+            values = buffer.detach().resolve_conj().contiguous()
             try:
                 comm.broadcast(torch.view_as_real(values) if values.is_complex() else values)
             except TypeError as error:
                 raise TypeError(f"buffer {prefix}.{name}: {error}") from error
             if values.data_ptr() != buffer.data_ptr():
-                owner._buffers[name] = values  # an expanded buffer cannot be written to
+                owner._buffers[name] = values  # an expanded or conjugated buffer cannot be written to
 
 
 def context_of(module: "ShardedModule") -> Context:
@@ -163,5 +175,8 @@ def context_of(module: "ShardedModule") -> Context:
         with torch.inference_mode(False):
             _broadcast_buffers(module, state.ranks.all)
             Context(states, state.ranks, tree)
+        for name, part in module.named_modules():
+            if isinstance(part, ShardedModule):
+                part._sharding.name = f"{name} ({kind_of(part).__name__})" if name else kind_of(part).__name__
     assert state.context is not None
     return state.context

@@ -58,8 +58,11 @@ class MetricsFile:
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
         self._failure: OSError | None = None
+        kept = sum(len(line) for line, _ in _lines(path, steps_done))
+        self.num_cut = len({entry["step"] for _, entry in _lines(path, math.inf)} - set(range(steps_done + 1)))
+        """The number of steps whose lines are cut off."""
         # In place: a copy that is written anew would be lost with a process that is killed meanwhile.
-        self._file.truncate(sum(len(line) for line, _ in _lines(path, steps_done)))
+        self._file.truncate(kept)
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Add a line, seen by readers at once. One that cannot be written (a full disk) goes with the next; see `check`."""
@@ -87,7 +90,7 @@ def is_evaluated(path: Path, step: int) -> bool:
     return any(entry["step"] == step and "heldout_loss" in entry for _, entry in _lines(path, step))
 
 
-def _lines(path: Path, steps: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _lines(path: Path, steps: float) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """The lines of the first `steps` steps, raw and read. The last line of a killed process may be cut off: it counts as none."""
     if not path.exists():
         return

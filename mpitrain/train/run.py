@@ -3,18 +3,19 @@
 RUN/config.toml                     the settings in force
 RUN/metrics.jsonl                   a line a step
 RUN/checkpoints/step-00000100/      see ckpt
+RUN/.lock                           the job that trains in it: see folder_lock.py
 """
 
-import fcntl
 import os
-import socket
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import ckpt
-from ckpt.copies import further_places
-from ckpt.folder import reason_to_keep, step_of
+from ckpt.saving.copies import further_places
+from ckpt.storage.catalog import reason_to_keep, step_of
 from mpitrain.config import Config, ConfigError, to_toml
+from mpitrain.train.folder_lock import FolderLock, LockedError
 
 
 class Run:
@@ -22,7 +23,7 @@ class Run:
 
     def __init__(self, config: Config) -> None:
         self.folder = Path(config.run)
-        self._lock: int | None = None  # rank 0's hold on the folder, a file descriptor
+        self._lock: FolderLock | None = None  # rank 0's hold on the folder
 
     @property
     def checkpoints(self) -> Path:
@@ -74,16 +75,14 @@ class Run:
         """
         aside: Path | None = None
         try:
-            if self.folder.is_dir():
-                self._take()
             if config.resume == "never" and (self.checkpoints.exists() or self.metrics.exists()):
                 aside = next(
                     p for i in range(1, 10**6) if not (p := self.folder.with_name(f"{self.folder.name}.{i}")).exists()
                 )
+                self.release()  # the lock is of the folder, not of its name
                 self.folder.rename(aside)
+                self.lock()
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            if aside is not None or self._lock is None:
-                self._take()
             settings = self.folder / ".config.toml.tmp"
             settings.write_text(to_toml(config))
             settings.rename(self.folder / "config.toml")
@@ -91,30 +90,37 @@ class Run:
             raise self._not_writable(error.strerror or str(error)) from None
         return aside
 
-    def release(self) -> None:
-        """Let other jobs into the folder again. The end of the process does, too."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def _take(self) -> None:
-        """Keep other jobs out of the folder. Not where the file system knows no locks."""
-        self.release()
-        fd = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    def lock(self, say: Callable[[str], object] = lambda line: None) -> None:
+        """Keep other jobs out of the folder, which is made if need be. ConfigError if a job trains in it; `say`: see FolderLock."""
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(fd, 1000).decode(errors="replace").strip() or "another job"
-            os.close(fd)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.folder, say)
+        except LockedError as error:
             raise ConfigError(
-                f"run: {self.folder} is being trained by {owner}; wait for it, or name another by --run"
+                f"run: {self.folder} is being trained by {error}; wait for its end, or name another by --run"
             ) from None
-        except OSError:
-            os.close(fd)
-            return
-        os.ftruncate(fd, 0)
-        os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        self._lock = fd
+        except OSError as error:
+            raise self._not_writable(error.strerror or str(error)) from None
+
+    def is_lost(self) -> bool:
+        """Whether another job took the folder over. For every step: it takes no look at the disk while the lock's heart beats."""
+        return self._lock is not None and bool(self._lock.lost())
+
+    def check_lock(self) -> None:
+        """RuntimeError if `is_lost`: a job that does not hold the folder writes nothing there."""
+        if self._lock is not None and (how := self._lock.lost()):
+            raise RuntimeError(
+                f"run: {self.folder} is another job's now: {how}. This job ends without a save; "
+                "the other one goes on from what was saved before"
+            )
+
+    def release(self) -> None:
+        """Let other jobs into the folder again; one with nothing in it goes."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+            with suppress(OSError):
+                self.folder.rmdir()
 
     def _check_way(self, config: Config, start: Path | ckpt.Url | None) -> None:
         """Whether the checkpoints of the steps to come can have their places, which only those of an earlier run give free."""

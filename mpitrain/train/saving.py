@@ -55,7 +55,8 @@ def save(
     settings = config.checkpoint
     state.save(
         path, model, optimizer, meta=meta, tensors={_RANDOM: states}, overwrite=True, files=settings.num_files,
-        background=settings.background, copies=settings.copies, keep=settings.keep, keep_every=settings.keep_every or None,
+        driver=settings.driver, background=settings.background, copies=settings.copies, keep=settings.keep,
+        keep_every=settings.keep_every or None,
     )  # fmt: skip
 
 

@@ -1,11 +1,16 @@
 """SIGUSR1 means: save a checkpoint and stop. Heard from the first moment, acted upon between two steps, by all ranks together.
 
-Not SIGTERM: Open MPI's mpirun kills its ranks a quarter of a second after that one. It forwards SIGUSR1, and Slurm can send it
-ahead of a time limit. Imports no torch, so that it listens before the seconds that takes.
+SIGINT (Ctrl-C) and SIGTERM mean the same while a run trains, where the launcher leaves its ranks the time: without mpirun, under
+MPICH's mpirun, under srun. Open MPI's mpirun ends its ranks a quarter of a second after either signal. That is too short for a
+checkpoint, so one line says what is lost and what to do instead. Open MPI's mpirun forwards SIGUSR1. This module imports no torch,
+so that a run listens before the seconds that takes.
 """
 
+import contextlib
 import os
 import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -18,6 +23,82 @@ def listen() -> None:
     file = os.environ.get("MPITRAIN_STOP_FILE")
     if file and Path(file).exists():
         _request(signal.SIGUSR1, None)
+
+
+@contextlib.contextmanager
+def interrupts_are_requests(*, rank: int) -> Iterator[None]:
+    """SIGINT and SIGTERM are requests to stop inside this context. The second one ends the process, as outside of it.
+
+    Under Open MPI's mpirun the first one ends the process, and a line says what is lost.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone may say so
+        yield
+        return
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for signum, handler in before.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+    # The variable is of Open MPI's mpirun: srun sets no such one.
+    ends_at_once = "OMPI_COMM_WORLD_RANK" in os.environ
+
+    def interrupted(signum: int, frame: FrameType | None) -> None:
+        restore()
+        if rank == 0 and not ends_at_once:
+            os.write(2, b"mpitrain: stopping after this step, with a checkpoint (once more: at once, without)\n")
+        _request(signum, frame)
+
+    with _farewell(rank) if ends_at_once else contextlib.nullcontext():
+        for signum in before:
+            signal.signal(signum, interrupted)
+        try:
+            yield
+        finally:
+            restore()
+
+
+LOST = (
+    "mpitrain: mpirun ends this job at once ({name}), so no checkpoint was saved. The same command goes on from the last one. "
+    "To save and stop, send SIGUSR1 to mpirun (it was: kill -USR1 {mpirun}), or start the job by mpirun/train and press Ctrl-C.\n"
+)
+
+
+@contextlib.contextmanager
+def _farewell(rank: int) -> Iterator[None]:
+    """End this process at SIGINT or SIGTERM; rank 0 says what is lost.
+
+    A thread does so: the main thread may be in a kernel for longer than mpirun waits. Who listened before, as collectives does to
+    SIGUSR2, hears the signals from this thread.
+    """
+    ends, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    earlier = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while number := os.read(ends, 1):
+            if number[0] in (signal.SIGINT, signal.SIGTERM):
+                if rank == 0:
+                    _tell_past_mpirun(LOST.format(name=signal.Signals(number[0]).name, mpirun=os.getppid()))
+                os._exit(128 + number[0])
+            if earlier != -1:
+                with contextlib.suppress(OSError):
+                    os.write(earlier, number)
+        os.close(ends)
+
+    threading.Thread(target=watch, name="mpitrain-farewell", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(earlier, warn_on_full_buffer=False)
+        os.close(wakes)
+
+
+def _tell_past_mpirun(line: str) -> None:
+    """Write to the stderr of mpirun itself, this rank's parent: it forwards nothing any more."""
+    with contextlib.suppress(OSError):
+        fd = os.open(f"/proc/{os.getppid()}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
+        os.write(fd, line.encode())
 
 
 def requested() -> bool:

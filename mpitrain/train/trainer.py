@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import ckpt
 import collectives
+from ckpt.saving.mpio import mpio_error
 from collectives import Communicator
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data import Batches, HeldoutBatches
@@ -41,12 +42,10 @@ class Trainer:
             # Looked at on every node before anything collective depends on it.
             if config.parallel.device == "cuda" and not torch.cuda.is_available():
                 raise ConfigError("parallel.device: cuda was asked for, but torch sees no GPU here; take auto or cpu")
+            if config.checkpoint.driver != "posix" and (problem := mpio_error(comm.mpi)):
+                raise ConfigError(f"checkpoint.driver: {problem}")
         self.placement: Placement = place(comm, config.parallel)
-        begin: tuple[Path | ckpt.Url | None, str] | None = None
-        with comm.together():
-            if comm.rank == 0:
-                begin = self.run.start(config)
-        self.start, self.beginning = comm.broadcast_object(begin)
+        self._begin()  # all that can be wrong is found early: the folder is another job's to change until `fit` holds it
         if not os.environ.get("MPITRAIN_RECORD_DIR"):
             collectives.set_record_folder(self.run.folder / "flight-record")  # written if the run gets stuck or breaks
         with comm.together():
@@ -73,6 +72,14 @@ class Trainer:
         self.metrics: MetricsFile | None = None  # on rank 0, while it trains
         self._own_comm_s = 0.0
         random_states.seed_all(config.train.seed, comm.rank)
+
+    def _begin(self) -> None:
+        """Look where the run begins."""
+        begin: tuple[Path | ckpt.Url | None, str] | None = None
+        with self.comm.together():
+            if self.comm.rank == 0:
+                begin = self.run.start(self.config)
+        self.start, self.beginning = self.comm.broadcast_object(begin)
 
     # What a rank takes of a global batch
 
@@ -106,8 +113,10 @@ class Trainer:
             self.stepper.scale(loss).backward()
             total += loss.detach()
         grad_norm, loss_scale = self.stepper.clip(), self.stepper.loss_scale
-        # Sums, one message: the loss of the global batch, and who was asked to stop.
-        mean, asked = self._sum(total.item() / self.comm.size, float(stop.requested()))
+        # Sums, one message: the loss of the global batch, who was asked to stop, and whether rank 0 lost the folder.
+        mean, asked, lost = self._sum(total.item() / self.comm.size, float(stop.requested()), float(self.run.is_lost()))
+        if lost:
+            self._check_lock()
         try:
             taken = self.stepper.step(mean, grad_norm, number=self.step + 1)
         except FloatingPointError as error:
@@ -159,6 +168,7 @@ class Trainer:
 
     def save(self) -> None:
         """Save the state after the steps so far, perhaps in the background: see `ckpt.wait`."""
+        self._check_lock()
         saving.save(
             self.run.checkpoint(self.step),
             self.model,
@@ -201,16 +211,31 @@ class Trainer:
     def fit(self) -> None:
         """Go on to the last step, or until a rank is asked to stop; evaluate, save and report on the way."""
         config = self.config
-        rank0 = self.comm.rank == 0
-        terminal = Terminal(every=config.log.every, steps=config.train.steps) if rank0 else None
+        terminal = Terminal(every=config.log.every, steps=config.train.steps) if self.comm.rank == 0 else None
         self._say = terminal.say if terminal is not None else lambda text: None
-        self._say(self._heading())
-        if self.start is not None:
-            for line in self.load(self.start):
-                self._say(line)
-        if config.train.eval_only:
-            self._say(self._evaluation(self.evaluate()))
-            return
+        try:
+            if not config.train.eval_only:
+                with self.comm.together():
+                    if terminal is not None:
+                        self.run.lock(self._say)
+                self._begin()  # once more: another job may have gone on meanwhile
+            self._say(self._heading())
+            if self.start is not None:
+                for line in self.load(self.start):
+                    self._say(line)
+            if config.train.eval_only:
+                self._say(self._evaluation(self.evaluate()))
+            else:
+                self._fit(terminal)
+        finally:
+            if terminal is not None:
+                terminal.close()
+            if self.metrics is not None:
+                self.metrics.close()
+            self.run.release()
+
+    def _fit(self, terminal: Terminal | None) -> None:
+        config, rank0 = self.config, self.comm.rank == 0
         owed = None
         with self.comm.together():
             if rank0 and self.step > 0:
@@ -228,18 +253,31 @@ class Trainer:
                 if aside is not None:
                     self._say(f"the earlier run is now {aside}")
                 self.metrics = MetricsFile(self.run.metrics, steps_done=self.step)
-        try:
+                if config.resume == "auto" and self.metrics.num_cut:
+                    self._say(
+                        f"the job before did {self.metrics.num_cut} steps more, which no checkpoint has: they are done again. "
+                        "SIGUSR1 to mpirun, or Ctrl-C under mpirun/train, saves before the end"
+                    )
+        begun_at = self.step
+        with stop.interrupts_are_requests(rank=self.comm.rank):
             if owed:  # it was stopped between this step and its evaluation
                 self._evaluate_and_report()
-            self._train(terminal)
-        finally:
-            if terminal is not None:
-                terminal.close()
-            if self.metrics is not None:
-                self.metrics.close()
-            self.run.release()
+            stopped = self._train(terminal)
+        if self.step > begun_at:
+            self._say(f"saved {self.run.checkpoint(self.step)}")
+        if terminal is not None:
+            terminal.close()
+        if self.stepper.num_skipped:
+            self._say(
+                f"{self.stepper.num_skipped} of {self.step} steps were skipped: their loss or gradient was not finite"
+            )
+        if stopped:
+            self._say(f"stopped after step {self.step} as asked; the same command goes on from there")
+        elif config.train.sample_bytes:
+            self._say("sample:\n" + self.sample())
 
-    def _train(self, terminal: Terminal | None) -> None:
+    def _train(self, terminal: Terminal | None) -> bool:
+        """The steps, and the last checkpoint; returns whether a rank was asked to stop."""
         config, device = self.config, self.placement.device
         self._peak_flops_per_s = self._sum(matmul_flops_per_s(device, getattr(torch, config.parallel.param_dtype)))[0]
         stopped = False
@@ -255,17 +293,11 @@ class Trainer:
                 self.save()
                 if stopped or last:
                     ckpt.wait()
-                    self._say(f"saved {self.run.checkpoint(self.step)}")
-        if terminal is not None:
-            terminal.close()
-        if self.stepper.num_skipped:
-            self._say(
-                f"{self.stepper.num_skipped} of {self.step} steps were skipped: their loss or gradient was not finite"
-            )
-        if stopped:
-            self._say(f"stopped after step {self.step} as asked; the same command goes on from there")
-        elif config.train.sample_bytes:
-            self._say("sample:\n" + self.sample())
+        return stopped
+
+    def _check_lock(self) -> None:
+        with self.comm.together():
+            self.run.check_lock()
 
     def _evaluation_due(self) -> bool:
         every = self.config.train.eval_every
@@ -274,6 +306,7 @@ class Trainer:
 
     def _evaluate_and_report(self) -> None:
         loss = self.evaluate()
+        self._check_lock()
         if self.metrics is not None:
             self.metrics.write({"step": self.step, "heldout_loss": loss, "heldout_bits_per_byte": loss * BITS_PER_NAT})
         self._say(f"step {self.step}  {self._evaluation(loss)}")

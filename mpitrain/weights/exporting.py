@@ -10,11 +10,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from ckpt.files import Output
-from ckpt.folder import check_outside
-from ckpt.formats.safetensors import INDEX, FileTensor, exported, file_names, header, index_text, split
-from collectives.dtypes import dtype_of
-from mpitrain.sharding.ranks import Ranks
+from ckpt.convert.formats.safetensors import INDEX, FileTensor, exported, file_names, header, index_text, split
+from ckpt.storage.catalog import check_outside
+from ckpt.storage.local import Output
+from ckpt.storage.places import local_path
+from collectives.arrays.dtypes import dtype_of
+from mpitrain.sharding.unit.ranks import Ranks
 from mpitrain.weights.targets import Target, begin, targets_of, together
 
 _PIECE_BYTES = 16 << 20  # sent and written at a time; a multiple of every dtype's size
@@ -41,7 +42,7 @@ def export_weights(
         overwrite: replace weights that are there.
 
     Raises:
-        ValueError: on all ranks: a dtype that the format does not know, a `max_file_bytes` below 1, a path in a checkpoint.
+        ValueError: on all ranks: a dtype that the format does not know, a `max_file_bytes` below 1, a path in a checkpoint, a URL.
         OSError: as that: weights are there already, or the disk is full.
         RuntimeError: in the middle of a step or within `unshard`.
     """
@@ -50,20 +51,21 @@ def export_weights(
     targets = {target.names[0]: target for target in targets_of(model)}
     tensors = [_as_written(name, target, dtype) for name, target in targets.items()]
     is_file = str(path).endswith(".safetensors")
-    folder = Path(path).parent if is_file else Path(path)
     before: list[Path] = []
     with together(over, "export_weights"):
+        target = local_path(path, "path", "a file or a folder on a disk")
+        folder = target.parent if is_file else target
         if max_file_bytes < 1:
             raise ValueError(f"max_file_bytes is {max_file_bytes}; expected at least 1")
         header(tensors)  # what the format does not know raises here
         if rank0:
             check_outside(folder)
-            before = exported(folder) if not is_file else [Path(path)] if Path(path).exists() else []
+            before = exported(folder) if not is_file else [target] if target.exists() else []
             if before and not overwrite:
                 raise FileExistsError(f"{before[0]} exists already; overwrite=True replaces it")
             folder.mkdir(parents=True, exist_ok=True)
     parts = [tensors] if is_file else split(tensors, max_file_bytes)
-    files = dict(zip([Path(path).name] if is_file else file_names(len(parts)), parts, strict=True))
+    files = dict(zip([target.name] if is_file else file_names(len(parts)), parts, strict=True))
     outputs = [_Output(folder / name) for name in files] if rank0 else []
     try:
         for number, content in enumerate(files.values()):

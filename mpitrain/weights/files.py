@@ -1,4 +1,4 @@
-"""Weights in safetensors files: which tensors, by what the model calls them. The format itself is `ckpt.formats.safetensors`.
+"""Weights in safetensors files: which tensors, by what the model calls them. The format itself is `ckpt.convert.formats.safetensors`.
 
 No MPI here, no sharding.
 """
@@ -10,13 +10,16 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 
-from ckpt.formats import safetensors as format_
-from ckpt.formats.safetensors import check_index, files_of, some
+from ckpt.convert.formats import safetensors as format_
+from ckpt.convert.formats.safetensors import check_index, files_of, some
+from ckpt.storage.places import local_path
 
 __all__ = ["Entry", "Rename", "find", "opened", "some"]
 
-DTYPES = {name: getattr(torch, dtype) for name, dtype in format_.DTYPES.items()}
-"""torch's dtypes by the format's names."""
+DTYPES = {name: getattr(torch, dtype) for name, dtype in format_.DTYPES.items() if hasattr(torch, dtype)}
+"""torch's dtypes by the format's names, those that this version of torch has."""
+
+_EXPECTED = "a file or a folder on a disk"
 
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
@@ -43,22 +46,18 @@ def find(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], rename
     """
     entries: dict[str, Entry] = {}
     for file, only in _files(path):
-        with opened(file) as content:
-            names = list(content.keys())
-            check_index(file, only, names)
-            for name in names:
-                renamed = _renamed(name, rename)
-                if renamed is None or (only is not None and name not in only):
-                    continue
-                if renamed in entries:
-                    other = entries[renamed]
-                    raise ValueError(f"{renamed} is there twice: {other.name} of {other.file} and {name} of {file}")
-                view = content.get_slice(name)
-                if view.get_dtype() not in DTYPES:
-                    raise ValueError(
-                        f"{name} in {file} has dtype {view.get_dtype()}; expected one of {', '.join(DTYPES)}"
-                    )
-                entries[renamed] = Entry(file, name, tuple(view.get_shape()), DTYPES[view.get_dtype()])
+        places = format_.places(file)
+        check_index(file, only, list(places))
+        for name, place in sorted(places.items()):
+            renamed = _renamed(name, rename)
+            if renamed is None or (only is not None and name not in only):
+                continue
+            if renamed in entries:
+                other = entries[renamed]
+                raise ValueError(f"{renamed} is there twice: {other.name} of {other.file} and {name} of {file}")
+            if place.dtype not in DTYPES:
+                raise ValueError(f"{name} in {file} has dtype {place.dtype}; expected one of {', '.join(DTYPES)}")
+            entries[renamed] = Entry(file, name, place.shape, DTYPES[place.dtype])
     return entries
 
 
@@ -72,6 +71,6 @@ def _files(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 ) -> list[tuple[str, set[str] | None]]:
     """The files, each with the names that count; None: all."""
-    if not isinstance(path, str | os.PathLike):
-        return [(os.path.abspath(file), None) for file in path]
-    return files_of(path)
+    if not isinstance(path, str | bytes | os.PathLike):
+        return [(str(local_path(file, "path", _EXPECTED)), None) for file in path]
+    return files_of(local_path(path, "path", _EXPECTED))

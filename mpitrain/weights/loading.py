@@ -41,7 +41,7 @@ def load_weights(
 
     Raises:
         ValueError: on all ranks, before anything is changed: such names, other shapes, numbers of another kind (int8 for floats),
-            damaged files.
+            damaged files, a URL as `path`.
         OSError: as that, for files that are missing or cannot be read.
         RuntimeError: in the middle of a step or within `unshard`.
     """

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from mpitrain.sharding import sharded_over
-from mpitrain.sharding.context import Phase
-from mpitrain.sharding.layout import Box
 from mpitrain.sharding.module import states_of
-from mpitrain.sharding.ranks import Ranks
+from mpitrain.sharding.step.context import Phase
+from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.ranks import Ranks
 
 
 class Target(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT, Result, launch
 
-from collectives.table import Entry, Table
+from collectives.selection.table import Entry, Table
 
 WIDE = {"COLUMNS": "120"}
 

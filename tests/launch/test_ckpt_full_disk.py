@@ -42,8 +42,8 @@ comm.barrier()
 refused(400, "no longer room")
 refused(400, "in the background", background=True)
 # what is left on the disk when it is looked at is gone when it is written
-import ckpt.saving
-ckpt.saving.check_free = lambda folder, nbytes: None
+import ckpt.saving.save
+ckpt.saving.save.check_free = lambda folder, nbytes: None
 for files in ("rank", "one"):
     refused(400, f"filled meanwhile, {files}", files=files)
     refused(400, f"filled meanwhile, background, {files}", files=files, background=True)

@@ -6,6 +6,7 @@ MPITRAIN_TEST_KILLS=200 python -m pytest tests/launch/test_ckpt_kill.py kills as
 import json
 import os
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -63,8 +64,8 @@ if comm.rank == 0:
 
 
 def saved(stdout: str) -> int:
-    """The last step a job said it had saved, or the one it began from."""
-    return max(int(line.split()[1]) for line in stdout.splitlines() if line.split()[0] in ("from", "saved"))
+    """The last step a job said it had saved, or the one it began from. Lines may be empty, or of mpirun's."""
+    return max(int(step) for step in re.findall(r"^(?:from|saved) (\d+)\r?$", stdout, re.MULTILINE))
 
 
 @pytest.mark.timeout_s(60 + 10 * KILLS)

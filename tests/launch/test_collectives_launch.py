@@ -13,7 +13,7 @@ from launching import ROOT, Result, launch
 
 from collectives.environment import SWITCHES
 from collectives.schedules import BUILDERS
-from collectives.selection import ALGORITHMS
+from collectives.selection.selector import ALGORITHMS
 
 # With MPI's start and on a busy machine; a rank that nobody ends would wait until the time-out of `launch`.
 PROMPT_S = 25
@@ -131,7 +131,7 @@ comm.barrier()
     assert "ValueError: invalid literal" in result.stderr, str(result)
 
 
-@pytest.mark.parametrize("name", [*SWITCHES, "MPITRAIN_DEADLINE_S"])
+@pytest.mark.parametrize("name", [*SWITCHES, "MPITRAIN_DEADLINE_S", "MPITRAIN_NOTICE_S"])
 def test_a_setting_that_is_none_is_an_error_of_all_ranks_at_the_start(name: str) -> None:
     script = """
 import os, collectives

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -241,6 +242,24 @@ def test_ctrl_c_to_mpirun_train_saves_and_ends(corpus: Path, tmp_path: Path) -> 
     assert said is not None and newest is not None and newest.name == f"step-{int(said[1]):08d}", str(result)
 
 
+@pytest.mark.skipif(not is_open_mpi(), reason="MPICH's mpirun leaves its ranks the time to save")
+def test_ctrl_c_to_open_mpi_s_mpirun_says_what_is_lost_and_what_to_do(corpus: Path, tmp_path: Path) -> None:
+    result = train(2, tmp_path / "run", corpus, "--train.steps", "100000", when="step 5/", send=signal.SIGINT)
+    assert result.returncode != 0 and "as asked" not in result.stdout, str(result)
+    assert "no checkpoint was saved. The same command goes on from the last one." in result.stderr, str(result)
+    assert re.search(
+        r"send SIGUSR1 to mpirun \(it was: kill -USR1 \d+\), or start the job by mpirun/train", result.stderr
+    )
+
+
+def test_ctrl_c_after_the_last_checkpoint_ends_the_job_and_promises_nothing(corpus: Path, tmp_path: Path) -> None:
+    """While it writes its sample: there is no step to end."""
+    args = command(tmp_path / "run", corpus, "--train.steps", "3", "--train.sample-bytes", "1000000")
+    result = run([sys.executable, *args], when="saved ", send=signal.SIGINT, timeout_s=30)
+    assert result.returncode == -signal.SIGINT and "stopping after this step" not in result.stderr, str(result)
+    assert ckpt.latest(tmp_path / "run/checkpoints") == tmp_path / "run/checkpoints/step-00000003"
+
+
 def children(pid: int) -> list[int]:
     """The processes whose parent is `pid`."""
     found = []
@@ -275,7 +294,14 @@ def test_all_ranks_killed_and_started_again(corpus: Path, tmp_path: Path, whole_
         ranks = children(job.pid)
         assert len(ranks) == 2, "".join(output)
         for rank in ranks:
-            os.kill(rank, signal.SIGKILL)
+            os.kill(rank, signal.SIGSTOP)
+        try:
+            second = train(2, folder, corpus)
+        finally:
+            for rank in ranks:
+                os.kill(rank, signal.SIGKILL)
+        assert second.returncode != 0 and "Traceback" not in second.stderr, str(second)
+        assert f"{folder} is being trained by process {min(ranks)} on " in second.stderr, str(second)
         try:
             job.communicate(timeout=20)
         finally:
@@ -291,6 +317,7 @@ def test_all_ranks_killed_and_started_again(corpus: Path, tmp_path: Path, whole_
         file.write('{"step": 59, "lo')
     resumed = trained(2, folder, corpus, "--checkpoint.every", "10")
     assert f"goes on from {newest}" in resumed.stdout, str(resumed)
+    assert re.search(r"the job before did \d+ steps more, which no checkpoint has", resumed.stdout), str(resumed)
     assert_same_end(folder, whole_run(2))
     assert [path.name for path in (folder / "checkpoints").glob(".*")] == [], "the dead job's remains were not removed"
 
@@ -361,6 +388,12 @@ def test_never_begins_anew_beside_the_old_run_and_keeps_the_last_checkpoints(
     assert len(losses(folder)) == 9
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == ["latest", "step-00000008", "step-00000009"]
+
+
+@pytest.mark.skipif(not h5py.get_config().mpi, reason="this h5py was built without parallel HDF5")
+def test_checkpoints_by_parallel_hdf5_are_the_same(corpus: Path, tmp_path: Path, whole_run: WholeRun) -> None:
+    trained(2, tmp_path / "run", corpus, "--checkpoint.driver", "mpio-collective", "--checkpoint.files", "one")
+    assert_same_end(tmp_path / "run", whole_run(2))
 
 
 def test_evaluation_alone(corpus: Path, tmp_path: Path, whole_run: WholeRun) -> None:

@@ -42,6 +42,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--train.eval-only"], "train.eval_only: run {tmp}/run has no checkpoint to evaluate"),
     (["--checkpoint.copies", "nonsense://x"], "checkpoint.copies: nonsense://x cannot be reached"),
     (["--checkpoint.copies", "{tmp}/run/checkpoints"], "checkpoint.copies: copies names {tmp}/run/checkpoints, where"),
+    (
+        ["--checkpoint.driver", "mpio", "--checkpoint.background"],
+        "checkpoint.driver: mpio cannot write in the background",
+    ),
 ]
 
 
@@ -59,6 +63,22 @@ def test_every_mistake_is_one_line(corpus: Path, tmp_path: Path) -> None:
     codes = str([1] * len(MISTAKES))
     assert result.returncode == 0 and result.stdout.split("\n") == [codes, codes, ""], str(result)
     assert not (tmp_path / "run").exists(), "it had begun to write before all was checked"
+
+
+def test_the_driver_of_parallel_hdf5_without_it(corpus: Path, tmp_path: Path) -> None:
+    """Early, not at the first save. The h5py of the tests has parallel HDF5, so here it says that it has not."""
+    script = (
+        "import sys, types, h5py\nh5py.get_config = lambda: types.SimpleNamespace(mpi=False)\n"
+        "from mpitrain.cli import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    words = command(tmp_path / "run", corpus, "--checkpoint.driver", "mpio")[2:]
+    result = launch(2, "-c", script, *words, cwd=ROOT)
+    line = error_line(result)
+    assert line.startswith("mpitrain: error: checkpoint.driver: driver='mpio' needs an h5py that was built"), str(
+        result
+    )
+    assert "./mpirun/setup hdf5" in line
+    assert not (tmp_path / "run").exists()
 
 
 # one that is seen before torch is there, and one after

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import ROOT, launch
@@ -36,6 +37,10 @@ for rank in comm.all_gather_object(held):
         print("held", rank, flush=True)
 """
 
+# Each tensor is a mapping of its own, which goes back to the system when it is freed: what glibc's heap keeps differs between two runs
+# of one command, by up to twice the activations.
+NO_HEAP = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
 PRIVATE = ["--parallel.storage", "private"]
 SETTINGS = {
     "resident, fp32": [],
@@ -46,8 +51,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("which", SETTINGS)
-def test_a_run_holds_what_was_predicted(tmp_path: Path, which: str) -> None:
+def predicted_and_held(tmp_path: Path, which: str, allocator: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
+    """What `memory` says, and the bytes that each of two ranks then holds."""
     text = tmp_path / "text"
     text.write_bytes(b"all work and no play makes jack a dull boy " * 5000)
     model = ["--model.width", "384", "--model.layers", "8", "--model.heads", "6"]  # 14 M parameters
@@ -62,10 +67,23 @@ def test_a_run_holds_what_was_predicted(tmp_path: Path, which: str) -> None:
 
     script = tmp_path / "measure.py"
     script.write_text(MEASURE)
-    result = launch(2, str(script), *settings, env={"PYTHONPATH": str(ROOT)} | environment, timeout_s=90)
+    result = launch(2, str(script), *settings, env={"PYTHONPATH": str(ROOT)} | environment | allocator, timeout_s=90)
     assert result.returncode == 0, str(result)
     held = [int(line[5:]) for line in result.stdout.splitlines() if line.startswith("held ")]
     assert len(held) == 2, str(result)
-    # Measured: within 3 %. What a library allocates differs between machines, and so does how the heap is cut up.
-    for rank in held:
-        assert rank == pytest.approx(predicted["rank_total"], rel=0.1), (held, predicted)
+    return predicted, held
+
+
+@pytest.mark.parametrize("which", SETTINGS)
+def test_a_run_holds_what_was_predicted(tmp_path: Path, which: str) -> None:
+    predicted, held = predicted_and_held(tmp_path, which, NO_HEAP)
+    counted = predicted["rank_total"] - predicted["rank"]["allocator"]
+    # Measured: within 2.5 %. What a library allocates differs between machines.
+    assert held == pytest.approx([counted] * 2, rel=0.06), (held, predicted)
+
+
+@pytest.mark.parametrize("which", ["resident, fp32", "computed again"])
+def test_a_run_with_its_heap_holds_no_more(tmp_path: Path, which: str) -> None:
+    predicted, held = predicted_and_held(tmp_path, which, {})
+    counted = predicted["rank_total"] - predicted["rank"]["allocator"]
+    assert 0.94 * counted < min(held) <= max(held) < 1.06 * predicted["rank_total"], (held, predicted)

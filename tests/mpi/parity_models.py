@@ -128,6 +128,32 @@ class Mixture(nn.Module):
         return self.last(x)
 
 
+class UNet(nn.Module):
+    """Lists of lists, as diffusion models keep their stages: who holds them calls what they hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.down = nn.ModuleList(nn.ModuleList([self.block(), nn.Linear(8, 8)]) for _ in range(2))
+        self.up = nn.ModuleList(nn.ModuleList([nn.Linear(16, 8), self.block(), self.block()]) for _ in range(2))
+        self.ends = nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 3)]) for _ in range(2))
+
+    @staticmethod
+    def block() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.SiLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, passed = self.first(x), []
+        for block, down in self.down:
+            x = down(x + block(x))
+            passed.append(x)
+        for up, *blocks in self.up:
+            x = up(torch.cat([x, passed.pop()], -1))
+            for block in blocks:
+                x = x + block(x)
+        return sum(last(middle(x).tanh()) for middle, last in self.ends)
+
+
 class EncoderDecoder(nn.Module):
     """One embedding for source, target and logits; every decoder layer looks at the encoder's output."""
 
@@ -269,6 +295,7 @@ CASES = {
         frozen_statistics, image_loss, lambda model: [model.stem, *model.stages]
     ),
     "mixture of experts": Case(Mixture, regression_loss, lambda model: [*model.layers]),
+    "U-Net": Case(UNet, regression_loss, lambda model: [block for stage in (*model.down, *model.up) for block in stage]),
     "encoder and decoder": Case(
         EncoderDecoder, language_loss, lambda model: [*model.encoder, *model.decoder]
     ),

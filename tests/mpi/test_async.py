@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from collectives import Communicator, Work
-from collectives.work import Deferred, Thread
+from collectives.progress.work import Deferred, Thread
 
 
 @pytest.fixture(scope="module", params=[Deferred, Thread])

@@ -9,7 +9,7 @@ import pytest
 
 import ckpt
 import collectives
-from ckpt.places import absolute, names_in, read_all
+from ckpt.storage.places import absolute, names_in, read_all
 
 ROWS = 1 << 16  # 512 KiB a rank
 
@@ -72,19 +72,19 @@ def test_ranks_copy_what_they_wrote(comm, shared_tmp, place, files, driver, back
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_place_that_fills_up_on_one_rank_is_a_warning(comm, shared_tmp, place, background, monkeypatch):
-    plain = ckpt.saving.make_copies
+    plain = ckpt.saving.save.make_copies
 
     def on_a_full_disk(*args, **kwargs):
         with small_files(comm):
             plain(*args, **kwargs)
 
-    monkeypatch.setattr(ckpt.saving, "make_copies", on_a_full_disk)
+    monkeypatch.setattr(ckpt.saving.save, "make_copies", on_a_full_disk)
     home = shared_tmp / "home" / "a"
     with warned(comm, rf"the copy .*copy/a was not made: .*File too large.*rank-{comm.size - 1:05d}\.h5.*stands"):
         ckpt.save(home, {"x": shard(comm, 1)}, comm=comm, copies=[place], background=background)
         ckpt.wait()
     comm.barrier()
-    assert names(place) == [] and ckpt.verify(home, threads=1) == []
+    assert names(shared_tmp) == ["home"] and ckpt.verify(home, threads=1) == []
     comm.barrier()
     monkeypatch.undo()
     ckpt.save(home, {"x": shard(comm, 2)}, comm=comm, copies=[place], overwrite=True)

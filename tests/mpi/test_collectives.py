@@ -13,11 +13,12 @@ import pytest
 import torch
 from closed_forms import inputs, reduced
 
-from collectives import Communicator, selection
-from collectives.arrays import as_numpy
-from collectives.dtypes import MOVED, TABLE, DType
-from collectives.reduction import BLOCK_BYTES
-from collectives.transports import meeting
+from collectives import Communicator
+from collectives.arrays.buffer import as_numpy
+from collectives.arrays.dtypes import MOVED, TABLE, DType
+from collectives.arrays.reduction import BLOCK_BYTES
+from collectives.selection import selector
+from collectives.transports.node import meeting
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 LARGE = 1031  # a prime
@@ -411,8 +412,9 @@ def test_arrays_that_come_and_go_at_the_same_addresses(group: Communicator) -> N
 
 def test_long_arrays_go_in_segments_and_windows(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if segments, windows of the staging area and blocks held a hundred bytes."""
-    from collectives import reduction
-    from collectives.transports import executor, scheduled, shared, staged
+    from collectives.arrays import reduction
+    from collectives.transports import executor, scheduled
+    from collectives.transports.node import shared, staged
 
     for module, name in (
         (executor, "_SEGMENT_BYTES"),
@@ -456,7 +458,7 @@ def test_messages_of_more_elements_than_mpi_can_count(comm: Communicator, monkey
     """As if MPI could count to 100, in rows of 8: the same path as beyond 2**31 elements, without the memory."""
     from collectives.transports import mpi
 
-    monkeypatch.setattr(selection, "MAX_COUNT", 100)
+    monkeypatch.setattr(selector, "MAX_COUNT", 100)
     monkeypatch.setattr(mpi, "_ROW", 8)
     mpi._block.cache_clear()
     comm.use_table(comm.table)  # forgets the choices made with the true number

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mpi4py import MPI
 
 from collectives import Communicator, Mesh, on_all_ranks
-from collectives.table import Entry, Table
+from collectives.communicator import start
+from collectives.diagnosis import record
+from collectives.selection.table import Entry, Table
 
 # Groups
 
@@ -174,7 +177,7 @@ def test_peers_and_tags_are_checked(comm: Communicator) -> None:
         for tag in (-1, 1 << 20):
             with pytest.raises(ValueError, match=f"{name}: tag {tag}; expected 0 to 32511"):
                 getattr(comm, name)(x, 0, tag)
-        for wrong in (0.5, "0", None):
+        for wrong in (0.5, "0", None, True):
             with pytest.raises(TypeError, match=f"{name}: peer {wrong!r}, tag 1; expected two integers"):
                 getattr(comm, name)(x, wrong, 1)
             with pytest.raises(TypeError, match=f"{name}: peer 0, tag {wrong!r}; expected two integers"):
@@ -272,6 +275,11 @@ def test_local_errors_are_raised_by_the_call_before_anything_is_sent(comm: Commu
         (TypeError, "complex64 is only moved", lambda **how: comm.reduce(x.astype(np.complex64), op="max", **how)),
         (TypeError, "op 'avg' is not defined for int64", lambda **how: comm.all_reduce(np.arange(3), "avg", **how)),
         (ValueError, "op 'mean' is unknown; expected one of avg, max", lambda **how: comm.all_reduce(x, "mean", **how)),
+        (TypeError, "op is of type mpi4py.MPI.Op; expected a string, one of avg, max, min, prod, sum .for MPI.SUM, 'sum'.",
+         lambda **how: comm.all_reduce(x, MPI.SUM, **how)),
+        (TypeError, "op is of type builtins.list; expected a string", lambda **how: comm.all_reduce(x, ["sum"], **how)),
+        (TypeError, "op is of type numpy.ufunc; expected a string", lambda **how: comm.reduce_scatter(x, xs, np.add, **how)),
+        (ValueError, "algorithm \\['mpi'\\] is unknown", lambda **how: comm.all_reduce(x, algorithm=["mpi"], **how)),
         (ValueError, "algorithm 'magic' is unknown; expected auto, mpi", lambda **how: comm.all_reduce(x, algorithm="magic", **how)),
         (ValueError, "algorithm 'nccl' works on arrays in GPU memory", lambda **how: comm.all_reduce(x, algorithm="nccl", **how)),
         (ValueError, "reduce: accumulate 'fp64'; expected", lambda **how: comm.reduce(x, accumulate="fp64", **how)),
@@ -282,6 +290,9 @@ def test_local_errors_are_raised_by_the_call_before_anything_is_sent(comm: Commu
         (ValueError, f"root {n} is outside the {n} ranks", lambda **how: comm.broadcast(x, n, **how)),
         (ValueError, "root -1 is outside", lambda **how: comm.reduce(x, -1, **how)),
         (TypeError, "broadcast: root is 0.5, of type float; expected an integer", lambda **how: comm.broadcast(x, 0.5, **how)),
+        (TypeError, "broadcast: root is True, of type bool; expected an integer", lambda **how: comm.broadcast(x, True, **how)),
+        (TypeError, "reduce: root is False, of type bool; expected an integer", lambda **how: comm.reduce(x, False, **how)),
+        (TypeError, "broadcast: root is array.*, of type ndarray; expected", lambda **how: comm.broadcast(x, np.zeros(2, int), **how)),
         (TypeError, "reduce: root is '0', of type str; expected an int", lambda **how: comm.reduce(x, "0", **how)),
         (TypeError, "gather: root is None, of type NoneType; exp", lambda **how: comm.gather(xs, x, None, **how)),
         (TypeError, "scatter: root is 0.0, of type float; expected", lambda **how: comm.scatter(x, xs, 0.0, **how)),
@@ -302,6 +313,8 @@ def test_local_errors_are_raised_by_the_call_before_anything_is_sent(comm: Commu
         (ValueError, "all_to_all: x and out overlap", lambda **how: comm.all_to_all(xs, xs, **how)),
         (ValueError, "all_to_all: x has 3 elements of float64, out", lambda **how: comm.all_to_all(np.zeros(n + 3), x, **how)),
     ]  # fmt: skip
+    comm.broadcast(x, 0)
+    comm.broadcast(x, 1 % n)  # plans, which True and False must not be taken for
     for kind, text, call in cases:
         with pytest.raises(kind, match=text) as caught:
             call()
@@ -321,6 +334,17 @@ def test_arguments_of_arrays_of_the_node_are_checked(comm: Communicator) -> None
         comm.empty(-1, np.float32)
     with pytest.raises(TypeError, match=r"dtype \|S3 is not supported"):
         comm.node.shared(3, np.dtype("S3"))
+
+
+def test_a_root_is_an_integer_of_any_library(comm: Communicator) -> None:
+    """Also where the call has a plan: none is made for each array that holds the number."""
+    last = comm.size - 1
+    x = np.zeros(3)
+    for root in (last, np.int64(last), np.array(last), torch.tensor(last)) * 3:
+        x[:] = comm.rank
+        assert comm.broadcast(x, root).tolist() == [last] * 3
+        assert comm.broadcast_object(comm.rank, root) == last
+        assert comm.reduce(np.ones(2), root)[0] == (comm.size if comm.rank == last else 1)
 
 
 def test_a_read_only_array_can_be_given_where_it_is_only_read(comm: Communicator) -> None:
@@ -453,6 +477,27 @@ def test_checked_mode_by_the_environment(comm: Communicator, monkeypatch: pytest
 
 
 # The table that "auto" chooses from
+
+
+def test_the_record_shows_the_wait_for_rank_0_s_table(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(mpi, name)
+
+        def bcast(self, *args: Any) -> Any:
+            waits.extend(str(each.log) + each.call for each in record.open_operations())
+            return mpi.bcast(*args)
+
+    waits: list[str] = []
+    part = comm.split(0)
+    mpi, log = part.mpi, str(part._log)
+    monkeypatch.setattr(part, "mpi", Watched())
+    part.use_table(part.table)
+    start._measured_table(part)
+    assert len(waits) == min(comm.size, 2)  # a rank alone reads no file
+    assert waits[0].startswith(log) and waits[0].endswith("use_table(root=0)")
+    assert waits[1:] in ([], [f"world() {log[log.index('(') :]}#1 the measured table(root=0)"])
+    part.free()
 
 
 def test_a_table_is_given_to_all_ranks_alike(comm: Communicator) -> None:

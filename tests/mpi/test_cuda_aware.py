@@ -11,16 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_model import ModelBinding, ModelTorchKernels
+import torch
+from device_model import ModelBinding, ModelTorchKernels, ModelTorchStreams
 
 from collectives import Communicator
-from collectives.devices import Device
-from collectives.dtypes import TABLE, DType
-from collectives.transports import cuda
-from collectives.transports.cuda import Support, ask
-from collectives.transports.lane import Lane
-from collectives.transports.nccl import connect
+from collectives.arrays.dtypes import TABLE, DType, effective_op
+from collectives.communicator.devices import Device
+from collectives.transports.gpu import cuda
+from collectives.transports.gpu.cuda import Support, ask
+from collectives.transports.gpu.lane import Lane
+from collectives.transports.gpu.nccl import connect
 
+_synchronize = cuda._synchronize  # before any test has replaced it
 INDEX = 5  # a device that nobody has: its lane is these tests' own
 
 
@@ -203,9 +205,35 @@ def test_addresses_go_through_mpi(comm: Communicator) -> None:
                     assert x.tobytes() == expected.tobytes(), (row.name, size, op)
                     x[...] = whole
     reducible = {row.name for row in TABLE.values() if cuda.reduces(row, "sum")}
-    assert reducible == set(TABLE) - {"float16", "bfloat16"}, "MPI has no halves"
+    small = {"int8", "uint8", "int16", "uint16"}
+    assert reducible == set(TABLE) - {"float16", "bfloat16"} - small, (
+        "MPI has no halves, and some add small integers otherwise"
+    )
     assert cuda.reduces(TABLE["float32"], "avg"), "a sum, which is divided by a kernel"
     assert not cuda.reduces(TABLE["float32"], "max"), "ours hands on NaN, and works in host memory"
+
+
+def test_mpi_gets_a_device_address_only_with_an_operation_of_its_own() -> None:
+    """One of ours is a function that MPI calls on the host, with the address: on a device the process would die of it."""
+    from collectives.transports.mpi import _op
+
+    for row in TABLE.values():
+        for op in sorted(row.ops):
+            raw = effective_op(row, op)
+            if cuda.reduces(row, raw):
+                assert _op(raw, np.dtype(np.uint8) if row.name == "bool" else row.numpy).is_predefined, (row.name, op)
+
+
+def test_the_stream_of_an_array_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the default stream: `torch.cuda.ExternalStream(0)` is another one, where nothing ever is to be waited for."""
+    model = ModelBinding(INDEX)
+    monkeypatch.setattr(torch, "cuda", ModelTorchStreams(model))
+    monkeypatch.setattr(cuda, "_synchronize", _synchronize)
+    for stream in (0, 1, model.stream()):
+        x = np.zeros(1, np.float32)
+        model.write(0 if stream == 1 else stream, x.ctypes.data, np.ones(1, np.float32))
+        cuda.wait_for(device(x, stream))
+        assert x[0] == 1, f"stream {stream}"
 
 
 def test_a_view_is_not_touched_by_the_host() -> None:
@@ -270,8 +298,6 @@ def test_info_says_what_there_is(comm: Communicator) -> None:
 
 @pytest.mark.gpu
 def test_device_memory_goes_through_mpi(comm: Communicator) -> None:
-    import torch
-
     index = comm.node.rank % torch.cuda.device_count()
 
     def on_gpu(values: list[int]) -> tuple[Any, Device]:

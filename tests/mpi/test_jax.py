@@ -3,14 +3,19 @@
 Small integers in closed form of rank and size, so that expected values are exact.
 """
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.dtypes import TABLE
+from collectives.arrays.dtypes import TABLE
+from collectives.diagnosis import record
+from collectives.progress.work import Deferred, Thread
 
 jax = pytest.importorskip("jax", reason="JAX is not installed (pip install 'mpitrain[jax]')")
 import jax.numpy as jnp  # noqa: E402
@@ -258,21 +263,129 @@ def test_wrong_arguments(comm: Communicator) -> None:
                 wrap(call)()
 
 
-def test_large_arrays_and_the_plain_operations_meanwhile(comm: Communicator) -> None:
-    """JAX returns before its callbacks have run; the main thread goes on with the same communicator."""
-    num = 1 << 20
+def test_what_follows_a_jitted_operation_begins_when_that_has_ended(comm: Communicator) -> None:
+    """JAX returns before its callbacks have run; the ranks come to both in the order of the program."""
+    part, num = comm.split(0), 1 << 18
 
     @jax.jit
     def steps(x: Any) -> Any:
-        return jax.lax.fori_loop(0, 8, lambda _, x: cj.all_reduce(x, comm, "avg") + 1, x)
+        return jax.lax.fori_loop(0, 8, lambda _, x: cj.all_reduce(x, part, "avg") + 1, x)
 
-    y = steps(jnp.full(num, comm.rank, jnp.float32))
-    mine = np.ones(3)
-    for _ in range(50):
-        comm.barrier()
-        comm.all_reduce(mine, "avg")
+    x, mine = np.full(num, part.rank, np.float32), np.ones(3)  # JAX has to copy x first, so the call returns
+    out = np.empty(3 * part.size)
+    follows: dict[str, Callable[[], Any]] = {
+        "barrier": part.barrier,
+        "all_reduce": lambda: part.all_reduce(mine, "avg"),  # with a plan from the second time on
+        "all_gather": lambda: part.all_gather(out, mine, async_op=True).wait(),
+        "all_gather_object": lambda: part.all_gather_object(1),
+        "split": lambda: part.split(None),
+    }
+    for _ in range(3):
+        for name, follow in follows.items():
+            y = steps(x)
+            before = jitted(part)
+            follow()
+            ended = [each for each in record.last_operations() if each.log is part._for_jax._log]
+            (then,) = [
+                each for each in record.last_operations() if each.log is not part._for_jax._log and each.name == name
+            ][-1:]
+            assert all(each.state == record.ENDED for each in ended) and jitted(part) - before <= 8
+            assert then.begun >= max(each.ended for each in ended), name
+            np.testing.assert_allclose(
+                y[:: num // 8], (part.size - 1) / 2 + 8, rtol=1e-6
+            )  # averages of 3 ranks are rounded
     assert (mine == 1).all()
-    np.testing.assert_allclose(y[:: num // 8], (comm.size - 1) / 2 + 8, rtol=1e-6)  # averages of 3 ranks are rounded
+    part.free()
+
+
+def test_an_error_of_a_computation_is_raised_where_its_result_is_read(comm: Communicator) -> None:
+    """And not by every later operation of the communicator."""
+    part = comm.split(0)
+
+    def fail(x: Any) -> Any:
+        raise ValueError("of the program")
+
+    @jax.jit
+    def f(x: Any) -> Any:
+        y = jax.lax.fori_loop(0, 8, lambda _, x: cj.all_reduce(x, part, "avg"), x)
+        return jax.experimental.io_callback(fail, jax.ShapeDtypeStruct((), y.dtype), y[0])
+
+    def use() -> None:
+        with suppress(jax.errors.JaxRuntimeError):  # where JAX carries it out before the call returns
+            f(np.ones(1 << 18, np.float32))
+        part.barrier()
+        assert part.all_reduce(np.ones(3))[0] == part.size
+
+    with ThreadPoolExecutor(1) as pool:  # JAX keeps such an error for all that the thread calls in order
+        pool.submit(use).result()
+    part.free()
+
+
+def test_where_jit_is_disabled(comm: Communicator) -> None:
+    """As people do to debug."""
+    with jax.disable_jit():
+        x = np.ones(3, np.float32)
+        assert (jax.jit(lambda x: cj.all_reduce(x, comm))(x) == comm.size).all()
+        assert (jax.grad(lambda x: cj.all_reduce(x * x, comm).sum())(x) == 2 * comm.size).all()
+
+
+def test_the_wait_for_jitted_operations_is_no_operation(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither fills the flight record nor bars another thread, whose messages may go beside collectives."""
+    part = comm.split(0)
+    x, came = np.ones(3), np.empty(3)
+    jax.jit(lambda x: cj.all_reduce(x, part))(x).block_until_ready()
+    before = max(each.number for each in record.last_operations())
+    for _ in range(3):
+        part.all_reduce(x)
+    assert max(each.number for each in record.last_operations()) == before + 3
+
+    waits, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            waits.set()
+            go_on.wait(20)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(jax, "effects_barrier", wait)
+        barrier = pool.submit(part.barrier)
+        waits.wait(20)
+        try:
+            sent = part.isend(x, (part.rank + 1) % part.size)
+            part.irecv(came, (part.rank - 1) % part.size).wait()
+            sent.wait()
+        finally:
+            go_on.set()
+        barrier.result()
+    assert (came == x).all()
+    part.free()
+
+
+def jitted(comm: Communicator) -> int:
+    """How many jitted operations of `comm` this rank has entered."""
+    return comm._for_jax._log.sequence
+
+
+def test_jitted_operations_beside_asynchronous_ones(comm: Communicator) -> None:
+    """These are the caller's thread's or the progress thread's: a thread of JAX never carries one out."""
+    for progress in (Deferred(), Thread()):
+        part = Communicator(comm.mpi.Dup(), progress=progress)
+        f = jax.jit(lambda x, part=part: cj.all_reduce(x, part) + cj.all_reduce(2 * x, part))
+        for number in range(10):
+            size = 1000 * (number % 3 + 1)
+            one, other, x = np.ones(size), np.ones(size + 1), np.ones(100 * size, np.float32)
+            work = part.all_reduce(one, async_op=True)
+            y = f(x)
+            if number % 2:
+                part.all_reduce(other)
+                work.wait()
+            else:
+                work.wait()
+                part.all_reduce(other)
+            assert (one == part.size).all() and (other == part.size).all()
+            np.testing.assert_array_equal(y, np.full(100 * size, 3 * part.size))
+        part.free()
+        progress.close()
 
 
 def test_its_communicator_goes_with_the_one_it_serves(comm: Communicator) -> None:

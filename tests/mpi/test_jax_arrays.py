@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator, Work
-from collectives.dtypes import TABLE, DType
+from collectives.arrays.dtypes import TABLE, DType
 
 jax = pytest.importorskip("jax", reason="JAX is not installed (pip install 'mpitrain[jax]')")
 import jax.numpy as jnp  # noqa: E402
@@ -23,8 +23,10 @@ def no_pickling(comm: Communicator) -> Iterator[None]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("pickled on a data path")
 
-    # The progress thread's communicator is made at the first asynchronous call, with a few control messages.
-    comm.all_reduce(np.zeros(1), async_op=True).wait()
+    # The progress thread's communicator and the memory between ranks are made at the first use, with a few control messages.
+    for algorithm in comm.algorithms("all_reduce"):
+        comm.all_reduce(np.zeros(1), algorithm=algorithm)
+        comm.all_reduce(np.zeros(1), algorithm=algorithm, async_op=True).wait()
     MPI.pickle.__init__(refuse, refuse)
     try:
         with pytest.raises(AssertionError):

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from device_model import ModelCupyKernels, ModelTorchKernels, Untouchable
 
-from collectives import Communicator, reduction
-from collectives.arrays import address_of
-from collectives.dtypes import TABLE, DType, effective_op
-from collectives.transports.kernels import Kernels, kernels_of
+from collectives import Communicator
+from collectives.arrays import reduction
+from collectives.arrays.buffer import address_of
+from collectives.arrays.dtypes import TABLE, DType, effective_op
+from collectives.transports.gpu.kernels import Kernels, kernels_of
 
 SIZES = (0, 1, 1031)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.transports import meeting
-from collectives.transports.meeting import WORDS, Meeting
+from collectives.transports.node import meeting
+from collectives.transports.node.meeting import WORDS, Meeting
 
 pytestmark = pytest.mark.one_node
 

@@ -5,6 +5,7 @@ makes the result right is the order of the streams. Inputs are small integers by
 """
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,13 +17,13 @@ from closed_forms import inputs, reduced
 from device_model import CONSTANTS, ModelBinding, ModelCommunicator
 
 from collectives import Communicator
-from collectives.devices import Device
-from collectives.dtypes import TABLE, DType, DTypeError
-from collectives.transports import binding as bindings
-from collectives.transports import nccl as transport
-from collectives.transports.lane import Lane
-from collectives.transports.nccl import Nccl, connect, reduces
-from collectives.transports.nccl_queue import NcclError
+from collectives.arrays.dtypes import TABLE, DType, DTypeError
+from collectives.communicator.devices import Device
+from collectives.transports.gpu import binding as bindings
+from collectives.transports.gpu import nccl as transport
+from collectives.transports.gpu.lane import Lane
+from collectives.transports.gpu.nccl import Nccl, connect, reduces
+from collectives.transports.gpu.nccl_queue import NcclError
 
 Read = Callable[[], np.ndarray]
 REDUCIBLE = [row for row in TABLE.values() if reduces(row)]
@@ -47,14 +48,13 @@ class ModelRig:
 
     def array(self, nbytes: int) -> Device:
         """Device memory full of garbage."""
-        array = np.full(max(nbytes, 1), 0x3B, np.uint8)
+        array = self.binding.allocate(nbytes, self.stream)
         self._arrays.append(array)
         return Device(array.ctypes.data, nbytes, self.index, self.stream)
 
     def write(self, x: Device, values: np.ndarray) -> None:
         """Queue on the stream of `x` what writes `values` into it."""
-        target = self._find(x)
-        self.binding.queue(x.stream, lambda: target.__setitem__(slice(None), values.view(np.uint8)))
+        self.binding.write(x.stream, x.address, values)
 
     def read(self, x: Device, row: DType) -> Read:
         """Queue on the stream of `x` what reads it; the values, once all has ended."""
@@ -70,10 +70,11 @@ class ModelRig:
     def close(self) -> None:
         for comm in self.binding.communicators:
             comm.mpi.Free()
+        assert not self.binding.violations
 
     def _find(self, x: Device) -> np.ndarray:
         for array in self._arrays:
-            if 0 <= x.address - array.ctypes.data < array.nbytes or x.address == array.ctypes.data:
+            if 0 <= x.address - array.ctypes.data <= array.nbytes - x.nbytes:
                 start = x.address - array.ctypes.data
                 return array[start : start + x.nbytes]
         raise AssertionError("no such memory")
@@ -512,15 +513,84 @@ def test_connecting_fails_on_all_ranks_alike(
         connect(comm.mpi, model.index, model.binding, lane=model.lane)
 
 
-def test_two_ranks_on_one_gpu(comm: Communicator, model: ModelRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model.binding, "gpu", lambda index: f"GPU {max(comm.rank - 1, 0)}")
-    if comm.size > 1:
-        with pytest.raises(bindings.NcclUnavailableError, match=r"ranks 0, 1 have the same one \(GPU 0\); start one"):
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch, comm: Communicator, model: ModelRig) -> pytest.MonkeyPatch:
+    """Ranks 0 and 1 have the same GPU, or slices of it."""
+    gpu = bindings.Gpu("machine", f"0000:{max(comm.rank - 1, 0):02x}:00.0")
+    monkeypatch.setattr(model.binding, "gpu", lambda index: gpu)
+    monkeypatch.delenv(transport._SHARED_GPU_VARIABLE, raising=False)
+    monkeypatch.delenv(transport._MAX_CTAS_VARIABLE, raising=False)
+    return monkeypatch
+
+
+def test_ranks_that_share_a_gpu_need_nccl_to_be_told(comm: Communicator, model: ModelRig, shared: Any) -> None:
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    for version, variable in ((23003, ""), (23003, "0"), (22907, "1")):  # too old, or not told
+        shared.setattr(model.binding, "version", lambda version=version: version)
+        shared.setenv(transport._SHARED_GPU_VARIABLE, variable)
+        with pytest.raises(
+            bindings.NcclUnavailableError,
+            match=r"ranks 0, 1 have the same one \(GPU 0000:00:00.0, or slices of it\); start one .*MULTI_RANK_GPU_ENABLE=1",
+        ):
             connect(comm.mpi, model.index, model.binding, lane=model.lane)
-        assert not model.binding.communicators
-    monkeypatch.setenv(transport._SHARED_GPU_VARIABLE, "1")
-    monkeypatch.setattr(model.binding, "version", lambda: 23100)  # which can, where it is told
+    assert not model.binding.communicators
+
+    shared.setattr(model.binding, "version", lambda: 23003)
+    shared.setenv(transport._SHARED_GPU_VARIABLE, "1")
     connect(comm.mpi, model.index, model.binding, lane=model.lane).free()
+    assert os.environ[transport._MAX_CTAS_VARIABLE] == "8", "kernels of both ranks find room"
+    shared.setenv(transport._MAX_CTAS_VARIABLE, "2")
+    connect(comm.mpi, model.index, model.binding, lane=model.lane).free()
+    assert os.environ[transport._MAX_CTAS_VARIABLE] == "2", "the user's own"
+
+
+def test_more_than_two_ranks_on_a_gpu(comm: Communicator, model: ModelRig, shared: Any) -> None:
+    if comm.size < 3:
+        pytest.skip("needs three ranks")
+    shared.setattr(model.binding, "gpu", lambda index: bindings.Gpu("machine", "0000:81:00.0"))
+    shared.setattr(model.binding, "version", lambda: 23003)
+    shared.setenv(transport._SHARED_GPU_VARIABLE, "1")
+    with pytest.raises(
+        bindings.NcclUnavailableError, match=r"ranks 0, 1, 2(, 3)? have the same one .* lets 2 ranks share one"
+    ):
+        connect(comm.mpi, model.index, model.binding, lane=model.lane)
+
+
+def test_gpus_of_two_machines_may_have_the_same_bus_id(comm: Communicator, model: ModelRig, shared: Any) -> None:
+    shared.setattr(model.binding, "gpu", lambda index: bindings.Gpu(f"machine {comm.rank}", "0000:81:00.0"))
+    connect(comm.mpi, model.index, model.binding, lane=model.lane).free()
+
+
+def test_nccl_that_refuses_a_shared_gpu_all_the_same(comm: Communicator, model: ModelRig, shared: Any) -> None:
+    """Where it could not connect GPUs of their own, the job has a fault to tell; here there is another way."""
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    shared.setattr(model.binding, "version", lambda: 23003)
+    shared.setenv(transport._SHARED_GPU_VARIABLE, "1")
+    if comm.rank == 1:
+        model.binding.refuses = RuntimeError("NCCL_ERROR_INVALID_USAGE")
+    with pytest.raises(bindings.NcclUnavailableError, match=r"cannot connect .*INVALID_USAGE"):
+        connect(comm.mpi, model.index, model.binding, lane=model.lane)
+
+
+def test_a_shared_gpu_on_which_nccl_connects_and_does_not_work(
+    comm: Communicator, model: ModelRig, shared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels of two ranks may not find room side by side, and wait for each other: all ranks go on without NCCL."""
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    shared.setattr(model.binding, "version", lambda: 23003)
+    shared.setenv(transport._SHARED_GPU_VARIABLE, "1")
+    monkeypatch.setattr(transport, "_TRIAL_S", 0.05)
+    model.binding.patience = 10**9
+    with pytest.raises(bindings.NcclUnavailableError, match=r"does not work on a shared GPU: .*not ended after 0.05 s"):
+        connect(comm.mpi, model.index, model.binding, lane=model.lane)
+    assert [raw.ended for raw in model.binding.communicators] == ["aborted"]
+    model.finish()
+
+
+def test_different_versions_of_nccl(comm: Communicator, model: ModelRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model.binding, "version", lambda: 23100 + comm.rank)
     if comm.size > 1:
         with pytest.raises(bindings.NcclUnavailableError, match=r"different versions of NCCL: 2\.31\.0, 2\.31\.1"):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from collectives import Communicator, on_all_ranks
-from collectives.arrays import as_numpy, is_torch
-from collectives.dtypes import TABLE
-from collectives.transports.memory import folder
+from collectives.arrays.buffer import as_numpy, is_torch
+from collectives.arrays.dtypes import TABLE
+from collectives.transports.node.memory import folder
 
 pytestmark = pytest.mark.one_node
 

@@ -14,7 +14,7 @@ from ways import options_of, spread
 
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
-from mpitrain.sharding.layout import rows_of
+from mpitrain.sharding.unit.layout import rows_of
 
 # what is sharded first, and the way
 CUTS = [("itself", "stage 3"), ("itself", "stage 3, private"), ("itself", "stage 0"), ("blocks", "stage 3, private")]

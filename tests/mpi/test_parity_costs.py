@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from collectives import Communicator
 from collectives.diagnosis.record import last_operations
 from mpitrain.sharding import fully_shard
-from mpitrain.sharding.layout import rows_of
+from mpitrain.sharding.unit.layout import rows_of
 
 STORAGES = ["resident", "private"]
 NUM_UNITS = 3  # of the GPT: two blocks and the rest

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from collectives import Communicator
-from collectives.plans import MAX_PLANS
+from collectives.communicator.plans import MAX_PLANS
 
 
 @pytest.fixture

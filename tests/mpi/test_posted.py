@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from collectives import Communicator, Work
-from collectives.work import Deferred, Posted, Thread
+from collectives.progress.issued import Posted
+from collectives.progress.work import Deferred, Thread
 
 pytestmark = pytest.mark.one_node
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from collectives import Communicator
-from collectives.work import Deferred, Thread
+from collectives.progress.work import Deferred, Thread
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard, unshard
-from mpitrain.sharding.storage import Gathered
+from mpitrain.sharding.unit.storage import Gathered
 
 WIDTHS = [9, 12, 7, 15]
 

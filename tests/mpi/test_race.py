@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.dtypes import TABLE
-from collectives.transports import shared
-from collectives.transports.shared import Race
+from collectives.arrays.dtypes import TABLE
+from collectives.transports.node import shared
+from collectives.transports.node.shared import Race
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "reduce", "all_gather", "broadcast", "all_to_all")
 

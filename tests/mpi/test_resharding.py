@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from collectives import Communicator
-from collectives.work import Deferred, Thread
+from collectives.progress.work import Deferred, Thread
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
-from mpitrain.sharding.storage import Gathered
+from mpitrain.sharding.unit.storage import Gathered
 
 
 class Net(nn.Module):

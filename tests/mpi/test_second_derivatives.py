@@ -12,7 +12,7 @@ from ways import WAYS, options_of, spread
 
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
-from mpitrain.sharding.layout import rows_of
+from mpitrain.sharding.unit.layout import rows_of
 
 ROWS = 8
 
@@ -172,3 +172,24 @@ def test_a_graph_nobody_watches_raises_once_its_parameters_are_gone(comm: Commun
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             grad.square().sum().backward()
     model(x).sum().backward()  # and the next step is one as any other
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_a_gradient_keeps_its_graph_on_one_rank(comm: Communicator) -> None:
+    """That of a scalar too, whose shard is a vector."""
+    if comm.size > 1:
+        pytest.skip("needs one rank: elsewhere gradients are reduced, which no graph goes through")
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.weight = nn.Parameter(torch.tensor(3.0)), nn.Parameter(torch.tensor([1.0, 2.0]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale**2 * (self.weight * x).sum()
+
+    model = fully_shard(Scaled(), comm)
+    model(torch.tensor([1.0, 1.0])).backward(create_graph=True)
+    for param in model.parameters():
+        assert param.grad is not None and param.grad.grad_fn is not None
+    assert model.scale.grad.tolist() == [18.0]

@@ -14,7 +14,7 @@ from ways import WAYS, options_of, spread
 import ckpt
 import mpitrain
 from collectives import Communicator, Mesh, Table
-from collectives.table import Entry
+from collectives.selection.table import Entry
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
 
 

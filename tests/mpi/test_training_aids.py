@@ -16,7 +16,7 @@ import ckpt
 import mpitrain
 from collectives import Communicator
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
-from mpitrain.sharding.layout import rows_of
+from mpitrain.sharding.unit.layout import rows_of
 
 
 def pair(comm: Communicator, way: str, **more: object) -> tuple[nn.Module, nn.Module]:

@@ -10,7 +10,7 @@ from ways import WAYS, options_of
 
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
-from mpitrain.sharding.layout import rows_of
+from mpitrain.sharding.unit.layout import rows_of
 
 
 class Choice(nn.Module):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import ckpt
 import mpitrain
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
+from mpitrain.weights import files
 
 
 class Model(nn.Module):
@@ -131,6 +133,24 @@ def test_what_a_path_may_be(comm: Communicator, shared_tmp: Path, kind: str) -> 
     assert_like(comm, model, plain)
 
 
+def test_a_path_at_home(comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(shared_tmp))
+    model, other = sharded(comm, "stage 3", seed=2), sharded(comm, "stage 3", seed=3)
+    mpitrain.export_weights(model, "~/out")
+    mpitrain.export_weights(model, "~/one.safetensors")
+    assert sorted(path.name for path in shared_tmp.iterdir()) == ["one.safetensors", "out"]
+    mpitrain.load_weights(other, "~/out")
+    assert_like(comm, other, Model(2))
+    mpitrain.load_weights(other, ["~/one.safetensors"])
+
+
+def test_a_torch_without_some_dtypes_of_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.6, which has no float8_e8m0fnu."""
+    monkeypatch.delattr(torch, "float8_e8m0fnu", raising=False)
+    known = runpy.run_path(files.__file__)["DTYPES"]
+    assert known["F8_E5M2"] == torch.float8_e5m2 and "F8_E8M0" not in known
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_values_are_cast_and_names_changed(comm: Communicator, shared_tmp: Path, dtype: torch.dtype) -> None:
     model, plain = sharded(comm, "stage 3"), Model(2)
@@ -184,6 +204,13 @@ def test_what_does_not_fit_changes_nothing(comm: Communicator, shared_tmp: Path)
     fails(f"{file} is damaged, or no safetensors file")
     fails(f"{shared_tmp / 'none'} does not exist", path=shared_tmp / "none", kind=FileNotFoundError)
     fails("has neither model.safetensors nor", path=shared_tmp, kind=FileNotFoundError)
+    twice = shared_tmp / "twice.safetensors"
+    row = b'"row": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+    header = b"{" + row + b", " + row + b"}"
+    twice.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    fails(f"{twice} is damaged: the name 'row' comes twice", path=twice)
+    fails("b'file' is no path", path=b"file", kind=TypeError)
+    fails("path is memory://run; expected a file or a folder on a disk", path="memory://run")
     (shared_tmp / "model.safetensors.index.json").write_text('{"weight_map": {"row": "../w.safetensors"}}')
     fails("is not the name of a file beside it", path=shared_tmp)
     write(comm, file, tensors)
@@ -255,6 +282,8 @@ def test_an_export_that_fails_leaves_nothing_and_hangs_nobody(comm: Communicator
             (shared_tmp / ".out.safetensors.tmp").mkdir()  # where it would be written
     with pytest.raises(OSError, match=r"out\.safetensors cannot be written: Is a directory"):
         mpitrain.export_weights(model, shared_tmp / "out.safetensors")
+    with pytest.raises(ValueError, match="path is memory://run; expected a file or a folder on a disk"):
+        mpitrain.export_weights(model, "memory://run")
     with pytest.raises(ValueError, match="max_file_bytes is 0"):
         mpitrain.export_weights(model, shared_tmp / "there", max_file_bytes=0)
     with comm.together():

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import xxhash
 
-from ckpt.guard import file_of
-from ckpt.manifest import FILE_NAME, File, file_entry
-from ckpt.writer import rest_checksum
+from ckpt.format.manifest import FILE_NAME, File, file_entry
+from ckpt.format.validation import file_of
+from ckpt.saving.writer import rest_checksum
 
 
 def forged(data: bytes, edit: Callable) -> bytes:

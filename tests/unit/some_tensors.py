@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from collectives.dtypes import TABLE
+from collectives.arrays.dtypes import DTYPES
 
 # the machine's, or the one that ./mpirun/setup has put beside this Python, which need not be on the PATH
 H5DUMP = shutil.which("h5dump") or shutil.which("h5dump", path=Path(sys.executable).parent)
@@ -18,19 +19,31 @@ needs_h5dump = pytest.mark.skipif(H5DUMP is None, reason="needs h5dump (Debian: 
 def random_array(dtype, shape, seed=0):
     """Random bits: NaNs, infinities and denormals included. For bool, random truth values."""
     rng = np.random.default_rng(seed)
-    kind = TABLE[dtype].numpy
+    kind = DTYPES[dtype].numpy
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
     nbytes = int(np.prod(shape)) * kind.itemsize
     return np.frombuffer(rng.bytes(nbytes), kind).reshape(shape).copy()
 
 
-def everything():
+# What torch, and safetensors, have a name for.
+TORCH = tuple(name for name in DTYPES if hasattr(torch, name))
+SAFETENSORS = tuple(name for name in TORCH if name != "complex128")
+
+
+def as_torch(array):
+    """The same bits; torch takes no bf16 and no float8 of NumPy's."""
+    kind = array.dtype
+    bits = array if kind.isbuiltin == 1 else array.view({1: "u1", 2: "i2"}[kind.itemsize])
+    return torch.from_numpy(bits).view(getattr(torch, kind.name))
+
+
+def everything(dtypes=tuple(DTYPES)):
     """All dtypes in several shapes, by name."""
     shapes = {"scalar": (), "vector": (7,), "matrix": (5, 3), "cube": (2, 3, 4), "empty": (0, 3), "ones": (1, 1)}
     return {
         f"{dtype}/{label}": random_array(dtype, shape, seed=i)
-        for i, dtype in enumerate(TABLE)
+        for i, dtype in enumerate(dtypes)
         for label, shape in shapes.items()
     }
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from collectives.arrays import Buffer, as_numpy, is_torch, like
-from collectives.dtypes import MOVED, TABLE, DTypeError
+from collectives.arrays.buffer import Buffer, as_numpy, is_torch, like
+from collectives.arrays.dtypes import MOVED, TABLE, DTypeError
 
 
 @pytest.mark.parametrize("name", TABLE)

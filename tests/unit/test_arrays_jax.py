@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.arrays import Buffer, as_numpy
-from collectives.dtypes import MOVED, TABLE, DTypeError
+from collectives.arrays.buffer import Buffer, as_numpy
+from collectives.arrays.dtypes import MOVED, TABLE, DTypeError
 
 jax = pytest.importorskip("jax", reason="JAX is not installed (pip install 'mpitrain[jax]')")
 import jax.numpy as jnp  # noqa: E402
@@ -99,7 +99,7 @@ def test_unknown_dtypes() -> None:
 
 SEVERAL_DEVICES = """
 import jax, jax.numpy as jnp, numpy as np
-from collectives.arrays import Buffer
+from collectives.arrays.buffer import Buffer
 one, two = jax.devices()
 mesh = jax.make_mesh((2,), ("a",))
 for spec in (jax.P("a"), jax.P()):

@@ -15,7 +15,7 @@ from collectives.bench.plot import plot
 from collectives.bench.results import GLOO, RAW, Launch, Measurement, Overhead, Skipped, bus_factor
 from collectives.bench.timing import turns
 from collectives.bench.tuning import choose
-from collectives.units import parse_size, parse_sizes, show_bytes
+from collectives.bench.units import parse_size, parse_sizes, show_bytes
 
 
 def test_sizes() -> None:

@@ -1,8 +1,9 @@
 """Which blocks are taken where the user names none."""
 
+import torch
 from torch import nn
 
-from mpitrain.sharding.blocks import stacked_blocks
+from mpitrain.sharding.setup.blocks import stacked_blocks
 
 
 class Layer(nn.Module):
@@ -10,6 +11,9 @@ class Layer(nn.Module):
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x)
 
 
 class Model(nn.Module):
@@ -30,6 +34,26 @@ def test_a_module_without_a_stack_has_none() -> None:
     assert stacked_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
     assert stacked_blocks(nn.Sequential(Layer(), nn.Sequential(nn.Linear(2, 2)))) == [], "one of a kind is no stack"
     assert stacked_blocks(nn.ModuleList([nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())])) == [], "nothing to shard"
+
+
+class Stage(nn.Module):
+    """Holds parts, and has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.down = nn.Linear(4, 4)
+
+
+def test_what_has_no_forward_is_no_block_and_what_it_holds_belongs_to_the_stack_around_it() -> None:
+    linears = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(2))
+    assert stacked_blocks(nn.Sequential(linears)) == []
+    unet = nn.ModuleList(nn.ModuleList([Layer(), nn.Sequential(Layer()), nn.Conv1d(4, 4, 1)]) for _ in range(2))
+    assert stacked_blocks(unet) == [unet[0][0], unet[0][1], unet[1][0], unet[1][1]]
+    stages = nn.ModuleDict({"down": Stage(), "up": Stage()})
+    assert stacked_blocks(stages) == [*stages["down"].layers, *stages["up"].layers]
+    alone = nn.ModuleDict({"experts": nn.ModuleList([Layer(), Layer()]), "rest": nn.ModuleList([Layer()])})
+    assert stacked_blocks(alone) == [], "one of a kind is no stack, and experts are none"
 
 
 def test_blocks_whose_parameters_are_used_elsewhere_are_left_out() -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import socket
 import stat
 import subprocess
@@ -17,9 +16,10 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt import commit
-from ckpt.folder import LATEST_NAME
-from ckpt.owner import signature, start_time
+from ckpt.cli import main
+from ckpt.commit import atomic, leftovers, removal
+from ckpt.commit.owner import signature, start_time
+from ckpt.storage.catalog import LATEST_NAME
 
 
 def save(path, value=0, **options):
@@ -78,8 +78,8 @@ def test_an_existing_name_is_refused_or_replaced(tmp_path):
 
 
 def test_replacement_where_the_kernel_cannot_exchange(tmp_path, monkeypatch):
-    monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
-    monkeypatch.setattr(commit, "QUIET_S", 0.0)
+    monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(leftovers, "QUIET_S", 0.0)
     path = save(tmp_path / "a", 1)
     save(path, 2, overwrite=True)
     assert load(path) == 2
@@ -124,16 +124,40 @@ def test_keep_removes_the_oldest_complete_ones(tmp_path):
     assert names(tmp_path) == [LATEST_NAME, "step-6"]
 
 
+def test_keep_counts_names_with_a_step_alone(tmp_path, capsys):
+    for name in ("best", "step-1", "final", "step-2", "step-3"):
+        save(tmp_path / name)
+    save(tmp_path / "step-4", keep=2)
+    assert names(tmp_path) == ["best", "final", LATEST_NAME, "step-3", "step-4"]
+    with pytest.warns(
+        RuntimeWarning, match=r"^keep=1 neither counts nor removes 'best', whose name ends with no step; exp"
+    ) as w:
+        save(tmp_path / "best", overwrite=True, keep=1)
+    assert [warning.filename for warning in w] == [__file__]
+    assert names(tmp_path) == ["best", "final", LATEST_NAME, "step-4"]
+    save(tmp_path / "step-5")
+    save(tmp_path / "last")
+    assert ckpt.latest(tmp_path).name == "last"  # the newest of all
+    assert main(["gc", str(tmp_path), "--keep", "1"]) == 0
+    assert "older than the newest one" in capsys.readouterr().out
+    assert names(tmp_path) == ["best", "final", "last", LATEST_NAME, "step-5"]
+
+
+def test_a_process_alone_needs_no_communicator(tmp_path):
+    path = ckpt.save(tmp_path / "a", {"x": np.arange(3)})
+    ckpt.load(path, {"x": np.empty(3, int)})
+
+
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
-    save(tmp_path / "a", 1)
+    save(tmp_path / "step-1", 1)
 
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(commit, "remove", refuse)
+    monkeypatch.setattr(removal, "remove", refuse)
     with pytest.warns(RuntimeWarning, match="could not be removed"):
-        save(tmp_path / "b", 2, keep=1)
-    assert ckpt.latest(tmp_path) == tmp_path / "b"
+        save(tmp_path / "step-2", 2, keep=1)
+    assert ckpt.latest(tmp_path) == tmp_path / "step-2"
 
 
 def test_meta_and_tensors_are_checked_before_anything_is_written(tmp_path):
@@ -164,7 +188,7 @@ def test_a_failed_write_names_the_file_and_leaves_the_previous_one(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(OSError, match=r"\.b\.staging/rank-00000\.h5"):
-            ckpt.save(tmp_path / "b", {"x": np.zeros(1 << 20)}, comm=None, keep=1)
+            ckpt.save(tmp_path / "b", {"x": np.zeros(1 << 20)}, comm=None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == ["a", LATEST_NAME]
@@ -179,6 +203,25 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 
 def owner(pid, host=None, start=None):
     return json.dumps({"host": host or socket.gethostname(), "pid": pid, "start": start, "token": "t"})
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_processes_begin_one_checkpoint_in_one_moment(tmp_path, monkeypatch, overwrite):
+    stage = tmp_path / ".a.staging"
+    other = owner(os.getppid(), start=start_time(os.getppid()))
+
+    def meanwhile(token):
+        stage.mkdir()
+        (stage / ".owner").write_text(other)
+        return plain(token)
+
+    plain = atomic.signature
+    monkeypatch.setattr(atomic, "signature", meanwhile)
+    with pytest.raises(
+        FileExistsError, match=f"process {os.getppid()} is writing this checkpoint; ranks that save one"
+    ):
+        ckpt.save(tmp_path / "a", {"x": np.ones(3)}, overwrite=overwrite)
+    assert names(tmp_path) == [".a.staging"] and (stage / ".owner").read_text() == other
 
 
 def test_stages_of_the_dead_are_removed_those_of_the_living_are_not(tmp_path):
@@ -217,7 +260,7 @@ def test_what_nobody_signed_may_be_a_living_job_s_for_a_minute(tmp_path, monkeyp
         (tmp_path / name).mkdir()
     save(tmp_path / "b", 2)
     assert names(tmp_path) == [".a.replaced", ".c.staging", ".d.board", "b", LATEST_NAME]
-    monkeypatch.setattr(commit, "QUIET_S", 0.0)  # a minute later
+    monkeypatch.setattr(leftovers, "QUIET_S", 0.0)  # a minute later
     save(tmp_path / "e", 3)
     assert names(tmp_path) == ["a", "b", "e", LATEST_NAME] and load(path) == 1
 
@@ -225,39 +268,39 @@ def test_what_nobody_signed_may_be_a_living_job_s_for_a_minute(tmp_path, monkeyp
 @pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("kind", ["staging", "removed", "board", "replaced"])
-@pytest.mark.parametrize("name", ["a", "b", "site"])
+@pytest.mark.parametrize("name", ["step-1", "step-2", "site"])
 def test_a_hidden_folder_with_somebody_s_file_is_not_ours_to_remove(
     tmp_path, monkeypatch, name, kind, signed, exchanges
 ):
-    """Be it called like one of the checkpoint that is saved ("b"), of the one that is removed for it ("a"), or of none."""
-    monkeypatch.setattr(commit, "QUIET_S", 0.0)
+    """Be it called like one of the checkpoint that is saved ("step-2"), of the one that is removed for it ("step-1"), or of none."""
+    monkeypatch.setattr(leftovers, "QUIET_S", 0.0)
     if not exchanges:
-        monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
-    save(tmp_path / "a")
-    save(tmp_path / "b")
+        monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
+    save(tmp_path / "step-1")
+    save(tmp_path / "step-2")
     theirs = tmp_path / f".{name}.{kind}"
     theirs.mkdir()
     (theirs / "notes.txt").write_text("mine")
     if signed:
         (theirs / ".owner").write_bytes(signature(""))
-    (left,) = commit.leftovers(tmp_path)
+    (left,) = leftovers.leftovers(tmp_path)
     assert (left.action, left.why) == ("keep", "holds 'notes.txt', which no save made")
-    stands_in_the_way = name == "b" and kind in ("staging", "replaced", "board")
+    stands_in_the_way = name == "step-2" and kind in ("staging", "replaced")
     said = f"[Errno 17] it holds 'notes.txt', which no save made; move it away: '{theirs}'"
     with warnings.catch_warnings(record=True) as warned, ExitStack() as raised:
         warnings.simplefilter("always")
         if stands_in_the_way:
             raised.enter_context(pytest.raises(FileExistsError, match=re.escape(said)))
-        save(tmp_path / "b", 2, overwrite=True, keep=1, background=True)
+        save(tmp_path / "step-2", 2, overwrite=True, keep=1, background=True)
         ckpt.wait()
-    assert load(tmp_path / "b") == (0 if stands_in_the_way else 2)
-    kept = [f"the old checkpoint {tmp_path / 'a'} could not be removed: {said}"]
-    assert [str(w.message) for w in warned] == (kept if name == "a" and kind == "removed" else [])
+    assert load(tmp_path / "step-2") == (0 if stands_in_the_way else 2)
+    kept = [f"the old checkpoint {tmp_path / 'step-1'} could not be removed: {said}"]
+    assert [str(w.message) for w in warned] == (kept if name == "step-1" and kind == "removed" else [])
     assert (theirs / "notes.txt").read_text() == "mine"
 
 
 def test_what_is_left_of_its_own_name_stands_in_no_save_s_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
     path = save(tmp_path / "a", 1)
     for value in (2, 3):
         path.rename(tmp_path / ".a.replaced")
@@ -267,25 +310,25 @@ def test_what_is_left_of_its_own_name_stands_in_no_save_s_way(tmp_path, monkeypa
 
 
 def test_a_stage_that_was_taken_over_is_not_published(tmp_path):
-    stage = commit.Stage.open(tmp_path / "a", overwrite=False)
-    shutil.rmtree(stage.path)
-    other = commit.Stage.open(tmp_path / "a", overwrite=False)
+    stage = atomic.Stage.open(tmp_path / "a", overwrite=False)
+    (stage.path / ".owner").write_text(owner(1, host="another-host", start="1"))
     with pytest.raises(FileExistsError, match="took this checkpoint over"):
         stage.publish(overwrite=False)
-    other.discard()
-    assert names(tmp_path) == []
+    stage.discard()
+    assert names(tmp_path) == [".a.staging"], "it is the other job's now"
 
 
 CRASH = """
 import os, sys
 import numpy as np
 import ckpt
-from ckpt import commit
+from ckpt.commit import atomic
+from ckpt.commit import leftovers
 
 folder, scenario = sys.argv[1:]
-commit.QUIET_S = 0.0  # each next job comes a minute later
+leftovers.QUIET_S = 0.0  # each next job comes a minute later
 if scenario == "renames":
-    commit._exchange = lambda a, b: False
+    atomic._exchange = lambda a, b: False
 
 def save(name, value, **options):
     ckpt.save(f"{folder}/{name}", {"x": np.full(5, float(value)), "s": np.array(value)}, comm=None, **options)
@@ -310,17 +353,17 @@ def crash_at(k, action):
             return call
         for name in ("mkdir", "open", "pwrite", "write", "fsync", "rename", "unlink", "rmdir"):
             setattr(os, name, counted(getattr(os, name)))
-        commit._exchange = counted(commit._exchange)
+        atomic._exchange = counted(atomic._exchange)
         action()
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
-save("a", 1)
+save("step-0", 1)
 value, k, crashes = 1, 0, 0
 crashed = True
 while crashed:
     k += 1
-    name = "a" if scenario != "new" else f"step-{k}"
+    name = "step-0" if scenario != "new" else f"step-{k}"
     crashed = crash_at(k, lambda: save(name, value + 1, keep=2, overwrite=scenario != "new"))
     crashes += crashed
     newest = ckpt.latest(folder)

@@ -13,9 +13,9 @@ import pytest
 from thread_ranks import on_ranks
 
 import ckpt
-from ckpt import copies as copying
-from ckpt.folder import LATEST_NAME
-from ckpt.places import absolute, names_in, read_all
+from ckpt.saving import copies as copying
+from ckpt.storage.catalog import LATEST_NAME
+from ckpt.storage.places import absolute, names_in, read_all
 
 
 @pytest.fixture(params=["folder", "memory", "local"])
@@ -151,6 +151,7 @@ def test_a_place_that_fills_up_is_a_warning_and_keeps_nothing(tmp_path, place, b
     """A limit on the size of files stands for a full disk. It begins when the checkpoint is complete: only the copy meets it."""
     if place.startswith("memory"):
         pytest.skip("it is no file")
+    new = place.replace("/copy", "/new/deep")  # a place of which the copy would make the folders
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     plain = copying.make_copies
 
@@ -158,21 +159,44 @@ def test_a_place_that_fills_up_is_a_warning_and_keeps_nothing(tmp_path, place, b
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
         plain(*args, **kwargs)
 
-    save(tmp_path / "home" / "a", 1, copies=[place])
-    monkeypatch.setattr("ckpt.saving.make_copies", on_a_full_disk)
+    save(tmp_path / "home" / "step-1", 1, copies=[place])
+    monkeypatch.setattr("ckpt.saving.save.make_copies", on_a_full_disk)
 
     def fill():
         tensors = {"x": np.ones(1 << 17)}
-        ckpt.save(tmp_path / "home" / "b", tensors, comm=None, copies=[place], keep=1, background=background)
+        ckpt.save(tmp_path / "home" / "step-2", tensors, comm=None, copies=[place, new], keep=1, background=background)
         ckpt.wait()
 
     try:
-        with pytest.warns(RuntimeWarning, match=r"the copy .*copy/b was not made: .*File too large.*rank-00000\.h5"):
+        with (
+            pytest.warns(
+                RuntimeWarning, match=r"the copy .*copy/step-2 was not made: .*File too large.*rank-00000\.h5"
+            ),
+            pytest.warns(RuntimeWarning, match=r"the copy .*new/deep/step-2 was not made: .*File too large"),
+        ):
             fill()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert ckpt.verify(tmp_path / "home" / "b") == [] and names(tmp_path / "home") == ["b", LATEST_NAME]
-    assert names(place) == ["a", LATEST_NAME] and load(absolute(place) / "a") == 1
+    assert ckpt.verify(tmp_path / "home" / "step-2") == [] and names(tmp_path / "home") == [LATEST_NAME, "step-2"]
+    assert names(place) == [LATEST_NAME, "step-1"] and load(absolute(place) / "step-1") == 1
+    assert names(tmp_path) == ["copy", "home"], "no empty folder is left"
+
+
+def test_a_checkpoint_that_another_save_removes_while_it_is_copied(tmp_path, monkeypatch):
+    """One warning for all places, and none that says it stands."""
+    plain = copying._Copy._transfer
+
+    def meanwhile(copy):
+        shutil.rmtree(tmp_path / "home" / "step-1", ignore_errors=True)
+        plain(copy)
+
+    monkeypatch.setattr(copying._Copy, "_transfer", meanwhile)
+    with pytest.warns(RuntimeWarning) as told:
+        save(tmp_path / "home" / "step-1", copies=[tmp_path / "one", tmp_path / "two"])
+    assert [str(warning.message) for warning in told] == [
+        f"{tmp_path / 'home' / 'step-1'} was not copied: another save that keeps fewer checkpoints has removed it"
+    ]
+    assert names(tmp_path) == ["home"]
 
 
 def test_a_copy_that_reads_back_otherwise_is_not_published(tmp_path, monkeypatch):
@@ -188,7 +212,7 @@ def test_a_copy_that_reads_back_otherwise_is_not_published(tmp_path, monkeypatch
         RuntimeWarning, match=r"was not made: reading it back: rank-00000\.h5, bytes .*checksum does not match"
     ):
         save(tmp_path / "home" / "a", copies=[tmp_path / "copy"])
-    assert names(tmp_path / "copy") == []
+    assert names(tmp_path) == ["home"], "nor is the folder left that was made for it"
 
 
 def test_one_rank_that_cannot_copy_speaks_for_all(tmp_path, monkeypatch):
@@ -207,7 +231,7 @@ def test_one_rank_that_cannot_copy_speaks_for_all(tmp_path, monkeypatch):
 
     with pytest.warns(RuntimeWarning, match=r"No space left on device.*rank-00001\.h5' \[rank 1 of 2\]") as caught:
         on_ranks(2, act)
-    assert len(caught) == 1 and names(tmp_path / "copy") == [] and ckpt.verify(tmp_path / "home" / "a") == []
+    assert len(caught) == 1 and names(tmp_path) == ["home"] and ckpt.verify(tmp_path / "home" / "a") == []
 
 
 @pytest.mark.parametrize(
@@ -235,7 +259,7 @@ KILLED = """
 import os, signal, sys
 import numpy as np
 import ckpt
-from ckpt import copies
+from ckpt.saving import copies
 
 home, place, step = sys.argv[1:]
 def die(self):
@@ -262,6 +286,20 @@ def test_a_job_killed_while_it_copies_leaves_no_half_copy(tmp_path, kind):
         ckpt.open(str(absolute(place) / "b"))
     save(home / "c", 3, copies=[place])  # and the next job clears up
     assert names(place) == ["a", "c", LATEST_NAME]
+
+
+def test_a_checkpoint_that_another_save_removes_before_it_is_copied(tmp_path, monkeypatch):
+    plain = copying.make_copies
+
+    def later(*args, **kwargs):
+        monkeypatch.undo()
+        save(tmp_path / "home" / "step-2", 2, keep=1)
+        plain(*args, **kwargs)
+
+    monkeypatch.setattr("ckpt.saving.save.make_copies", later)
+    with pytest.warns(RuntimeWarning, match=r"home/step-1 was not copied: another save that keeps fewer checkpoints"):
+        save(tmp_path / "home" / "step-1", 1, keep=1, copies=[tmp_path / "copy"])
+    assert names(tmp_path / "home") == [LATEST_NAME, "step-2"]
 
 
 # Loading

@@ -15,7 +15,7 @@ from forging import signed
 from thread_ranks import on_ranks
 
 import ckpt
-from ckpt.manifest import FILE_NAME
+from ckpt.format.manifest import FILE_NAME
 
 NUM_DAMAGED = 1000
 FUZZ_CASES = int(os.environ.get("CKPT_FUZZ_CASES", "2000"))

@@ -14,14 +14,24 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
-from some_tensors import H5DUMP, equal, everything, forget_peak, needs_h5dump, peak_bytes, random_array
+from some_tensors import (
+    H5DUMP,
+    SAFETENSORS,
+    TORCH,
+    equal,
+    everything,
+    forget_peak,
+    needs_h5dump,
+    peak_bytes,
+    random_array,
+)
 from thread_ranks import on_ranks
 
 import ckpt
-from ckpt import sources
 from ckpt.cli import main
-from collectives.arrays import as_numpy
-from collectives.dtypes import TABLE
+from ckpt.convert import sources
+from collectives.arrays.buffer import as_numpy
+from collectives.arrays.dtypes import DTYPES
 
 FORMATS = ("a.safetensors", "a.pt", "a.npz", "a.h5")
 HDF5 = (None, "gzip", "zstd")
@@ -48,9 +58,12 @@ def assert_holds(path, tensors):
     assert found.keys() == tensors.keys()
     for name, array in tensors.items():
         value = found[name]
-        if path.suffix == ".npz" and array.dtype == ml_dtypes.bfloat16:
-            assert value.dtype == np.dtype("V2")  # nothing can be computed with it by mistake
-            value = value.view(ml_dtypes.bfloat16)
+        if path.suffix == ".npz" and array.dtype.isbuiltin != 1:
+            assert value.dtype == np.dtype(f"V{array.itemsize}")  # nothing can be computed with it by mistake
+            value = value.view(array.dtype)
+        if path.suffix == ".h5" and array.dtype.name.startswith("float8"):
+            assert value.dtype == np.uint8
+            value = value.view(array.dtype)
         if path.suffix == ".h5" and array.dtype == ml_dtypes.bfloat16:
             assert value.dtype == np.float32
             assert np.array_equal(value, array.astype(np.float32), equal_nan=True)
@@ -66,7 +79,7 @@ def small_pieces(monkeypatch):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_dtype_and_shape_bit_for_bit(tmp_path, name):
-    tensors = everything()
+    tensors = everything({"a.safetensors": SAFETENSORS, "a.pt": TORCH}.get(name, tuple(DTYPES)))
     path = ckpt.save(tmp_path / "step-5", tensors, comm=None)
     assert ckpt.export(path, tmp_path / "new" / name) == [tmp_path / "new" / name]
     assert_holds(tmp_path / "new" / name, tensors)
@@ -121,7 +134,7 @@ def test_zstd_without_hdf5plugin(tmp_path, monkeypatch):
 @pytest.mark.parametrize("compression", HDF5[:2])
 def test_h5dump_reads_plain_hdf5(tmp_path, compression):
     values = {
-        dtype: np.array([[1.5, -2], [0.25, 3]], TABLE[dtype].numpy) for dtype in ("float32", "bfloat16", "float16")
+        dtype: np.array([[1.5, -2], [0.25, 3]], DTYPES[dtype].numpy) for dtype in ("float32", "bfloat16", "float16")
     }
     path = ckpt.save(tmp_path / "c", {f"model/{name}.w": value for name, value in values.items()}, comm=None)
     ckpt.export(path, tmp_path / "a.h5", compression=compression)
@@ -177,10 +190,18 @@ def test_names_are_chosen_and_cut(tmp_path):
         ("a.pt", {"shard_bytes": 10}, r"a\.pt cannot be split"),
         ("hf", {"shard_bytes": 0}, "shard_bytes is 0; expected at least 1"),
         ("c", {}, "c is a checkpoint, in which nothing is ever changed"),
+        ("a.safetensors", {"only": "z"}, "z has dtype complex128, which safetensors does not know"),
+        ("a.pt", {"only": "y"}, "y has dtype float8_e3m4, which torch does not know"),
     ],
 )
 def test_what_cannot_be(tmp_path, out, options, message):
-    path = ckpt.save(tmp_path / "c", {"a": np.zeros(1), "model/a": np.zeros(2)}, comm=None)
+    tensors = {
+        "a": np.zeros(1),
+        "model/a": np.zeros(2),
+        "z": np.zeros(2, "c16"),
+        "y": np.zeros(2, ml_dtypes.float8_e3m4),
+    }
+    path = ckpt.save(tmp_path / "c", tensors, comm=None)
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(ValueError, match=message):
         ckpt.export(path, tmp_path / out, **options)

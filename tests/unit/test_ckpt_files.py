@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.files import Writeback
+from ckpt.storage.local import Writeback
 
 MIB, PAGE = 1 << 20, 2 << 20
 BLOCKS = st.lists(st.tuples(st.integers(0, 6 * MIB), st.integers(1, 40 * MIB)), max_size=20)

@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckpt
-from ckpt import commit
 from ckpt.cli import main
-from ckpt.folder import LATEST_NAME
+from ckpt.commit import atomic, leftovers, removal
+from ckpt.storage.catalog import LATEST_NAME
 
 
 def save(path, value=1.0, **options):
@@ -143,7 +143,7 @@ def test_an_old_checkpoint_with_more_in_it_stays(tmp_path):
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_a_link_to_a_checkpoint_is_replaced_and_what_it_leads_to_stays(tmp_path, exchanges, monkeypatch, capsys):
     if not exchanges:
-        monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
     real = save(tmp_path / "elsewhere" / "real", 1)
     runs = tmp_path / "runs"
     for value in (2.0, 3.0):
@@ -153,14 +153,14 @@ def test_a_link_to_a_checkpoint_is_replaced_and_what_it_leads_to_stays(tmp_path,
         save(runs / "step-2", value, overwrite=True)
         assert sorted(os.listdir(runs)) == [LATEST_NAME, "step-1", "step-2"]
         assert not (runs / "step-2").is_symlink() and ckpt.open(runs / "step-2")["x"][0] == value
-        commit.remove(runs / "step-2")
+        removal.remove(runs / "step-2")
     (runs / "step-0").symlink_to(real)
     assert main(["gc", str(runs), "--keep", "1"]) == 0 and ckpt.open(real)["x"][0] == 1
     assert sorted(os.listdir(runs)) in ([LATEST_NAME, "step-0"], [LATEST_NAME, "step-1"])
 
 
 def test_links_that_are_left_over_go(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(commit, "QUIET_S", 0.0)
+    monkeypatch.setattr(leftovers, "QUIET_S", 0.0)
     real = save(tmp_path / "elsewhere" / "real", 1)
     (tmp_path / "runs").mkdir()
     for name in (".step-1.staging", ".step-1.removed", ".step-1.staging.removed", ".step-1.board"):

@@ -1,11 +1,13 @@
 """Saving and loading thousands of tensors starts no search through all objects of the process."""
 
 import gc
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
 import ckpt
+from ckpt.garbage import no_collections
 
 
 @pytest.fixture
@@ -39,3 +41,13 @@ def test_no_collection_in_a_save_or_a_load(tmp_path, collections, enabled):
         assert gc.isenabled() is enabled
     finally:
         gc.enable()
+
+
+def test_threads_that_save_at_the_same_time_turn_the_search_on_again_together():
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(no_collections())
+    second.enter_context(no_collections())
+    first.close()
+    assert not gc.isenabled()
+    second.close()
+    assert gc.isenabled()

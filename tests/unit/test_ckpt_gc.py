@@ -12,11 +12,11 @@ import pytest
 import xxhash
 
 import ckpt
-from ckpt import commit
 from ckpt.cli import main
-from ckpt.folder import LATEST_NAME
-from ckpt.manifest import VERSION
-from ckpt.owner import start_time
+from ckpt.commit import leftovers
+from ckpt.commit.owner import start_time
+from ckpt.format.manifest import VERSION
+from ckpt.storage.catalog import LATEST_NAME
 
 
 def save(path, value=0.0):
@@ -84,7 +84,7 @@ def test_the_newest_complete_one_stays(steps, capsys):
 def test_incomplete_ones_that_may_be_whole_stay(steps, capsys):
     """A newer format, and what no save made."""
     manifest = steps / "step-300" / "manifest.jsonl"
-    body = manifest.read_bytes().replace(b'"version":%d' % VERSION, b'"version":%d' % (VERSION + 1), 1)
+    body = manifest.read_bytes().replace(b'"version":2', b'"version":%d' % (VERSION + 1), 1)
     body = body[: body.rindex(b"\n", 0, -1) + 1]
     manifest.write_bytes(body + f'{{"xxh3":"{xxhash.xxh3_64_hexdigest(body)}"}}\n'.encode())
     (steps / "step-250" / "manifest.jsonl").unlink()
@@ -141,7 +141,7 @@ def test_what_dead_jobs_left_goes_what_living_ones_write_does_not(tmp_path, caps
         assert re.search(r"\.dead\.staging +would remove +[0-9]+ B +a save of process 1073741824 on .* is gone", out)
         assert actions(capsys, tmp_path) == expected
         assert not (tmp_path / ".dead.staging").exists()
-        monkeypatch.setattr(commit, "QUIET_S", 0.0)
+        monkeypatch.setattr(leftovers, "QUIET_S", 0.0)
         assert actions(capsys, tmp_path) == {
             ".living.staging": "keep",
             ".living.board": "keep",
@@ -157,7 +157,7 @@ def test_what_dead_jobs_left_goes_what_living_ones_write_does_not(tmp_path, caps
 
 
 def test_a_checkpoint_that_a_dead_job_hid_gets_its_name_back(steps, capsys, monkeypatch):
-    monkeypatch.setattr(commit, "QUIET_S", 0.0)
+    monkeypatch.setattr(leftovers, "QUIET_S", 0.0)
     (steps / "step-300").rename(steps / ".step-300.replaced")
     found = json.loads(run(capsys, steps, "--keep", "1", "--json"))["steps"]
     assert [step["action"] for step in found] == ["restore", *["remove"] * 4]

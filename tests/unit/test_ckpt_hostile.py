@@ -17,8 +17,8 @@ import xxhash
 from forging import fit, forge, signed
 
 import ckpt
-from ckpt import audit, inspecting
-from ckpt.manifest import FILE_NAME, MAX_LINE_BYTES
+from ckpt.check import audit, inspecting
+from ckpt.format.manifest import FILE_NAME, MAX_LINE_BYTES
 
 DATA, INDEX = "rank-00000.h5", "index.h5"
 MAX_GROWN_BYTES = 64 << 20

@@ -11,22 +11,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from some_tensors import equal, everything, forget_peak, peak_bytes, random_array
+from some_tensors import SAFETENSORS, TORCH, as_torch, equal, everything, forget_peak, peak_bytes, random_array
 
 import ckpt
-from ckpt import describing, sources, writer
 from ckpt.cli import main
-from collectives.arrays import as_numpy
-
-
-def as_torch(tensors):
-    """The same bits; torch takes no bf16 of NumPy's."""
-    return {
-        name: torch.from_numpy(array.view("i2")).view(torch.bfloat16)
-        if array.dtype.name == "bfloat16"
-        else torch.from_numpy(array)
-        for name, array in tensors.items()
-    }
+from ckpt.convert import sources
+from ckpt.saving import describing, writer
+from collectives.arrays.buffer import as_numpy
 
 
 def assert_holds(path, tensors):
@@ -39,8 +30,8 @@ def assert_holds(path, tensors):
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt"])
 @pytest.mark.parametrize("files", ["one", 3])
 def test_every_dtype_and_shape_bit_for_bit(tmp_path, name, files):
-    tensors = everything()
-    given = as_torch(tensors)
+    tensors = everything(SAFETENSORS if name == "a.safetensors" else TORCH)
+    given = {label: as_torch(array) for label, array in tensors.items()}
     (save_file if name == "a.safetensors" else torch.save)(given, tmp_path / name)
     path = ckpt.import_file(tmp_path / name, tmp_path / "step-3", meta={"step": 3}, files=files)
     assert path == tmp_path / "step-3" and ckpt.latest(tmp_path) == path
@@ -91,10 +82,18 @@ def test_views_of_a_storage(tmp_path, monkeypatch):
         "tied": whole,
         "parameter": torch.nn.Parameter(whole[2:]),
         "truth": (whole > 7).T,
+        "expanded": whole[:, :1].expand(6, 300),
+        "one": torch.ones(()).expand(2, 3),
+        "turned float8": whole.to(torch.float8_e4m3fn).T,
+        "expanded complex": torch.complex(whole[:1], whole[1:2]).expand(50, 10),
+        "conjugate": torch.complex(whole, whole + 1).T.conj(),
+        "imaginary": torch.complex(whole, whole + 1).conj().imag,
     }
     torch.save(views, tmp_path / "a.pt")
     path = ckpt.import_file(tmp_path / "a.pt", tmp_path / "c", files=4)
-    assert_holds(path, {name: as_numpy(view.detach().contiguous()) for name, view in views.items()})
+    assert_holds(
+        path, {name: as_numpy(view.detach().contiguous().resolve_conj().resolve_neg()) for name, view in views.items()}
+    )
 
 
 class Harm:
@@ -130,12 +129,27 @@ def test_torchs_reason_without_its_advice(tmp_path):
     assert str(raised.value).isprintable()
 
 
+ONE = torch.ones(2)
+CYCLE = {"x": ONE}
+CYCLE["itself"] = CYCLE
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"x": torch.ones(1).expand(1 << 40)}, "'x' repeats its elements up to the shape"),
-        ({"x": torch.ones(2, dtype=torch.complex64)}, r"'x' has dtype torch\.complex64; expected one of float64"),
+        (
+            {"x": ONE.byte().view(torch.float4_e2m1fn_x2)},
+            r"'x' has dtype torch\.float4_e2m1fn_x2; expected one of float64.*only=",
+        ),
         ({"x": torch.ones(2).to_sparse()}, "'x' is a torch.sparse_coo tensor"),
+        ({"x": {1: ONE, "1": ONE}}, r"a\.pt: \['x'\]\[1\] and \['x'\]\['1'\] are both called 'x/1' in a checkpoint"),
+        ({"a/b": ONE, "a": {"b": ONE}}, r"\['a/b'\] and \['a'\]\['b'\] are both called 'a/b'"),
+        ({True: ONE, "True": ONE}, r"\[True\] and \['True'\] are both called 'True'"),
+        ({"x": [ONE], "x/0": ONE}, r"\['x'\]\[0\] and \['x/0'\] are both called 'x/0'"),
+        ({"x": ONE, "lr": {0: 0.1, "0": 0.2}}, r"\['lr'\]\[0\] and \['lr'\]\['0'\] are both called 'lr/0'"),
+        ({0: ONE, "0": 5}, r"\[0\] and \['0'\] are both called '0'"),
+        (ONE, r"a\.pt holds a bare tensor, which has no name; expected a dict of tensors: torch\.save\("),
+        (CYCLE, r"a\.pt is nested too deeply, or holds a dict or a list that contains itself"),
         ([1, 2], r"a\.pt holds no tensor"),
         ({}, r"a\.pt holds no tensor"),
         ({"x": {1, 2}}, "'x' is a set; expected a tensor"),
@@ -151,11 +165,19 @@ def test_what_a_checkpoint_cannot_hold(tmp_path, content, message):
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
+def test_a_tensor_that_repeats_its_elements_to_more_than_the_disk(tmp_path):
+    torch.save({"x": torch.ones(1).expand(1 << 50)}, tmp_path / "a.pt")
+    with pytest.raises(OSError, match=r"No space left on device: 4,503,599,627,370,496 bytes are to be written"):
+        ckpt.import_file(tmp_path / "a.pt", tmp_path / "c")
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
 def test_safetensors_that_cannot_be_used(tmp_path):
     file = tmp_path / "a.safetensors"
-    save_file({"x": torch.ones(20), "y": torch.ones(2, dtype=torch.float8_e5m2)}, file)
+    head = b'{"x":{"dtype":"F32","shape":[20],"data_offsets":[0,80]},"y":{"dtype":"F4","shape":[2],"data_offsets":[80,81]}}'
+    file.write_bytes(len(head).to_bytes(8, "little") + head + np.ones(20, "f4").tobytes() + b"\0")
     out = tmp_path / "c"
-    with pytest.raises(ValueError, match=r"y in .* has dtype F8_E5M2; a checkpoint has one of float64.*only="):
+    with pytest.raises(ValueError, match=r"y in .* has dtype F4; a checkpoint has one of float64.*only="):
         ckpt.import_file(file, out)
     assert_holds(ckpt.import_file(file, out, only="x"), {"x": np.ones(20, "f4")})
     with pytest.raises(FileExistsError, match="exists"):
@@ -180,6 +202,20 @@ def test_safetensors_that_cannot_be_used(tmp_path):
     (tmp_path / "i.json").write_text(json.dumps({"weight_map": {"x": "../a.safetensors"}}))
     with pytest.raises(ValueError, match="is not the name of a file beside it"):
         ckpt.import_file(tmp_path / "i.json", out)
+
+
+def test_safetensors_with_a_name_that_comes_twice(tmp_path):
+    """Its own library takes the last of them."""
+    entry = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+    head = f'{{"x":{entry},"x":{entry}}}'.encode()
+    (tmp_path / "a.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
+    with pytest.raises(ValueError, match=r"a\.safetensors is damaged: the name 'x' comes twice"):
+        ckpt.import_file(tmp_path / "a.safetensors", tmp_path / "c")
+    save_file({"x": ONE}, tmp_path / "a.safetensors")
+    (tmp_path / "i.json").write_text('{"weight_map": {"x": "b.safetensors", "x": "a.safetensors"}}')
+    with pytest.raises(ValueError, match=r"i\.json is damaged.*: the name 'x' comes twice"):
+        ckpt.import_file(tmp_path / "i.json", tmp_path / "c")
+    assert not (tmp_path / "c").exists()
 
 
 def test_memory_is_bounded(tmp_path):

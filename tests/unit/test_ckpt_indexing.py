@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from some_tensors import equal, random_array
 
 import ckpt
-import ckpt.checkpoint
-import ckpt.reader
-from ckpt.indexing import select
+import ckpt.reading.entry
+import ckpt.reading.reader
+from ckpt.reading.indexing import select
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,15 @@ def test_entries_have_what_arrays_have(tmp_path):
 
 
 def test_a_step_reads_in_bounded_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(ckpt.checkpoint, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(ckpt.reading.entry, "PIECE_BYTES", 1 << 16)
     array = random_array("float32", (4096, 64), seed=2)  # 1 MiB
     entry = ckpt.open(ckpt.save(tmp_path / "a", {"x": array}, comm=None))["x"]
     asked = []
-    plain = ckpt.reader.Reader.fill
+    plain = ckpt.reading.reader.Reader.fill
     monkeypatch.setattr(
-        ckpt.reader.Reader, "fill", lambda reader, out, *args: asked.append(out.nbytes) or plain(reader, out, *args)
+        ckpt.reading.reader.Reader,
+        "fill",
+        lambda reader, out, *args: asked.append(out.nbytes) or plain(reader, out, *args),
     )
     assert equal(entry[5::100, ::3], array[5::100, ::3])
     assert 16 <= len(asked) < 50 and max(asked) <= 1 << 16

@@ -12,7 +12,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import ckpt
-import ckpt.reader
+import ckpt.reading.reader
 import pytest
 
 folder = sys.argv[1]
@@ -76,11 +76,11 @@ assert tree["optimizer"]["truth"].sharding == rows and tree["model"]["w"].shardi
 
 # each device's slice alone: of the matrix the rows of each, and no byte twice
 read = []
-plain = ckpt.reader.Reader.fill
+plain = ckpt.reading.reader.Reader.fill
 def fill(self, target, tensor, box):
     read.append(box)
     plain(self, target, tensor, box)
-ckpt.reader.Reader.fill = fill
+ckpt.reading.reader.Reader.fill = fill
 checkpoint.to_jax(rows, only="model/w")
 assert sorted(read, key=str) == [ckpt.Box((row, 0), (2, 8)) for row in (0, 2, 4, 6)], read
 read.clear()

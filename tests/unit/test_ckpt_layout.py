@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.layout import Box, cover_error, flat_index, pieces, rectangles, single_run
+from ckpt.format.boxes import Box, cover_error, flat_index, pieces, rectangles, single_run
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

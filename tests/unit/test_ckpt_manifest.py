@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -11,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.guard import decode
-from ckpt.layout import Box
-from ckpt.manifest import (
+from ckpt.format.boxes import Box
+from ckpt.format.manifest import (
     VERSION,
     Block,
     CheckpointError,
@@ -28,6 +28,7 @@ from ckpt.manifest import (
     nesting_error,
     unmatched_error,
 )
+from ckpt.format.validation import decode
 
 
 def make():
@@ -85,6 +86,13 @@ def test_version_1_is_read():
 
     manifest = decode(forge(older))
     assert manifest.tensors.keys() == make().tensors.keys() and manifest.files[0].rest is None
+
+
+def test_what_came_with_version_3_is_not_read_by_older_programs():
+    assert json.loads(encode(make()).split(b"\n")[0])["version"] == 2
+    tensor = Tensor("c", "complex64", (0,), ())
+    manifest = replace(make(), tensors={"c": tensor})
+    assert json.loads(encode(manifest).split(b"\n")[0])["version"] == 3 and decode(encode(manifest)) == manifest
 
 
 def test_newer_formats_are_refused_by_name():

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.placement import BLOCK_BYTES, PAGE_BYTES, Item, assign, file_name, files_error, group_ranks, lay_out
-from collectives.dtypes import TABLE
+from ckpt.saving.placement import BLOCK_BYTES, PAGE_BYTES, Item, assign, file_name, files_error, group_ranks, lay_out
+from collectives.arrays.dtypes import TABLE
 
 DTYPES = ["float32", "bfloat16", "uint8", "float64"]
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt import commit, remote
 from ckpt.cli import main
-from ckpt.folder import LATEST_NAME
-from ckpt.owner import start_time
-from ckpt.places import names_in, read_all
-from ckpt.remote import Url
-from ckpt.upload import Upload
+from ckpt.commit import removal
+from ckpt.commit.owner import start_time
+from ckpt.commit.upload import Upload
+from ckpt.storage import remote
+from ckpt.storage.catalog import LATEST_NAME
+from ckpt.storage.places import names_in
+from ckpt.storage.remote import Url
 
 
 def save(path, **options):
@@ -128,7 +129,7 @@ def test_a_removal_that_stopped_on_its_way_is_ended_by_the_next_job(tmp_path, mo
 
     monkeypatch.setattr(Url, "unlink", die)
     with pytest.raises(KeyboardInterrupt):
-        commit.remove(place / "a")
+        removal.remove(place / "a")
     monkeypatch.undo()
     assert removed[0] == "manifest.jsonl" and len(names(place / "a")) == 2 and ckpt.latest(place) is None
     save(tmp_path / "home" / "b", copies=[str(place)])
@@ -138,11 +139,13 @@ def test_a_removal_that_stopped_on_its_way_is_ended_by_the_next_job(tmp_path, mo
 def test_an_upload_that_was_taken_over_is_not_published(tmp_path):
     final = Url(f"local://{tmp_path}/copy/a")
     first = Upload.open(final, b"first", overwrite=False)
-    second = Upload.open(final, b"second", overwrite=False)
+    with pytest.raises(FileExistsError, match="another thread of this process is writing this checkpoint"):
+        Upload.open(final, b"second", overwrite=False)
+    (final / ".owner").write(b'{"host": "another-host", "pid": 1, "start": "1", "token": "t"}')
     with pytest.raises(FileExistsError, match="took this checkpoint over"):
         first.publish(overwrite=False)
-    second.publish(overwrite=False)
-    assert read_all(final / "manifest.jsonl") == b"second"
+    first.discard()
+    assert names_in(final) == [".owner"], "it is the other job's now"
 
 
 def test_a_place_that_cannot_be_asked_is_an_error_and_not_an_empty_one(tmp_path):

@@ -12,11 +12,11 @@ from some_tensors import equal, everything, forget_peak, peak_bytes
 from thread_ranks import on_ranks
 
 import ckpt
-from ckpt import sources
 from ckpt.cli import main
-from ckpt.layout import Box, cover_error
-from ckpt.manifest import FILE_NAME
-from ckpt.placement import cut_evenly
+from ckpt.convert import sources
+from ckpt.format.boxes import Box, cover_error
+from ckpt.format.manifest import FILE_NAME
+from ckpt.saving.placement import cut_evenly
 
 TENSORS = st.lists(
     st.tuples(st.lists(st.integers(0, 7), max_size=3).map(tuple), st.sampled_from([1, 2, 8])), max_size=6

@@ -7,8 +7,8 @@ import pytest
 from thread_ranks import on_ranks
 
 import ckpt
-from ckpt.places import names_in, read_all
-from ckpt.remote import Url
+from ckpt.storage.places import names_in, read_all
+from ckpt.storage.remote import Url
 
 s3fs = pytest.importorskip("s3fs", reason="needs s3fs: pip install 'mpitrain[remote]'")
 server = pytest.importorskip("moto.server", reason="needs an S3 server: pip install 'moto[server]'")

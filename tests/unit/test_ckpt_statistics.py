@@ -14,10 +14,10 @@ from hypothesis.extra import numpy as hnp
 from thread_ranks import on_ranks
 
 import ckpt
-from ckpt import comparing, statistics
-from ckpt.comparing import compare
-from ckpt.layout import slabs
-from ckpt.statistics import histogram_of, statistics_of
+from ckpt.check import comparing, statistics
+from ckpt.check.comparing import compare
+from ckpt.check.statistics import histogram_of, statistics_of
+from ckpt.format.boxes import slabs
 
 DTYPES = ["f8", "f4", "f2", ml_dtypes.bfloat16, "i8", "i1", "u8", "u4", "bool"]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=6)
@@ -194,6 +194,39 @@ def expected(a: np.ndarray, b: np.ndarray, atol: float, rtol: float) -> tuple:
             distances.append(distance)
             relative += [distance / largest] if largest else []
     return differs, finite, distances, relative
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("kind", ["c8", "c16"])
+def test_complex_numbers(tmp_path: Path, kind: str) -> None:
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(5, 9)) + 1j * rng.normal(size=(5, 9))).astype(kind)
+    x[0, :3] = complex(np.nan, 1), complex(0, np.inf), 0
+    y = x.copy()
+    y[2:] += np.array(0.5 - 1j, kind)
+    y[0, :2] = 1
+    a, b = (ckpt.open(ckpt.save(tmp_path / name, {"x": value}, comm=None)) for name, value in (("a", x), ("b", y)))
+    sizes = np.abs(x[np.isfinite(x)].astype("c16"))
+    assert statistics_of(a["x"]) == (43, pytest.approx(sizes.mean()), pytest.approx(sizes.std()), 0, sizes.max(), 1, 1)
+    assert sum(histogram_of(a["x"], statistics_of(a["x"]), 4).counts) == 43
+    (found,) = compare(a, b).tensors
+    apart = np.abs(x[2:].astype("c16") - y[2:])
+    largest = np.maximum(np.abs(x[2:].astype("c16")), np.abs(y[2:].astype("c16")))
+    assert (found.num_differing, found.num_special) == (2 + 27, 2)
+    assert (found.max_abs, found.max_rel) == pytest.approx((apart.max(), (apart / largest).max()))
+    assert compare(a, b, atol=2.0).tensors[0].num_differing == 2
+    assert not compare(a, a) and not compare(a, ckpt.open(ckpt.save(tmp_path / "c", {"x": x}, comm=None)), atol=1.0)
+    real = ckpt.open(ckpt.save(tmp_path / "r", {"x": np.ascontiguousarray(x.real)}, comm=None))
+    assert compare(a, real).tensors[0].max_abs == pytest.approx(np.abs(x.imag[np.isfinite(x)]).max())
+
+
+def test_float8(tmp_path: Path) -> None:
+    x = np.array([1.5, -448, np.nan, 0.25], ml_dtypes.float8_e4m3fn)
+    y = np.array([1.5, 448, np.nan, 0.5], ml_dtypes.float8_e4m3fn)
+    a, b = (ckpt.open(ckpt.save(tmp_path / name, {"x": value}, comm=None)) for name, value in (("a", x), ("b", y)))
+    assert statistics_of(a["x"])[3:] == (-448, 1.5, 1, 0)
+    (found,) = compare(a, b).tensors
+    assert (found.num_differing, found.num_special, found.max_abs, found.max_rel) == (2, 0, 896, 2.0)
 
 
 def test_integers_are_subtracted_exactly(tmp_path: Path) -> None:

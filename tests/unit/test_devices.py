@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from collectives import devices
-from collectives.arrays import Buffer, Device, as_numpy
-from collectives.dtypes import MOVED, TABLE, DTypeError
+from collectives.arrays.buffer import Buffer, Device, as_numpy
+from collectives.arrays.dtypes import MOVED, TABLE, DTypeError
+from collectives.communicator import devices
 
 ROWS = TABLE | MOVED
 

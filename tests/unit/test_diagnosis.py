@@ -5,24 +5,31 @@ import sys
 import threading
 import time
 import timeit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import leave_all, state, waiting
 
-from collectives.diagnosis import answer, deadline, dump, record, report, set_deadline, set_record_folder, stacks
-from collectives.diagnosis.answer import State, Waiting
+from collectives.diagnosis import (
+    dump,
+    record,
+    set_deadline,
+    set_record_folder,
+    stacks,
+)
+from collectives.diagnosis.monitor import answer, deadline, report
+from collectives.diagnosis.monitor.answer import State, Waiting
+from collectives.diagnosis.monitor.report import abandoned, deadline_report, deadlocked, end_report
 from collectives.diagnosis.record import Log, last_operations, open_operations, shown_ranks
-from collectives.diagnosis.report import abandoned, deadline_report, deadlocked, end_report
 
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     yield
-    for entry in [*record._slots, *record._overtaken]:
-        if entry is not None and entry.state == record.BEGUN:
-            entry.leave()
+    leave_all()
     set_record_folder(None)
 
 
@@ -145,6 +152,65 @@ def test_threads_share_the_record() -> None:
     late = [op for op in ops if ops[-1].number - op.number >= record.NUM_SLOTS]
     assert len(late) < len(threads), "but for a thread that was held up between its number and its slot"
     assert [log.sequence for log in logs] == [2000] * 4
+    assert open_operations() == []
+
+
+def in_thread(call: Callable[[], object]) -> object:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def test_a_second_thread_inside_a_log_is_refused() -> None:
+    log, go, inside = Log([0, 1], "mine"), threading.Event(), threading.Event()
+
+    def operation() -> None:
+        with log.enter("barrier"):
+            inside.set()
+            go.wait()
+
+    # a frame of the package, as of an operation
+    thread = threading.Thread(target=stacks.issued_here().carry_out, args=(operation,), daemon=True)
+    thread.start()
+    inside.wait()
+    log.enter_pair("send", 1, 0).leave()  # a message is matched by its tag
+    Log([0, 1], "its own").enter("barrier").leave()
+    words = r"all_reduce on mine \(ranks 0, 1\), by thread MainThread, while another thread was inside barrier, at .*; expected"
+    with pytest.raises(RuntimeError, match=words):
+        log.enter("all_reduce")
+    assert last_operations()[-1].state == "failed"
+    go.set()
+    thread.join()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"all_reduce on mine .*; expected one thread at a time"):
+            log.enter("all_reduce")  # its order is lost
+    assert open_operations() == []
+
+
+def test_threads_may_take_turns() -> None:
+    log = Log([0, 1])
+    in_thread(lambda: log.enter("barrier").leave())
+    log.enter("barrier").leave()
+    issued = log.enter("barrier")
+    issued.issued()
+    in_thread(lambda: log.enter("barrier").leave())
+    last = log.enter("barrier")
+    last.issued()
+    go, inside = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        last.wait()
+        inside.set()
+        go.wait()
+
+    thread = threading.Thread(target=stacks.issued_here().carry_out, args=(wait,), daemon=True)
+    thread.start()
+    inside.wait()
+    log.enter("barrier").leave()  # beside a thread that waits for what was issued before
+    last.leave()
+    go.set()
+    thread.join()
+    in_thread(lambda: log.enter("barrier"))  # left by an exception that nobody has reported
+    log.enter("barrier").leave()
     assert open_operations() == []
 
 
@@ -271,6 +337,42 @@ def test_what_is_carried_out_later_stands_where_it_was_called() -> None:
     assert inside == [str(first)] and f"{__file__}:" in inside[0]
 
 
+def test_what_a_thread_is_in_has_a_name_and_what_lies_between_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "_passed_over", [*stacks._passed_over])
+    monkeypatch.setattr(stacks, "_names", {})
+    here, library = threading.get_ident(), dict[str, Any](__name__="some_library.inner", answer=None)
+    exec("def call(layer, then):\n    return then()\n", library)
+    call = library["call"]
+
+    def asked() -> tuple[str, str, str]:
+        return stacks.doing(here), str(stacks.issued_here()), stacks.standing(here)
+
+    _, _, standing = call("a", asked)
+    assert standing.split(", from ")[1:] and "in call" in standing.split(", from ")[2], "it is one as any other"
+    assert stacks.doing(here) == ""
+    stacks.name(call, lambda local: f"the forward of {local['layer']}")
+    stacks.pass_over("some_library")
+    doing, site, standing = call("a", lambda: call("b", asked))
+    assert doing == "the forward of b", "the innermost"
+    assert "in call" not in site and "in call" not in standing
+
+    def work() -> None:
+        done.append(stacks.doing(threading.get_ident()))
+        stacks.issued_here().carry_out(lambda: done.append(stacks.doing(threading.get_ident())))
+
+    def wait_for_it() -> None:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    done: list[str] = []
+    monkeypatch.setattr(stacks, "inside_package", lambda thread: True)
+    call("d", wait_for_it)
+    assert done == ["", "the forward of d"], "of a thread that works for the main one, which waits"
+    stacks.name(asked, lambda local: local["no such variable"])
+    assert call("c", asked)[0] == "the forward of c"
+
+
 def test_a_daemon_of_the_user_s_may_wait_for_ever() -> None:
     go = threading.Event()
 
@@ -309,23 +411,6 @@ def test_deadline_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # What the answers mean
-
-
-def waiting(key: str = "A", sequence: int = 5, name: str = "all_reduce", ranks: Any = (0, 1), **more: Any) -> Waiting:
-    fields: dict[str, Any] = {
-        "number": 1, "key": key, "label": f"{key} ({shown_ranks(ranks)})", "awaited": list(ranks), "sequence": sequence, "counter": key,
-        "call": f"#{sequence} {name}", "algorithm": "", "age": 3.0, "site": "a.py:3 in f", "thread": 1, "comparing": False,
-        "dispensable": False,
-    }  # fmt: skip
-    return Waiting(**{**fields, **more})  # type: ignore[typeddict-item]
-
-
-def state(*operations: Waiting, **more: Any) -> State:
-    fields: dict[str, Any] = {
-        "waiting": list(operations), "standing": "b.py:4 in g", "ended": "", "last": {}, "counts": {}, "serving": {}, "main": 1,
-    }  # fmt: skip
-    more["counts"] = {each["key"]: each["sequence"] for each in operations} | more.get("counts", {})
-    return State(**{**fields, **more})  # type: ignore[typeddict-item]
 
 
 def test_the_report_names_every_kind_of_missing_rank(monkeypatch: pytest.MonkeyPatch) -> None:

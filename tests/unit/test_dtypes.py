@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from collectives.dtypes import ARITHMETIC, MOVED, OPS, TABLE, DTypeError, dtype_of, effective_op, number_of
+from collectives.arrays.dtypes import ARITHMETIC, MOVED, OPS, TABLE, DTypeError, dtype_of, effective_op, number_of
 
 
 @pytest.mark.parametrize("name", TABLE | MOVED)

@@ -73,9 +73,12 @@ def test_torch_is_a_hard_import_in_mpitrain_alone() -> None:
 
 
 def test_jax_and_cupy_are_imported_by_who_asked_for_them_alone() -> None:
-    """collectives/jax.py is for those who have imported JAX, ckpt/jax_arrays.py for those who ask for its arrays. CuPy is found where
-    an array came in, and binds NCCL."""
-    homes = {"jax": ("collectives/jax.py:", "ckpt/jax_arrays.py:"), "cupy": ("collectives/transports/binding.py:",)}
+    """collectives/jax.py is for those who have imported JAX, ckpt/reading/jax_arrays.py for those who ask for its arrays. CuPy is found
+    where an array came in, and binds NCCL."""
+    homes = {
+        "jax": ("collectives/jax.py:", "ckpt/reading/jax_arrays.py:"),
+        "cupy": ("collectives/transports/gpu/binding.py:",),
+    }
     strangers = [
         f"{where} imports {name}"
         for package in STOREYS

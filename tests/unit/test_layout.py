@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpitrain.sharding.layout import ALIGN, lay_out
+from mpitrain.sharding.unit.layout import ALIGN, MOST_PADDING, lay_out
 
 # with lengths 0 and 1, scalars, and rows from one element to many
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=8)
@@ -78,3 +78,74 @@ def test_shards_are_as_equal_as_rows_allow(shapes: list[tuple[int, ...]], num_ra
 )
 def test_cuts(shapes: list[tuple[int, ...]], num_ranks: int, bounds: tuple[int, ...]) -> None:
     assert lay_out(shapes, num_ranks).bounds == bounds
+
+
+# Shards of one length: [Note: equal shards]
+
+
+@given(SHAPES, NUM_RANKS)
+def test_equal_shards_keep_rows_whole_and_padding_small(shapes: list[tuple[int, ...]], num_ranks: int) -> None:
+    layout, numel = lay_out(shapes, num_ranks, equal=True), sum(prod(shape) for shape in shapes)
+    if len(set(layout.counts)) > 1 or num_ranks == 1:
+        assert layout == lay_out(shapes, num_ranks), "shards as equal as rows allow"
+        return
+    assert [place.shape for place in layout.places] == shapes
+    assert layout.numel - numel <= MOST_PADDING * numel or layout == lay_out(shapes, num_ranks)
+    in_buffer = sorted((place for place in layout.places if place.numel), key=lambda place: place.start)
+    assert all(place.start % ALIGN == 0 for place in in_buffer)
+    assert all(place.stop <= after.start for place, after in pairwise(in_buffer))
+    assert not in_buffer or in_buffer[-1].stop <= layout.numel
+    for index, place in enumerate(layout.places):
+        next_row = 0
+        for rank in range(num_ranks):
+            box = layout.box(index, rank)
+            assert box.offset[place.dim] == next_row or not box.numel
+            next_row += box.shape[place.dim] if box.numel else 0
+            if box.numel:
+                assert layout.bounds[rank] <= box.start and box.start + box.numel <= layout.bounds[rank + 1]
+                assert box.start == place.start + box.offset[place.dim] * place.row
+        assert sum(layout.box(index, rank).numel for rank in range(num_ranks)) == place.numel
+
+
+def block(width: int) -> list[tuple[int, ...]]:
+    """Of a GPT: norms, the products of attention, a feed-forward layer of four widths."""
+    matrices = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    return [(width,)] * 4 + [shape for matrix in matrices for shape in (matrix, matrix[:1])]
+
+
+@pytest.mark.parametrize("width", [768, 1024, 1280, 1600, 2048, 3072, 4096])
+@pytest.mark.parametrize(("num_ranks", "most"), [(2, 0.0002), (3, 0.0003), (4, 0.0005), (8, 0.0021), (16, 0.0056)])
+def test_blocks_of_a_transformer_have_equal_shards(width: int, num_ranks: int, most: float) -> None:
+    layout, numel = lay_out(block(width), num_ranks, equal=True), sum(prod(shape) for shape in block(width))
+    assert len(set(layout.counts)) == 1
+    assert layout.numel - numel <= most * numel
+
+
+def test_the_shortest_length_is_taken() -> None:
+    # Long rows first. Half of the 76,352 elements would be within a row of 64, which ends 32 elements later.
+    layout = lay_out([(64,), (1000, 64), (3, 4096)], 2, equal=True)
+    assert [place.start for place in layout.places] == [76288, 12288, 0]
+    assert layout.counts == (38208, 38208)
+    # Of 20 rows that are cut in three, 7 for each rank would be 5 % of padding.
+    rows = [(20, 4096)]
+    assert lay_out(rows, 3, equal=True) == lay_out(rows, 3)
+    assert lay_out(rows, 4, equal=True).counts == (20480,) * 4
+
+
+@given(SHAPES, NUM_RANKS, st.booleans(), st.data())
+def test_a_buffer_for_some_of_the_parameters_has_the_same_boxes(
+    shapes: list[tuple[int, ...]], num_ranks: int, equal: bool, data: st.DataObject
+) -> None:
+    layout = lay_out(shapes, num_ranks, equal=equal)
+    indices = sorted(data.draw(st.sets(st.integers(0, len(shapes) - 1)))) if shapes else []
+    some = layout.only(indices)
+    assert len(some.places) == len(indices) and len(some.bounds) == num_ranks + 1
+    assert list(some.bounds) == sorted(some.bounds)
+    assert sum(some.counts) == some.numel <= layout.numel
+    if len(indices) < len(shapes):
+        assert some.numel == max((place.stop for place in some.places), default=0)
+    for new, old in enumerate(indices):
+        for rank in range(num_ranks):
+            one, other = some.box(new, rank), layout.box(old, rank)
+            assert one[:3] == other[:3]
+            assert some.bounds[rank] <= one.start <= some.bounds[rank + 1] - one.numel or not one.numel

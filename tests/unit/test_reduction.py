@@ -9,8 +9,8 @@ import torch  # noqa: F401 - reductions use its kernels where it is loaded
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.dtypes import ARITHMETIC, TABLE
-from collectives.reduction import BLOCK_BYTES, divide, reduce_into
+from collectives.arrays.dtypes import ARITHMETIC, TABLE
+from collectives.arrays.reduction import BLOCK_BYTES, divide, reduce_into
 
 HALVES = [row for row in TABLE.values() if row.is_half]
 

@@ -83,6 +83,7 @@ def test_never_moves_earlier_runs_aside_one_by_one(tmp_path: Path) -> None:
         never = config(folder, "never")
         assert Run(never).start(never) == (None, "begins anew")
         run = Run(never)
+        run.lock()
         assert run.prepare(never) == (tmp_path / f"run.{earlier}" if earlier else None)
         run.release()
         save(folder, earlier)
@@ -93,33 +94,44 @@ def test_never_moves_earlier_runs_aside_one_by_one(tmp_path: Path) -> None:
 def test_prepare_writes_the_settings_down(tmp_path: Path) -> None:
     settings = replace(config(tmp_path / "run"), resume="never")
     run = Run(settings)
+    run.lock()
     run.prepare(settings)
     run.release()
     assert from_toml(tmp_path / "run/config.toml") == settings
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "checkpoints", "config.toml"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "config.toml"]
 
 
 def test_a_folder_that_cannot_be_written_is_found_early(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     inside = config(tmp_path / "file/run")
-    for call in (Run(inside).start, Run(inside).prepare):
+    for call in (lambda: Run(inside).start(inside), Run(inside).lock):
         with pytest.raises(OSError, match=r"the folder .*file/run cannot be written"):
-            call(inside)
+            call()
     # evaluating writes nothing, and needs no such folder
     only = replace(inside, train=replace(inside.train, eval_only=True))
     assert Run(only).start(only)[0] is None
 
 
 def test_a_folder_that_another_job_trains_in_is_refused(tmp_path: Path) -> None:
-    first, second = Run(config(tmp_path)), Run(config(tmp_path))
-    first.prepare(config(tmp_path))
-    with pytest.raises(ConfigError, match=f"is being trained by process {os.getpid()} on "):
-        second.prepare(config(tmp_path))
-    with pytest.raises(ConfigError, match="is being trained"):
-        second.prepare(config(tmp_path, resume="never"))
-    assert tmp_path.is_dir() and not tmp_path.with_name(f"{tmp_path.name}.1").exists()
+    folder, other = tmp_path / "run", tmp_path / "run.1"
+    settings = config(folder)
+    never = replace(settings, resume="never")
+    first, second = Run(settings), Run(settings)
+    first.lock()
+    for run in (second, Run(never)):
+        with pytest.raises(ConfigError, match=f"run is being trained by process {os.getpid()} on .*; wait for its end"):
+            run.lock()
+    second.release()  # of a job that was refused
+    assert [path.name for path in folder.iterdir()] == [".lock"]
     first.release()
-    second.prepare(config(tmp_path))
+    assert not folder.exists()
+    save(folder, 1)
+    second = Run(never)
+    second.lock()
+    assert second.prepare(never) == other
+    with pytest.raises(ConfigError, match="is being trained"):
+        first.lock()
+    assert not second.is_lost() and not (other / ".lock").exists()
     second.release()
 
 

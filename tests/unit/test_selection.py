@@ -8,11 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import selection
-from collectives.dtypes import TABLE
+from collectives.arrays.dtypes import TABLE
 from collectives.schedules import BUILDERS
-from collectives.selection import ALGORITHMS, MAX_COUNT, MEMORIES, REDUCTIONS, SHORT_BYTES, Placement, Selector, kind_of
-from collectives.table import KINDS, Entry, Table, _break_even, built_in
+from collectives.selection import selector
+from collectives.selection.selector import (
+    ALGORITHMS,
+    MAX_COUNT,
+    MEMORIES,
+    REDUCTIONS,
+    SHORT_BYTES,
+    Placement,
+    Selector,
+    kind_of,
+)
+from collectives.selection.table import KINDS, Entry, Table, _break_even, built_in
 
 ONE_NODE, TWO_NODES = Placement.of([2]), Placement.of([2, 2])
 
@@ -79,7 +88,7 @@ def test_placements_count_their_nodes() -> None:
 
 def test_what_counts_nodes_wants_several_of_equal_size() -> None:
     def why(sizes: list[int]) -> str | None:
-        return selection.obstacle("all_reduce", "two_level", placement=Placement.of(sizes))
+        return selector.obstacle("all_reduce", "two_level", placement=Placement.of(sizes))
 
     assert why([2, 2]) is None
     assert why([4]) == "works across nodes, and all these ranks are on one"
@@ -286,7 +295,7 @@ def test_entries_take_the_place_of_those_for_the_same_ranks() -> None:
 
 
 def test_short_messages_of_what_mpi_cannot_count_take_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "MAX_COUNT", 100)
+    monkeypatch.setattr(selector, "MAX_COUNT", 100)
     table = table_of((None, "mpi"))
     assert chosen("all_reduce", nbytes=400, table=table) == "mpi"
     assert (

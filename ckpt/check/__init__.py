@@ -1,0 +1,1 @@
+"""Whether checkpoints are right, and what two of them differ in."""

@@ -1,0 +1,230 @@
+"""What other tools would find in a checkpoint's HDF5 files: whether it is what the manifest says, and nothing that leads elsewhere.
+
+HDF5 files may point to anything: external and soft links, raw data and virtual sources in other files, filters that load a library. Our
+own reader looks at none of it; h5py, h5dump, MATLAB do. And HDF5 itself may crash on a damaged file, or never return. So a
+child process looks, with limits; whatever becomes of it is an answer.
+
+Here is what that child does (`main`); inspecting.py starts it. No data of the files are read, no link is followed.
+"""
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+
+import h5py
+
+from ckpt.format.boxes import Shape
+from ckpt.format.hdf5 import INDEX_NAME, h5_type
+from ckpt.format.manifest import File, Manifest, Tensor
+from ckpt.storage.access import open_folder, open_regular
+from ckpt.storage.catalog import parse_manifest, read_manifest
+
+_MORE_MEMORY = 1 << 30
+_MAX_ATTRIBUTES = 64
+_MAX_FINDINGS = 100  # of a file
+
+
+def main() -> None:
+    """Look at the checkpoint `sys.argv[1]`; prints JSON lists of file, tensor or null, problem or null.
+
+    The first of each file has no problem: so it is known at which file this process ended.
+    """
+    limit = _memory_bytes() + _MORE_MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for finding in findings(Path(sys.argv[1])):
+        print(json.dumps(finding), flush=True)
+
+
+def findings(path: Path) -> Iterator[tuple[str, str | None, str | None]]:
+    """(file, tensor or None, problem) of the checkpoint `path`; before those of a file, one without a problem."""
+    manifest = parse_manifest(path, read_manifest(path))
+    folder = open_folder(path)
+    try:
+        for file in manifest.files:
+            yield file.name, None, None
+            try:
+                for tensor, problem in islice(_findings(folder, manifest, file), _MAX_FINDINGS):
+                    yield file.name, tensor, problem
+            # HDF5's errors are of many classes.
+            except Exception as error:
+                yield file.name, None, f"HDF5 cannot read it: {str(error)[:200]!r}"
+    finally:
+        os.close(folder)
+
+
+def _memory_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+Finding = tuple[str | None, str]
+
+
+def _findings(folder: int, manifest: Manifest, file: File) -> Iterator[Finding]:
+    fd = open_regular(file.name, folder)
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fapl_sec2()
+    try:
+        # By its descriptor: HDF5 follows links.
+        opened = h5py.h5f.open(f"/proc/self/fd/{fd}".encode(), h5py.h5f.ACC_RDONLY, fapl=access)
+        root = h5py.h5g.open(opened, b"/")
+        seen = {_address(root)}
+        if file.name == INDEX_NAME:
+            yield from _attributes(root, None)
+            yield from _group(root, "", _tree(manifest.tensors), seen, _Index(manifest))
+        else:
+            yield from _group(root, "", dict.fromkeys(file.datasets), seen, _Data(file))
+    finally:
+        os.close(fd)
+
+
+def _tree(names: Iterable[str]) -> dict:
+    """The groups that `names` make, as nested dicts; None is a tensor."""
+    root: dict = {}
+    for name in names:
+        *groups, last = name.split("/")
+        at = root
+        for part in groups:
+            at = at.setdefault(part, {})
+        at[last] = None
+    return root
+
+
+class _Data:
+    """What to expect of a dataset of a data file."""
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+
+    def problem(self, name: str, dataset: h5py.h5d.DatasetID, plist: h5py.h5p.PropDCID) -> str | None:
+        expected = self._file.datasets[name]
+        if plist.get_layout() != h5py.h5d.CONTIGUOUS:
+            return "is not contiguous"
+        if problem := _kind_problem(dataset, (expected.elements,), name):
+            return problem
+        if dataset.get_offset() != expected.offset_bytes:
+            return f"begins at byte {dataset.get_offset()}, expected {expected.offset_bytes}"
+        return None
+
+
+class _Index:
+    """What to expect of a tensor in the index."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+
+    def problem(self, name: str, dataset: h5py.h5d.DatasetID, plist: h5py.h5p.PropDCID) -> str | None:
+        tensor = self._manifest.tensors[name]
+        virtual = plist.get_layout() == h5py.h5d.VIRTUAL
+        if virtual != bool(tensor.shape and tensor.blocks):
+            return "is virtual" if virtual else "is not virtual"
+        # The sources' names first: HDF5 may open sources to tell a shape.
+        if virtual and (problem := self._source_problem(tensor, plist)):
+            return problem
+        if problem := _kind_problem(dataset, tensor.shape, tensor.dtype):
+            return problem
+        return self._mapping_problem(tensor, plist) if virtual else None
+
+    def _source_problem(self, tensor: Tensor, plist: h5py.h5p.PropDCID) -> str | None:
+        count = plist.get_virtual_count()
+        if count != len(tensor.blocks):
+            return f"has {count} sources, expected {len(tensor.blocks)}"
+        for i, block in enumerate(tensor.blocks):
+            found = plist.get_virtual_filename(i), plist.get_virtual_dsetname(i).lstrip("/")
+            expected = self._manifest.files[block.file].name, tensor.dtype
+            if found != expected:
+                return f"takes values from {found[0][:100]!r}, {found[1][:100]!r}; expected {expected[0]!r}, {expected[1]!r}"
+        return None
+
+    def _mapping_problem(self, tensor: Tensor, plist: h5py.h5p.PropDCID) -> str | None:
+        for i, block in enumerate(tensor.blocks):
+            target, source = plist.get_virtual_vspace(i), plist.get_virtual_srcspace(i)
+            last = tuple(o + n - 1 for o, n in zip(block.box.offset, block.box.shape, strict=True))
+            if _selected(target) != (block.box.offset, last, block.box.size):
+                return f"puts a source elsewhere than to {block.box}"
+            if _selected(source) != ((block.start,), (block.start + block.box.size - 1,), block.box.size):
+                return f"takes {block.box} from another place than element {block.start}"
+        return None
+
+
+def _selected(space: h5py.h5s.SpaceID) -> tuple[Shape, Shape, int]:
+    first, last = space.get_select_bounds()
+    return tuple(map(int, first)), tuple(map(int, last)), int(space.get_select_npoints())
+
+
+def _kind_problem(dataset: h5py.h5d.DatasetID, shape: Shape, dtype: str) -> str | None:
+    if not dataset.get_type().equal(h5_type(dtype)):
+        return f"has another type, expected {dtype}"
+    space = dataset.get_space()
+    if space.get_simple_extent_type() not in (h5py.h5s.SCALAR, h5py.h5s.SIMPLE):
+        return "has no shape"
+    found = space.get_simple_extent_dims(), space.get_simple_extent_dims(True)
+    return None if found == (shape, shape) else f"has the shape {found[0]} up to {found[1]}, expected {shape}"
+
+
+def _group(
+    group: h5py.h5g.GroupID, path: str, expected: Mapping[str, dict | None], seen: set[int], kind: _Data | _Index
+) -> Iterator[Finding]:
+    """`group` holds what is expected, by hard links alone, and nothing twice: so there is no cycle, and nothing is far away."""
+    if group.get_num_objs() > len(expected):
+        extra = next((name for name in _names(group, len(expected) + 1) if name not in expected), None)
+        yield None, f"the group '/{path}' holds {extra!r:.100}, which the manifest does not know"
+    for name, inside in expected.items():
+        full = f"{path}/{name}" if path else name
+        key = name.encode()
+        if not group.links.exists(key):
+            yield full, "is missing"
+            continue
+        if (link := group.links.get_info(key).type) != h5py.h5l.TYPE_HARD:
+            what = {h5py.h5l.TYPE_SOFT: "a soft link", h5py.h5l.TYPE_EXTERNAL: "a link to another file"}
+            yield full, f"is {what.get(link, 'a link of an unknown kind')}"
+            continue
+        is_group = h5py.h5o.get_info(group, key).type == h5py.h5o.TYPE_GROUP
+        if h5py.h5o.get_info(group, key).type not in (h5py.h5o.TYPE_GROUP, h5py.h5o.TYPE_DATASET):
+            yield full, "is neither a group nor a dataset"
+            continue
+        if is_group != (inside is not None):
+            yield full, "is a group" if is_group else "is a dataset; expected a group"
+            continue
+        opened = h5py.h5o.open(group, key)
+        if (address := _address(opened)) in seen:
+            yield full, "stands under two names"
+            continue
+        seen.add(address)
+        yield from _attributes(opened, full)
+        if inside is not None:
+            yield from _group(opened, full, inside, seen, kind)
+        elif problem := _dataset_problem(full, opened, kind):
+            yield full, problem
+
+
+def _dataset_problem(name: str, dataset: h5py.h5d.DatasetID, kind: _Data | _Index) -> str | None:
+    plist = dataset.get_create_plist()
+    if plist.get_external_count():
+        return "keeps its values in another file"
+    if plist.get_nfilters():
+        return "passes through a filter"
+    return kind.problem(name, dataset, plist)
+
+
+def _names(group: h5py.h5g.GroupID, count: int) -> list[str]:
+    return [group.get_objname_by_idx(i).decode(errors="replace") for i in range(min(count, group.get_num_objs()))]
+
+
+def _attributes(owner: h5py.h5g.GroupID, name: str | None) -> Iterator[Finding]:
+    """Numbers and text, nothing that refers to something."""
+    if (count := h5py.h5a.get_num_attrs(owner)) > _MAX_ATTRIBUTES:
+        yield name, f"has {count} attributes"
+        return
+    for i in range(count):
+        attribute = h5py.h5a.open(owner, index=i)
+        if attribute.get_type().get_class() not in (h5py.h5t.STRING, h5py.h5t.INTEGER, h5py.h5t.FLOAT):
+            yield name, f"has the attribute {attribute.name!r:.100}, which is neither text nor a number"
+
+
+def _address(opened: h5py.h5g.GroupID) -> int:
+    return h5py.h5o.get_info(opened).addr

@@ -1,0 +1,190 @@
+"""What two checkpoints differ in, however each of them is cut: tensor by tensor, slab by slab, in a few tens of MiB of memory."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckpt.check.statistics import Number
+from ckpt.format.boxes import slabs
+from ckpt.format.manifest import named
+from ckpt.reading.checkpoint import Checkpoint
+from ckpt.reading.entry import TensorEntry
+from ckpt.storage.progress import Progress, no_progress
+
+_SLAB_BYTES = 16 << 20  # read at a time of each checkpoint: some chunks, so that few are read twice
+_PIECE = 1 << 16  # elements compared at a time: as float64 they stay in the cache
+
+
+class TensorDifference(NamedTuple):
+    """A tensor that both checkpoints have, and that is not the same in them.
+
+    `num_differing` of `size` elements differ; `num_special` of them because one is a NaN or an infinity and the other is not the
+    same. `max_abs` and `max_rel` (of the larger of two) are the largest differences of the others, 0 without any; `max_abs` is
+    infinite if float64 has no such number. Those four are None where the shapes differ: then elements are not compared.
+    """
+
+    name: str
+    dtypes: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    size: int
+    num_differing: int | None
+    num_special: int | None
+    max_abs: Number | None
+    max_rel: float | None
+
+
+class MetaDifference(NamedTuple):
+    """A value of the meta: where it is ("settings.lr"), and as JSON what it is in each checkpoint, None where it is not there."""
+
+    key: str
+    a: str | None
+    b: str | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """All in which checkpoints A and B differ. Names are sorted."""
+
+    only_a: list[str]
+    only_b: list[str]
+    tensors: list[TensorDifference]
+    meta: list[MetaDifference]
+    num_compared: int
+
+    def __bool__(self) -> bool:
+        return bool(self.only_a or self.only_b or self.tensors or self.meta)
+
+
+@dataclass
+class _Tally:
+    differing: int = 0
+    special: int = 0
+    max_abs: Number = 0
+    max_rel: float = 0.0
+
+
+def compare(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    only: Sequence[str] | None = None,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    progress: Progress = no_progress,
+) -> Difference:
+    """Compare the tensors' names, dtypes, shapes and elements, and the meta.
+
+    Elements are the same if their bits are, or if they differ by at most `atol + rtol * max(|x|, |y|)`; with a tolerance above 0 any
+    two NaNs are the same, too. Integers are subtracted exactly. `only`: patterns such as "model/*": just those tensors, and no
+    meta. `progress` is told of each so many bytes compared of A. CheckpointError for damage.
+    """
+    names_a, names_b = _matching(a, only), _matching(b, only)
+    common = sorted(names_a & names_b)
+    found = (_compare_tensors(a[name], b[name], atol, rtol, progress) for name in common)
+    return Difference(
+        sorted(names_a - names_b),
+        sorted(names_b - names_a),
+        [difference for difference in found if difference is not None],
+        [] if only else list(_compare_meta(a.meta, b.meta)),
+        len(common),
+    )
+
+
+def _matching(checkpoint: Checkpoint, only: Sequence[str] | None) -> set[str]:
+    return set(named(checkpoint, only or None))
+
+
+def _compare_tensors(
+    a: TensorEntry, b: TensorEntry, atol: float, rtol: float, progress: Progress
+) -> TensorDifference | None:
+    dtypes, shapes = (a.dtype.name, b.dtype.name), (a.shape, b.shape)
+    size = a.nbytes // a.dtype.itemsize
+    if a.shape != b.shape:
+        return TensorDifference(a.name, dtypes, shapes, size, None, None, None, None)
+    tally = _Tally()
+    for box in slabs(a.shape, _SLAB_BYTES // max(a.dtype.itemsize, b.dtype.itemsize)):
+        _compare_slab(tally, a.read(box).reshape(-1), b.read(box).reshape(-1), atol, rtol)
+        progress(box.size * a.dtype.itemsize)
+    if not tally.differing and a.dtype == b.dtype:
+        return None
+    return TensorDifference(a.name, dtypes, shapes, size, tally.differing, tally.special, tally.max_abs, tally.max_rel)
+
+
+def _compare_slab(tally: _Tally, x: np.ndarray, y: np.ndarray, atol: float, rtol: float) -> None:
+    # A function of its own: its arrays are gone before the next ones are read.
+    for first in range(0, x.size, _PIECE):
+        _count(tally, x[first : first + _PIECE], y[first : first + _PIECE], atol, rtol)
+
+
+def _count(tally: _Tally, x: np.ndarray, y: np.ndarray, atol: float, rtol: float) -> None:
+    """Add what differs between `x` and `y`, 1-D and of one length."""
+    alike = x.dtype == y.dtype
+    if alike:
+        bits = np.dtype(f"{'u' if x.dtype.itemsize <= 8 else 'V'}{x.dtype.itemsize}")
+        changed = x.view(bits) != y.view(bits)
+        if not changed.any():
+            return
+        x, y = x[changed], y[changed]
+    distance, magnitude = _distance(x, y)
+    x, y = _widened(x, y)
+    special = ~(np.isfinite(x) & np.isfinite(y))
+    if alike and not (atol or rtol):
+        differs = np.ones(x.size, bool)
+    else:
+        both_nan = np.isnan(x) & np.isnan(y)
+        with np.errstate(over="ignore", invalid="ignore"):  # of infinities: they are compared as they are
+            far = distance > atol + rtol * magnitude
+        differs = np.where(special, (x != y) & ~both_nan, far)
+    tally.differing += int(differs.sum())
+    tally.special += int((differs & special).sum())
+    counted = differs & ~special
+    if counted.any():
+        tally.max_abs = max(tally.max_abs, distance[counted].max().item())
+        counted &= magnitude > 0  # not 0.0 against -0.0
+        relative = distance[counted] / magnitude[counted]
+        if np.isinf(relative).any():  # the distance of numbers beyond half of what float64 knows
+            x, y, magnitude = x[counted], y[counted], magnitude[counted]
+            relative = np.where(np.isinf(relative), np.abs(x / magnitude - y / magnitude), relative)
+        tally.max_rel = max(tally.max_rel, float(relative.max(initial=0.0)))
+
+
+def _distance(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """|x - y| and the larger of |x| and |y|, as float64; the former exactly as uint64 for integers of one dtype."""
+    numbers = _widened(x, y)
+    magnitude = np.maximum(np.abs(numbers[0]), np.abs(numbers[1]))
+    if x.dtype == y.dtype and x.dtype.kind in "iub":
+        # Modulo 2**64, in which every distance fits.
+        return np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64), magnitude
+    with np.errstate(over="ignore", invalid="ignore"):  # as above
+        return np.abs(numbers[0] - numbers[1]), magnitude
+
+
+def _widened(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both as float64, or as complex128 where one is complex."""
+    wide = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.float64
+    return x.astype(wide), y.astype(wide)
+
+
+def _compare_meta(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[MetaDifference]:
+    ours, theirs = _leaves(a), _leaves(b)
+    for path in dict.fromkeys([*ours, *theirs]):
+        if ours.get(path) != theirs.get(path):
+            key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+            yield MetaDifference(key.removeprefix("."), ours.get(path), theirs.get(path))
+
+
+def _leaves(meta: Mapping[str, Any]) -> dict[tuple[str | int, ...], str]:
+    """The values in nested dicts and lists, by the keys and indices on the way to them, as JSON. Not recursive: they may be deep."""
+    leaves: dict[tuple[str | int, ...], str] = {}
+    left: list[tuple[tuple[str | int, ...], Any]] = [((), meta)]
+    while left:
+        path, value = left.pop()
+        if value and isinstance(value, Mapping | list):
+            items = list(value.items() if isinstance(value, Mapping) else enumerate(value))
+            left += [((*path, part), item) for part, item in reversed(items)]
+        elif path:  # all of the meta may be empty
+            leaves[path] = json.dumps(value)
+    return leaves

@@ -1,0 +1,106 @@
+"""Looks at a checkpoint's HDF5 files as other tools would, in a child process that may crash or hang: see audit.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ckpt.format.hdf5 import INDEX_NAME
+from ckpt.format.manifest import CheckpointError
+from ckpt.storage.catalog import parse_manifest, read_manifest
+from ckpt.storage.places import local_path
+from collectives.launcher import LAUNCHER_PREFIXES
+
+_TIMEOUT_S = 60.0
+_BLOCKS_PER_S = 1000
+_MAX_ANSWER_BYTES = 64 << 20
+
+# The child finds its modules where this process has found its own; nothing in the environment tells Python otherwise (-I).
+_CHILD = """
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]), int(sys.argv[2]) + 5))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
+sys.path[:] = json.loads(sys.argv[4])
+from ckpt.check.audit import main
+main()
+"""
+
+
+def look(path: str | os.PathLike[str], *, timeout_s: float | None = None) -> list[tuple[str, str | None, str]]:
+    """What other tools would stumble over in the HDF5 files of the checkpoint `path`: (file, tensor or None, problem) each.
+
+    The index and the data files hold what the manifest says and nothing else: the same names, types, shapes and places; sources
+    that are this checkpoint's own files; no soft or external links, no raw data elsewhere, no filters, no references, nothing under
+    two names. No data are read. A file on which HDF5 crashes, or takes longer than `timeout_s` in all (None: a minute, and a
+    second for each 1,000 blocks), is a finding too. Starts a Python process, free of the launcher's variables.
+
+    CheckpointError if the manifest cannot be used, ValueError for a URL.
+    """
+    folder = need_folder(path)
+    manifest = parse_manifest(folder, read_manifest(folder))
+    if timeout_s is None:
+        timeout_s = _TIMEOUT_S + sum(len(tensor.blocks) for tensor in manifest.tensors.values()) / _BLOCKS_PER_S
+    names = {file.name for file in manifest.files}
+    strangers = sorted(name for name in os.listdir(folder) if name.endswith(".h5") and name not in names)
+    found: list[tuple[str, str | None, str]] = [
+        (name, None, "belongs to no checkpoint: the manifest does not name it") for name in strangers
+    ]
+    if INDEX_NAME not in names:
+        found.append((INDEX_NAME, None, "is not in the manifest"))
+    answers, end = _ask(folder, timeout_s)
+    found += [(file, tensor, problem) for file, tensor, problem in answers if problem is not None]
+    if end is not None:
+        found.append((answers[-1][0] if answers else INDEX_NAME, None, end))
+    return found
+
+
+def need_folder(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a folder that HDF5 is to look into; ValueError for a URL."""
+    return local_path(path, "path", "a folder: HDF5 opens no URLs, so copy the checkpoint to a disk first")
+
+
+def _ask(folder: Path, timeout_s: float) -> tuple[list[tuple[str, str | None, str | None]], str | None]:
+    """What the child said, and how it ended unless well."""
+    paths = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
+    arguments = [str(folder), str(int(timeout_s) + 1), str(_MAX_ANSWER_BYTES), json.dumps(paths)]
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith((*LAUNCHER_PREFIXES, "HDF5_", "MPITRAIN_", "LD_PRELOAD"))
+    }
+    # "::" turns off plug-ins for good; and no folder has any.
+    environment |= {"HDF5_PLUGIN_PRELOAD": "::", "HDF5_PLUGIN_PATH": os.devnull, "HDF5_USE_FILE_LOCKING": "FALSE"}
+    environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complained:
+        try:
+            code = subprocess.run(
+                [sys.executable, "-I", "-c", _CHILD, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=complained,
+                env=environment,
+                timeout=timeout_s,
+                check=False,
+            ).returncode
+            end = f"HDF5 crashes on it: {_signal_name(-code)}" if code < 0 else None
+        except subprocess.TimeoutExpired:
+            code, end = 0, f"HDF5 was not done with it after {timeout_s:.0f} s"
+        said.seek(0)
+        lines = said.read().splitlines()
+        if code > 0:
+            complained.seek(0)
+            last = complained.read()[-300:].decode(errors="replace").strip().splitlines()
+            raise CheckpointError(f"{folder}: its HDF5 files could not be looked at: {last[-1:]}")
+    # The last line may be cut off where the child was.
+    return [tuple(json.loads(line)) for line in lines if line.endswith(b"]")], end
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,161 @@
+"""Every byte of a checkpoint against what the manifest says of it: see [Note: every byte] in manifest.py."""
+
+import os
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from ckpt.check.inspecting import look, need_folder
+from ckpt.format.manifest import Block, CheckpointError, File, Manifest, Tensor
+from ckpt.reading.reader import is_replaced
+from ckpt.storage.catalog import parse_manifest, read_manifest
+from ckpt.storage.places import Folder, OpenFile, Place, absolute, open_place
+from ckpt.storage.progress import Progress, no_progress
+from collectives.arrays.dtypes import DTYPES
+
+_BUFFER_BYTES = 4 << 20
+
+
+class Damage(NamedTuple):
+    """Bytes `first` up to `last` of a file that are not what was written; `tensor`: whose they are, None if nobody's."""
+
+    file: str
+    first: int
+    last: int
+    tensor: str | None
+    problem: str
+
+    def __str__(self) -> str:
+        whose = "" if self.tensor is None else f", of tensor {self.tensor!r}"
+        where = f", bytes {self.first} to {self.last}" if self.last else ""
+        return f"{self.file}{where}{whose}: {self.problem}"
+
+
+class _Piece(NamedTuple):
+    """A run of bytes of a file. `checksum`: of a chunk of a block; None: to be hashed with the rest, or zero in a `gap`."""
+
+    first: int
+    last: int
+    tensor: str | None = None
+    checksum: str | None = None
+    gap: bool = False
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    hdf5: bool = False,
+    progress: Progress = no_progress,
+) -> list[Damage]:
+    """All damage in the checkpoint `path`, none of which a reader has to come across; an empty list if it is whole.
+
+    Reads every file once, `threads` at a time (None: as many as cores), in 4 MiB of memory each. `hdf5`: also what would lead other
+    tools astray, see `ckpt.look`; then bytes 0 to 0 of a file. `progress` is told of each so many bytes more that were looked at,
+    by any of the threads. CheckpointError if the manifest cannot be used, or a file is missing or of another size: then nothing
+    more can be said. CheckpointError also if another save replaces the checkpoint meanwhile.
+    """
+    folder = absolute(path)
+    if hdf5:
+        need_folder(folder)
+    manifest = parse_manifest(folder, read_manifest(folder))
+    damage = verify_files(folder, manifest, threads=threads, progress=progress)
+    if damage:
+        try:
+            replaced = is_replaced(folder, manifest)
+        except (CheckpointError, OSError):
+            replaced = False
+        if replaced:
+            raise CheckpointError(f"{folder} was replaced by another save while it was verified: verify it again")
+    return damage + [Damage(file, 0, 0, tensor, problem) for file, tensor, problem in (look(folder) if hdf5 else ())]
+
+
+def verify_files(
+    folder: Place,
+    manifest: Manifest,
+    names: Collection[str] | None = None,
+    *,
+    threads: int | None = None,
+    progress: Progress = no_progress,
+) -> list[Damage]:
+    """All damage in the manifest's files, or in those of `names`; what cannot be read at all is damage, too."""
+    blocks: dict[int, list[tuple[Tensor, Block]]] = {
+        number: [] for number, file in enumerate(manifest.files) if names is None or file.name in names
+    }
+    for tensor in manifest.tensors.values():
+        for block in tensor.blocks:
+            if block.file in blocks:
+                blocks[block.file].append((tensor, block))
+    files = [manifest.files[number] for number in blocks]
+    with closing(open_place(folder)) as opened, ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        found = pool.map(
+            lambda file, inside: _verify_file(opened, file, _pieces(file, inside, manifest.chunk_bytes), progress),
+            files,
+            blocks.values(),
+        )
+        return [damage for of_file in found for damage in of_file]
+
+
+def _verify_file(folder: Folder, file: File, pieces: Iterable[_Piece], progress: Progress) -> list[Damage]:
+    found = []
+    rest = xxhash.xxh3_64()
+    buffer = np.empty(_BUFFER_BYTES, np.uint8)
+    try:
+        with closing(folder.open(file.name)) as opened:
+            for piece in pieces:
+                hashed = xxhash.xxh3_64()
+                whole = True
+                for first in range(piece.first, piece.last, _BUFFER_BYTES):
+                    memory = buffer[: min(_BUFFER_BYTES, piece.last - first)]
+                    _read(opened, memory.data, first)
+                    progress(len(memory))
+                    if piece.gap:
+                        whole = whole and not memory.any()
+                    else:
+                        (rest if piece.checksum is None else hashed).update(memory.data)
+                if piece.gap and not whole:
+                    found.append(Damage(file.name, piece.first, piece.last, None, "not zero, as between blocks"))
+                if piece.checksum is not None and hashed.hexdigest() != piece.checksum:
+                    found.append(
+                        Damage(file.name, piece.first, piece.last, piece.tensor, "its checksum does not match")
+                    )
+    except (OSError, CheckpointError) as error:
+        found.append(Damage(file.name, 0, file.nbytes, None, f"cannot be read: {error}"))
+        return found
+    if file.rest is not None and rest.hexdigest() != file.rest:
+        found.append(
+            Damage(file.name, 0, file.nbytes, None, "the checksum of what is outside its tensors does not match")
+        )
+    return found
+
+
+def _pieces(file: File, inside: Iterable[tuple[Tensor, Block]], chunk_bytes: int) -> Iterator[_Piece]:
+    """A file from its first byte to its last. `inside`: its blocks."""
+    blocks: dict[str, list[tuple[int, int, str, Block]]] = {dtype: [] for dtype in file.datasets}
+    for tensor, block in inside:
+        blocks[tensor.dtype].append((block.start, block.box.size, tensor.name, block))
+    at = 0
+    for dtype, dataset in sorted(file.datasets.items(), key=lambda item: item[1].offset_bytes):
+        itemsize = DTYPES[dtype].itemsize
+        yield _Piece(at, dataset.offset_bytes)
+        at = dataset.offset_bytes
+        for start, size, name, block in sorted(blocks[dtype]):
+            first, last = dataset.offset_bytes + start * itemsize, dataset.offset_bytes + (start + size) * itemsize
+            yield _Piece(at, first, gap=True)
+            for i, begin in enumerate(range(first, last, chunk_bytes)):
+                yield _Piece(begin, min(begin + chunk_bytes, last), name, block.checksum(i))
+            at = last
+        end = dataset.offset_bytes + dataset.elements * itemsize
+        yield _Piece(at, end, gap=True)
+        at = end
+    yield _Piece(at, file.nbytes)
+
+
+def _read(opened: OpenFile, memory: memoryview, position: int) -> None:
+    count = opened.read_into(memory, position)
+    if count < len(memory):
+        raise CheckpointError(f"it ends at byte {position + count}")

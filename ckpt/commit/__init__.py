@@ -1,0 +1,1 @@
+"""What makes a save atomic, and clears up what others left."""

@@ -1,0 +1,229 @@
+"""How a checkpoint comes to be all at once, or not at all. Only rank 0 does what is here.
+
+    .NAME.staging       being written; a dead job's is removed at a later save
+    NAME                complete: it got its name by one rename, after everything in it was flushed to disk
+    .NAME.replaced      the old one, while a new one takes its name
+    .NAME.removed       on its way out (removal.py): hidden first, so that nobody finds half of it
+    .NAME.TOKEN.board   what the ranks tell each other while it is saved in the background (board.py)
+
+A checkpoint has one stage at a time: a second thread or process that would write it is refused. What dead jobs leave is found and
+judged in leftovers.py. After Orbax's `path/atomicity.py`: the rename is the commit.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Iterable
+from itertools import takewhile
+from pathlib import Path
+
+from ckpt.commit.leftovers import leftovers, settle
+from ckpt.commit.owner import forget_token, is_alive, new_token, owner_in, refusal, signature
+from ckpt.commit.removal import clear, refuse_strangers, take_away
+from ckpt.storage.catalog import LATEST_NAME, OWNER_NAME, check_outside, latest, newest_first, reason_to_keep
+from ckpt.storage.local import flush, write_file
+from ckpt.storage.places import Place
+
+_making = threading.Lock()  # what one thread has made and not signed yet, no other takes for a dead job's
+_open: dict[Path, int] = {}  # the stages of this process; a forked child has them with its parent's number
+
+_around: dict[Path, list[Path]] = {}  # by board: the folders around it that its save has made, inner ones first
+
+
+class Stage:
+    """The folder in which one checkpoint is being made: `open`, fill, then `publish` or `discard`."""
+
+    def __init__(self, final: Path) -> None:
+        self.final = final
+        self.path = final.parent / f".{final.name}.staging"
+        self._token = ""  # none: not begun, or ended
+        self._board: Path | None = None
+        self._made: list[Path] = []  # the folders around it that were not there before
+
+    @classmethod
+    def open(cls, final: Path, *, overwrite: bool) -> "Stage":
+        """Make the stage of checkpoint `final`, after removing what dead jobs left in its folder.
+
+        ValueError if `final` would lie in another checkpoint. FileExistsError if it exists (and `overwrite` is not given, or it is more
+        than a checkpoint), or if a live process of this host, or another thread of this one, is writing it.
+        """
+        stage = cls(final)
+        check_outside(final.parent)
+        stage._refuse_existing(overwrite)
+        with _making:
+            if final.parent.is_dir():
+                stage._clean()
+            if (
+                _open.get(stage.path) == os.getpid()
+            ):  # perhaps it has its name already, and the old one is on its way out
+                raise FileExistsError(errno.EEXIST, refusal(os.getpid()), str(stage.path))
+            is_left = os.path.lexists(stage.path)  # asked first: what comes afterwards is a living process's, and signed
+            if (owner := owner_in(stage.path)) and is_alive(owner):
+                raise FileExistsError(errno.EEXIST, refusal(owner["pid"]), str(stage.path))
+            if is_left and owner_in(stage.path) == owner:
+                clear(stage.path)
+            if overwrite:  # where folders cannot be exchanged, the old one is put there
+                refuse_strangers(final.parent / f".{final.name}.replaced")
+            stage._token = new_token()
+            _open[stage.path] = os.getpid()
+            try:
+                stage._make()
+            except BaseException:
+                stage._remove()
+                raise
+        return stage
+
+    def make_board(self) -> Path:
+        """A folder for what the ranks have to say to each other, which outlives the stage: `end_board`."""
+        token = new_token()
+        self._board = self.final.parent / f".{self.final.name}.{token[:8]}.board"
+        # Made in the stage, which is signed: whatever happens, nobody meets it without an owner's name.
+        unsigned = self.path / ".board"
+        unsigned.mkdir()
+        write_file(unsigned / OWNER_NAME, signature(token), durable=False)
+        os.rename(unsigned, self._board)
+        _around[self._board] = self._made
+        return self._board
+
+    def publish(self, *, overwrite: bool, newest: bool = True) -> None:
+        """Give the finished stage its final name: this is the moment from which the checkpoint exists.
+
+        `newest`: of its folder, so that `latest` names it.
+        """
+        if not self._is_ours():
+            raise FileExistsError(errno.EEXIST, "another job took this checkpoint over", str(self.path))
+        self._refuse_existing(overwrite)
+        flush(self.path)
+        parent = self.final.parent
+        if self.final.exists():
+            replaced = self.path
+            if not _exchange(self.path, self.final):
+                replaced = parent / f".{self.final.name}.replaced"
+                with contextlib.suppress(FileNotFoundError):  # another save may remove it as an old one
+                    os.rename(self.final, replaced)
+                os.rename(self.path, self.final)
+            flush(parent)
+            take_away(replaced)  # the new one stands; a later save tries again
+        else:
+            os.rename(self.path, self.final)
+            flush(parent)
+        # Not before the rename: a stage without an owner counts as a dead one's.
+        with contextlib.suppress(OSError):
+            os.unlink(self.final / OWNER_NAME)
+        self._end()
+        if newest:
+            write_latest(self.final)
+
+    def discard(self, *, board: bool = False) -> None:
+        """Remove the stage, if it still is one, its `board`, and the folders around it that it made, if nothing else is in them.
+
+        Never raises: there is an error on its way already.
+        """
+        if board and self._board is not None:
+            end_board(self._board)
+        if self._token:
+            with _making:
+                self._remove()
+
+    def _make(self) -> None:
+        parent = self.final.parent
+        self._made = list(takewhile(lambda folder: not folder.is_dir(), (parent, *parent.parents)))
+        parent.mkdir(parents=True, exist_ok=True)
+        # The stage gets its name when it is signed: of several processes that begin this checkpoint one is the first, and the others
+        # know which one.
+        unsigned = parent / f".{self.final.name}.{self._token[:8]}.staging"
+        try:
+            unsigned.mkdir()
+            write_file(unsigned / OWNER_NAME, signature(self._token), durable=False)
+            os.rename(unsigned, self.path)
+        except BaseException as error:
+            shutil.rmtree(unsigned, ignore_errors=True)
+            is_taken = isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY)
+            if is_taken and (owner := owner_in(self.path)):
+                raise FileExistsError(errno.EEXIST, refusal(owner["pid"]), str(self.path)) from None
+            raise
+
+    def _remove(self) -> None:
+        if owner_in(self.path) is None or self._is_ours():  # unsigned, if the disk was full
+            shutil.rmtree(self.path, ignore_errors=True)
+        _remove_empty(self._made)
+        self._end()
+
+    def _end(self) -> None:
+        _open.pop(self.path, None)
+        forget_token(self._token)
+        self._token = ""
+
+    def _is_ours(self) -> bool:
+        owner = owner_in(self.path)
+        return owner is not None and owner["token"] == self._token
+
+    def _clean(self) -> None:
+        """Finish what dead jobs began beside it."""
+        for leftover in leftovers(self.final.parent, own=self.final):
+            if leftover.path != self.path:
+                settle(leftover)
+
+    def _refuse_existing(self, overwrite: bool) -> None:
+        if os.path.lexists(self.final):
+            refuse_existing(self.final, overwrite=overwrite)
+
+
+def refuse_existing(final: Place, *, overwrite: bool) -> None:
+    """FileExistsError unless what lies at `final` is to be replaced, and may be."""
+    if reason := reason_to_keep(final):
+        problem = f"what lies there {reason}; a checkpoint replaces none but a checkpoint, with nothing else in it"
+        raise FileExistsError(errno.EEXIST, problem, str(final))
+    if not overwrite:
+        raise FileExistsError(errno.EEXIST, "this checkpoint exists; pass overwrite=True to replace it", str(final))
+
+
+def end_board(board: Path) -> None:
+    """Remove a board (`Stage.make_board`): all ranks have heard what there was to hear. Never raises."""
+    owner = owner_in(board)
+    take_away(board)
+    if owner is not None:
+        forget_token(owner["token"])
+    _remove_empty(_around.pop(board, []))  # of a save that failed: the board alone was left in them
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def next_sequence(folder: Place) -> int:
+    """One more than the newest checkpoint's number in `folder`."""
+    return max((header.sequence for _, header in newest_first(folder)), default=0) + 1
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchange two folders in one step, so that neither name is ever missing. False where kernel or file system cannot (NFS)."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    at_fdcwd, rename_exchange = -100, 2
+    return (
+        renameat2 is not None
+        and renameat2(at_fdcwd, os.fsencode(a), at_fdcwd, os.fsencode(b), ctypes.c_uint(rename_exchange)) == 0
+    )
+
+
+def write_latest(final: Path) -> None:
+    """Let the hint beside the checkpoint name it, unless another save has removed it by now."""
+    temporary = final / f".{LATEST_NAME}"
+    with contextlib.suppress(FileNotFoundError, FileExistsError):  # who else writes it, writes the same
+        temporary.unlink(missing_ok=True)
+        write_file(temporary, f"{final.name}\n".encode())
+        os.rename(temporary, final.parent / LATEST_NAME)
+    flush(final.parent)
+
+
+def mend_latest(folder: Path) -> None:
+    """Let the hint in `folder` name the newest checkpoint, if it names one that is gone."""
+    hint = folder / LATEST_NAME
+    with contextlib.suppress(FileNotFoundError):
+        if not (folder / hint.read_text(errors="replace").strip()).is_dir() and (newest := latest(folder)) is not None:
+            write_latest(newest)

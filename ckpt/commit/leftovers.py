@@ -1,0 +1,94 @@
+"""What saves that go on, or ended too early, have in a folder of checkpoints, and what is to be done with it."""
+
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt.commit.owner import is_alive, owner_in
+from ckpt.commit.removal import delete, strangers_in
+
+QUIET_S = 60.0  # what bears no owner's name and changed since then may be a living job's, between two of its steps
+_ABANDONED_S = 3600.0
+"""Without a change, after which a stage of another host, whose process cannot be asked, counts as dead."""
+
+
+class Leftover(NamedTuple):
+    """A hidden folder of a save. `action`: "remove" or "restore" (to `original`) what a dead job left, "keep" a living one's.
+
+    "keep" is also for what somebody put something into.
+    """
+
+    path: Path
+    action: str
+    why: str
+
+    @property
+    def original(self) -> Path:
+        """The checkpoint it belongs to."""
+        return self.path.with_name(self.path.name[1:].rpartition(".")[0])
+
+
+def leftovers(folder: Path, *, own: Path | None = None) -> list[Leftover]:
+    """What saves that go on, or ended too early, have in `folder`, by name.
+
+    What bears no owner's name counts as a dead job's, unless it changed in the last minute and does
+    not belong to the checkpoint `own`, which is this job's to write, or holds what no save made.
+    """
+    kinds = (".staging", ".replaced", ".removed", ".board")
+    # A checkpoint may have been a link to one.
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir() or entry.is_symlink())
+    ours = (name for name in names if name.startswith(".") and Path(name).suffix in kinds)
+    return [_judged(folder / name, own) for name in ours]
+
+
+def settle(leftover: Leftover) -> None:
+    """Do what is to be done with it. What cannot be removed stays; OSError if it cannot be restored."""
+    if leftover.action == "restore":
+        with contextlib.suppress(FileNotFoundError):  # somebody else clears up as well
+            os.rename(leftover.path, leftover.original)
+    elif leftover.action == "remove":
+        with contextlib.suppress(OSError):
+            delete(leftover.path)
+
+
+def _judged(path: Path, own: Path | None) -> Leftover:
+    if strange := strangers_in(path):
+        return Leftover(path, "keep", f"holds {strange[0]!r:.80}, which no save made")
+    kind = path.suffix
+    stage = path.with_suffix(".staging")
+    if kind == ".removed":
+        return Leftover(path, "remove", "half removed")
+    if kind in (".staging", ".board") and (owner := owner_in(path)) is not None:
+        whose = f"of process {owner['pid']!r:.20} on {owner['host']!r:.80}"
+        if _is_abandoned(path, owner):
+            return Leftover(path, "remove", f"a save {whose}, which is gone")
+        return Leftover(path, "keep", f"a save {whose}, which may go on")
+    if kind == ".board" and stage.exists():
+        return _judged(stage, own)._replace(path=path)
+    # Not the time of writing alone: a rename is what may have happened last.
+    with contextlib.suppress(FileNotFoundError):
+        changed = max(path.lstat().st_mtime, path.lstat().st_ctime)
+        recent = Leftover(path, "keep", f"changed in the last {QUIET_S:.0f} s: a save may go on")
+        if time.time() - changed < QUIET_S and recent.original != own:
+            return recent
+    if kind == ".board":  # left by a job that died, or its ranks have heard all
+        return Leftover(path, "remove", "its save ended")
+    if kind == ".replaced":
+        restore = Leftover(path, "restore", "its replacement never came")
+        return restore._replace(action="remove", why="it was replaced") if restore.original.exists() else restore
+    return Leftover(path, "remove", "a save that died before it could sign")
+
+
+def _is_abandoned(stage: Path, owner: dict) -> bool:
+    if owner["host"] == socket.gethostname():
+        return not is_alive(owner) and owner_in(stage) == owner  # not one that has just got its name
+    try:
+        with os.scandir(stage) as entries:
+            changed = max(entry.stat().st_mtime for entry in [*entries, stage])
+    except OSError:
+        return False
+    return time.time() - changed > _ABANDONED_S

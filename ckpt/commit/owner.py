@@ -1,0 +1,81 @@
+"""Who is filling a folder: a process of some host says so in a file there, so that others know whether it lives.
+
+A process may fill several folders at the same time, one a thread: each has a token of its own.
+"""
+
+import json
+import os
+import socket
+import time
+import uuid
+from pathlib import Path
+
+from ckpt.storage.catalog import OWNER_NAME
+
+_tokens: set[str] = set()  # of the folders that this process is filling
+
+
+def new_token() -> str:
+    """A token for a folder that this process begins to fill; `forget_token` when it has ended."""
+    token = uuid.uuid4().hex
+    _tokens.add(token)
+    return token
+
+
+def forget_token(token: str) -> None:
+    """The folder of this token is filled, or given up."""
+    _tokens.discard(token)
+
+
+def owner_in(stage: Path) -> dict | None:
+    """Who is filling the folder `stage`; None if that is not said, or cannot be read."""
+    try:
+        return owner_of((stage / OWNER_NAME).read_bytes())
+    except OSError:
+        return None
+
+
+def signature(token: str) -> bytes:
+    """What a stage says of who is filling it: `owner_of` reads it."""
+    pid = os.getpid()
+    owner = {"host": socket.gethostname(), "pid": pid, "start": start_time(pid), "token": token, "begun": time.time()}
+    return json.dumps(owner).encode()
+
+
+def owner_of(data: bytes) -> dict | None:
+    """Who signed; None if that cannot be read."""
+    try:
+        owner = json.loads(data)
+        return owner if {"host", "pid", "start", "token"} <= owner.keys() else None
+    except (ValueError, AttributeError):
+        return None
+
+
+def is_alive(owner: dict) -> bool:
+    """Whether a stage's process runs on this host, and this process is at work on it: what a save of its own could not clear is dead.
+
+    The number of a process alone may belong to another one by now.
+    """
+    return (
+        owner["host"] == socket.gethostname()
+        and owner["start"] is not None
+        and start_time(owner["pid"]) == owner["start"]
+        and (owner["pid"] != os.getpid() or owner["token"] in _tokens)
+    )
+
+
+def refusal(pid: int) -> str:
+    """Why nobody else may fill the folder that a living process `pid` fills."""
+    if pid == os.getpid():
+        return "another thread of this process is writing this checkpoint"
+    return f"process {pid} is writing this checkpoint; ranks that save one together pass comm=collectives.world()"
+
+
+def start_time(pid: int) -> str | None:
+    """When a process of this host began, in the kernel's words; None if there is none, or one that has ended and is a zombie."""
+    try:
+        # The process's name, in parentheses, may hold spaces: count from behind it.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else fields[18]
+    except (OSError, IndexError):
+        return None

@@ -1,0 +1,122 @@
+"""A checkpoint in a remote place, where nothing can be renamed: its manifest is written last, and is the commit.
+
+    NAME/.owner           who writes this checkpoint; goes when it is complete
+    NAME/rank-00000.h5    and so on, index.h5: the files, as everywhere
+    NAME/manifest.jsonl   from the moment it is there, the checkpoint exists
+    latest                the newest one's name, a hint only
+
+Only rank 0 does what is here; the ranks write their files by themselves. To replace a checkpoint takes the old one's manifest away
+first: until the new one's is there, this place has neither.
+"""
+
+import contextlib
+import errno
+import socket
+import time
+
+from ckpt.commit.atomic import refuse_existing
+from ckpt.commit.owner import forget_token, is_alive, new_token, owner_of, refusal, signature
+from ckpt.format.manifest import FILE_NAME, CheckpointError
+from ckpt.storage.catalog import LATEST_NAME, OWNER_NAME, check_outside, newest_first
+from ckpt.storage.places import folders_in, names_in, read_header
+from ckpt.storage.remote import Url
+
+_ABANDONED_S = 86400.0  # one that a host we cannot ask about it began so long ago counts as dead
+
+
+class Upload:
+    """As atomic.py's `Stage`, of a remote checkpoint with the given manifest: `open`, fill, then `publish` or `discard`."""
+
+    def __init__(self, final: Url, manifest: bytes) -> None:
+        self.final = self.path = final
+        self._manifest = manifest
+        self._token = ""
+        self._made: list[Url] = []  # the folders that were not there before
+
+    @classmethod
+    def open(cls, final: Url, manifest: bytes, *, overwrite: bool) -> "Upload":
+        """Make room for the checkpoint `final`, after removing what dead jobs left beside it.
+
+        ValueError if it would lie in another one. FileExistsError if it exists (and `overwrite` is not given, or it is more than a
+        checkpoint), or if a live process of this host is writing it.
+        """
+        upload = cls(final, manifest)
+        check_outside(final.parent)
+        names = names_in(final) if final.is_dir() else []
+        if names:
+            is_unfinished = OWNER_NAME in names and FILE_NAME not in names
+            refuse_existing(final, overwrite=overwrite or is_unfinished)
+        with contextlib.suppress(FileNotFoundError):
+            _clean(final.parent, except_for=final.name)
+        owner = _owner(final)
+        if owner and is_alive(owner):
+            raise FileExistsError(errno.EEXIST, refusal(owner["pid"]), str(final))
+        final.remove_folder(FILE_NAME, OWNER_NAME)
+        upload._token = new_token()
+        try:
+            upload._made = final.make()
+            (final / OWNER_NAME).write(signature(upload._token))
+        except BaseException:
+            upload.discard()
+            raise
+        return upload
+
+    def publish(self, *, overwrite: bool) -> None:
+        """Write the manifest: this is the moment from which the checkpoint exists."""
+        if not self._is_ours():
+            raise FileExistsError(errno.EEXIST, "another job took this checkpoint over", str(self.path))
+        manifest = self.path / FILE_NAME
+        manifest.write(self._manifest)
+        if manifest.read() != self._manifest:
+            raise OSError(f"{manifest} does not read as it was written")
+        with contextlib.suppress(OSError):
+            (self.path / OWNER_NAME).unlink()
+        forget_token(self._token)
+        (self.final.parent / LATEST_NAME).write(f"{self.final.name}\n".encode())
+
+    def discard(self) -> None:
+        """Remove what there is of it, and the folders around it that it made, if nothing else is in them.
+
+        Never raises: there is an error on its way already.
+        """
+        with contextlib.suppress(OSError):
+            if _owner(self.path) is None or self._is_ours():  # unsigned, if that could not be written
+                self.path.remove_folder(FILE_NAME, OWNER_NAME)
+            for folder in self._made[1:]:
+                folder.remove_empty()
+        forget_token(self._token)
+
+    def _is_ours(self) -> bool:
+        owner = _owner(self.path)
+        return owner is not None and owner["token"] == self._token
+
+
+def newest_sequence(folder: Url) -> int:
+    """The number of the newest checkpoint there, 0 if there is none: that which the hint names, to spare a look at each."""
+    with contextlib.suppress(OSError, CheckpointError, UnicodeDecodeError):
+        name = (folder / LATEST_NAME).read().decode().strip()
+        return read_header(folder / name)[0].sequence
+    return max((header.sequence for _, header in newest_first(folder)), default=0)
+
+
+def _clean(folder: Url, *, except_for: str) -> None:
+    """Remove what dead jobs began to upload."""
+    for name in folders_in(folder):
+        names = names_in(folder / name) if name != except_for else []
+        if OWNER_NAME not in names or FILE_NAME in names:
+            continue
+        owner = _owner(folder / name)
+        if owner is None or not isinstance(owner.get("begun"), float):
+            continue
+        if owner["host"] == socket.gethostname():
+            dead = not is_alive(owner)
+        else:
+            dead = time.time() - owner["begun"] > _ABANDONED_S
+        if dead and not (folder / name / FILE_NAME).exists():  # it may have been completed in this moment
+            (folder / name).remove_folder(FILE_NAME, OWNER_NAME)
+
+
+def _owner(folder: Url) -> dict | None:
+    with contextlib.suppress(FileNotFoundError):
+        return owner_of((folder / OWNER_NAME).read())
+    return None

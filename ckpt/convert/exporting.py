@@ -1,0 +1,169 @@
+"""Checkpoints out: the tensors of one as safetensors, torch's `.pt`, `.npz` or one plain HDF5 file, for who does not know `ckpt`.
+
+Which tensors, under which names, into which files; how a format writes its file is the work of `ckpt.convert.formats`.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from ckpt.convert.formats import npz, plain_hdf5, safetensors, torch_file
+from ckpt.convert.formats.safetensors import FileTensor
+from ckpt.convert.sources import Buffer, Source, from_checkpoint, matching
+from ckpt.format.manifest import Manifest, name_error, nesting_error
+from ckpt.reading.reader import Reader
+from ckpt.storage.catalog import check_outside, parse_manifest, read_manifest
+from ckpt.storage.local import Output, check_room, naming, write_file
+from ckpt.storage.places import absolute, local_path
+from ckpt.storage.progress import Progress, no_progress
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".npz", ".h5", ".hdf5")
+SHARD_BYTES = 5 * 10**9  # of a folder's files, as Hugging Face ships them
+_HEADERS_BYTES = 1 << 20  # room for what a file has beside the tensors
+
+Write = Callable[[Path, Sequence[Source]], None]
+
+
+def export(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    only: str | Sequence[str] | None = None,
+    strip: str = "",
+    shard_bytes: int | None = None,
+    compression: str | None = None,
+    overwrite: bool = False,
+    verify: bool = True,
+    progress: Progress = no_progress,
+) -> list[Path]:
+    """Write the tensors of the checkpoint `path` into the file `out`, in the format that its suffix names; returns the files made.
+
+    `path` may be a URL. 32 MiB of memory do for tensors of any size. A file gets its name when all of it is on the disk; with an
+    error, none does.
+
+    Args:
+        out: `*.safetensors`; `*.pt` or `*.pth`, a flat state dict for `torch.load` (torch is needed for that one alone); `*.npz`;
+            `*.h5` or `*.hdf5`, with the tensors as plain datasets and the meta as JSON. A folder stands for `model.safetensors` in
+            it, in files of 5 GB and an index, as Hugging Face ships models.
+        only: a pattern such as "model/*", or several, of the names in the checkpoint; None: all.
+        strip: what is taken off the beginning of the names that have it: "model/".
+        shard_bytes: of safetensors: if the tensors are longer, several files of at most so many bytes of them, with an index.
+        compression: of HDF5: "gzip", or "zstd" (which needs hdf5plugin, for reading too).
+        overwrite: replace files that are there.
+        verify: compare all that is read with its checksums.
+        progress: is told of each so many bytes more that were read.
+
+    bf16 is bf16 in safetensors and torch files, a 16-bit float type in HDF5, which h5py reads as float32, and two bytes (`V2`)
+    in npz, of which `array.view(ml_dtypes.bfloat16)` makes numbers. float8 is itself in the former, `uint8` with the attribute `dtype`
+    in HDF5, and `V1` in npz. What a format has no name for (complex128 in safetensors) is a ValueError.
+
+    Raises ValueError for arguments that do not fit, FileExistsError, CheckpointError if the checkpoint is damaged, OSError if a
+    file cannot be written.
+    """
+    folder = absolute(path)
+    target, shard_bytes = _target(local_path(out, "out", "a file or a folder"), shard_bytes, compression)
+    manifest = parse_manifest(folder, read_manifest(folder))
+    names = _names(manifest, only, strip)
+    # Of files that belong together all go: the new ones may be fewer.
+    several = shard_bytes is not None
+    before = (
+        safetensors.exported(target.parent, target.name) if several else [target] if os.path.lexists(target) else []
+    )
+    if before and not overwrite:
+        raise FileExistsError(
+            errno.EEXIST, "this file exists; overwrite=True (--overwrite) replaces it", str(before[0])
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    outputs: list[Output] = []
+    with _discarding(outputs), Reader(folder, manifest, verify=verify) as reader:
+        buffer = Buffer()
+        found = [from_checkpoint(reader, manifest.tensors[name], new, buffer) for name, new in names.items()]
+        sources = {source.name: source.watched(progress) for source in found}
+        parts = safetensors.split(_described(sources), shard_bytes) if shard_bytes else [_described(sources)]
+        files = dict(
+            zip(safetensors.file_names(len(parts), target.name) if several else [target.name], parts, strict=True)
+        )
+        write = _writer(target.suffix, manifest, compression)
+        for name, part in files.items():
+            outputs.append(Output(target.with_name(name)))
+            _make(outputs[-1], [sources[tensor.name] for tensor in part], write, room=compression is None)
+        if len(files) > 1:
+            outputs.append(Output(target.with_name(safetensors.index_name(target.name))))
+            outputs[-1].discard()
+            write_file(outputs[-1].temporary, safetensors.index_text(files).encode())
+        if before != [target]:  # one file is replaced in one step
+            for old in before:
+                old.unlink()
+        for output in outputs:
+            output.commit()
+    return [output.path for output in outputs]
+
+
+def _target(out: Path, shard_bytes: int | None, compression: str | None) -> tuple[Path, int | None]:
+    """The file that `out` means, and at which size safetensors are split. ValueError for what does not fit its format."""
+    if shard_bytes is not None and shard_bytes < 1:
+        raise ValueError(f"shard_bytes is {shard_bytes}; expected at least 1")
+    check_outside(out)
+    if out.is_dir() or not out.suffix:
+        out, shard_bytes = out / safetensors.ONE, shard_bytes or SHARD_BYTES
+    if out.suffix not in SUFFIXES:
+        raise ValueError(
+            f"{out.name} has the suffix {out.suffix!r}; expected one of {', '.join(SUFFIXES)}, or a folder"
+        )
+    if shard_bytes is not None and out.suffix != ".safetensors":
+        raise ValueError(f"{out.name} cannot be split by size; only safetensors can")
+    if compression is not None and out.suffix not in (".h5", ".hdf5"):
+        raise ValueError(f"{out.name} cannot be compressed; only HDF5 can (.h5, .hdf5)")
+    if problem := plain_hdf5.compression_error(compression):
+        raise ValueError(problem)
+    return out, shard_bytes
+
+
+def _names(manifest: Manifest, only: str | Sequence[str] | None, strip: str) -> dict[str, str]:
+    """The names of the tensors that are wanted, each with the new one; ValueError if two become the same."""
+    names = {name: name.removeprefix(strip) for name in matching(list(manifest.tensors), only)}
+    seen: dict[str, str] = {}
+    for name, new in names.items():
+        if problem := name_error(new):
+            raise ValueError(f"without {strip!r}, {name!r} cannot be: {problem}")
+        if new in seen:
+            raise ValueError(
+                f"without {strip!r}, {seen[new]!r} and {name!r} are both called {new!r}; only= leaves one out"
+            )
+        seen[new] = name
+    if problem := nesting_error(seen):
+        raise ValueError(f"without {strip!r}, {problem}; only= leaves one out")
+    return names
+
+
+def _described(sources: Mapping[str, Source]) -> list[FileTensor]:
+    return [FileTensor(source.name, source.shape, source.dtype, source.nbytes) for source in sources.values()]
+
+
+def _writer(suffix: str, manifest: Manifest, compression: str | None) -> Write:
+    if suffix in (".h5", ".hdf5"):
+        return partial(plain_hdf5.write, meta=manifest.meta, compression=compression)
+    return {".safetensors": safetensors.write, ".npz": npz.write}.get(suffix, torch_file.write)
+
+
+def _make(output: Output, sources: Sequence[Source], write: Write, *, room: bool) -> None:
+    """All of a file, on the disk, under its temporary name. `room`: look first whether there is enough."""
+    output.discard()  # of a run that was killed
+    if room:
+        check_room(output.temporary, _HEADERS_BYTES + sum(source.nbytes for source in sources))
+    with naming(output.path):
+        write(output.temporary, sources)
+        output.flush()
+
+
+@contextmanager
+def _discarding(outputs: Sequence[Output]) -> Iterator[None]:
+    """Leave nothing behind but files that are complete."""
+    try:
+        yield
+    finally:
+        for output in outputs:
+            output.discard()

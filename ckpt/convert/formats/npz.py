@@ -1,0 +1,29 @@
+"""NumPy's `.npz`: a zip file with an array, in NumPy's own format, under each name.
+
+NumPy has no bf16 and no float8. As with `numpy.savez`, such arrays come back as bytes without a meaning (dtypes `V2`, `V1`), with which
+nothing can be computed by mistake: `numpy.load(file)[name].view(ml_dtypes.bfloat16)`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from zipfile import ZipFile, ZipInfo
+
+from numpy.lib import format as npy
+
+from ckpt.convert.sources import Source
+from collectives.arrays.dtypes import DTYPES
+
+_ZIP64_BYTES = (1 << 31) - 4096  # longer than that is told to zipfile in advance
+
+
+def write(path: Path, sources: Sequence[Source]) -> None:
+    """Make a file. OSError if it cannot be written."""
+    with ZipFile(path, "w") as archive:  # as it is, not compressed
+        for source in sources:
+            kind = DTYPES[source.dtype].numpy
+            descr = npy.dtype_to_descr(kind) if kind.isbuiltin == 1 else f"|V{kind.itemsize}"
+            about = {"descr": descr, "fortran_order": False, "shape": source.shape}
+            with archive.open(ZipInfo(f"{source.name}.npy"), "w", force_zip64=source.nbytes > _ZIP64_BYTES) as member:
+                npy.write_array_header_1_0(member, about)
+                for piece in source.pieces():
+                    member.write(piece)

@@ -1,0 +1,211 @@
+"""safetensors files: which files, what is in them, how they are written. Of the values nothing but bytes is seen here.
+
+A file is 8 bytes, the length of a header; the header, JSON: for each tensor its dtype, shape and place; then the tensors' bytes end to
+end. So a place is known before a value is there, and a tensor may be written, or read, piece by piece. A folder is as Hugging Face
+ships it: `model.safetensors`, or several files and `model.safetensors.index.json`, which says where each tensor is.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from ckpt.convert.sources import Source, write_all
+from ckpt.storage.local import pwrite_all
+from collectives.arrays.dtypes import dtype_of
+
+ONE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "BOOL": "bool",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+}  # fmt: skip
+"""Our names of dtypes by those of the format."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class FileTensor(NamedTuple):
+    """A tensor that is to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+class Place(NamedTuple):
+    """A tensor in a file: `dtype` in the format's words, `position` of its first byte in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    position: int
+
+
+# Reading
+
+
+def opened(file: str, framework: str) -> safe_open:
+    """A file by its own library, the header read and checked. FileNotFoundError, OSError, or ValueError if it is damaged."""
+    if os.path.isdir(file):
+        raise ValueError(f"{file} is a folder; expected a safetensors file")
+    if not os.path.exists(file):
+        raise FileNotFoundError(f"{file} does not exist")
+    try:
+        return safe_open(file, framework=framework)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged, or no safetensors file: {error}") from None
+    except OSError as error:
+        raise OSError(f"{file} cannot be read: {error}") from None
+
+
+def places(file: str) -> dict[str, Place]:
+    """Where the tensors of a file are. Raises as `opened`, and ValueError for a name that comes twice."""
+    with opened(file, "numpy"), open(file, "rb") as content:  # the library has checked every claim of the header
+        length = int.from_bytes(content.read(8), "little")
+        try:
+            fields = _parsed(content.read(length))
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged: {error}") from None
+    fields.pop("__metadata__", None)
+    return {
+        name: Place(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in fields.items()
+    }
+
+
+def files_of(path: str | os.PathLike[str]) -> list[tuple[str, set[str] | None]]:
+    """The files that a file, an index or a folder stands for, each with the names that count in it; None: all.
+
+    FileNotFoundError; ValueError for an index that is damaged or points elsewhere.
+    """
+    whole = Path(path).absolute()
+    if not whole.is_dir():
+        return _indexed(whole) if whole.suffix == ".json" else [(str(whole), None)]
+    if (whole / ONE).exists():
+        return [(str(whole / ONE), None)]
+    if (whole / INDEX).exists():
+        return _indexed(whole / INDEX)
+    raise FileNotFoundError(f"{path} has neither {ONE} nor {INDEX}")
+
+
+def _indexed(index: Path) -> list[tuple[str, set[str] | None]]:
+    try:
+        weight_map = _parsed(index.read_bytes())["weight_map"]
+        files: dict[str, set[str]] = {}
+        for name, file in weight_map.items():
+            if os.path.basename(file) != file:
+                raise ValueError(f"{file!r} is not the name of a file beside it")
+            files.setdefault(str(index.parent / file), set()).add(name)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{index} does not exist") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is damaged, or no index of weights: {error}") from None
+    return [(file, names) for file, names in sorted(files.items())]
+
+
+def _parsed(text: bytes) -> Any:
+    """The JSON `text`. ValueError if a key comes twice: of two tensors of one name some programs take the first, some the last."""
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in found if keys.count(key) > 1)
+            raise ValueError(f"the name {twice!r:.200} comes twice; expected names that are different")
+        return found
+
+    return json.loads(text, object_pairs_hook=distinct)
+
+
+def check_index(file: str, only: set[str] | None, names: Sequence[str]) -> None:
+    """ValueError unless a file, which has `names`, has what the index says."""
+    if only is not None and (lacking := sorted(only - set(names))):
+        raise ValueError(f"{file} lacks {some(lacking)}, which the index says it has")
+
+
+def some(names: Sequence[str]) -> str:
+    """A few names, for an error's text."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"
+
+
+# Writing
+
+
+def write(path: Path, sources: Sequence[Source]) -> None:
+    """Make a file. OSError that names it."""
+    in_order = _aligned([FileTensor(source.name, source.shape, source.dtype, source.nbytes) for source in sources])
+    by_name = {source.name: source for source in sources}
+    start = header(in_order)
+    with open(path, "wb", buffering=0) as file:
+        pwrite_all(file.fileno(), memoryview(start), 0)
+        at = len(start)
+        for tensor in in_order:
+            write_all(file.fileno(), by_name[tensor.name], at)
+            at += tensor.nbytes
+
+
+def split(tensors: Sequence[FileTensor], max_file_bytes: int) -> list[list[FileTensor]]:
+    """Deal tensors out to files in their order, each as full as it may be; a tensor longer than that has one of its own."""
+    files: list[list[FileTensor]] = [[]]
+    room = max_file_bytes
+    for tensor in tensors:
+        if tensor.nbytes > room and files[-1]:
+            files.append([])
+            room = max_file_bytes
+        files[-1].append(tensor)
+        room -= tensor.nbytes
+    return [_aligned(file) for file in files]
+
+
+def _aligned(tensors: Sequence[FileTensor]) -> list[FileTensor]:
+    """Longer elements first: so all are aligned."""
+    return sorted(tensors, key=lambda tensor: -dtype_of(tensor.dtype).itemsize)
+
+
+def header(tensors: Sequence[FileTensor]) -> bytes:
+    """What stands before the bytes of these tensors in a file. ValueError for a dtype that the format does not know."""
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        if tensor.dtype not in _NAMES:
+            raise ValueError(f"{tensor.name} has dtype {tensor.dtype}, which safetensors does not know")
+        place = [at, at + tensor.nbytes]
+        fields[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": place}
+        at += tensor.nbytes
+    text = json.dumps(fields).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def index_text(files: Mapping[str, Sequence[FileTensor]]) -> str:
+    """The index of the files, by their names."""
+    weight_map = {tensor.name: file for file, tensors in files.items() for tensor in tensors}
+    total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+
+
+def file_names(count: int, one: str = ONE) -> list[str]:
+    """What so many files of a model are called; `one`: if it is one."""
+    stem = one.removesuffix(".safetensors")
+    return [one] if count == 1 else [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def index_name(one: str = ONE) -> str:
+    """What the index of files is called."""
+    return f"{one}.index.json"
+
+
+def exported(folder: Path, one: str = ONE) -> list[Path]:
+    """The files of a model that a folder has, the index first: without it the rest is not found."""
+    part = re.compile(re.escape(one.removesuffix(".safetensors")) + r"-\d{5}-of-\d{5}\.safetensors")
+    there = [folder / name for name in (index_name(one), one) if (folder / name).exists()]
+    names = os.listdir(folder) if folder.is_dir() else []
+    return there + [folder / name for name in sorted(names) if part.fullmatch(name)]

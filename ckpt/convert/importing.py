@@ -1,0 +1,88 @@
+"""Checkpoints in: one made of the tensors of safetensors files or of a torch `.pt`."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ckpt.convert.formats import safetensors, torch_file
+from ckpt.convert.rewriting import write_checkpoint
+from ckpt.convert.sources import Buffer, Source, from_file, matching
+from ckpt.saving.placement import Files
+from ckpt.storage.places import local_path
+from ckpt.storage.progress import Progress, no_progress
+from collectives.arrays.dtypes import DTYPES
+
+
+def import_file(
+    file: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    only: str | Sequence[str] | None = None,
+    prefix: str = "",
+    meta: Mapping[str, Any] | None = None,
+    files: Files = "one",
+    overwrite: bool = False,
+    progress: Progress = no_progress,
+) -> Path:
+    """Make the checkpoint `path` of the tensors of `file`, bit for bit, and return its absolute path.
+
+    Args:
+        file: `*.safetensors`; a folder with `model.safetensors` or `model.safetensors.index.json`, or such an index: read 32 MiB at a
+            time. Or torch's `*.pt`, `*.pth`, `*.bin`, `*.ckpt`, mapped and read by `torch.load(weights_only=True)`, which runs no
+            code of the file; dicts and lists in it become paths, "optimizer/state/0/exp_avg", and the numbers and texts among the
+            tensors become `meta["torch"]`, by their paths.
+        only: a pattern such as "blocks.*", or several, of the names in the file; None: all.
+        prefix: put before the names: "model/" makes "model/embed.weight" of "embed.weight".
+        meta: the checkpoint's, such as {"step": 100}.
+        files: how many data files, of about the same size: a number, or "one".
+        overwrite: replace a checkpoint of that name; what is none is never replaced.
+        progress: is told of each so many bytes more that were read from the file, or back from the checkpoint.
+
+    Expanded tensors of torch, which repeat their elements, are written out in full.
+
+    What was written is read back and compared with its checksums before the checkpoint exists. Raises ValueError if the file is
+    damaged, of another format, has no tensors, or holds what a checkpoint cannot; FileExistsError; OSError.
+    """
+    given = local_path(file, "file", "a file or a folder on a disk")
+    with ExitStack() as opened:
+        if given.suffix in torch_file.SUFFIXES and not given.is_dir():
+            sources, others = _from_torch(given, only, prefix)
+        else:
+            sources, others = _from_safetensors(given, only, prefix, opened), {}
+        if not sources:
+            raise ValueError(f"{file} holds no tensor: there is nothing to make a checkpoint of")
+        meta = ({"torch": others} if others else {}) | dict(meta or {})
+        return write_checkpoint(path, sources, files=files, meta=meta, overwrite=overwrite, progress=progress)
+
+
+def _from_torch(file: Path, only: str | Sequence[str] | None, prefix: str) -> tuple[list[Source], dict[str, Any]]:
+    tensors, others = torch_file.read(file)
+    buffer = Buffer()
+    names = sorted(matching(list(tensors), only))
+    return [torch_file.source_of(tensors[name], prefix + name, buffer) for name in names], others
+
+
+def _from_safetensors(path: Path, only: str | Sequence[str] | None, prefix: str, opened: ExitStack) -> list[Source]:
+    if not path.is_dir() and path.suffix not in (".safetensors", ".json"):
+        suffixes = ", ".join((".safetensors", ".json", *torch_file.SUFFIXES))
+        raise ValueError(f"{path} has the suffix {path.suffix!r}; expected one of {suffixes}, or a folder")
+    found: dict[str, tuple[str, safetensors.Place]] = {}
+    for file, wanted in safetensors.files_of(path):
+        places = safetensors.places(file)
+        safetensors.check_index(file, wanted, list(places))
+        found |= {name: (file, place) for name, place in places.items() if wanted is None or name in wanted}
+    buffer, fds, sources = Buffer(), {}, []
+    for name in sorted(matching(list(found), only)):
+        file, place = found[name]
+        dtype = safetensors.DTYPES.get(place.dtype)
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"{name} in {file} has dtype {place.dtype}; a checkpoint has one of {', '.join(DTYPES)} (only= leaves it out)"
+            )
+        if file not in fds:
+            fds[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            opened.callback(os.close, fds[file])
+        sources.append(from_file(fds[file], place.position, file, prefix + name, dtype, place.shape, buffer))
+    return sources

@@ -1,0 +1,90 @@
+"""Checkpoints made by one process of tensors that it never holds: what importing and resharding have in common."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt.check.verifying import verify
+from ckpt.commit.atomic import Stage, next_sequence
+from ckpt.convert.sources import Part, Source
+from ckpt.format.boxes import Box
+from ckpt.format.manifest import MAX_NDIM, CheckpointError, encode_meta, file_entry, name_error, nesting_error
+from ckpt.saving.describing import Contents, write_index, write_manifest
+from ckpt.saving.placement import Files, Item, cut_evenly, file_name, lay_out
+from ckpt.saving.save import checked_path, discarding
+from ckpt.saving.writer import Posix
+from ckpt.storage.local import check_free, flush
+from ckpt.storage.progress import Progress, no_progress
+from collectives.arrays.dtypes import DTYPES
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    sources: Sequence[Source],
+    *,
+    files: Files,
+    meta: Mapping[str, Any],
+    overwrite: bool,
+    sequence: int | None = None,
+    progress: Progress = no_progress,
+) -> Path:
+    """Write `sources` as the checkpoint `path`, read all of it back and compare it with its checksums, and only then let it be.
+
+    `files`: a number, or "one". `sequence`: its place in the order of its folder's checkpoints; None: it is the newest.
+    Returns the absolute path. ValueError for names or shapes that cannot be, FileExistsError, OSError, CheckpointError.
+    """
+    if files != "one" and (type(files) is not int or files < 1):
+        raise ValueError(f"files is {files!r}; expected 'one', or a number of at least 1")
+    _check(sources)
+    encode_meta(meta)
+    boxes = _cut(sources, 1 if files == "one" else int(files))
+    stage = Stage.open(checked_path(path), overwrite=overwrite)
+    with discarding(stage):
+        by_name = {source.name: source.watched(progress) for source in sources}
+        plans, reports = [], []
+        # Before a byte is written: a file of a few bytes may hold a tensor that repeats them to terabytes.
+        check_free(stage.path, sum(source.nbytes for source in sources))
+        for number, held in enumerate(boxes):
+            parts = [Part(by_name[name], box) for name, box in held.items()]
+            items = [Item(part.name, part.dtype, part.box.size) for part in parts]
+            plan = lay_out(file_name(files, number), {number: items})
+            driver = Posix(stage.path / plan.name, plan, number)
+            file = driver.prepare()
+            assert file is not None
+            reports.append((file_entry(file), driver.write(parts, file)))
+            flush(stage.path / plan.name)
+            plans.append(plan)
+        contents = Contents(sources, plans, boxes, dict(meta))
+        write_index(stage.path, contents, {source.name: _value(source) for source in sources if not source.shape})
+        order = next_sequence(stage.final.parent) if sequence is None else sequence
+        write_manifest(stage.path, contents, reports, sequence=order)
+        if damage := verify(stage.path, progress=progress):
+            raise CheckpointError(f"{stage.path} does not read back as it was written: {damage[0]}")
+        stage.publish(overwrite=overwrite, newest=sequence is None)
+    return stage.final
+
+
+def _check(sources: Sequence[Source]) -> None:
+    for source in sources:
+        if problem := name_error(source.name):
+            raise ValueError(problem)
+        if len(source.shape) > MAX_NDIM:
+            raise ValueError(
+                f"tensor {source.name!r} has {len(source.shape)} dimensions; HDF5 knows at most {MAX_NDIM}"
+            )
+    if problem := nesting_error(source.name for source in sources):
+        raise ValueError(problem)
+
+
+def _cut(sources: Sequence[Source], parts: int) -> list[dict[str, Box]]:
+    """What each file holds of which tensor, none of them nothing."""
+    cut = cut_evenly([(source.shape, DTYPES[source.dtype].itemsize) for source in sources], parts)
+    named = [{sources[index].name: box for index, box in part.items()} for part in cut]
+    return [part for part in named if part]
+
+
+def _value(source: Source) -> np.ndarray:
+    return np.frombuffer(bytes(source.read(0, 1)), DTYPES[source.dtype].numpy).reshape(())

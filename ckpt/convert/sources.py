@@ -1,0 +1,152 @@
+"""Tensors on their way from one file to another: a piece at a time, in flat order, so that memory stays bounded whatever their size."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from ckpt.format.boxes import Box, Shape, flat_index, rectangles
+from ckpt.format.manifest import Tensor, named, unmatched_error
+from ckpt.reading.reader import Reader
+from ckpt.storage.local import pread_into, pwrite_all
+from ckpt.storage.progress import Progress
+from collectives.arrays.dtypes import DTYPES
+
+PIECE_BYTES = 32 << 20  # in memory at a time; a multiple of what checksums and elements need
+
+Read = Callable[[int, int], memoryview]
+"""The bytes of elements `begin:end` of a tensor, in flat order: at most `PIECE_BYTES`, valid until the next call."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor that can be read in flat order. `read` raises CheckpointError or OSError that names the file."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    read: Read
+    axes: tuple[str | None, ...] | None = None
+
+    @property
+    def box(self) -> Box:
+        return Box.full(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def watched(self, progress: Progress) -> "Source":
+        """The same, and `progress` is told of what is read."""
+
+        def read(begin: int, end: int) -> memoryview:
+            piece = self.read(begin, end)
+            progress(len(piece))
+            return piece
+
+        return replace(self, read=read)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """All of it, `PIECE_BYTES` at a time. Each is valid until the next is asked for."""
+        return self.chunks(PIECE_BYTES)
+
+    def chunks(self, nbytes: int, begin: int = 0, end: int | None = None) -> Iterator[memoryview]:
+        """Elements `begin:end`, or all, in chunks of `nbytes`, a divisor of `PIECE_BYTES`, and the rest. Valid as `pieces` are."""
+        assert PIECE_BYTES % nbytes == 0
+        step = PIECE_BYTES // DTYPES[self.dtype].itemsize
+        end = prod(self.shape) if end is None else end
+        for first in range(begin, end, step):
+            piece = self.read(first, min(first + step, end))
+            for at in range(0, len(piece), nbytes):
+                yield piece[at : at + nbytes]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a source that is one run of it in flat order: whole rows."""
+
+    source: Source
+    box: Box
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    def chunks(self, nbytes: int) -> Iterator[memoryview]:
+        """As those of the source."""
+        begin = flat_index(self.box.offset, self.source.shape)
+        return self.source.chunks(nbytes, begin, begin + self.box.size)
+
+
+class Buffer:
+    """Memory for one piece, which all sources of a copy share."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def __call__(self, nbytes: int) -> np.ndarray:
+        """The first `nbytes` of it."""
+        if self._bytes.size < nbytes:
+            self._bytes = np.empty(0, np.uint8)  # give the old one back first
+            self._bytes = np.empty(nbytes, np.uint8)
+        return self._bytes[:nbytes]
+
+
+def from_checkpoint(reader: Reader, tensor: Tensor, name: str, buffer: Buffer) -> Source:
+    """A stored tensor, called `name`, whatever blocks it lies in."""
+    kind = DTYPES[tensor.dtype].numpy
+
+    def read(begin: int, end: int) -> memoryview:
+        flat = buffer((end - begin) * kind.itemsize)
+        elements, at = flat.view(kind), 0
+        for box in rectangles(tensor.shape, begin, end):
+            reader.fill(elements[at : at + box.size].reshape(box.shape), tensor, box)
+            at += box.size
+        return flat.data
+
+    return Source(name, tensor.dtype, tensor.shape, read, tensor.axes)
+
+
+def from_file(fd: int, position: int, path: str, name: str, dtype: str, shape: Shape, buffer: Buffer) -> Source:
+    """A tensor whose bytes lie in flat order in the open file `fd`, called `path`, from byte `position` on."""
+    itemsize = DTYPES[dtype].itemsize
+
+    def read(begin: int, end: int) -> memoryview:
+        memory = buffer((end - begin) * itemsize).data
+        pread_into(fd, memory, position + begin * itemsize, path)
+        return memory
+
+    return Source(name, dtype, shape, read)
+
+
+def from_array(array: np.ndarray, name: str, dtype: str, buffer: Buffer) -> Source:
+    """An array in memory or mapped from a file, strided in any way."""
+
+    def read(begin: int, end: int) -> memoryview:
+        flat = buffer((end - begin) * array.itemsize)
+        elements, at = flat.view(array.dtype), 0
+        for box in rectangles(array.shape, begin, end):
+            elements[at : at + box.size].reshape(box.shape)[...] = array[box.slices]
+            at += box.size
+        return flat.data
+
+    return Source(name, dtype, array.shape, read)
+
+
+def matching(names: Sequence[str], only: str | Sequence[str] | None) -> list[str]:
+    """Those of `names` that the pattern `only`, or one of several, matches; ValueError if one matches none. None: all."""
+    if problem := unmatched_error(names, only):
+        raise ValueError(problem)
+    return named(names, only)
+
+
+def write_all(fd: int, source: Source, position: int) -> None:
+    """Write a source to an open file, from byte `position` on."""
+    for piece in source.pieces():
+        pwrite_all(fd, piece, position)
+        position += len(piece)

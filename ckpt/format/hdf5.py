@@ -1,0 +1,204 @@
+"""The HDF5 of a checkpoint: the datasets of its data files, and the index for everybody else.
+
+h5py's low-level interface, because it is some times faster than the other for thousands of small objects.
+"""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import h5py
+import msgspec
+import numpy as np
+import xxhash
+
+from ckpt.format.boxes import Shape
+from ckpt.format.manifest import FORMAT, Manifest, Tensor, encode_meta, version_of
+from ckpt.saving.placement import PAGE_BYTES
+from ckpt.storage.local import naming
+from collectives.arrays.dtypes import DTYPES
+
+INDEX_NAME = "index.h5"
+MAX_ATTRIBUTE_BYTES = 60_000  # HDF5 keeps an attribute in its object's header, of at most 64 KiB
+_SCALAR = h5py.h5s.create(h5py.h5s.SCALAR)
+_KEPT_BYTES = 64 << 20
+_kept: dict[bytes, bytes] = {}  # the last images of indices, the last used at the end
+_keeping = threading.Lock()  # a save in the background may meet a `reshard`
+
+
+@contextmanager
+def new_data_file(path: Path, elements: Mapping[str, int], mpi: Any = None) -> Iterator[dict[str, h5py.h5d.DatasetID]]:
+    """A new HDF5 file with a 1-D dataset for each dtype in `elements` (its length, above 0), open until the block ends.
+
+    Contiguous, allocated early and never filled: their place is fixed, and the file is a valid one before its bytes are there.
+    `mpi`: mpi4py's communicator of the ranks that open it together, by parallel HDF5. The file's bytes are the same either way.
+    """
+    plist = dataset_properties()
+    plist.set_layout(h5py.h5d.CONTIGUOUS)
+    plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_alignment(PAGE_BYTES, PAGE_BYTES)
+    if mpi is None:
+        # Nobody else sees a staged file, and locks fail on some Lustre and NFS mounts.
+        access.set_file_locking(False, True)
+    else:
+        access.set_fapl_mpio(mpi, mpi.Get_info())
+    # The default bounds of the file's version: "latest" of HDF5 2 cannot be read by HDF5 1.10 (Debian 12).
+    with naming(path), h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_EXCL, fapl=access)) as file:
+        datasets = {}
+        for dtype in sorted(elements):
+            space = h5py.h5s.create_simple((elements[dtype],))
+            datasets[dtype] = h5py.h5d.create(file.id, dtype.encode(), h5_type(dtype), space, plist)
+            mark_dtype(datasets[dtype], dtype)
+        yield datasets
+        del datasets
+
+
+def index_image(manifest: Manifest, scalars: Mapping[str, np.ndarray]) -> bytes:
+    """The bytes of `index.h5`: every tensor in its full shape, under its name, as a virtual dataset of the rank files' ranges.
+
+    `scalars`: the values of the 0-D tensors, which HDF5 cannot make virtual. What a missing rank file held reads as NaN.
+    The file is made in memory, which spares the file system thousands of small writes.
+    """
+    with h5py.File(h5py.h5f.open_file_image(_kept_frame(manifest), h5py.h5f.FILE_IMAGE_OPEN_RW)) as file:
+        meta = encode_meta(manifest.meta)
+        if len(meta) <= MAX_ATTRIBUTE_BYTES:
+            file.attrs["meta"] = meta
+        for name, value in scalars.items():
+            # The memory's type is named as the file's, so that the bits of a bf16 go in as they are.
+            kind = h5_type(manifest.tensors[name].dtype)
+            h5py.h5d.open(file.id, name.encode()).write(_SCALAR, _SCALAR, value, kind)
+        file.flush()
+        return file.id.get_file_image()
+
+
+def _kept_frame(manifest: Manifest) -> bytes:
+    """The index but for what changes from save to save: `meta` and the values of scalars.
+
+    A training saves the same tensors again and again, and HDF5 needs 0.25 to 0.3 ms for each: so the last ones are kept.
+    """
+    lengths = [(file.name, {dtype: d.elements for dtype, d in file.datasets.items()}) for file in manifest.files]
+    tensors = list(manifest.tensors.values())
+    key = xxhash.xxh3_128_digest(msgspec.msgpack.encode((lengths, tensors)))
+    with _keeping:
+        frame = _kept.pop(key, None) or _make_frame(lengths, tensors)
+        _kept[key] = frame
+        while len(_kept) > 1 and sum(map(len, _kept.values())) > _KEPT_BYTES:
+            del _kept[next(iter(_kept))]
+    return frame
+
+
+def _make_frame(lengths: Sequence[tuple[str, Mapping[str, int]]], tensors: Sequence[Tensor]) -> bytes:
+    """`lengths`: of each data file its name, and the elements of its datasets."""
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fapl_core(1 << 20, False)
+    with h5py.File(h5py.h5f.create(INDEX_NAME.encode(), fapl=access)) as file:
+        file.attrs["format"], file.attrs["version"] = FORMAT, version_of(tensors)
+        # HDF5 makes the groups on the way: their names are the parts of the tensor's.
+        links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+        links.set_create_intermediate_group(True)
+        links.set_char_encoding(h5py.h5t.CSET_UTF8)
+        sources = [
+            (name.encode(), {dtype: h5py.h5s.create_simple((count,)) for dtype, count in datasets.items()})
+            for name, datasets in lengths
+        ]
+        names = [name for name, _ in lengths]
+        # Each object costs h5py some microseconds, so they are used again where they can be.
+        spaces: dict[Shape, h5py.h5s.SpaceID] = {(): _SCALAR}
+        for tensor in tensors:
+            plist = dataset_properties()
+            space = spaces.get(tensor.shape)
+            if space is None:
+                space = spaces[tensor.shape] = h5py.h5s.create_simple(tensor.shape)
+            if tensor.shape and tensor.blocks:
+                _map_blocks(plist, tensor, space, sources)
+            if not tensor.shape:
+                plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            dataset = h5py.h5d.create(file.id, tensor.name.encode(), h5_type(tensor.dtype), space, plist, lcpl=links)
+            mark_dtype(dataset, tensor.dtype)
+            _mark_placement(dataset, tensor, names)
+        file.flush()
+        return file.id.get_file_image()
+
+
+def dataset_properties() -> h5py.h5p.PropDCID:
+    """What all datasets have in common."""
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_obj_track_times(False)  # the same tensors make the same bytes
+    return plist
+
+
+def _map_blocks(plist: h5py.h5p.PropDCID, tensor: Tensor, target: h5py.h5s.SpaceID, sources: list) -> None:
+    if (nan := _nan(tensor.dtype)) is not None:
+        plist.set_fill_value(nan)
+    for block in tensor.blocks:
+        name, spaces = sources[block.file]
+        source = spaces[tensor.dtype]
+        source.select_hyperslab((block.start,), (1,), block=(block.box.size,))
+        target.select_hyperslab(block.box.offset, (1,) * len(tensor.shape), block=block.box.shape)
+        plist.set_virtual(target, name, b"/" + tensor.dtype.encode(), source)
+    target.select_all()
+
+
+@cache
+def _text_type(length: int) -> h5py.h5t.TypeID:
+    kind = h5py.h5t.C_S1.copy()
+    kind.set_size(length)
+    return kind
+
+
+@cache
+def _nan(dtype: str) -> np.ndarray | None:
+    """What fills the place of values that are missing, as HDF5 takes it; None for integers and truth values."""
+    row = DTYPES[dtype]
+    if row.kind not in ("float", "complex"):
+        return None
+    if _is_float8(dtype):
+        return np.array(np.nan, row.numpy).view(np.uint8)
+    return np.array(np.nan, np.float32 if row.kind == "float" else row.numpy)  # HDF5 converts between floats
+
+
+def _is_float8(dtype: str) -> bool:
+    return dtype.startswith("float8")
+
+
+@cache
+def h5_type(dtype: str) -> h5py.h5t.TypeID:
+    """The type in the file.
+
+    bf16 is an HDF5 float of 1 + 8 + 7 bits, which h5py reads as float32 and h5dump prints as numbers. Complex numbers are h5py's
+    compound of r and i. The kinds of float8 are bytes: HDF5 has no float whose largest exponent is one of numbers, as most have.
+    """
+    if _is_float8(dtype):
+        return h5py.h5t.STD_U8LE
+    if dtype != "bfloat16":
+        return h5py.h5t.py_create(DTYPES[dtype].numpy, logical=True)
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_size(2)
+    kind.set_precision(16)
+    kind.set_ebias(127)
+    return kind
+
+
+def mark_dtype(dataset: h5py.h5d.DatasetID, dtype: str) -> None:
+    """Name the dtype that h5py has no word for."""
+    if dtype == "bfloat16" or _is_float8(dtype):
+        h5py.Dataset(dataset).attrs["dtype"] = dtype
+
+
+def _mark_placement(dataset: h5py.h5d.DatasetID, tensor: Tensor, files: Sequence[str]) -> None:
+    """Who looks at the index sees in which files the parts of a tensor lie, and along which mesh axes it was cut."""
+    attributes = {"placement": "; ".join(f"{files[b.file]} {b.box}" for b in tensor.blocks)}
+    if tensor.axes is not None:
+        attributes["axes"] = ", ".join(axis or "-" for axis in tensor.axes)
+    for key, text in attributes.items():
+        value = text.encode()
+        if 0 < len(value) <= MAX_ATTRIBUTE_BYTES:
+            kind = _text_type(len(value))
+            h5py.h5a.create(dataset, key.encode(), kind, _SCALAR).write(np.array(value), mtype=kind)

@@ -1,0 +1,297 @@
+"""The manifest: what a checkpoint holds and where each byte of it lies.
+
+`manifest.jsonl` is one JSON object a line. Line 1, the header: format, version, files with their sizes and datasets. Line 2:
+the user's `meta`. Then one line a tensor, in the order of the names. The last line is the XXH3-64 of all bytes before it, so a
+cut or altered manifest is always noticed, and listing a folder needs no parsing beyond the header.
+
+[Note: every byte] Of a data file, the bytes of blocks have checksums chunk by chunk, those outside the datasets one together; what lies
+between the blocks of a dataset is zero. The index is all "outside". So no bit of a checkpoint can turn unnoticed; `verify`
+looks at all.
+
+Here: what it says, how it is written, and which names tensors may have. Reading one is validation.py's work.
+"""
+
+import difflib
+import json
+import math
+import re
+import reprlib
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import translate
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import xxhash
+
+from ckpt.format.boxes import Box, Shape
+from collectives.arrays.dtypes import DTYPES, MOVED
+
+FORMAT = "mpitrain-ckpt"
+# Raise it when an older reader would misread; readers keep reading every older version and refuse newer ones. A checkpoint without
+# complex and float8 tensors, which came with version 3, is written as one of version 2.
+VERSION = 3
+FILE_NAME = "manifest.jsonl"
+CHUNK_BYTES = 4 << 20  # a checksum each; what verifying one block of any size needs as memory
+MAX_NDIM = 32  # HDF5's limit
+# What a reader needs for a manifest is some five times its bytes, and for one line of it less than 64 MiB, whatever is in it. A line
+# has room for tensors of 30,000 blocks or 2 TiB, and for 40,000 files.
+MAX_BYTES = 1 << 30
+MAX_LINE_BYTES = 8 << 20
+MAX_LINE_VALUES = 1 << 19
+MAX_NAME = 1024
+# Python reads no JSON deeper than its stack has room for, 1000 calls, of which a caller has used some.
+MAX_META_DEPTH = 400
+_NO_NAMES = {"", ".", ".."}
+
+_JSON = json.JSONEncoder(separators=(",", ":"))  # once: thousands of lines go through it
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged, of another format, or does not fit what was asked of it."""
+
+
+class OutOfReachError(CheckpointError):
+    """A checkpoint that cannot be used here and may well be whole: of a newer format, of another program, or without permission."""
+
+
+class Dataset(NamedTuple):
+    """A 1-D dataset of a rank's file: its first byte in the file, and its length in elements."""
+
+    offset_bytes: int
+    elements: int
+
+
+def checksum(data: memoryview | bytes) -> str:
+    """XXH3-64, as all checksums here are written: `DIGITS` hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file of the checkpoint, with its contiguous datasets by the name of their dtype.
+
+    `rest`: the checksum of all its bytes outside the datasets, end to end: HDF5's own. None in checkpoints of version 1.
+    """
+
+    name: str
+    nbytes: int
+    datasets: Mapping[str, Dataset]
+    rest: str | None = None
+
+
+class Block(NamedTuple):
+    """A box of a tensor as it lies in a file: from element `start` of the dataset named like the tensor's dtype.
+
+    `file`: index into the manifest's files. `checksums`: that of each `chunk_bytes` of the block, one behind the other.
+    """
+
+    file: int
+    start: int
+    box: Box
+    checksums: str
+
+    def checksum(self, i: int) -> str:
+        """That of chunk `i`."""
+        return self.checksums[i * DIGITS : (i + 1) * DIGITS]
+
+
+class Tensor(NamedTuple):
+    """A tensor: its name, dtype's name, full shape, and the blocks that cover it exactly.
+
+    `axes`: for each dimension the mesh axis that it was cut along, or None; None if nobody said so.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    blocks: tuple[Block, ...]
+    axes: tuple[str | None, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known about a checkpoint. `sequence` counts the checkpoints of a folder and orders them, whatever the clocks say."""
+
+    files: tuple[File, ...]
+    tensors: Mapping[str, Tensor]
+    meta: dict[str, Any] = field(default_factory=dict)
+    sequence: int = 0
+    saved: float = 0.0
+    chunk_bytes: int = CHUNK_BYTES
+
+
+def encode_meta(meta: Mapping[str, Any]) -> str:
+    """`meta` as one line of JSON. TypeError if it is no JSON-like value: a key that is no string would come back as one.
+
+    ValueError if it is nested too deeply, as what holds itself is, or if a manifest has no room for it, see `line_error`.
+    """
+
+    def check(value: Any, where: str, depth: int = 0) -> None:
+        if depth > MAX_META_DEPTH:
+            raise ValueError(f"{where[:60]}... is nested more than {MAX_META_DEPTH} deep, or holds itself")
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                if not isinstance(key, str):
+                    raise TypeError(f"{where} has the key {key!r}; JSON knows only strings as keys")
+                check(item, f"{where}[{key!r}]", depth + 1)
+        elif isinstance(value, list | tuple):
+            for i, item in enumerate(value):
+                check(item, f"{where}[{i}]", depth + 1)
+        elif not (value is None or isinstance(value, str | int | float)):
+            raise TypeError(
+                f"{where} is a {type(value).__name__}; expected str, int, float, bool, None, or lists and dicts of them"
+            )
+
+    if not isinstance(meta, Mapping):
+        raise TypeError(f"meta is a {type(meta).__name__}; expected a dict")
+    check(meta, "meta")
+    line = _JSON.encode(meta)
+    if problem := line_error(line.encode()):
+        raise ValueError(f"meta {problem}; save what is large as tensors")
+    return line
+
+
+def line_error(line: bytes) -> str | None:
+    """Why no manifest can have this line, or None: Python's values need up to 30 times the memory of their text."""
+    if len(line) <= MAX_LINE_VALUES:  # a value takes a byte at least
+        return None
+    if len(line) > MAX_LINE_BYTES:
+        return f"is a line of {len(line)} bytes or more; expected at most {MAX_LINE_BYTES}"
+    values = sum(map(line.count, (b"[", b"{", b",", b":")))
+    return f"is a line of {values} values; expected at most {MAX_LINE_VALUES}" if values > MAX_LINE_VALUES else None
+
+
+def version_of(tensors: Iterable[Tensor]) -> int:
+    """The oldest version that has all these tensors."""
+    return VERSION if any(tensor.dtype in MOVED for tensor in tensors) else 2
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as the bytes of its file. ValueError if it is larger than a reader would take."""
+    header = {
+        "format": FORMAT,
+        "version": version_of(manifest.tensors.values()),
+        "byteorder": sys.byteorder,
+        "sequence": manifest.sequence,
+        "saved": manifest.saved,
+        "chunk_bytes": manifest.chunk_bytes,
+        "tensors": len(manifest.tensors),
+        "files": [file_entry(file) for file in manifest.files],
+    }
+    lines = [_JSON.encode(header), encode_meta(manifest.meta)]
+    for name in sorted(manifest.tensors):
+        tensor = manifest.tensors[name]
+        blocks = [
+            {
+                "file": block.file,
+                "start": block.start,
+                "offset": block.box.offset,
+                "shape": block.box.shape,
+                "xxh3": block.checksums,
+            }
+            for block in tensor.blocks
+        ]
+        axes = {} if tensor.axes is None else {"axes": tensor.axes}
+        line = {"name": name, "dtype": tensor.dtype, "shape": tensor.shape, **axes, "blocks": blocks}
+        lines.append(_JSON.encode(line))
+    for text in lines:
+        if problem := line_error(text.encode()):
+            raise ValueError(f"{text[:80]!r} ... {problem}; save in fewer and larger pieces")
+    body = ("\n".join(lines) + "\n").encode()
+    if len(body) > MAX_BYTES - 64:
+        raise ValueError(f"the manifest would have {len(body)} bytes, expected at most {MAX_BYTES}: save fewer blocks")
+    return body + last_line(body)
+
+
+def last_line(body: bytes | memoryview) -> bytes:
+    """The line that ends a manifest of these bytes."""
+    return f'{{"xxh3":"{checksum(body)}"}}\n'.encode()
+
+
+def file_entry(file: File) -> dict[str, Any]:
+    """A file as the manifest's header names it."""
+    rest = {} if file.rest is None else {"rest": file.rest}
+    datasets = {dtype: list(place) for dtype, place in file.datasets.items()}
+    return {"name": file.name, "bytes": file.nbytes, "datasets": datasets, **rest}
+
+
+def name_error(name: object) -> str | None:
+    """Why `name` cannot name a tensor, or None. Names are paths of HDF5 groups, which "/" separates."""
+    if not isinstance(name, str):
+        return f"the name {name!r:.60} is no string"
+    if len(name) > MAX_NAME:
+        return f"the name {name[:60]!r}... has {len(name)} characters; expected at most {MAX_NAME}"
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return f"the name {name!a} is no valid Unicode"
+    # What is not printable could also play tricks on the terminal that lists it.
+    if not name.isprintable() or not _NO_NAMES.isdisjoint(name.split("/")):
+        return f"the name {name!r} is no path of groups: it has an empty part, '.', '..' or a control character"
+    return None
+
+
+def axes_error(axes: object, ndim: int) -> str | None:
+    """Why `axes` cannot say along which mesh axis each of `ndim` dimensions is cut, or None."""
+    fits = isinstance(axes, list | tuple) and len(axes) == ndim
+    if fits and all(axis is None or (isinstance(axis, str) and axis.isprintable()) for axis in axes):  # type: ignore[attr-defined]
+        return None
+    return f"axes is {reprlib.repr(axes)}; expected {ndim} names of mesh axes, None where a dimension is whole"
+
+
+def patterns_of(only: str | Sequence[str]) -> tuple[str, ...]:
+    """The pattern `only`, or the several it is. TypeError or ValueError if it is none: no pattern would match nothing."""
+    patterns = (only,) if isinstance(only, str) else only
+    if not isinstance(patterns, Collection) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"only is {reprlib.repr(only)}; expected a pattern such as 'model/*', or a list of them")
+    if not patterns:
+        raise ValueError("only is empty; expected at least one pattern such as 'model/*', or None for all")
+    return tuple(patterns)
+
+
+def named(names: Iterable[str], only: str | Sequence[str] | None) -> list[str]:
+    """Those of `names` that the pattern `only`, such as "model/*", or one of several matches; all of them for None.
+
+    A name matches itself, whatever signs of patterns are in it. Raises as `patterns_of`.
+    """
+    if only is None:
+        return list(names)
+    patterns = set(patterns_of(only))
+    match = _matcher(patterns)
+    return [name for name in names if name in patterns or match(name)]
+
+
+def unmatched_error(names: Sequence[str], only: str | Sequence[str] | None) -> str | None:
+    """Why one of the patterns `only` must be a slip of the pen, or None: it matches none of `names`."""
+    there = set(names)
+    for pattern in () if only is None else patterns_of(only):
+        if pattern not in there and not any(map(_matcher({pattern}), names)):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+            some = ", ".join(map(repr, near or names[:3])) or "none"
+            hint = f"nearest: {some}" if near else f"there are {some}, {len(names)} in all"
+            return f"no tensor's name matches {pattern!r}; {hint}"
+    return None
+
+
+def _matcher(patterns: Collection[str]) -> Callable[[str], object]:
+    """Whether a name matches one of them, itself aside. Patterns may be thousands of names, which cost nothing here."""
+    signs = [translate(pattern) for pattern in patterns if not {"*", "?", "["}.isdisjoint(pattern)]
+    return re.compile("|".join(signs)).match if signs else lambda name: None
+
+
+def nesting_error(names: Iterable[str]) -> str | None:
+    """Why `names` cannot stand side by side, or None: a name cannot be both a tensor and a group of tensors."""
+    # In the order of their parts, what is in a group follows it at once.
+    for name, following in pairwise(sorted(names, key=lambda name: name.replace("/", "\0"))):
+        if following.startswith(name + "/"):
+            return f"the name {name!r} is a tensor and also the group of {following!r}"
+    return None

@@ -1,0 +1,305 @@
+"""What a checkpoint on disk claims is believed only after it was checked here: it may be damaged, or made to harm.
+
+Nothing read runs as code, files are plain names, every byte range lies inside its file, no tensor is larger than the files that
+hold it, and the work and memory that any of this takes grow with the bytes of the manifest alone. How the files themselves are
+reached is access.py's part.
+"""
+
+import io
+import json
+import math
+import reprlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import islice, pairwise
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from ckpt.format.boxes import Box, cover_error
+from ckpt.format.manifest import (
+    DIGITS,
+    FILE_NAME,
+    FORMAT,
+    MAX_NDIM,
+    VERSION,
+    Block,
+    CheckpointError,
+    Dataset,
+    File,
+    Manifest,
+    OutOfReachError,
+    Tensor,
+    axes_error,
+    last_line,
+    line_error,
+    name_error,
+    nesting_error,
+)
+from collectives.arrays.dtypes import DTYPES
+
+_MAX_SIZE = 1 << 62
+_MAX_CHUNK_BYTES = 16 << 20  # what reading any part of a chunk may need as memory
+_MAX_REST_BYTES = 64 << 20
+_MAX_GAP_BYTES = 1 << 20  # between blocks; it is a page at most, with room for the stripes of a file system
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_SIZE)]
+_Sizes = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_NDIM)]
+
+
+class Header(NamedTuple):
+    """The first line of a manifest: enough to list a folder."""
+
+    sequence: int
+    saved: float
+    chunk_bytes: int
+    num_tensors: int
+    files: tuple[File, ...]
+
+
+def decode(data: bytes) -> Manifest:
+    """The manifest in `data`, every claim of it checked. CheckpointError if it is damaged, inconsistent or newer than this reader."""
+    header = verified_header(data)
+    # One line at a time: so none but this one is in memory twice.
+    lines = islice(io.BytesIO(data), 1, 2 + header.num_tensors)
+    meta = _object(next(lines))
+    tensors: dict[str, Tensor] = {}
+    for line in lines:
+        tensor = _tensor(line, header)
+        if tensor.name in tensors:
+            raise refused(f"tensor {tensor.name!r} appears twice")
+        tensors[tensor.name] = tensor
+    if problem := nesting_error(tensors):
+        raise refused(problem)
+    _check_no_sharing(header.files, tensors.values())
+    _check_rest(header.files, len(data))
+    return Manifest(header.files, tensors, meta, header.sequence, header.saved, header.chunk_bytes)
+
+
+def verified_header(data: bytes) -> Header:
+    """The first line of the manifest `data`, whose last is the checksum of all others; CheckpointError if it does not match."""
+    lines = data.count(b"\n")
+    if lines < 3 or not data.endswith(b"\n"):
+        raise refused("it is cut off")
+    # A newer format may end otherwise: say "newer" rather than "damaged" where the header still can be read.
+    header = decode_header(data[: data.index(b"\n")])
+    body = data.rindex(b"\n", 0, -1) + 1
+    if data[body:] != last_line(memoryview(data)[:body]):
+        raise refused("its checksum does not match: it is cut off or altered")
+    if lines != 3 + header.num_tensors:
+        raise refused(f"it has {lines - 3} tensors, its header says {header.num_tensors}")
+    return header
+
+
+def decode_header(line: bytes) -> Header:
+    """The checked first line of a manifest."""
+    header = _object(line)
+    if header.get("format") != FORMAT:
+        problem = f"its format is {reprlib.repr(header.get('format'))}, expected {FORMAT!r}"
+        raise out_of_reach(problem) if isinstance(header.get("format"), str) else refused(problem)
+    version = _int(header, "version", 1)
+    if version > VERSION:
+        raise out_of_reach(
+            f"it is of format version {version}, and this program reads up to {VERSION}: update mpitrain"
+        )
+    if header.get("byteorder") != sys.byteorder:
+        raise out_of_reach(
+            f"it was written in byte order {reprlib.repr(header.get('byteorder'))}, this machine's is {sys.byteorder!r}"
+        )
+    saved = header.get("saved")
+    if isinstance(saved, bool) or not isinstance(saved, int | float) or not abs(saved) < 1e300:
+        raise refused("its time is no number")
+    chunk_bytes = _int(header, "chunk_bytes", 64, _MAX_CHUNK_BYTES)
+    if chunk_bytes % 64:
+        raise refused(f"chunk_bytes {chunk_bytes} is no multiple of 64")
+    files = tuple(file_of(entry, version) for entry in _list(header, "files"))
+    if len({f.name for f in files}) < len(files):
+        raise refused("it names a file twice")
+    return Header(_int(header, "sequence"), float(saved), chunk_bytes, _int(header, "tensors"), files)
+
+
+def refused(problem: str) -> CheckpointError:
+    """The error for a manifest with that problem."""
+    return CheckpointError(f"the manifest cannot be used: {problem}")
+
+
+def out_of_reach(problem: str) -> OutOfReachError:
+    """The error for a manifest with that problem, which need be no damage."""
+    return OutOfReachError(f"the manifest cannot be used: {problem}")
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    if problem := line_error(line):
+        raise out_of_reach(f"it {problem}")
+    try:
+        value = _JSON.decode(line.decode("ascii"))
+    except (ValueError, RecursionError) as error:
+        raise refused(f"a line is no JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise refused("a line is no JSON object")
+    return value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Of two values some programs take the first, some the last.
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key appears twice")
+    return found
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_distinct)
+
+
+def _int(entry: Mapping[str, Any], key: str, low: int = 0, high: int = _MAX_SIZE) -> int:
+    value = entry.get(key)
+    if type(value) is not int or not low <= value <= high:
+        raise refused(f"{key} is {reprlib.repr(value)}, expected an integer from {low} to {high}")
+    return value
+
+
+def _list(entry: Mapping[str, Any], key: str) -> list[Any]:
+    value = entry.get(key)
+    if not isinstance(value, list):
+        raise refused(f"{key} is {reprlib.repr(value)}, expected a list")
+    return value
+
+
+def _are_sizes(values: list[Any]) -> bool:
+    return all(type(n) is int and 0 <= n <= _MAX_SIZE for n in values)
+
+
+def file_of(entry: Any, version: int = VERSION) -> File:
+    """The checked entry of a file in a manifest's header."""
+    name = entry.get("name") if isinstance(entry, dict) else None
+    if (
+        not isinstance(name, str)
+        or not name.isprintable()
+        or name in ("", ".", "..", FILE_NAME)
+        or "/" in name
+        or "\\" in name
+    ):
+        raise refused(f"the file name {reprlib.repr(name)} is no plain name inside the checkpoint")
+    nbytes = _int(entry, "bytes")
+    listed = entry.get("datasets")
+    if not isinstance(listed, dict):
+        raise refused(f"file {name}: datasets is no JSON object")
+    datasets = {}
+    for dtype, value in listed.items():
+        if dtype not in DTYPES:
+            raise refused(f"file {name}: dtype {reprlib.repr(dtype)} is unknown")
+        if not isinstance(value, list) or len(value) != 2 or not _are_sizes(value):
+            raise refused(f"file {name}: dataset {dtype} is {reprlib.repr(value)}, expected an offset and a length")
+        datasets[dtype] = Dataset(*value)
+    end = 0
+    for dtype, (offset, elements) in sorted(datasets.items(), key=lambda item: item[1]):
+        if offset < end:
+            raise refused(f"file {name}: dataset {dtype} overlaps another")
+        end = offset + elements * DTYPES[dtype].itemsize
+    if end > nbytes:
+        raise refused(f"file {name}: its datasets end at byte {end}, beyond its {nbytes} bytes")
+    if version == 1:
+        return File(name, nbytes, datasets)
+    rest = entry.get("rest")
+    if not isinstance(rest, str) or not _are_checksums(rest, 1):
+        raise refused(f"file {name}: rest is {reprlib.repr(rest)}, expected a checksum of {DIGITS} digits")
+    return File(name, nbytes, datasets, rest)
+
+
+class _BlockLine(msgspec.Struct, gc=False):
+    file: _Size
+    start: _Size
+    offset: _Sizes
+    shape: _Sizes
+    xxh3: str
+
+
+class _TensorLine(msgspec.Struct, gc=False):
+    """A tensor as its line names it. What else a line may hold is passed over without memory, and of two equal keys the last counts."""
+
+    name: str
+    dtype: str
+    shape: _Sizes
+    blocks: list[_BlockLine]
+    axes: list[str | None] | None = None
+
+
+_TENSOR = msgspec.json.Decoder(_TensorLine)
+
+
+def _tensor(line: bytes, header: Header) -> Tensor:
+    if problem := line_error(line):
+        raise out_of_reach(f"it {problem}")
+    try:
+        entry = _TENSOR.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise refused(f"the line of a tensor, {line[:60]!r}...: {error}") from None
+    name, dtype, shape = entry.name, entry.dtype, entry.shape
+    if problem := name_error(name):
+        raise refused(problem)
+    if dtype not in DTYPES:
+        raise refused(f"tensor {name!r}: dtype {reprlib.repr(dtype)} is unknown")
+    itemsize = DTYPES[dtype].itemsize
+    # NumPy has no larger ones, not even empty ones, which no block bounds.
+    if 0 in shape and math.prod([n or 1 for n in shape]) * itemsize > _MAX_SIZE:
+        raise refused(f"tensor {name!r}: no array can have the shape {shape}")
+    blocks = tuple([_block(name, dtype, itemsize, block, header) for block in entry.blocks])
+    # An exact cover by blocks that share no bytes: so no tensor is larger than the files that hold it.
+    problem = cover_error(shape, [b.box for b in blocks], lambda i: header.files[blocks[i].file].name)
+    if problem:
+        raise refused(f"tensor {name!r}: {problem}")
+    if entry.axes is not None and (problem := axes_error(entry.axes, len(shape))):
+        raise refused(f"tensor {name!r}: {problem}")
+    return Tensor(name, dtype, shape, blocks, None if entry.axes is None else tuple(entry.axes))
+
+
+def _block(name: str, dtype: str, itemsize: int, entry: _BlockLine, header: Header) -> Block:
+    """Whether it lies inside its tensor, `cover_error` will say."""
+    size = math.prod(entry.shape)
+    file = header.files[entry.file] if entry.file < len(header.files) else None
+    dataset = file.datasets.get(dtype) if file is not None else None
+    if not size:
+        problem = "is empty"
+    elif file is None:
+        problem = f"is in file {entry.file} of {len(header.files)}"
+    elif dataset is None or entry.start + size > dataset.elements:
+        problem = f"lies beyond its dataset in {file.name}"
+    elif not _are_checksums(entry.xxh3, -(-size * itemsize // header.chunk_bytes)):
+        problem = "has checksums of the wrong number or length, or what is no checksum"
+    else:
+        return Block(entry.file, entry.start, Box(entry.offset, entry.shape), entry.xxh3)
+    raise refused(f"tensor {name!r}: a block of {entry.shape} at {entry.offset} {problem}")
+
+
+def _are_checksums(digits: str, count: int) -> bool:
+    """Whether they are so many."""
+    try:
+        int(digits, 16)
+    except ValueError:
+        return False
+    return len(digits) == DIGITS * count
+
+
+def _check_no_sharing(files: tuple[File, ...], tensors: Iterable[Tensor]) -> None:
+    ranges: dict[tuple[int, str], list[tuple[int, int, str]]] = defaultdict(list)
+    for name, dtype, _, blocks, _ in tensors:
+        for file, start, box, _ in blocks:
+            ranges[file, dtype].append((start, start + box.size, name))
+    for (file, dtype), in_order in ranges.items():
+        in_order.sort()
+        # Who verifies all bytes of a sparse file would be busy for years.
+        gaps = files[file].datasets[dtype].elements - sum(end - start for start, end, _ in in_order)
+        if gaps * DTYPES[dtype].itemsize > _MAX_GAP_BYTES * (1 + len(in_order)):
+            raise refused(f"dataset {dtype} of {files[file].name} has {gaps} elements that belong to no tensor")
+        for (_, end, name), (start, _, other) in pairwise(in_order):
+            if start < end:
+                raise refused(f"tensors {name!r} and {other!r} share bytes of {files[file].name}")
+
+
+def _check_rest(files: tuple[File, ...], manifest_bytes: int) -> None:
+    """HDF5's own bytes grow with the numbers of tensors and blocks, as the manifest does."""
+    for file in files:
+        rest = file.nbytes - sum(d.elements * DTYPES[dtype].itemsize for dtype, d in file.datasets.items())
+        if rest > _MAX_REST_BYTES + 1000 * manifest_bytes:
+            raise refused(f"file {file.name} has {rest} bytes outside its datasets")

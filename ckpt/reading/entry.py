@@ -1,0 +1,129 @@
+"""One tensor of a checkpoint, of which what an index asks for is read."""
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ckpt.convert.sources import PIECE_BYTES
+from ckpt.format.boxes import Box, Shape
+from ckpt.format.manifest import CheckpointError, Manifest, Tensor
+from ckpt.reading.indexing import Index, select
+from ckpt.reading.reader import Reader
+from ckpt.storage.places import Place
+from collectives.arrays.dtypes import DTYPES
+
+
+class TensorEntry:
+    """One tensor of a checkpoint. Nothing is read before `read` or an index asks for it: `entry[:10]`, `numpy.asarray(entry)`."""
+
+    def __init__(self, folder: Place, manifest: Manifest, tensor: Tensor) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._tensor = tensor
+
+    @property
+    def name(self) -> str:
+        return self._tensor.name
+
+    @property
+    def shape(self) -> Shape:
+        return self._tensor.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """NumPy's; `ml_dtypes.bfloat16` for bf16, `ml_dtypes.float8_e4m3fn` and the like for float8."""
+        return DTYPES[self._tensor.dtype].numpy
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements; 1 in zero dimensions."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.nbytes
+
+    @property
+    def blocks(self) -> list[tuple[str, Box]]:
+        """Where it lies: the file of each block, and the block's box."""
+        return [(self._manifest.files[block.file].name, block.box) for block in self._tensor.blocks]
+
+    @property
+    def axes(self) -> tuple[str | None, ...] | None:
+        """For each dimension the mesh axis that it was cut along, None where it is whole; None if nobody said so (`Shard.axes`)."""
+        return self._tensor.axes
+
+    def read(self, where: Box | Index | tuple[Index, ...] | None = None, *, verify: bool = True) -> np.ndarray:
+        """The whole tensor, a `Box` of it, or the part that integers, slices and one `...` select, as a new NumPy array.
+
+        Only the blocks it touches are read; of a slice with a step all that lies between its ends, in pieces of 32 MiB. An integer
+        drops its dimension, as in NumPy. `verify`: compare the chunks read with their checksums.
+
+        IndexError for an index that does not fit. TypeError for what else NumPy knows (None, lists, masks): read, then index the
+        array. CheckpointError for damage, or if it is more than the memory of this machine: a sparse file of any size takes no
+        place on a disk.
+        """
+        selection = select(... if where is None else where, self.shape)
+        out = self._empty(selection.counts)
+        with Reader(self._folder, self._manifest, verify=verify) as reader:
+            if selection.is_box:
+                reader.fill(out, self._tensor, Box(selection.start, selection.counts))
+            else:
+                for part in selection.parts(PIECE_BYTES // self.dtype.itemsize):
+                    box = selection.covering(part)
+                    piece = np.empty(box.shape, self.dtype)
+                    reader.fill(piece, self._tensor, box)
+                    out[part.slices] = piece[selection.strides]
+        return out.reshape(selection.shape)
+
+    def chunks(self, *, verify: bool = True) -> Iterator[np.ndarray]:
+        """Each element once, in the order of the files: 1-D arrays of a few MiB, each valid until the next one is asked for.
+
+        What goes through a tensor of any size in little memory, where the places of its elements do not matter.
+        """
+        with Reader(self._folder, self._manifest, verify=verify) as reader:
+            yield from reader.elements(self._tensor)
+
+    def _empty(self, shape: Shape) -> np.ndarray:
+        nbytes = math.prod(shape) * self.dtype.itemsize
+        try:
+            if nbytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+                return np.empty(shape, self.dtype)
+        except MemoryError:
+            pass
+        raise CheckpointError(
+            f"{self._folder}: {nbytes} bytes of tensor {self.name!r} do not fit into memory: read a part of it at a time"
+        )
+
+    def __getitem__(self, where: Box | Index | tuple[Index, ...]) -> np.ndarray:
+        # None is an index here, which `read` takes for all.
+        return self.read(where if isinstance(where, tuple) else (where,))
+
+    def __len__(self) -> int:
+        """The size of the first dimension. TypeError for a scalar, as from NumPy's."""
+        if not self.shape:
+            raise TypeError(f"tensor {self.name!r} is a scalar, which has no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[i] for i in range(len(self)))
+
+    def __bool__(self) -> bool:
+        return True  # it is there, whatever its length: `if entry := checkpoint.get(name)`
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(f"tensor {self.name!r} lies in a file: an array of it is always a copy")
+        return self.read().astype(self.dtype if dtype is None else dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"TensorEntry({self.name!r}, {self._tensor.dtype}, shape={self.shape}, blocks={len(self._tensor.blocks)})"
+        )

@@ -1,0 +1,166 @@
+"""Loading: match what is asked for with what is stored, then read each rank's boxes into its arrays."""
+
+import difflib
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ckpt.format.boxes import pieces
+from ckpt.format.manifest import CheckpointError, Manifest, Tensor, named, unmatched_error
+from ckpt.garbage import no_collections
+from ckpt.ranks import Ranks, ranks_of
+from ckpt.reading.reader import Reader
+from ckpt.storage.catalog import check_there, manifest_bytes, none_usable, parse_manifest
+from ckpt.storage.places import Paths, Place, copies_of
+from ckpt.tensors import Local, inspect
+from collectives.arrays.dtypes import DTYPES
+
+_DOING = "ckpt.load"
+_MAX_NAMES = 5  # in one message
+_CAST_ELEMENTS = 1 << 20  # that are converted at a time
+
+
+@no_collections()
+def load(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    *,
+    comm: Ranks | None = None,
+    strict: bool = True,
+    only: str | Sequence[str] | None = None,
+    cast: bool = False,
+    verify: bool = True,
+    copies: Paths | None = None,
+) -> dict[str, Any]:
+    """Fill `tensors` in place from the checkpoint `path`, a folder or a URL, and return its `meta`. Collective over `comm`; None is a
+    process alone.
+
+    `tensors`: name -> a writable contiguous array for the whole tensor, or a `Shard`: any box of it, whatever boxes it was
+    saved in and by however many ranks. The ranks may ask for different tensors.
+    `strict`: names asked for but not stored, or stored but not asked for, are an error; otherwise the former stay as they are and
+    the latter are passed over. `only`: a pattern such as "model/*", or several; tensors whose name none matches do not count, be they
+    stored or asked for. A pattern that matches no stored tensor is an error, also if not `strict`.
+    `cast`: floating numbers may be of another floating dtype than those stored, complex ones of another complex dtype, and are
+    converted as NumPy's `astype` does.
+    `verify`: compare every chunk read with its checksum.
+    `copies`: the further places that `save` was given. If the checkpoint is missing or damaged for any rank, a RuntimeWarning on rank 0
+    says so, and all ranks read the copy in the first of them instead, and so on. Copies are told by the name; one of another save is
+    passed over.
+
+    Raises CheckpointError on all ranks if the checkpoint is missing, damaged or does not fit in names, shapes or dtypes. Names,
+    shapes and dtypes are checked before an array is touched; damage found later leaves the arrays partly overwritten.
+    """
+    comm = ranks_of(comm)
+    with comm.together(_DOING):
+        places = copies_of(path, copies)
+        held = inspect(tensors, writable=True)
+    places = [places[0], *comm.broadcast_object(places[1:])]  # rank 0's, so that all ranks go the same way
+    known: bytes | None = None
+    problems: list[str] = []
+    for place, following in zip(places, (*places[1:], None), strict=True):
+        try:
+            known, manifest = _manifest_at(place, known, comm)
+        except (CheckpointError, OSError) as error:
+            failure: Exception = error
+        else:
+            with comm.together(_DOING):  # what does not fit this one fits no copy of it
+                wanted = _match(place, manifest, held, strict=strict, only=only, cast=cast)
+            try:
+                with comm.together(_DOING):
+                    if comm.rank == 0:
+                        check_there(place, manifest.files)
+                with comm.together(_DOING), Reader(place, manifest, verify=verify) as reader:
+                    for local in wanted:
+                        _fill(local, manifest.tensors[local.name], reader)
+                return manifest.meta
+            except (CheckpointError, OSError) as error:
+                failure = error
+        if len(places) == 1:
+            raise failure
+        problems.append(str(failure).removeprefix(f"{_DOING}: "))
+        with comm.together(_DOING):
+            if following is None:
+                raise none_usable(problems) from failure
+            if comm.rank == 0:
+                warnings.warn(f"{problems[-1]}; going on with the copy {following}", RuntimeWarning, stacklevel=2)
+    raise AssertionError("the last place returns or raises")
+
+
+def _manifest_at(place: Place, known: bytes | None, comm: Ranks) -> tuple[bytes, Manifest]:
+    """The manifest at `place`, as its bytes and read. It is the `known` one, if there is: another is another save's."""
+    data = None
+    with comm.together(_DOING):
+        if comm.rank == 0:
+            data = manifest_bytes(place)
+            if known is not None and data != known:
+                raise CheckpointError(f"{place} is from another save: it is no copy")
+    # One rank reads it: thousands that do are a burden for the file system.
+    data = comm.broadcast_object(data)
+    with comm.together(_DOING):
+        return data, parse_manifest(place, data)
+
+
+def _fill(local: Local, tensor: Tensor, reader: Reader) -> None:
+    """Read a rank's box of `tensor`, converted if need be."""
+    if local.dtype == tensor.dtype:
+        reader.fill(local.array, tensor, local.box)
+        return
+    for piece in pieces(local.box, _CAST_ELEMENTS):
+        stored = np.empty(piece.shape, DTYPES[tensor.dtype].numpy)
+        reader.fill(stored, tensor, piece)
+        if stored.itemsize == 1:  # between some kinds of float8 NumPy knows no way; float32 has the values of all
+            stored = stored.astype(np.float32)
+        local.array[piece.relative_to(local.box.offset).slices] = stored.astype(local.array.dtype)
+
+
+def _match(
+    folder: Place,
+    manifest: Manifest,
+    asked: list[Local],
+    *,
+    strict: bool,
+    only: str | Sequence[str] | None,
+    cast: bool,
+) -> list[Local]:
+    """Those of `asked` that are stored; CheckpointError unless patterns, names (if `strict`), shapes and dtypes fit."""
+    stored = set(named(manifest.tensors, only))
+    if only is not None:
+        counting = set(named([local.name for local in asked], only))
+        asked = [local for local in asked if local.name in counting]
+    if strict:
+        names = {local.name for local in asked}
+        problems = []
+        if missing := sorted(names - stored):
+            problems.append(f"it does not hold {_listed(missing, stored)}")
+        if extra := sorted(stored - names):
+            problems.append(f"it holds {_listed(extra, names)}, which nobody asked for (strict=False passes over them)")
+        if problems:
+            raise CheckpointError(f"{folder}: " + "; ".join(problems))
+    if problem := unmatched_error(list(manifest.tensors), only):
+        raise CheckpointError(f"{folder}: {problem}")
+    wanted = [local for local in asked if local.name in stored]
+    for local in wanted:
+        tensor = manifest.tensors[local.name]
+        kind = DTYPES[tensor.dtype].kind
+        converts = kind in ("float", "complex") and DTYPES[local.dtype].kind == kind
+        if tensor.shape != local.shape or (tensor.dtype != local.dtype and not (cast and converts)):
+            hint = " (cast=True converts it)" if tensor.shape == local.shape and converts else ""
+            raise CheckpointError(
+                f"{folder}: tensor {local.name!r} is {tensor.dtype} {tensor.shape} there; "
+                f"expected {local.dtype} {local.shape}{hint}"
+            )
+    return wanted
+
+
+def _listed(names: list[str], others: Iterable[str]) -> str:
+    """Up to five of `names`, each with the nearest of `others` in case it is a slip of the pen."""
+    others = list(others)
+    parts = []
+    for name in names[:_MAX_NAMES]:
+        near = difflib.get_close_matches(name, others, n=1, cutoff=0.8)
+        parts.append(f"{name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
+    more = len(names) - _MAX_NAMES
+    return ", ".join(parts) + (f" and {more} more" if more > 0 else "")

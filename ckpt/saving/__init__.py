@@ -1,0 +1,1 @@
+"""What saves checkpoints: agreement between the ranks, who writes what, the drivers, the background, further copies."""

@@ -1,0 +1,50 @@
+"""Host memory for the values of saves that go on in the background: used again, since fresh memory costs page faults.
+
+A buffer belongs to one save at a time, from `take` to `give_back`. As many are kept as saves went on at the same time.
+"""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from ckpt.tensors import Local
+
+_ALIGNMENT = 64
+
+_free: list[np.ndarray] = []
+_sorting = threading.Lock()
+
+
+def take(locals_: Sequence[Local]) -> np.ndarray:
+    """Memory for the values of `locals_`: the smallest free buffer that has room, or else a new one. MemoryError."""
+    nbytes = sum(map(_room, locals_))
+    with _sorting:
+        _free.sort(key=len)
+        for i, buffer in enumerate(_free):
+            if buffer.size >= nbytes:
+                return _free.pop(i)
+        if _free:
+            _free.pop()  # the system gets one back first
+    return np.empty(nbytes, np.uint8)
+
+
+def give_back(buffer: np.ndarray) -> None:
+    """The save is over that `buffer` belonged to."""
+    with _sorting:
+        _free.append(buffer)
+
+
+def copied(locals_: Sequence[Local], buffer: np.ndarray) -> list[Local]:
+    """The same with their values of now, in the memory that `take` has found."""
+    copies, start = [], 0
+    for local in locals_:
+        array = buffer[start : start + local.array.nbytes].view(local.array.dtype).reshape(local.array.shape)
+        np.copyto(array, local.array)
+        copies.append(local._replace(array=array))
+        start += _room(local)
+    return copies
+
+
+def _room(local: Local) -> int:
+    return -(-local.array.nbytes // _ALIGNMENT) * _ALIGNMENT

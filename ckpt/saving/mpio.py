@@ -1,0 +1,99 @@
+"""Parallel HDF5: the ranks of a data file write into it together, by MPI-IO. For file systems that want that, and for comparison."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from ckpt.format.hdf5 import h5_type, new_data_file
+from ckpt.format.manifest import CHUNK_BYTES, File, checksum
+from ckpt.saving.placement import DataFile
+from ckpt.saving.writer import Checksums, datasets_of, describe, room_of
+from ckpt.storage.local import check_room, naming
+from ckpt.tensors import Local
+from collectives.arrays.dtypes import DTYPES
+
+_CHUNKS = 16  # in one call of HDF5: MPI libraries count bytes in 32 bits
+
+
+def mpio_error(mpi: Any) -> str | None:
+    """Why parallel HDF5 cannot be used, or None. `mpi`: mpi4py's communicator, None of a process alone."""
+    if not h5py.get_config().mpi:
+        return (
+            "driver='mpio' needs an h5py that was built on parallel HDF5, and this one was not; ./mpirun/setup hdf5 builds it in a "
+            "checkout of mpitrain, HDF5_MPI=ON CC=mpicc pip install --no-binary=h5py h5py beside the libhdf5 of your MPI; "
+            "driver='posix' needs neither and writes the same bytes"
+        )
+    return None if mpi is not None else "driver='mpio' needs a communicator of MPI; pass comm"
+
+
+class Mpio:
+    """A driver, see writer.py's `Posix`. `mpi`: of the ranks of the file. `collective`: they write at the same time, in rounds."""
+
+    def __init__(self, path: Path, plan: DataFile, rank: int, mpi: Any, *, collective: bool) -> None:
+        self._path, self._plan, self._rank = path, plan, rank
+        self._mpi, self._collective = mpi, collective
+        self._datasets: dict[str, Any] = {}
+
+    def prepare(self) -> File | None:
+        """The first rank looks whether there is room."""
+        if self._leads:
+            check_room(self._path, room_of(self._plan))
+        return None
+
+    def write(self, blocks: Sequence[Local], file: File | None) -> Checksums:
+        """Make the file and write into it. Collective over the ranks of the file. OSError that names it."""
+        with new_data_file(self._path, self._plan.elements, self._mpi) as opened:
+            if self._leads:
+                self._datasets = datasets_of(opened, self._plan)
+            return self._write(blocks, opened)
+
+    def finish(self) -> File | None:
+        """The file as it is when all have written; None but for the first of its ranks."""
+        return describe(self._path, self._datasets) if self._leads else None
+
+    @property
+    def _leads(self) -> bool:
+        return self._rank == self._plan.ranks[0]
+
+    def _write(self, blocks: Sequence[Local], opened: dict[str, h5py.h5d.DatasetID]) -> Checksums:
+        starts = self._plan.starts[self._rank]
+        pieces = []
+        for local in blocks:
+            flat, step = local.array.reshape(-1), _CHUNKS * CHUNK_BYTES // DTYPES[local.dtype].itemsize
+            pieces += [(local, begin, flat[begin : begin + step]) for begin in range(0, flat.size, step)]
+        how = h5py.h5p.create(h5py.h5p.DATASET_XFER)
+        how.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE if self._collective else h5py.h5fd.MPIO_INDEPENDENT)
+        checksums = {local.name: "" for local in blocks}
+        error: OSError | RuntimeError | None = None
+        # Collectively each rank takes part in every round on every dataset, with nothing where it has nothing, or has failed.
+        for dtype in sorted(opened):
+            mine = [piece for piece in pieces if piece[0].dtype == dtype]
+            rounds = max(self._mpi.allgather(len(mine))) if self._collective else len(mine)
+            for i in range(rounds):
+                where = opened[dtype].get_space()
+                if i < len(mine) and error is None:
+                    local, begin, values = mine[i]
+                    checksums[local.name] += _checksums(values)
+                    where.select_hyperslab((starts[local.name] + begin,), (1,), block=(values.size,))
+                    memory = h5py.h5s.create_simple((values.size,))
+                else:
+                    values = np.empty(1, DTYPES[dtype].numpy)
+                    memory = h5py.h5s.create_simple((1,))
+                    where.select_none()
+                    memory.select_none()
+                try:
+                    with naming(self._path):
+                        opened[dtype].write(memory, where, values, h5_type(dtype), dxpl=how)
+                except (OSError, RuntimeError) as failed:
+                    error = error or failed
+        if error is not None:
+            raise error
+        return checksums
+
+
+def _checksums(values: np.ndarray) -> str:
+    data = values.view(np.uint8).data
+    return "".join(checksum(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES))

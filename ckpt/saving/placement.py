@@ -1,0 +1,122 @@
+"""Who writes what into which file, and where there: the same for all ranks, from names, sizes and numbers alone.
+
+A data file holds one dataset for each dtype. In it the blocks of a rank follow each other, and the ranks that share the file follow
+each other: a rank writes one range of each dataset, and no two ranks write to one page.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+from ckpt.format.boxes import Box, Shape
+from collectives.arrays.dtypes import DTYPES
+
+BLOCK_BYTES = 64  # every block starts on a cache line, so that views of a mapped file suit vector instructions
+PAGE_BYTES = 4096
+
+Files = str | int
+"""`"rank"`: a file for each rank that has something to write; `"node"`, `"one"`; or at most so many, each for neighbouring ranks."""
+
+
+class Item(NamedTuple):
+    """A block that a rank writes: the name and dtype of its tensor, and its number of elements."""
+
+    name: str
+    dtype: str
+    size: int
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file: who writes it (the first of them makes it), how long its datasets are, and where the blocks of each rank start."""
+
+    name: str
+    ranks: tuple[int, ...]
+    elements: Mapping[str, int]
+    starts: Mapping[int, Mapping[str, int]]
+
+
+def files_error(files: object) -> str | None:
+    """Why `files` cannot be, or None."""
+    if files in ("rank", "node", "one") or (type(files) is int and files >= 1):
+        return None
+    return f"files is {files!r}; expected 'rank', 'node', 'one', or a number of at least 1"
+
+
+def group_ranks(files: Files, hosts: Sequence[str]) -> list[int]:
+    """The number of the file of each rank; `hosts`: the node that each rank is on. No more files than ranks."""
+    size = len(hosts)
+    if files == "node":
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        return [numbers[host] for host in hosts]
+    count = {"rank": size, "one": 1}.get(files) or min(int(files), size)  # type: ignore[arg-type]
+    return [rank * count // size for rank in range(size)]
+
+
+def file_name(files: Files, number: int) -> str:
+    """The name of the data file of that number."""
+    return f"{files if files in ('rank', 'node') else 'part'}-{number:05d}.h5"
+
+
+def lay_out(name: str, writers: Mapping[int, Sequence[Item]]) -> DataFile:
+    """The file that `writers` (rank -> what it writes, not nothing) make together."""
+    ends: dict[str, int] = {}
+    starts: dict[int, dict[str, int]] = {}
+    for rank in sorted(writers):
+        begun = set()
+        starts[rank] = {}
+        for item in writers[rank]:
+            step = (BLOCK_BYTES if item.dtype in begun else PAGE_BYTES) // DTYPES[item.dtype].itemsize
+            begun.add(item.dtype)
+            start = -(-ends.get(item.dtype, 0) // step) * step
+            ends[item.dtype] = start + item.size
+            starts[rank][item.name] = start
+    return DataFile(name, tuple(sorted(writers)), ends, starts)
+
+
+def assign(nbytes: Mapping[str, int], loads: Sequence[int]) -> dict[str, int]:
+    """Which rank writes each tensor that all ranks hold: largest first, each to the rank with the least to write so far.
+
+    `loads`: the bytes each rank writes anyway. The result depends on the arguments alone, so all ranks find the same one.
+    """
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    owner = {}
+    for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
+        load, rank = heap[0]
+        owner[name] = rank
+        heapq.heapreplace(heap, (load + nbytes[name], rank))
+    return owner
+
+
+def cut_evenly(tensors: Sequence[tuple[Shape, int]], parts: int) -> list[dict[int, Box]]:
+    """Deal tensors, each a shape and the bytes of an element, out to so many parts of about the same bytes: index -> its box.
+
+    They follow each other in their order and are cut between rows of the first dimension longer than 1. A part may get nothing.
+    """
+    total = sum(prod(shape) * itemsize for shape, itemsize in tensors)
+    edges = [total * part // parts for part in range(parts + 1)]
+    dealt: list[dict[int, Box]] = [{} for _ in range(parts)]
+    at = 0
+    for index, (shape, itemsize) in enumerate(tensors):
+        nbytes = prod(shape) * itemsize
+        if not nbytes:
+            continue
+        axis = next((axis for axis, n in enumerate(shape) if n > 1), None)
+        rows = 1 if axis is None else shape[axis]
+        row_bytes = nbytes // rows
+        # The row nearest to each edge, where it lies within the tensor.
+        cuts = [min(rows, max(0, (edge - at + row_bytes // 2) // row_bytes)) for edge in edges]
+        for part, (start, stop) in enumerate(pairwise(cuts)):
+            if start < stop:
+                dealt[part][index] = Box.full(shape) if axis is None else _rows(shape, axis, start, stop)
+        at += nbytes
+    return dealt
+
+
+def _rows(shape: Shape, axis: int, start: int, stop: int) -> Box:
+    ahead, behind = shape[:axis], shape[axis + 1 :]
+    return Box((0,) * axis + (start,) + (0,) * len(behind), (*ahead, stop - start, *behind))

@@ -1,0 +1,308 @@
+"""Saving: all ranks check and agree, each writes its blocks into the stage, rank 0 writes what describes them and commits."""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt.commit.atomic import Stage, mend_latest
+from ckpt.commit.removal import retain
+from ckpt.format.boxes import Box
+from ckpt.format.manifest import encode_meta, file_entry
+from ckpt.format.validation import file_of
+from ckpt.garbage import no_collections
+from ckpt.ranks import Ranks, ranks_of
+from ckpt.saving.agreement import Arguments, agree
+from ckpt.saving.background import begin, wait_before
+from ckpt.saving.buffers import copied, give_back, take
+from ckpt.saving.copies import Retention, further_places, make_copies, next_sequence_in
+from ckpt.saving.describing import Contents, write_index, write_manifest
+from ckpt.saving.placement import DataFile, Files, Item, assign, file_name, files_error, group_ranks, lay_out
+from ckpt.saving.writer import Driver, Posix, room_of
+from ckpt.storage.catalog import step_of
+from ckpt.storage.local import check_free, flush
+from ckpt.storage.places import Paths, Place, local_path, text_of
+from ckpt.tensors import Local, inspect
+from collectives.arrays.dtypes import DTYPES
+
+_DOING = "ckpt.save"
+
+
+@no_collections()
+def save(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    *,
+    comm: Ranks | None = None,
+    meta: Mapping[str, Any] | None = None,
+    files: Files = "rank",
+    driver: str = "posix",
+    background: bool = False,
+    copies: Paths | None = None,
+    keep: int | None = None,
+    keep_every: int | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a checkpoint as the folder `path`, completely or not at all. Collective over `comm`; None is a process alone.
+
+    All ranks pass the same arguments, but for what is said below. Threads may save at the same time, to any folders: each over a
+    communicator of its own, or each as a process alone. Only one of them at a time saves under one name.
+
+    Args:
+        comm: a `collectives.Communicator`, such as `collectives.world()`, whose ranks save one checkpoint together. None: a process
+            alone, also where it is one rank of many: each then saves what it holds, to a path of its own.
+        tensors: name -> array, which is the same on all ranks and written by one of them, or `Shard`, this rank's box of a tensor
+            that the ranks' boxes cover exactly. Arrays are contiguous NumPy arrays or torch CPU tensors of bool, integers, fp16, bf16,
+            fp32, fp64, complex64, complex128 and the kinds of float8. A "/" in a name makes HDF5 groups.
+        meta: a JSON-like dict, nested up to 400 deep; rank 0's is kept.
+        files: how many data files: "rank", one for each rank that has something to write; "node"; "one"; or a number, at most
+            so many: there are no more than ranks.
+        driver: "posix": each rank writes its ranges by `pwrite`. "mpio": by parallel HDF5, each rank by itself;
+            "mpio-collective": all at the same time. The files are the same.
+        background: return as soon as the values are copied to host memory; a thread writes them. `ckpt.wait()`, or the next
+            save over `comm` (for a process alone, of the same thread), waits for its end and raises what went wrong with it.
+        copies: further places, folders that all nodes see or URLs that fsspec knows ("s3://bucket/run"), in each of which the
+            finished checkpoint is written again under its name, and read back. One that fails is a RuntimeWarning on rank 0
+            and leaves nothing behind: the checkpoint stands. `keep` counts in each place. Rank 0's list is taken.
+        keep: so many complete checkpoints stay in the folder of `path`, those saved last; older ones are removed. Only names that end
+            with a step, such as step-00000100, count and are removed: others, such as "best", stay.
+        keep_every: those whose step, the number that their name ends with, is a multiple of it are never removed.
+        overwrite: replace a checkpoint of that name, also a damaged one, or an empty folder; never a folder with anything that no save
+            made.
+
+    Returns the absolute path, which other nodes may see a moment later, or once the background has ended.
+
+    Raises on all ranks, with nothing written: ValueError or TypeError if tensors or arguments cannot be used or do not fit between the
+    ranks, FileExistsError if `path` exists and is not to be replaced, or another process or thread is writing it. OSError on all
+    ranks if one cannot write; then the stage is gone, and what was there before still stands.
+    """
+    comm = ranks_of(comm)
+    wait_before(comm)
+    with comm.together(_DOING):
+        checked = checked_path(path)
+        places = further_places(checked.parent, copies, name=checked.name)
+        _check_arguments(files, driver, keep, keep_every, comm, in_background=background)
+        if keep is not None and step_of(checked.name) is None and comm.rank == 0:
+            problem = f"keep={keep} neither counts nor removes {checked.name!r}, whose name ends with no step"
+            warnings.warn(f"{problem}; expected a name such as step-00000100, or no keep", RuntimeWarning, stacklevel=3)
+        held = inspect(tensors)
+        encode_meta(meta or {})
+    arguments = Arguments(os.path.normpath(path), files, driver, bool(background), keep, keep_every, bool(overwrite))
+    boxes, hosts = agree(held, arguments, comm, _DOING)
+    plan = _plan(held, boxes, files, hosts, comm)
+
+    mine = [] if plan.own is None else [local for local in held if local.name in plan.own.starts[comm.rank]]
+    scalars = {local.name: local.array for local in held if not local.shape}
+    stage: Stage | None = None
+    opened, buffer = None, None
+    try:
+        with comm.together(_DOING):
+            if background:
+                buffer = take(mine)
+            if comm.rank == 0:
+                stage = Stage.open(checked, overwrite=overwrite)
+                check_free(stage.path, sum(room_of(file) for file in plan.files))
+                board = stage.make_board() if background and comm.size > 1 else None
+                opened = stage.path, stage.final, board, places
+    except BaseException:
+        if buffer is not None:
+            give_back(buffer)
+        if stage is not None:
+            stage.discard(board=True)
+        raise
+    folder, final, board, places = comm.broadcast_object(opened)
+    retention = Retention(keep, keep_every)
+    job = _Job(plan, folder, final, stage, held, mine, scalars, dict(meta or {}), places, retention, overwrite)
+    if buffer is None:
+        with discarding(stage), _driver(driver, job, comm) as chosen:
+            _carry_out(job, chosen, comm)
+        return Path(final)
+    # Nothing can fail from here on before the thread has begun, so the ranks need not agree once more.
+    try:
+        job = replace(job, mine=copied(mine, buffer), scalars={name: array.copy() for name, array in scalars.items()})
+    except BaseException:  # but Ctrl-C, in a session that goes on
+        give_back(buffer)
+        if stage is not None:
+            stage.discard(board=True)
+        raise
+
+    def work(ranks: Ranks) -> None:
+        with discarding(stage), _driver(driver, job, comm) as chosen:
+            _carry_out(job, chosen, ranks)
+
+    begin(comm, board, work, buffer)
+    return Path(final)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who writes what where. `own`: this rank's file, if it writes anything; `files`: on rank 0 all of them."""
+
+    own: DataFile | None
+    files: tuple[DataFile, ...]
+    boxes: Sequence[Mapping[str, Box]]  # of each rank, of the tensors that are cut
+    shares: bool  # whether a file may have more than one writer
+
+
+@dataclass(frozen=True)
+class _Job:
+    """All that writing and committing needs. `stage`: on rank 0. `mine`: what this rank writes."""
+
+    plan: _Plan
+    folder: Path
+    final: Path
+    stage: Stage | None
+    held: Sequence[Local]
+    mine: Sequence[Local]
+    scalars: Mapping[str, np.ndarray]
+    meta: dict[str, Any]
+    copies: tuple[Place, ...]
+    retention: Retention
+    overwrite: bool
+
+    @property
+    def contents(self) -> Contents:
+        return Contents(self.held, self.plan.files, self.plan.boxes, self.meta)
+
+
+def _check_arguments(
+    files: Files, driver: str, keep: int | None, keep_every: int | None, comm: Ranks, *, in_background: bool
+) -> None:
+    for name, number in (("keep", keep), ("keep_every", keep_every)):
+        if number is None:
+            continue
+        if not isinstance(number, Integral) or isinstance(number, bool):
+            raise TypeError(f"{name} is {number!r}; expected a whole number of at least 1, or None")
+        if number < 1:
+            raise ValueError(f"{name} is {number}; expected at least 1, or None")
+    if problem := files_error(files):
+        raise ValueError(problem)
+    if driver not in ("posix", "mpio", "mpio-collective"):
+        raise ValueError(f"driver is {driver!r}; expected 'posix', 'mpio' or 'mpio-collective'")
+    if driver != "posix":
+        from ckpt.saving.mpio import mpio_error
+
+        if in_background:
+            raise ValueError(
+                f"driver={driver!r} cannot save in the background, where no MPI is called; pass driver='posix'"
+            )
+        if problem := mpio_error(getattr(comm, "mpi", None)):
+            raise ValueError(problem)
+
+
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a checkpoint to be. ValueError if it cannot have that name."""
+    if not text_of(path):
+        raise ValueError("path is empty; expected a folder that the checkpoint becomes")
+    final = local_path(path, "path", "a folder, which copies=[URL of its parent] copies to a remote place")
+    if final.name.startswith(".") or final.name in ("", "latest"):
+        raise ValueError(
+            f"{final} cannot be a checkpoint's name: it is empty, hidden, or the name of the file `latest`"
+        )
+    if not final.name.isprintable():  # the file `latest` has one name a line, and a terminal obeys control characters
+        raise ValueError(
+            f"{final.name!r} cannot be a checkpoint's name: it has a control character, or one that is no text"
+        )
+    return final
+
+
+@contextmanager
+def discarding(stage: Stage | None) -> Iterator[None]:
+    """Remove the stage if it did not become a checkpoint."""
+    try:
+        yield
+    except BaseException:
+        if stage is not None:
+            stage.discard()
+        raise
+
+
+@contextmanager
+def _driver(name: str, job: _Job, comm: Ranks) -> Iterator[Driver | None]:
+    """What writes this rank's file; None if it writes nothing."""
+    own = job.plan.own
+    path = job.folder / own.name if own else job.folder
+    if name == "posix":
+        yield Posix(path, own, comm.rank) if own else None
+        return
+    from ckpt.saving.mpio import Mpio
+
+    mpi = comm.mpi.Split(own.ranks[0] if own else comm.size, comm.rank)  # type: ignore[attr-defined]
+    try:
+        yield Mpio(path, own, comm.rank, mpi, collective=name == "mpio-collective") if own else None
+    finally:
+        mpi.Free()
+
+
+def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
+    """Write, describe, commit. Collective over `ranks`, to which only what JSON knows is said."""
+    own = job.plan.own
+    with ranks.together(_DOING):
+        file = driver.prepare() if driver else None
+    if job.plan.shares:
+        made = ranks.all_gather_object(file_entry(file) if file else None)
+        if own is not None and made[own.ranks[0]] is not None:
+            file = file_of(made[own.ranks[0]])
+    sequence = 0
+    with ranks.together(_DOING):
+        sums = driver.write(job.mine, file) if driver else {}
+        with ThreadPoolExecutor(1) as beside:
+            flushed = beside.submit(flush, job.folder / own.name) if own else None
+            if job.stage is not None:  # while the disk is busy
+                write_index(job.folder, job.contents, job.scalars)
+                sequence = next_sequence_in(job.final.parent, job.copies)
+            if flushed is not None:
+                flushed.result()
+        file = driver.finish() if driver else None
+    reports = ranks.all_gather_object((file_entry(file) if file else None, sums))
+    with ranks.together(_DOING):
+        if job.stage is not None:
+            write_manifest(job.folder, job.contents, reports, sequence=sequence)
+            job.stage.publish(overwrite=job.overwrite)
+            if job.retention.keep is not None:
+                retain(job.final, job.retention.keep, job.retention.keep_every)
+                mend_latest(
+                    job.final.parent
+                )  # several that save and clear up at the same time may remove what another has named
+    leads = own is not None and own.ranks[0] == ranks.rank
+    make_copies(
+        job.final, job.copies, own.name if own and leads else None, ranks, job.retention, overwrite=job.overwrite
+    )
+
+
+def _plan(held: list[Local], boxes: list[dict[str, Box]], files: Files, hosts: Sequence[str], comm: Ranks) -> _Plan:
+    sizes = {local.name: local.box.size if local.whole else 0 for local in held}
+    itemsize = {local.name: DTYPES[local.dtype].itemsize for local in held}
+    loads = [sum(box.size * itemsize[name] for name, box in theirs.items()) for theirs in boxes]
+    owner = assign({name: size * itemsize[name] for name, size in sizes.items() if size}, loads)
+
+    def items(rank: int) -> list[Item]:
+        """What a rank writes: its shards, and its share of the tensors that all hold."""
+        theirs = boxes[rank]
+        counts = ((at, sizes[at.name] if owner.get(at.name) == rank else 0) for at in held)
+        written = ((at, theirs[at.name].size if at.name in theirs else count) for at, count in counts)
+        return [Item(local.name, local.dtype, size) for local, size in written if size]
+
+    numbers = group_ranks(files, hosts)
+
+    def made(number: int) -> DataFile | None:
+        writers = {rank: items(rank) for rank in range(comm.size) if numbers[rank] == number}
+        writers = {rank: written for rank, written in writers.items() if written}
+        return lay_out(file_name(files, number), writers) if writers else None
+
+    mine = numbers[comm.rank]
+    laid_out = {number: made(number) for number in (dict.fromkeys(numbers) if comm.rank == 0 else (mine,))}
+    own = laid_out[mine]
+    return _Plan(
+        own if own is not None and comm.rank in own.ranks else None,
+        tuple(file for file in laid_out.values() if file is not None),
+        boxes,
+        len(set(numbers)) < comm.size,
+    )

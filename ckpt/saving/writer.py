@@ -1,0 +1,130 @@
+"""Writes this rank's blocks into its data file: HDF5 says where, `pwrite` carries the bytes.
+
+`pwrite` releases the interpreter's lock and needs no parallel HDF5; each chunk is hashed right before it is written, so that the
+checksum costs no second pass through memory.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import h5py
+import xxhash
+
+from ckpt.format.hdf5 import new_data_file
+from ckpt.format.manifest import CHUNK_BYTES, Dataset, File, checksum
+from ckpt.saving.placement import DataFile
+from ckpt.storage.local import Writeback, check_room, naming, patient, pwrite_all
+from ckpt.tensors import Local
+from collectives.arrays.dtypes import DTYPES
+
+_HEADER_BYTES = 1 << 15  # more than the rest of a data file: a handful of datasets without any attribute of size
+
+Checksums = dict[str, str]
+"""Of the chunks of a block, as `Block` has them, by the name of its tensor."""
+
+
+class Bytes(Protocol):
+    """What is written: `Local` has it in memory, `Part` reads it from another file meanwhile."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    def chunks(self, nbytes: int) -> Iterator[memoryview]: ...
+
+
+class Driver(Protocol):
+    """How the blocks get into the data files. In this order, each step on all ranks of a file before the next on any:"""
+
+    def prepare(self) -> File | None: ...
+    def write(self, blocks: Sequence[Local], file: File | None) -> Checksums: ...
+    def finish(self) -> File | None: ...
+
+
+class Posix:
+    """The ranks write by `pwrite` into a file that the first of them has made."""
+
+    def __init__(self, path: Path, plan: DataFile, rank: int) -> None:
+        self._path, self._plan, self._rank = path, plan, rank
+        self._file: File | None = None
+
+    def prepare(self) -> File | None:
+        """The file without its bytes, made by the first of its ranks: the others, which get None, are to be given it."""
+        if self._rank == self._plan.ranks[0]:
+            check_room(self._path, room_of(self._plan))
+            with new_data_file(self._path, self._plan.elements) as opened:
+                datasets = datasets_of(opened, self._plan)
+            self._file = describe(self._path, datasets)
+        return self._file
+
+    def write(self, blocks: Sequence[Bytes], file: File | None) -> Checksums:
+        """Hand the blocks' bytes to the system. `file`: what the first rank's `prepare` returned. OSError that names the file."""
+        assert file is not None
+        starts = self._plan.starts[self._rank]
+        with naming(self._path):
+            fd = patient(lambda: os.open(self._path, os.O_WRONLY | os.O_CLOEXEC))
+            try:
+                writeback = Writeback(fd)
+                return {
+                    local.name: _write(fd, local.chunks(CHUNK_BYTES), _position(file, local, starts), writeback)
+                    for local in blocks
+                }
+            finally:
+                os.close(fd)
+
+    def finish(self) -> File | None:
+        """The file as it is when all have written; None but for the first of its ranks."""
+        return self._file
+
+
+def room_of(plan: DataFile) -> int:
+    """The most bytes that a data file needs on the disk."""
+    return _HEADER_BYTES + sum(count * DTYPES[dtype].itemsize for dtype, count in plan.elements.items())
+
+
+def datasets_of(opened: Mapping[str, h5py.h5d.DatasetID], plan: DataFile) -> dict[str, Dataset]:
+    """Where the datasets of an open data file lie."""
+    return {dtype: Dataset(dataset.get_offset(), plan.elements[dtype]) for dtype, dataset in opened.items()}
+
+
+def describe(path: Path, datasets: Mapping[str, Dataset]) -> File:
+    """A data file as the manifest names it, from the file with its datasets in place."""
+    with naming(path), open(path, "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        return File(path.name, nbytes, datasets, rest_checksum(file.fileno(), nbytes, datasets))
+
+
+def rest_checksum(fd: int, nbytes: int, datasets: Mapping[str, Dataset]) -> str:
+    """The checksum of the bytes of a file outside its datasets, end to end."""
+    hashed = xxhash.xxh3_64()
+    at = 0
+    ends = sorted(
+        (d.offset_bytes, d.offset_bytes + d.elements * DTYPES[dtype].itemsize) for dtype, d in datasets.items()
+    )
+    for begin, end in [*ends, (nbytes, nbytes)]:
+        while at < begin:
+            data = os.pread(fd, min(begin - at, CHUNK_BYTES), at)
+            if not data:
+                raise OSError(f"it ends at byte {at} instead of {nbytes}")
+            hashed.update(data)
+            at += len(data)
+        at = max(at, end)
+    return hashed.hexdigest()
+
+
+def _position(file: File, local: Bytes, starts: Mapping[str, int]) -> int:
+    return file.datasets[local.dtype].offset_bytes + starts[local.name] * DTYPES[local.dtype].itemsize
+
+
+def _write(fd: int, chunks: Iterable[memoryview], position: int, writeback: Writeback) -> str:
+    checksums = []
+    for chunk in chunks:
+        checksums.append(checksum(chunk))
+        pwrite_all(fd, chunk, position)
+        writeback.wrote(position, position + len(chunk))
+        position += len(chunk)
+    return "".join(checksums)

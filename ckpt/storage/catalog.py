@@ -1,0 +1,298 @@
+"""A folder of checkpoints: which there are, which are complete, which is the newest: the one saved last.
+
+The order is that of saving, which the manifests count (`sequence`), and not that of the steps in the names: a run that went back to an
+earlier step, and on from there, has its state in the checkpoint that it saved last.
+
+A checkpoint is a folder with a manifest. It got its name by one rename when all of it was on disk, so what has the name is
+complete, unless somebody damaged it since: the manifest's checksum and the sizes of the files tell. Names that begin with a dot
+are work in progress (see atomic.py).
+"""
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+from ckpt.format.hdf5 import INDEX_NAME
+from ckpt.format.manifest import FILE_NAME, FORMAT, CheckpointError, File, Manifest, OutOfReachError
+from ckpt.format.validation import Header, decode, verified_header
+from ckpt.storage.access import open_regular
+from ckpt.storage.places import (
+    Paths,
+    Place,
+    absolute,
+    all_places,
+    bytes_in,
+    check_files,
+    folders_in,
+    names_in,
+    place_of,
+    read_bytes,
+    read_header,
+)
+from ckpt.storage.remote import Url
+
+LATEST_NAME = "latest"
+RUN_SUBFOLDER = "checkpoints"  # where a run's folder keeps them, by the main job's and our convention
+OWNER_NAME = ".owner"  # says who is filling a folder (see owner.py)
+_PARTS = r"manifest\.jsonl|index\.h5|(rank|node|part)-[0-9]{5,}\.h5"
+# What may be there for a while. NFS and FUSE keep under such names what is removed while it is open.
+_HIDDEN = rf"\{OWNER_NAME}|\.{LATEST_NAME}|\.nfs[0-9a-f]+|\.fuse_hidden[0-9a-f]+"
+_BEGINNING = json.dumps({"format": FORMAT}, separators=(",", ":")).encode()[:-1]  # of every manifest
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One checkpoint of a folder. `problem` says why an incomplete one cannot be used; `saved` is in seconds since the epoch.
+
+    `broken`: whether something of it certainly is missing or altered, and not just out of this program's reach (a newer format, no
+    permission). `step`: the number its name ends with, if any. `sequence` and `saved` are None where the manifest cannot be read.
+    """
+
+    path: Place
+    name: str
+    step: int | None
+    problem: str | None
+    nbytes: int
+    num_tensors: int | None
+    sequence: int | None
+    saved: float | None
+    broken: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return self.problem is None
+
+
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointInfo]:
+    """The checkpoints in `folder` (or behind a URL), or of the run whose folder it is, oldest first, incomplete ones included.
+
+    FileNotFoundError if there is no such folder.
+    """
+    found = [info(path, name) for path, name in _candidates(folder_of_checkpoints(folder))]
+    return sorted(found, key=lambda c: (-1 if c.sequence is None else c.sequence, c.saved or 0.0, c.name))
+
+
+def folder_of_checkpoints(folder: str | os.PathLike[str]) -> Place:
+    """Where a run's folder keeps its checkpoints; `folder` itself if it holds some, or is no run's.
+
+    FileNotFoundError if it is missing.
+    """
+    folder = place_of(folder)
+    inner = folder / RUN_SUBFOLDER
+    return inner if not _candidates(folder) and inner.is_dir() else folder
+
+
+def is_part(name: str) -> bool:
+    """Whether a file of this name is one that a save makes."""
+    return re.fullmatch(_PARTS, name) is not None
+
+
+def strangers(names: Iterable[str]) -> list[str]:
+    """Those of `names` that nothing in a checkpoint, or in one that is being made, has."""
+    return [name for name in names if not is_part(name) and not re.fullmatch(_HIDDEN, name)]
+
+
+def is_checkpoint(place: Place) -> bool:
+    """Whether a manifest of ours is there, as far as its first words tell: it may be damaged."""
+    file = place / FILE_NAME
+    try:
+        if isinstance(file, Url):
+            return file.read(0, len(_BEGINNING)) == _BEGINNING
+        with open(open_regular(file), "rb") as opened:
+            return opened.read(len(_BEGINNING)) == _BEGINNING
+    except (CheckpointError, OSError):
+        return False
+
+
+def check_outside(path: Place) -> None:
+    """ValueError if `path` is a checkpoint or lies in one, where nothing is ever added. Of a URL only this folder is looked at."""
+    path = absolute(path)  # without `..`, which may lead out of one
+    for folder in (path,) if isinstance(path, Url) else (path, *path.parents):
+        if is_checkpoint(folder):
+            what = f"{path} is" if folder == path else f"{path} lies in {folder},"
+            raise ValueError(f"{what} a checkpoint, in which nothing is ever changed; expected another place")
+
+
+def reason_to_keep(place: Place) -> str | None:
+    """Why nobody may replace or remove what lies there, or None. Our own are empty folders, and checkpoints, also damaged ones.
+
+    A folder with anything that no save made is somebody's; so is one with a `manifest.jsonl` as data sets have them, and no more that
+    would tell of a save. What is write-protected somebody wants to keep. OSError if it cannot be looked at.
+    """
+    if isinstance(place, Path) and os.path.lexists(place) and not place.is_dir():
+        return "is no folder"
+    names = sorted(names_in(place))
+    if strange := strangers(names) or sorted(folders_in(place)):
+        return f"holds {strange[0]!r:.80}, which no save made"
+    if names and not {INDEX_NAME, OWNER_NAME}.intersection(names) and not is_checkpoint(place):
+        return "has neither an index nor a manifest that a save made"
+    if isinstance(place, Path) and not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+        return "is write-protected"  # its name could be taken away, its files could not
+    return None
+
+
+@overload
+def latest(folder: Path, *, copies: None = None) -> Path | None: ...
+@overload
+def latest(folder: str | os.PathLike[str], *, copies: Paths | None = None) -> Path | Url | None: ...
+def latest(folder: str | os.PathLike[str], *, copies: Paths | None = None) -> Path | Url | None:
+    """The newest complete checkpoint in `folder`, or None: the one saved last, whatever step its name ends with.
+
+    Found by looking; the file `latest` there is for people and scripts.
+
+    `copies`: the further places that `save` was given, in which it may be, too: one that was lost or damaged in `folder` is then
+    found there. Of equally new ones it is that in `folder`, or in the first place. One that cannot be reached is a RuntimeWarning.
+    """
+    place = place_of(folder)
+    found = [newest] if (newest := _newest_complete(place)) else []
+    for place in all_places(copies):
+        try:
+            found += [newest] if (newest := _newest_complete(place)) else []
+        except OSError as error:  # a job goes on from home while a further place is away
+            warnings.warn(f"no copy is looked for in {place}: {error}", RuntimeWarning, stacklevel=2)
+    return max(found, key=lambda pair: pair[0], default=(None, None))[1]
+
+
+def _newest_complete(folder: Place) -> tuple[tuple[int, float], Place] | None:
+    """The newest complete checkpoint there, after what orders those of several places."""
+    if not folder.is_dir():
+        return None
+    complete = (
+        ((header.sequence, header.saved), path)
+        for path, header in newest_first(folder)
+        if info(path, path.name).complete
+    )
+    return next(complete, None)
+
+
+def find(path: str | os.PathLike[str]) -> Path | Url:
+    """The checkpoint that `path` means: itself, or the newest complete one in it or in its `checkpoints` (a run's folder).
+
+    CheckpointError if there is none; of a checkpoint itself, opening it tells what may be wrong with it.
+    """
+    folder = place_of(path)
+    if (folder / FILE_NAME).exists():
+        return folder
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist" if not folder.exists() else f"{folder} is not a folder")
+    found = latest(folder) or latest(folder / RUN_SUBFOLDER)
+    if found is None:
+        damaged = list_checkpoints(folder)
+        if damaged:
+            raise CheckpointError(f"{damaged[-1].path}: {damaged[-1].problem}; {folder} holds no complete checkpoint")
+        raise CheckpointError(f"{folder} has no {FILE_NAME}: it is no checkpoint, and holds no complete one")
+    return found
+
+
+def newest_first(folder: Place) -> list[tuple[Place, Header]]:
+    """The checkpoints of `folder` whose header can be read, newest first. They may be incomplete."""
+    found = []
+    for path, name in _candidates(folder):
+        try:
+            header, _ = read_header(path)
+        except (CheckpointError, OSError):
+            continue
+        found.append((header.sequence, header.saved, name, path, header))
+    return [(path, header) for *_, path, header in sorted(found, key=lambda entry: entry[:3], reverse=True)]
+
+
+def info(path: Place, name: str) -> CheckpointInfo:
+    """What there is to say about the checkpoint at `path`, called `name`."""
+    step = step_of(name)
+    header, problem, broken = None, None, False
+    try:
+        header, _ = read_header(path)
+        check_files(path, header.files)
+        verified_header(read_bytes(path))
+    except CheckpointError as error:
+        problem, broken = str(error), not isinstance(error, OutOfReachError)
+    except OSError as error:
+        problem, broken = f"the manifest cannot be read: {error}", isinstance(error, FileNotFoundError)
+    sequence, saved = (header.sequence, header.saved) if header else (None, None)
+    num_tensors = header.num_tensors if header else None
+    try:
+        nbytes = bytes_in(path)
+    except OSError:  # a save removes it in this moment, as an old one
+        nbytes = 0
+    return CheckpointInfo(path, name, step, problem, nbytes, num_tensors, sequence, saved, broken)
+
+
+def step_of(name: str) -> int | None:
+    """The number that a checkpoint's name ends with."""
+    number = re.search(r"[0-9]+$", name)
+    return int(number[0]) if number else None
+
+
+def read_manifest(path: Place) -> bytes:
+    """The bytes of a checkpoint's manifest, after a look at its files. CheckpointError if there is none or files do not fit."""
+    data = manifest_bytes(path)
+    try:
+        files = verified_header(data).files
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    check_there(path, files)
+    return data
+
+
+def manifest_bytes(path: Place) -> bytes:
+    """The bytes of a checkpoint's manifest. CheckpointError if there is none."""
+    try:
+        return read_bytes(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except FileNotFoundError:
+        what = "has no manifest.jsonl: it is no complete checkpoint" if path.is_dir() else "does not exist"
+        raise CheckpointError(f"{path} {what}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: the manifest cannot be read: {error}") from error
+
+
+def check_there(path: Place, files: tuple[File, ...]) -> None:
+    """CheckpointError unless the checkpoint's files are there, as its manifest says."""
+    try:
+        check_files(path, files)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def parse_manifest(path: Place, data: bytes) -> Manifest:
+    """`decode`, with the checkpoint's path in its error."""
+    try:
+        return decode(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def none_usable(problems: Sequence[str]) -> CheckpointError:
+    """The error for a checkpoint each of whose copies has one of these problems."""
+    return CheckpointError(f"none of {len(problems)} copies can be used: {'; '.join(problems)}")
+
+
+def _candidates(folder: Place) -> list[tuple[Place, str]]:
+    found = []
+    for entry in folders_in(folder):
+        name = entry
+        if name.startswith("."):
+            # Where the kernel cannot exchange two folders, a replaced checkpoint has only this name for an instant, or
+            # for longer if the job died in that instant.
+            original = name[1:].removesuffix(".replaced")
+            if not name.endswith(".replaced") or (folder / original).exists():
+                continue
+            name = original
+        parts = set(filter(is_part, _names(folder / entry)))
+        # Data sets, too, come with a `manifest.jsonl`.
+        if parts and (parts != {FILE_NAME} or is_checkpoint(folder / entry)):
+            found.append((folder / entry, name))
+    return found
+
+
+def _names(folder: Place) -> list[str]:
+    try:
+        return names_in(folder)
+    except OSError:
+        return []

@@ -1,0 +1,242 @@
+"""Remote folders: anything that fsspec knows, S3 for example. Their files are read by ranges; fsspec is imported when a URL is used."""
+
+import errno
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from ckpt.format.manifest import CheckpointError, File
+
+_REQUEST_BYTES = 8 << 20  # of a remote file; longer ranges are several requests
+_AHEAD_BYTES = 32 << 20  # the most that is fetched of it, and held, at a time
+
+
+class Url(os.PathLike[str]):
+    """A remote folder, or a name in one: what we use of a `pathlib.Path`, and the ways to read and write its files.
+
+    Nothing is remembered between two calls. What goes wrong is an OSError that names the URL, whatever library it comes from.
+    """
+
+    __slots__ = ("_path", "_scheme")
+
+    def __init__(self, text: str) -> None:
+        self._scheme, _, path = text.partition("://")
+        self._path = path.rstrip("/")
+
+    def __str__(self) -> str:
+        return f"{self._scheme}://{self._path}"
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def __repr__(self) -> str:
+        return f"Url({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Url) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __truediv__(self, name: str) -> "Url":
+        return Url(f"{self._scheme}://{self._path}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self._path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "Url":
+        return Url(f"{self._scheme}://{self._path.rpartition('/')[0]}")
+
+    def exists(self) -> bool:
+        return self._kind() is not None
+
+    def is_dir(self) -> bool:
+        try:
+            return bool(self.entries()) or self._kind() == "directory"
+        except FileNotFoundError:
+            return False
+
+    def _kind(self) -> str | None:
+        """None if there is nothing. Not fsspec's `exists`, for which what cannot be asked for does not exist."""
+        try:
+            with self._reaching() as (fs, path):
+                return str(fs.info(path)["type"])
+        except FileNotFoundError:
+            return None
+
+    def entries(self) -> dict[str, int | None]:
+        """The names in this folder, with the sizes of files in bytes; None for folders. FileNotFoundError if there is none."""
+        found = {}
+        with self._reaching() as (fs, path):
+            for entry in fs.ls(path, detail=True):
+                name = entry["name"].rstrip("/")
+                if name == path.rstrip("/"):  # some stores mark a folder by an empty file of its name
+                    continue
+                is_folder, size = entry["type"] == "directory", entry.get("size")
+                if not is_folder and size is None:  # a web server's list of links
+                    size = fs.size(name)
+                found[name.rpartition("/")[2]] = None if is_folder else size
+        return found
+
+    def size(self) -> int:
+        """Of a file, in bytes."""
+        with self._reaching() as (fs, path):
+            size = fs.size(path)
+            if size is None:
+                raise OSError("the server does not say how long it is")
+            return int(size)
+
+    def read(self, first: int | None = None, last: int | None = None) -> bytes:
+        """Bytes `first` up to `last` of a file, or all of it; fewer if it ends before. Long ranges come in parts at the same time."""
+        with self._reaching() as (fs, path):
+            if first is None or last is None:
+                return bytes(fs.cat_file(path))
+            starts = list(range(first, last, _REQUEST_BYTES))
+            ends = [*starts[1:], last]
+            parts: list[bytes] = fs.cat_ranges([path] * len(starts), starts, ends, on_error="raise")
+            if any(len(part) > end - start for part, start, end in zip(parts, starts, ends, strict=True)):
+                raise OSError("the server sends more than was asked for: it knows no ranges")
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def write(self, data: bytes) -> None:
+        """A file with `data`, in place of what may be there. All at once, where the store can."""
+        with self._reaching() as (fs, path):
+            fs.pipe_file(path, data)
+
+    def upload(self, source: Path) -> None:
+        """A file with the bytes of the local file `source`."""
+        with self._reaching() as (fs, path):
+            fs.put_file(str(source), path)
+
+    def unlink(self) -> None:
+        """Remove a file; nothing happens if there is none."""
+        with self._reaching() as (fs, path), suppress(FileNotFoundError):
+            fs.rm_file(path)
+
+    def make(self) -> "list[Url]":
+        """Make this folder and those above it where the store has such a thing; never what stands first, as a bucket.
+
+        Returns those that were not there, this one first.
+        """
+        if not self.parent._path or self.is_dir():
+            return []
+        made = self.parent.make()
+        with self._reaching() as (fs, path):
+            fs.mkdir(path, create_parents=False)
+        return [self, *made]
+
+    def remove_folder(self, first: str, last: str) -> None:
+        """Remove this folder with its files, of which those called `first` and `last` go so. Nothing happens if there is none."""
+        try:
+            names = self.entries()
+        except FileNotFoundError:
+            return
+        for name in sorted(names, key=lambda name: (name == last, name != first)):
+            (self / name).unlink()
+        self.remove_empty()
+
+    def remove_empty(self) -> None:
+        """Remove this folder if it is empty. Where folders are but parts of names it is gone with its last file."""
+        with suppress(OSError, NotImplementedError), self._reaching() as (fs, path):
+            fs.rmdir(path)
+
+    @contextmanager
+    def _reaching(self) -> Iterator[tuple[Any, str]]:
+        """The file system and the path in it. A list that is kept would not show what other ranks have made since."""
+        import fsspec
+
+        try:
+            yield fsspec.core.url_to_fs(str(self), use_listings_cache=False)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self)) from error
+        except OSError as error:
+            if error.errno is not None and error.strerror:
+                raise OSError(error.errno, error.strerror, str(self)) from error
+            raise OSError(f"{self}: {error}") from error
+        except (
+            Exception
+        ) as error:  # each library of a store has its own; ranks tell each other only those that all know
+            raise OSError(f"{self}: {type(error).__name__}: {error}") from error
+
+
+class RemoteFolder:
+    """As places.py's `Folder`."""
+
+    def __init__(self, url: Url) -> None:
+        self._url = url
+
+    def open(self, name: str) -> "RemoteFile":
+        return RemoteFile(self._url / name)
+
+    def close(self) -> None:
+        pass
+
+
+class RemoteFile:
+    """Read on from where the last read ended, it fetches ahead: twice as much each time, since each request has to wait."""
+
+    def __init__(self, url: Url) -> None:
+        self._url = url
+        self.nbytes = url.size()
+        self._held, self._first = memoryview(b""), 0  # bytes that are here already, and the position of the first
+
+    def read_into(self, memory: memoryview, position: int) -> int:
+        done = 0
+        while done < len(memory):
+            start = position + done - self._first
+            if not 0 <= start < len(self._held) and not self._fetch(position + done, len(memory) - done):
+                break
+            piece = self._held[position + done - self._first :][: len(memory) - done]
+            memory[done : done + len(piece)] = piece
+            done += len(piece)
+        return done
+
+    def _fetch(self, position: int, wanted: int) -> bool:
+        """Hold bytes from `position` on; whether there are any."""
+        if position == self._first + len(self._held):
+            wanted = max(wanted, 2 * len(self._held))
+        last = min(position + min(wanted, _AHEAD_BYTES), self.nbytes)
+        self._held, self._first = memoryview(self._url.read(position, last) if position < last else b""), position
+        return len(self._held) > 0
+
+    def close(self) -> None:
+        self._held = memoryview(b"")
+
+
+class _Stream(io.RawIOBase):
+    def __init__(self, file: RemoteFile) -> None:
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, memory: Any) -> int:
+        count = self._file.read_into(memoryview(memory).cast("B"), self._position)
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def open_stream(file: RemoteFile, *, buffer_bytes: int) -> BinaryIO:
+    """The file to be read from its beginning on, as one that `open` returns."""
+    return cast(BinaryIO, io.BufferedReader(_Stream(file), buffer_bytes))
+
+
+def check_sizes(url: Url, files: tuple[File, ...]) -> None:
+    """CheckpointError unless each of `files` is there with its size."""
+    found = url.entries()
+    for file in files:
+        if file.name not in found:
+            raise CheckpointError(f"{file.name} is missing")
+        if found[file.name] != file.nbytes:
+            raise CheckpointError(
+                f"{file.name} has {found[file.name]} bytes instead of {file.nbytes}: it is truncated or altered"
+            )

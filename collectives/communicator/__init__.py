@@ -1,0 +1,1 @@
+"""The Communicator and its parts, meshes of communicators, and `world()`."""

@@ -1,0 +1,112 @@
+"""Whether the arguments of an operation are right and fit each other: what a rank can see by itself, before anything is sent."""
+
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays.buffer import Buffer
+
+_MAX_INT = (1 << 31) - 1  # of MPI's C interface
+
+Named = tuple[str, Buffer]  # an array, and what errors call it
+
+
+def integer(operation: str, name: str, value: Any) -> int:
+    """An argument as an int: also NumPy's integers, and arrays of no dimension. TypeError for what is none; a float is not rounded."""
+    try:
+        return index(value)
+    except TypeError:
+        raise not_an_integer(operation, name, value) from None
+
+
+def not_an_integer(operation: str, name: str, value: Any) -> TypeError:
+    """The error of an argument that is something else."""
+    return TypeError(f"{operation}: {name} is {value!r}, of type {type(value).__name__}; expected an integer")
+
+
+def rank_of(operation: str, root: Any, size: int) -> int:
+    """A `root` as an int; TypeError or ValueError if it is no rank. A truth value is none: `root=True` is a slip."""
+    if isinstance(root, bool):
+        raise not_an_integer(operation, "root", root)
+    root = integer(operation, "root", root)
+    if not 0 <= root < size:
+        raise ValueError(f"{operation}: root {root} is outside the {size} ranks of this communicator")
+    return root
+
+
+def color_and_key(color: Any, key: Any) -> tuple[int | None, int]:
+    """What `split` takes, as ints; TypeError or ValueError for what MPI does not."""
+    if color is not None:
+        color = integer("split", "color", color)
+        if not 0 <= color <= _MAX_INT:
+            raise ValueError(f"split: color {color}; expected 0 to {_MAX_INT}, or None to stay out")
+    key = integer("split", "key", key)
+    if not -_MAX_INT <= key <= _MAX_INT:
+        raise ValueError(f"split: key {key}; expected {-_MAX_INT} to {_MAX_INT}")
+    return color, key
+
+
+def fit(
+    operation: str, counts: Iterable[int] | None, rank: int, size: int, *, part: Named, whole: Named
+) -> tuple[Sequence[int], bool]:
+    """The elements of each rank's part, and whether `part` is this rank's place in `whole`.
+
+    ValueError unless both have the sizes and the dtype that follow, or if they overlap elsewhere. `counts`: None where all are alike.
+    """
+    lengths = _lengths(operation, None if counts is None else _integers(operation, counts), rank, size, part, whole)
+    return lengths, _is_in_place(operation, lengths, rank, part, whole)
+
+
+def _integers(operation: str, counts: Iterable[int]) -> list[int]:
+    try:
+        return [index(count) for count in counts]
+    except TypeError:
+        raise TypeError(
+            f"{operation}: counts is {counts!r}; expected integers, the number of elements of each rank"
+        ) from None
+
+
+def _lengths(
+    operation: str, counts: Sequence[int] | None, rank: int, size: int, part: Named, whole: Named
+) -> Sequence[int]:
+    (part_name, small), (whole_name, large) = part, whole
+    if counts is None:
+        counts = [small.size] * size
+        if large.size == small.size * size and small.dtype is large.dtype:
+            return counts
+    if len(counts) != size or min(counts) < 0:
+        raise ValueError(
+            f"{operation}: {len(counts)} counts, the smallest {min(counts, default=0)}; expected {size} numbers of elements "
+            "from 0 on, one a rank"
+        )
+    if small.size != counts[rank] or large.size != sum(counts):
+        raise ValueError(
+            f"{operation}: {part_name} has {small.size} elements and {whole_name} {large.size}; expected "
+            f"{counts[rank]} in {part_name} and {sum(counts)} in {whole_name} on {size} ranks"
+        )
+    if small.dtype != large.dtype:
+        raise ValueError(f"{operation}: {part_name} is {small.dtype.name}, but {whole_name} is {large.dtype.name}")
+    return counts
+
+
+def _is_in_place(operation: str, lengths: Sequence[int], rank: int, part: Named, whole: Named) -> bool:
+    (part_name, small), (whole_name, large) = part, whole
+    if not overlap(small, large):
+        return False
+    if small.address - large.address != sum(lengths[:rank]) * small.dtype.itemsize:
+        raise ValueError(
+            f"{operation}: {part_name} overlaps {whole_name}, but is not rank {rank}'s place in it; pass that, or a copy"
+        )
+    return True
+
+
+def overlap(one: Buffer, other: Buffer) -> bool:
+    """Whether two arrays have elements in common."""
+    if one.device is None and other.device is None:
+        return np.may_share_memory(one.flat, other.flat)
+    if one.device is None or other.device is None:
+        return False
+    at, begin = one.device.address, other.device.address
+    return at < begin + other.device.nbytes and begin < at + one.device.nbytes

@@ -1,0 +1,247 @@
+"""Messages between two ranks: send, recv, isend, irecv of a Communicator."""
+
+import ctypes
+import threading
+from collections import Counter
+from collections.abc import Callable
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays.buffer import Buffer
+from collectives.communicator.group import Message
+from collectives.diagnosis.record import ENDED, FAILED, Entry, Log
+from collectives.diagnosis.stacks import issued_here
+from collectives.progress.work import Progress, Work
+
+_USER_TAG = 1 << 8  # tags below are the library's own
+_NUM_USER_TAGS = (1 << 15) - _USER_TAG  # MPI guarantees tags up to 32767
+
+
+class Messages:
+    """The messages of a Communicator. Only as a part of it, which sets these attributes.
+
+    Common to all: `x` is an array as collectives take it, `peer` a rank, also this one, and `tag` 0 to 32511. Wrong arguments are
+    errors of the call itself. Messages to one rank with one tag arrive in the order in which they were sent. Several threads may
+    send and receive at once, each with tags of its own.
+    """
+
+    mpi: Any
+    rank: int
+    size: int
+    _group: Any
+    _progress: Progress
+    _log: Log
+    _message: Any  # mpi4py's description of an array
+    _reach: Any  # what MPI reads or writes of an array
+    _in_flight: "InFlight"
+    # By tag: messages to this rank itself that no receive was posted for; below 0, receives that wait.
+    _to_self: Counter[int]
+
+    def send(self, x: Any, peer: int, tag: int = 0) -> None:
+        """Send `x` to rank `peer`. Returns when `x` may be written again. ValueError where that could never be."""
+        peer, tag = self._check_peer("send", peer, tag)
+        b = Buffer(x, "x")
+        if self._group is not None:
+            self._group.add_message("send", Message("isend", b, peer, tag))
+            return
+        if peer == self.rank and self._to_self[tag] >= 0:
+            raise ValueError(
+                f"send: peer {peer} is this rank itself, which waits here and will not receive; use isend and irecv, or group()"
+            )
+        if peer == self.rank or self._progress.pending():
+            self._start("isend", b, peer, tag).wait()
+        else:
+            with self._log.enter_pair("send", peer, tag, b.size, b.dtype.name):
+                self.mpi.Send(self._message(self._reach(b)), peer, _USER_TAG + tag)
+
+    def recv(self, x: Any, peer: int, tag: int = 0) -> Any:
+        """Receive into `x` what rank `peer` sends with `tag`; returns `x`. ValueError if the message has another size."""
+        peer, tag = self._check_peer("recv", peer, tag)
+        b = Buffer(x, "x", write_only=True)
+        if self._group is not None:
+            self._group.add_message("recv", Message("irecv", b, peer, tag), x)
+            return x
+        if peer == self.rank:
+            if self._to_self[tag] <= 0:
+                raise ValueError(
+                    f"recv: peer {peer} is this rank itself, which has sent nothing and waits here; use isend before, irecv, or group()"
+                )
+            self._to_self[tag] -= 1
+        return self._receive(b, peer, tag)
+
+    def isend(self, x: Any, peer: int, tag: int = 0) -> Work:
+        """`send` as a Work: `x` may be written again after its `wait()`."""
+        peer, tag = self._check_peer("isend", peer, tag)
+        return self._start("isend", Buffer(x, "x"), peer, tag)
+
+    def irecv(self, x: Any, peer: int, tag: int = 0) -> Work:
+        """`recv` as a Work, whose `wait()` gives `x`. ValueError there if the message has another size."""
+        peer, tag = self._check_peer("irecv", peer, tag)
+        return self._start("irecv", Buffer(x, "x", write_only=True), peer, tag)
+
+    def _check_peer(self, operation: str, peer: int, tag: int) -> tuple[int, int]:
+        """Both as ints. TypeError or ValueError for what is no rank here or no tag."""
+        self._progress.pending()  # an error on a communicator that was freed
+        try:
+            if peer is True or peer is False or tag is True or tag is False:  # numbers to `index`, slips to a reader
+                raise TypeError
+            peer, tag = index(peer), index(tag)
+        except TypeError:
+            raise TypeError(f"{operation}: peer {peer!r}, tag {tag!r}; expected two integers") from None
+        if not 0 <= peer < self.size:
+            raise ValueError(f"{operation}: peer {peer} is outside the {self.size} ranks of this communicator")
+        if not 0 <= tag < _NUM_USER_TAGS:
+            raise ValueError(f"{operation}: tag {tag}; expected 0 to {_NUM_USER_TAGS - 1}")
+        if self._in_flight.transfers:
+            self._in_flight.look()
+        return peer, tag
+
+    def _receive(self, b: Buffer, peer: int, tag: int) -> Any:
+        from mpi4py import MPI
+
+        flat = self._reach(b)
+        with self._log.enter_pair("recv", peer, tag, b.size, b.dtype.name):
+            status = MPI.Status()
+            incoming = None
+            while self._progress.pending() and incoming is None:
+                incoming = self.mpi.Improbe(peer, _USER_TAG + tag, status)
+                self._progress.advance()
+            if incoming is None:
+                incoming = self.mpi.Mprobe(peer, _USER_TAG + tag, status)
+            nbytes = status.Get_elements(MPI.BYTE)
+            if nbytes != flat.nbytes:
+                # Take it off the line, so that it is not mistaken for the next one.
+                incoming.Recv(self._message(np.empty(nbytes, np.uint8)))
+                raise ValueError(f"recv: rank {peer} sent {nbytes} bytes, but x has {flat.nbytes}")
+            incoming.Recv(self._message(flat))
+        return b.result()
+
+    def _start(self, operation: str, b: Buffer, peer: int, tag: int) -> Work:
+        """Begin an `isend` or an `irecv`."""
+        from mpi4py import MPI
+
+        status, sends, flat = MPI.Status(), operation == "isend", self._reach(b)
+
+        def end(error: Exception | None) -> Any:
+            nbytes = flat.nbytes if sends or error else status.Get_elements(MPI.BYTE)
+            if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE:
+                raise ValueError(f"irecv: rank {peer} sent more than the {nbytes} bytes of x") from None
+            if error is not None:
+                raise error
+            if nbytes != flat.nbytes:
+                raise ValueError(f"irecv: rank {peer} sent {nbytes} bytes, but x has {flat.nbytes}")
+            return b.result()
+
+        entry = self._log.enter_pair(operation, peer, tag, b.size, b.dtype.name)
+        with entry.failing():
+            start = self.mpi.Isend if sends else self.mpi.Irecv
+            request = start(self._message(flat), peer, _USER_TAG + tag)
+        if peer == self.rank:
+            self._to_self[tag] += 1 if sends else -1
+        entry.issued()
+        return Transfer(self._progress, self._in_flight, entry, request, status, end)
+
+
+class InFlight:
+    """The messages of a communicator that are not through: MPI reads and writes their arrays, also where nobody holds the Work."""
+
+    def __init__(self) -> None:
+        self.transfers: set[Transfer] = set()
+        self._look_at = 0
+
+    def add(self, transfer: "Transfer") -> None:
+        self.transfers.add(transfer)
+        _in_flight.add(transfer)
+
+    def remove(self, transfer: "Transfer") -> None:
+        self.transfers.discard(transfer)
+        _in_flight.discard(transfer)
+
+    def look(self) -> None:
+        """Let go of those that are through, when they are few, or twice as many as the last look has left: cheap on average."""
+        if len(self.transfers) <= _FEW or len(self.transfers) >= self._look_at:
+            for transfer in tuple(self.transfers):
+                transfer.look()
+            self._look_at = 2 * len(self.transfers)
+
+    def finish(self) -> None:
+        """Wait for all of them; their errors are raised at their `wait()`."""
+        for transfer in tuple(self.transfers):
+            transfer._finish()
+
+
+_FEW = 8
+_in_flight: set["Transfer"] = set()  # of all communicators, also those that nobody holds
+
+
+def outlive_python() -> None:
+    """At the end of the process: MPI, which ends after Python, may use the arrays of messages that are not through until then."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_in_flight))
+
+
+class Transfer(Work):
+    """A message in flight: what `isend` and `irecv` return."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        in_flight: InFlight,
+        entry: Entry,
+        request: Any,
+        status: Any,
+        end: Callable[[Exception | None], Any],
+    ) -> None:
+        """`in_flight`: keeps it until it is through. `entry`: in the flight record.
+
+        `end(error)` gives the result when the message is through, or raises; it keeps the array alive until then."""
+        super().__init__()
+        self._progress, self._entry, self._site = progress, entry, issued_here()
+        self._request, self._status, self._through = request, status, end
+        self._in_flight = in_flight
+        self._polling = threading.Lock()  # MPI allows one thread at a time to ask after a request
+        in_flight.add(self)
+
+    def done(self) -> bool:
+        """Whether the message is through."""
+        if not self._ended:
+            self._progress.advance()
+            self.look()
+        return self._ended
+
+    def look(self) -> None:
+        """Take note if the message is through."""
+        if not self._ended and self._polling.acquire(blocking=False):
+            try:
+                self._poll(waits=False)
+            finally:
+                self._polling.release()
+
+    def _finish(self) -> None:
+        self._site.carry_out(self._wait_for_peer)
+
+    def _wait_for_peer(self) -> None:
+        self._progress.pending()  # an error in a forked child, which may have inherited the lock as another thread held it
+        with self._polling:
+            if self._ended:
+                return
+            self._entry.wait()
+        while self._progress.pending() and not self.done():
+            pass
+        with self._polling:
+            self._poll(waits=True)
+
+    def _poll(self, *, waits: bool) -> None:
+        if self._ended:  # another thread has seen it
+            return
+        error = None
+        try:
+            if not (self._request.Wait if waits else self._request.Test)(self._status):
+                return
+        except Exception as raised:
+            error = raised
+        self._end(lambda: self._through(error))
+        self._entry.leave(ENDED if self._error is None else FAILED)
+        self._in_flight.remove(self)
+        del self._request, self._through

@@ -1,0 +1,1 @@
+"""The thread of each rank that answers for it, asks the others, and tells of waits that last."""

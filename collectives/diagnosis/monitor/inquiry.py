@@ -1,0 +1,32 @@
+"""One question of a monitor to all ranks."""
+
+import time
+from collections.abc import Mapping
+
+from collectives.diagnosis.monitor.answer import State
+from collectives.diagnosis.monitor.notice import Wait
+
+ANSWER_S = 5.0  # a rank that has not answered by then is missing
+
+
+class Inquiry:
+    """The question, and the answers so far. `known`: what need not be asked any more, by rank; `wait`: what a notice is about."""
+
+    def __init__(
+        self, purpose: str, number: int, size: int, known: Mapping[int, State], wait: Wait | None = None
+    ) -> None:
+        self.purpose = purpose  # "deadline", "notice", "order" or "end"
+        self.number = number
+        self.wait = wait
+        self.asked = time.monotonic()
+        self.asked_cpu = time.thread_time()
+        self.states: list[State | None] = [known.get(rank) for rank in range(size)]
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not answered."""
+        return [rank for rank, state in enumerate(self.states) if state is None]
+
+    def is_over(self, now: float) -> bool:
+        """Whether all answers are here, or no more will come."""
+        return None not in self.states or now - self.asked > ANSWER_S

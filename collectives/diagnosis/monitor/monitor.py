@@ -1,0 +1,315 @@
+"""The monitor: a thread of each rank that answers for it while the rank itself is stuck in an operation.
+
+- SIGUSR2: it dumps the flight record. Python's own handlers wait until the main thread is back from MPI; the wake-up pipe does not.
+- The notice: when an operation of this rank has waited for long, it asks all ranks where they are, and prints one line (notice.py).
+- The deadline: when an operation of this rank has waited too long, it asks all ranks where they are, prints one report and ends the
+  job. Where several ranks notice, the lowest that asked goes on.
+- The end of a rank: it tells rank 0, which from then on asks those that still run whether one waits for a rank that has ended; where
+  one does, rank 0 prints a report and ends the job.
+- Checked mode: it finds ranks that wait for each other in different communicators.
+
+A rank whose program has ended still answers, until all have ended. Ranks that cannot talk (MPI without THREAD_MULTIPLE) only write
+their own record at the deadline and end the job.
+"""
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from collectives.diagnosis import dump, record, uncaught
+from collectives.diagnosis.ending import Before, abort_job, end_together
+from collectives.diagnosis.monitor import answer, deadline, notice, report
+from collectives.diagnosis.monitor.answer import State, Waiting
+from collectives.diagnosis.monitor.bell import Bell
+from collectives.diagnosis.monitor.deadline import Clock, Deadline, LastResort
+from collectives.diagnosis.monitor.inquiry import ANSWER_S, Inquiry
+from collectives.diagnosis.monitor.post import Post
+from collectives.diagnosis.monitor.standstill import Standstill
+
+_POLL_S = 0.5  # between two looks at messages: costs no measurable time
+_BUSY_POLL_S = 0.05  # while answers are on their way, in checked mode, and when the program has ended
+_GRACE_S = 5.0  # for a report and MPI_Abort
+_STAGGER_S, _MAX_STAGGER_S = 0.25, 4.0  # a rank leaves lower ones time to ask first, so that few do
+_ORDER_S = 0.6  # checked mode: a comparison that waits longer is looked into
+_CONFIRM_S = 0.15  # and again after this, before it is called a deadlock
+_ENDED_S = 0.3  # a rank that has ended says so where the others have not ended too by then
+_ROUND_S = 1.0  # between two rounds of questions who waits for it
+_ROUND_SHARE = 0.05  # of rank 0's time at most: what thousands of ranks answer takes a while to read
+
+
+class Monitor:
+    """See above. `mpi`: a communicator of its own over all ranks. `talks`: whether threads may use MPI at the same time."""
+
+    def __init__(self, mpi: Any, *, talks: bool, checked: bool) -> None:
+        self.mpi, self.rank, self.size, self.checked = mpi, mpi.rank, mpi.size, checked
+        self._may_talk = talks
+        self._post = Post(mpi if talks else None)
+        self._process = os.getpid()
+        self._bell = Bell()
+        self._thread = threading.Thread(target=self._run, name="collectives-monitor", daemon=True)
+        self._stop = threading.Event()
+        self._last_resort = LastResort(self._stop)
+        self._ended = ""  # how this rank's program has ended
+        self._ended_at = 0.0
+        self._told_end = False
+        self._ended_ranks: dict[int, State] = {}  # rank 0: those that have told their end
+        self._key: Any = None  # of an attribute that MPI_Finalize deletes
+        self._inquiry: Inquiry | None = None
+        self._num_asked = 0
+        self._quiet_until = {"deadline": 0.0, "order": 0.0, "end": 0.0}
+        # rank: number of its operation, as the last look found those that can never go on
+        self._suspects: dict[str, dict[int, int]] = {"order": {}, "end": {}}
+        self._clock = Clock()
+        self._notices = notice.Notices(notice.from_environment())
+        self._standstill = Standstill()
+
+    def start(self) -> None:
+        """Begin to listen. From the main thread also to SIGUSR2, unless the user's program does."""
+        if threading.current_thread() is threading.main_thread():
+            self._bell.ring_at_signal()
+        self._leave_before_finalize()
+        atexit.register(self._at_exit)
+        self._thread.start()
+        if self.size > 1:
+            self._last_resort.start()
+
+    def _leave_before_finalize(self) -> None:
+        """Leave also where the program ends MPI by itself: before all else that deletes the attributes of COMM_SELF."""
+        from mpi4py import MPI
+
+        self._key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave("it called MPI.Finalize"))
+        MPI.COMM_SELF.Set_attr(self._key, True)
+
+    def _at_exit(self) -> None:
+        self.leave(uncaught.how_ended())
+        from mpi4py import MPI
+
+        if not MPI.Is_finalized() and os.getpid() == self._process:
+            MPI.COMM_SELF.Delete_attr(self._key)  # Python is gone when mpi4py's own exit hook finalizes MPI
+
+    def leave(self, how: str) -> None:
+        """This rank's program has ended: answer until those of all ranks have, then stop. MPI_Finalize would wait for them too."""
+        if os.getpid() != self._process or self._ended:
+            return
+        self._ended_at = time.monotonic()
+        self._ended = how
+        self._bell.ring()
+        together = True
+        try:
+            end_together(self.mpi, well=uncaught.ends_well())
+        except Exception:  # a rank died and the job goes on: nobody to wait for
+            together = False
+            if Before.others:
+                Before.others.end(well=False)
+        self._stop.set()
+        self._bell.ring()
+        self._thread.join(_GRACE_S)
+        if self._last_resort.is_alive():
+            self._last_resort.join(_GRACE_S)
+        if together and not self._thread.is_alive():
+            self.mpi.Free()
+
+    def _talks(self) -> bool:
+        from mpi4py import MPI
+
+        return self._may_talk and not MPI.Is_finalized()
+
+    # The thread
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            busy = self._inquiry is not None or self.checked or self._ended
+            signalled = self._bell.wait(_BUSY_POLL_S if busy else _POLL_S)
+            if self._stop.is_set():
+                return
+            if signalled:
+                dump.dump("SIGUSR2")
+            now = self._clock.look()
+            if self._talks():
+                for rank, message in self._post.received():
+                    self._take(rank, message)
+            if self._inquiry is not None and self._inquiry.purpose == "notice" and self._late() is not None:
+                self._inquiry = None  # the deadline's report tells more
+            if self._inquiry is None:
+                self._look(now)
+            elif self._inquiry.purpose == "deadline" or self._inquiry.is_over(now):
+                self._follow(self._inquiry, now)
+
+    def _look(self, now: float) -> None:
+        """Ask where the others are if an operation of this rank has waited too long, or one that it may wait for has ended."""
+        if self._late() is not None:
+            if now > self._quiet_until["deadline"]:
+                self._end_late()
+        elif self.size > 1 and (wait := self._notices.due(self._clock, self._stagger())) is not None:
+            self._notice(wait, now)
+        elif not self._talks():
+            return
+        elif self._ended and not self._told_end and now - self._ended_at > _ENDED_S:
+            self._told_end = True
+            self._send(0, {"kind": "end", "state": self._state()})
+        elif 0 < len(self._ended_ranks) < self.size and now > self._quiet_until["end"]:
+            self._ask("end", known=self._ended_ranks)
+        elif self.checked and now > self._quiet_until["order"]:
+            stagger = min(self.rank * _STAGGER_S / 10, 0.4)
+            begun = record.open_operations(begun_before=now - _ORDER_S - stagger)
+            if any(each.log.comparing for each in begun):
+                self._ask("order")
+
+    def _late(self) -> record.Operation | None:
+        """The operation that has passed the deadline, after the time left to lower ranks."""
+        if self.size == 1:
+            return None
+        late = self._clock.late(self._stagger())
+        if late is None and Deadline.seconds:
+            limit = self._clock.limit(Deadline.seconds + self._stagger())
+            late = self._standstill.late(self._clock.now, limit)
+        return late
+
+    def _stagger(self) -> float:
+        """The time left to lower ranks."""
+        return min(self.rank * _STAGGER_S, _MAX_STAGGER_S) if self._may_talk else 0.0
+
+    def _notice(self, wait: notice.Wait, now: float) -> None:
+        """Ask all ranks where they are, for a line about a wait of this one."""
+        age_s = now - wait.begun
+        if self._talks():
+            self._ask("notice", wait=wait, age_s=age_s)
+        else:
+            dump.say(report.lone_notice(self.rank, wait.number, self._state(), Deadline.seconds or 0.0))
+        self._notices.told(age_s)
+
+    def _end_late(self) -> None:
+        """Ask all ranks where they are. Their answers, or the lack of them, will end the job."""
+        why = f"the deadline of {Deadline.seconds:g} s has passed"
+        dump.write_file(why)
+        if self._talks():
+            self._ask("deadline", why=f"rank {self.rank} has passed the deadline")
+        else:
+            dump.say(dump.text(why, dump.NUM_SHOWN))
+            abort_job(deadline.EXIT_CODE)
+
+    def _follow(self, inquiry: Inquiry, now: float) -> None:
+        """Judge the answers to an inquiry that is over; one for a deadline also if its operation came to an end at the last moment."""
+        if inquiry.purpose == "deadline":
+            late = self._late()
+            if late is None:
+                self._inquiry = None
+            elif inquiry.is_over(now):
+                dump.say(
+                    report.deadline_report(
+                        self.rank, answer.waiting(late, self.rank), inquiry.states, Deadline.seconds or 0.0
+                    )
+                )
+                abort_job(deadline.EXIT_CODE)
+            return
+        self._inquiry = None
+        if inquiry.purpose == "notice":
+            assert inquiry.wait is not None
+            if self._notices.goes_on(inquiry.wait):
+                dump.say(report.notice(self.rank, inquiry.wait.number, inquiry.states, Deadline.seconds or 0.0))
+        elif inquiry.purpose == "order":
+            self._judge_order(inquiry, now)
+        else:
+            self._judge_end(inquiry, now)
+
+    def _judge_order(self, inquiry: Inquiry, now: float) -> None:
+        """The ranks that wait for each other in different communicators hear so, if a second look finds them where they were."""
+        stuck = report.deadlocked({rank: state for rank, state in enumerate(inquiry.states) if state is not None})
+        if self._confirmed("order", stuck):
+            verdict = report.deadlock_report(stuck)
+            for rank in stuck:
+                self._send(rank, {"kind": "verdict", "text": verdict})
+        self._quiet_until["order"] = now + (_CONFIRM_S if stuck else max(2 * _ORDER_S, self._longest_wait(now)))
+
+    def _judge_end(self, inquiry: Inquiry, now: float) -> None:
+        """End the job where a rank waits for one that has ended, if a second look finds it where it was."""
+        stuck = report.abandoned(inquiry.states)
+        if self._confirmed("end", stuck):
+            dump.say(report.end_report(stuck, inquiry.states))
+            abort_job(1)
+        elif stuck:
+            why = "a rank has ended that others wait for"
+            dump.write_file(why)
+            self._ask("end", why=why)  # of all: those that have ended too have a file to write
+        else:
+            spent_s = time.thread_time() - inquiry.asked_cpu
+            self._quiet_until["end"] = now + max(_ROUND_S, spent_s / _ROUND_SHARE)
+
+    def _confirmed(self, purpose: str, stuck: Mapping[int, Waiting]) -> bool:
+        """Whether this look has found just what the last one for this purpose has."""
+        last, found = self._suspects[purpose], {rank: each["number"] for rank, each in stuck.items()}
+        self._suspects[purpose] = found
+        return bool(found) and found == last
+
+    def _longest_wait(self, now: float) -> float:
+        """So that a rank which is merely slow is asked ever more rarely."""
+        return max((now - each.begun for each in record.open_operations()), default=0.0)
+
+    # Messages, each of a "kind"
+
+    def _ask(
+        self,
+        purpose: str,
+        *,
+        why: str = "",
+        known: Mapping[int, State] | None = None,
+        wait: notice.Wait | None = None,
+        age_s: float = 0.0,
+    ) -> None:
+        """`why`: for the ranks' records, which they are to write into their files. `wait`, `age_s` old: what a notice is about."""
+        self._num_asked += 1
+        known = {**(known or {}), self.rank: self._state()}
+        inquiry = self._inquiry = Inquiry(purpose, self._num_asked, self.size, known, wait)
+        question = {"kind": "ask", "purpose": purpose, "number": inquiry.number, "why": why, "age": age_s}
+        for rank in inquiry.missing:
+            self._send(rank, question)
+
+    def _state(self) -> State:
+        return answer.state(self.rank, self._ended)
+
+    def _send(self, rank: int, message: Mapping[str, Any]) -> None:
+        if rank == self.rank:
+            self._take(rank, message)
+        else:
+            self._post.send(rank, message)
+
+    def _take(self, rank: int, message: Mapping[str, Any]) -> None:
+        inquiry = self._inquiry
+        if message["kind"] == "ask":
+            purpose = message["purpose"]
+            if message["why"]:
+                dump.write_file(message["why"])
+            # Whoever asked first goes on; of those that asked at the same time, the lowest.
+            mine = inquiry is not None and inquiry.purpose == purpose
+            if not mine or rank < self.rank:
+                if mine:
+                    self._inquiry = None
+                pause = ANSWER_S + 2 * _GRACE_S if purpose == "deadline" else 4 * _CONFIRM_S
+                self._quiet_until[purpose] = time.monotonic() + pause
+                if purpose == "notice":
+                    self._notices.told(message["age"])
+            self._send(rank, {"kind": "answer", "number": message["number"], "state": self._state()})
+        elif message["kind"] == "answer":
+            if inquiry is not None and inquiry.number == message["number"]:
+                inquiry.states[rank] = message["state"]
+        elif message["kind"] == "end":
+            self._ended_ranks[rank] = message["state"]
+        elif message["kind"] == "verdict":
+            for each in record.open_operations():
+                if each.log.comparing:
+                    each.log.verdict = message["text"]
+
+
+def start(world: Any, *, checked: bool) -> None:
+    """Start this process's monitor. Collective over `world`, an mpi4py communicator of all ranks, which it clones."""
+    from mpi4py import MPI
+
+    Deadline.seconds = deadline.from_environment()
+    if folder := os.environ.get("MPITRAIN_RECORD_DIR"):
+        dump.set_record_folder(folder)
+    dump.Place.rank = world.rank
+    talks = world.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    Monitor(world.Dup(), talks=talks, checked=checked).start()

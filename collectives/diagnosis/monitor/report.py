@@ -1,0 +1,288 @@
+"""What the ranks' answers mean: who waits for whom, who is missing, and who can never go on. Pure: no MPI, no threads.
+
+A `State` is what one rank says of itself (a JSON object); None stands for a rank that did not answer.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+
+from collectives.diagnosis.monitor.answer import State, Waiting
+from collectives.diagnosis.record import shown_ranks
+
+
+def deadline_report(reporter: int, late: Waiting, states: Sequence[State | None], deadline_s: float) -> str:
+    """Why rank `reporter`, whose operation `late` passed the deadline, still waits."""
+    lines = [
+        f"rank {reporter} has waited {late['age']:.1f} s in {late['label']}: {late['call']}; the deadline is {deadline_s:g} s "
+        "(MPITRAIN_DEADLINE_S). The job ends."
+    ]
+    return "\n".join([*lines, *_places(states, late["key"]), f"  => {_verdict(late, states)}"])
+
+
+def notice(reporter: int, number: int, states: Sequence[State | None], deadline_s: float) -> str:
+    """One line about a wait of rank `reporter` which goes on: in its operation of that number, or on its device where it has none.
+
+    The places of that rank and of those that it waits for come first.
+    """
+    mine = states[reporter]
+    assert mine is not None
+    late = _operation(mine, number)
+    missing = set() if late is None else {*_absent(late, states)}
+    gone = set() if late is None else {rank for rank in late["awaited"] if not _is_in(late, states[rank])} - missing
+    groups = _groups(states, "" if late is None else late["key"])
+    apart = missing or gone
+    order = sorted(groups.items(), key=lambda group: (reporter not in group[1], apart.isdisjoint(group[1]), group[1]))
+    parts = [_place(words, ranks, states) + _waiting_for(ranks, states) for words, ranks in order[:_NUM_PLACES]]
+    if rest := [rank for _, ranks in order[_NUM_PLACES:] for rank in ranks]:
+        parts.append(f"{len(rest)} rank{'s' * (len(rest) > 1)} elsewhere")
+    if late is None:
+        parts.append("perhaps not all ranks have called it, or with another size, or in another order")
+    elif not apart:
+        parts.append("no rank is missing: the operation is slow, or stuck in the MPI library")
+    elif not missing:
+        parts.append(
+            f"{shown_ranks(sorted(gone))} called an operation of that number and went on: perhaps it was another one, as with "
+            "async_op, or this one is slow"
+        )
+    elsewhere = any(state["waiting"] for rank in apart if (state := states[rank]))
+    return _noticed(reporter, mine, late, [*parts, *_hints(elsewhere)], deadline_s)
+
+
+def lone_notice(reporter: int, number: int, mine: State, deadline_s: float) -> str:
+    """`notice` of a rank that cannot ask the others."""
+    late = _operation(mine, number)
+    parts = [_place(_described(mine, ""), [reporter], {reporter: mine})]
+    parts.append("the other ranks cannot be asked, since MPI has started without MPI_THREAD_MULTIPLE")
+    return _noticed(reporter, mine, late, parts, deadline_s)
+
+
+def _operation(state: State, number: int) -> Waiting | None:
+    """The operation of that number in which a rank waits."""
+    return next((each for each in state["waiting"] if each["number"] == number), None)
+
+
+def _noticed(reporter: int, mine: State, late: Waiting | None, parts: Sequence[str], deadline_s: float) -> str:
+    age_s = mine["device_age"] if late is None else late["age"]
+    end = f"at {deadline_s:g} s the job ends (MPITRAIN_DEADLINE_S)" if deadline_s else "there is no deadline"
+    return " | ".join([f"notice: rank {reporter} has waited {age_s:.0f} s", *parts, end])
+
+
+_NUM_PLACES = 8  # in a notice, which is one line
+
+
+def _places(states: Sequence[State | None], key: str) -> list[str]:
+    """Where the ranks are, those in the same place in one line. `key`: the communicator in question."""
+    return [f"  {_place(words, ranks, states)}" for words, ranks in _groups(states, key).items()]
+
+
+def _groups(states: Sequence[State | None], key: str) -> dict[str, list[int]]:
+    """The ranks by their places in words."""
+    groups: dict[str, list[int]] = {}
+    for rank, state in enumerate(states):
+        groups.setdefault(_described(state, key), []).append(rank)
+    return groups
+
+
+def _place(words: str, ranks: Sequence[int], states: Sequence[State | None] | Mapping[int, State]) -> str:
+    """Ranks in the same place, and since when they are there."""
+    there = [state for rank in ranks if (state := states[rank])]
+    ages = [max(each["age"] for each in state["waiting"]) for state in there if state["waiting"]]
+    ages = ages or [state["device_age"] for state in there if state["device"]]
+    since = f", for {max(ages):.1f} s" if ages else ""
+    return f"{shown_ranks(ranks)}: {words}{since}"
+
+
+def _waiting_for(ranks: Sequence[int], states: Sequence[State | None]) -> str:
+    """For whom ranks in the same place wait."""
+    operations = {
+        (each["key"], each["counter"], each["call"], each["algorithm"]): each
+        for rank in ranks
+        if (state := states[rank])
+        for each in state["waiting"]
+    }
+    awaited = sorted({rank for each in operations.values() for rank in _absent(each, states)})
+    return f", waiting for {shown_ranks(awaited)}" if awaited else ""
+
+
+def _described(state: State | None, key: str) -> str:
+    """A rank in words, equal for ranks in the same place. `key`: the communicator in question."""
+    if state is None:
+        return "no answer: dead, stopped, or stuck outside Python"
+    device = f"; on its device {state['device']}, which has not ended" if state["device"] else ""
+    if state["waiting"]:
+        return (
+            "; ".join(
+                f"in {each['label']}: {each['call']}"
+                + (f" by {each['algorithm']}" if each["algorithm"] else "")
+                + (" (comparing calls)" if each["comparing"] else "")
+                + (f", in {each['doing']}" if each["doing"] else "")
+                + (f", at {each['site']}" if each["site"] else "")
+                for each in state["waiting"]
+            )
+            + device
+        )
+    last = f"; its last one there: {state['last'][key]}" if key in state["last"] else ""
+    where = f"its program has ended: {state['ended']}" if state["ended"] else f"main thread at {state['standing']}"
+    doing = f"in {state['doing']}, " if state["doing"] else ""
+    return f"in no operation, {doing}{where}{last}{device}"
+
+
+def _verdict(late: Waiting, states: Sequence[State | None]) -> str:
+    """Whom `late` waits for, and what may help."""
+    if not late["sequence"]:  # no operation, see standstill.py
+        return (
+            "JAX has computed nothing meanwhile: perhaps a callback of the program waits, for what never comes or for work of JAX's "
+            "own threads, of which a rank that is bound to one core has one"
+        )
+    reasons: dict[str, list[int]] = {}
+    for rank in late["awaited"]:
+        state = states[rank]
+        if state is None:
+            reasons.setdefault("do not answer", []).append(rank)
+        elif not state["waiting"]:
+            reasons.setdefault("have ended" if state["ended"] else "are in no operation", []).append(rank)
+        else:
+            there = [each for each in state["waiting"] if each["key"] == late["key"]]
+            if not there:
+                reasons.setdefault(_ELSEWHERE, []).append(rank)
+            elif not any(_is_same(each, late) for each in there):
+                reasons.setdefault(_OTHERWISE, []).append(rank)
+    if not reasons:
+        return (
+            "nobody is missing: all its ranks are in this operation, which is stuck in the MPI library, or slow: then set a later "
+            "deadline"
+        )
+    missing = "missing: " + "; ".join(
+        f"{shown_ranks(ranks)} ({reason if len(ranks) > 1 else _SINGULAR.get(reason, reason)})"
+        for reason, ranks in reasons.items()
+    )
+    return "\n  => ".join([missing, *_hints(_ELSEWHERE in reasons or _OTHERWISE in reasons)])
+
+
+def _is_same(one: Waiting, other: Waiting) -> bool:
+    """Whether two ranks are in the same operation of the same communicator."""
+    return (one["key"], one["call"], one["algorithm"]) == (other["key"], other["call"], other["algorithm"])
+
+
+def _is_in(waiting: Waiting, state: State | None) -> bool:
+    """Whether a rank is in the operation that another one waits in."""
+    return state is not None and any(_is_same(each, waiting) for each in state["waiting"])
+
+
+def _absent(waiting: Waiting, states: Sequence[State | None]) -> list[int]:
+    """The ranks that `waiting` waits for: less those that have done their part of it, and gone on."""
+    key, sequence = waiting["key"], waiting["sequence"]
+    absent: list[int] = []
+    for rank in waiting["awaited"]:
+        state = states[rank]
+        if _is_in(waiting, state):
+            continue
+        if state is not None:
+            there = [each for each in state["waiting"] if each["key"] == key]
+            unfinished = [*(each["sequence"] for each in there), *state["issued"].get(key, ())]
+            if state["counts"].get(waiting["counter"], 0) >= sequence and sequence not in unfinished:
+                continue
+        absent.append(rank)
+    return absent
+
+
+def _hints(apart: bool) -> list[str]:
+    """What may help to find why ranks are missing. `apart`: some of them are in another operation."""
+    if not apart or os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0"):
+        return []
+    return ["MPITRAIN_DEBUG=1 finds the call at which the ranks part"]
+
+
+_ELSEWHERE = "are in an operation of another communicator"
+_OTHERWISE = "are in a different operation of the same communicator"
+_SINGULAR = {
+    "do not answer": "does not answer",
+    "have ended": "has ended",
+    "are in no operation": "is in no operation",
+    _ELSEWHERE: "is in an operation of another communicator",
+    _OTHERWISE: "is in a different operation of the same communicator",
+}
+
+
+def abandoned(states: Sequence[State | None]) -> dict[int, Waiting]:
+    """The ranks that wait for one whose program has ended before it came to the operation, each with that operation.
+
+    What the others have long done their part of may last: a reduction to one rank, a message on its way.
+    """
+    stuck: dict[int, Waiting] = {}
+    for rank, state in enumerate(states):
+        if state is not None and not state["ended"]:
+            for each in state["waiting"]:
+                if not each["dispensable"] and _gone(each, states):
+                    stuck.setdefault(rank, each)
+    return stuck
+
+
+def _gone(waiting: Waiting, states: Sequence[State | None]) -> list[int]:
+    """The ranks that have ended before they came to an operation."""
+    return [
+        rank
+        for rank in waiting["awaited"]
+        if (state := states[rank])
+        and state["ended"]
+        # Where it has freed the communicator it cannot tell.
+        and waiting["key"] in state["counts"]
+        and state["counts"].get(waiting["counter"], 0) < waiting["sequence"]
+    ]
+
+
+def end_report(stuck: Mapping[int, Waiting], states: Sequence[State | None]) -> str:
+    """Ranks `stuck`, as `abandoned` found them, wait for ranks that have ended. About the operation of the lowest of them."""
+    first = stuck[min(stuck)]
+    gone = _gone(first, states)
+    waiting = [rank for rank, each in stuck.items() if each["key"] == first["key"]]
+    lines = [
+        f"{shown_ranks(gone)} {'has' if len(gone) == 1 else 'have'} ended, and {shown_ranks(waiting)} "
+        f"wait{'s' * (len(waiting) == 1)} for {'it' if len(gone) == 1 else 'them'} in {first['label']}: {first['call']}. "
+        "The job ends."
+    ]
+    advice = "a rank must end after the last operation that others make with it"
+    return "\n".join([*lines, *_places(states, first["key"]), f"  => {_verdict(first, states)}", f"  => {advice}"])
+
+
+def deadlocked(states: Mapping[int, State]) -> dict[int, Waiting]:
+    """The ranks that can never go on, each with the operation it is stuck in, judged by those that compare their calls.
+
+    Rank r waits for rank m if m takes part in r's operation, has not entered it, and the thread of m that serves that communicator
+    is itself stuck in another one. A rank needs all it waits for, so it is stuck for ever just where it leads into a circle of such
+    waits.
+    """
+    stuck: dict[int, Waiting] = {}
+    for rank, state in states.items():
+        comparing = [each for each in state["waiting"] if each["comparing"]]
+        if len(comparing) == 1:  # with several threads in checked collectives: not judged
+            stuck[rank] = comparing[0]
+
+    def waits_for(rank: int, other: int) -> bool:
+        mine, theirs = stuck[rank], stuck[other]
+        state = states[other]
+        server = state["serving"].get(mine["key"], state["main"])
+        to_come = state["counts"].get(mine["key"], 0) < mine["sequence"]
+        return other in mine["awaited"] and to_come and server == theirs["thread"]
+
+    while True:
+        remaining = {
+            rank: each
+            for rank, each in stuck.items()
+            if any(waits_for(rank, other) for other in stuck if other != rank)
+        }
+        if len(remaining) == len(stuck):
+            return remaining
+        stuck = remaining
+
+
+def deadlock_report(stuck: Mapping[int, Waiting]) -> str:
+    """The error of ranks that wait for each other in different communicators."""
+    groups: dict[str, list[int]] = {}
+    for rank, each in sorted(stuck.items()):
+        groups.setdefault(f"{each['label']}: {each['call']}  at {each['site']}", []).append(rank)
+    lines = [f"  {shown_ranks(ranks)}: {words}" for words, ranks in groups.items()]
+    return (
+        "the ranks wait for each other in different communicators; expected that all use these in the same order:\n"
+        + "\n".join(lines)
+    )

@@ -1,0 +1,1 @@
+"""Asynchronous operations: what is in flight, and who carries it out."""

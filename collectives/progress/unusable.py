@@ -1,0 +1,58 @@
+"""Communicators that cannot be used any more: freed ones, and all of them in a child process that a rank has forked."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from collectives.progress.issued import Issues
+from collectives.progress.work import Progress, Queued, of_this_process
+
+
+class Freed(Progress):
+    """Of a communicator that was freed: whatever is asked of it asks this first."""
+
+    on_thread = False
+
+    def pending(self) -> bool:
+        raise ValueError("this communicator was freed; make another one by world(), split() or Mesh")
+
+    def issue(self, operation: Callable[[], Any], name: str, issues: Issues | None) -> Queued:
+        raise ValueError(f"this communicator was freed, and {name} asked of it")
+
+    def flush(self) -> None:
+        self.pending()
+
+    def drain(self) -> None:
+        self.pending()
+
+    def close(self) -> None:
+        self.pending()
+
+
+class Forked(Freed):
+    """Of all communicators in a child process that a rank has forked, where each call would wait for ever or harm the parent's."""
+
+    def pending(self) -> bool:
+        raise RuntimeError(
+            "a forked child cannot use its parent's communicator; start a new process (multiprocessing's spawn, subprocess), or leave "
+            "communication to the parent"
+        )
+
+    def issue(self, operation: Callable[[], Any], name: str, issues: Issues | None) -> Queued:
+        self.pending()
+        raise AssertionError
+
+    def advance(self) -> None:
+        self.pending()
+
+    def close(self) -> None:
+        """Nothing: at the end of a child there is nothing to carry out."""
+
+
+def _forked() -> None:
+    """In a child. Each call asks its Progress first, also one that has a plan: so nothing else need know of it."""
+    for progress in of_this_process:
+        progress.__class__ = Forked
+
+
+os.register_at_fork(after_in_child=_forked)

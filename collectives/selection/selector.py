@@ -1,0 +1,185 @@
+"""Which algorithm runs: what there is, what can work where, and the choice that "auto" makes from a table of measurements.
+
+Pure: the same answer on every rank that passes the same arguments. The table itself is in table.py. "Bytes" are those of the whole
+array throughout: `x` of all_reduce, reduce_scatter, broadcast, reduce, all_to_all and of scatter's root, `out` of all_gather
+and of gather's root.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from collectives.arrays.dtypes import DType
+from collectives.schedules import BUILDERS
+
+_OPERATIONS = (
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
+)  # fmt: skip
+REDUCTIONS = frozenset({"all_reduce", "reduce_scatter", "reduce"})
+
+# What is no schedule: "mpi" is the MPI library's own, "shared" reads the peers' arrays on the node, "staged" goes through windows in
+# its memory, "nccl" is for arrays in GPU memory.
+_OTHERS = {
+    "mpi": frozenset(_OPERATIONS),
+    "shared": frozenset(_OPERATIONS),
+    "staged": frozenset(_OPERATIONS),
+    "two_level": REDUCTIONS | {"all_gather", "broadcast"},
+    "nccl": frozenset(_OPERATIONS),
+}
+WITHIN_NODE = frozenset({"shared", "staged"})
+# What each operation can be asked for, besides "auto".
+ALGORITHMS: dict[str, tuple[str, ...]] = {
+    operation: (
+        *(name for name, takes in _OTHERS.items() if operation in takes),
+        *(name for name in BUILDERS[operation] if name not in _OTHERS),
+    )
+    for operation in _OPERATIONS
+}
+
+# Where an array lies: in a rank's own memory; in this communicator's `empty` arrays (for all_gather: `out` in its `shared` array).
+MEMORIES = ("private", "node")
+# Where the node's arrays make a difference.
+NODE_OPERATIONS = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
+# Here all ranks write one array. Only "shared" waits until nobody reads any more what stood there, so "auto" takes nothing else.
+_ONE_ARRAY = frozenset({("all_gather", "node")})
+
+# MPI 3 counts in int. Larger messages are described by datatypes of more elements, which MPI's reductions do not take.
+MAX_COUNT = (1 << 31) - 1
+_COUNTED = REDUCTIONS | {"all_gather"}
+
+# Where no table helps: below this, few rounds win over few bytes (measured on 2 and 4 ranks of one machine).
+SHORT_BYTES = 32 << 10
+_SHORT = ("recursive_doubling", "tree")
+_LONG = ("two_level", "halving_doubling", "halving", "ring", "reduce_scatter_gather", "scatter_all_gather", "tree")
+
+
+class Placement(NamedTuple):
+    """What the choice depends on in a communicator: its ranks, its nodes, and the ranks of its smallest and its largest node."""
+
+    size: int
+    num_nodes: int
+    smallest_node: int
+    largest_node: int
+
+    @classmethod
+    def of(cls, node_sizes: Sequence[int]) -> "Placement":
+        """From the number of ranks on each node."""
+        return cls(sum(node_sizes), len(node_sizes), min(node_sizes), max(node_sizes))
+
+
+def obstacle(operation: str, algorithm: str, *, placement: Placement, itemsize: int = 1, nbytes: int = 0) -> str | None:
+    """Why `algorithm` cannot carry out `operation` on such arrays in such a placement, as words after its name; None if it can."""
+    if algorithm == "mpi" and operation in _COUNTED and nbytes > MAX_COUNT * itemsize:
+        return f"takes up to {MAX_COUNT} elements, not {nbytes // itemsize}"
+    if algorithm in WITHIN_NODE and placement.num_nodes > 1:
+        return f"works within one node, not on {placement.num_nodes}"
+    if algorithm == "nccl":  # arrays in GPU memory come by transports/gpu/device.py and never here
+        return "works on arrays in GPU memory"
+    if algorithm == "two_level":
+        if placement.num_nodes == 1:
+            return "works across nodes, and all these ranks are on one"
+        if placement.largest_node == 1:
+            return "needs several ranks on each node, and there is one"
+        if placement.smallest_node != placement.largest_node:
+            return f"needs as many ranks on each node, not {placement.smallest_node} to {placement.largest_node}"
+    return None
+
+
+def kind_of(operation: str, dtype: DType) -> str:
+    """The table's word for a dtype: "half" where the operation reduces what MPI cannot (fp16, bf16), else "native"."""
+    return "half" if dtype.mpi is None and operation in REDUCTIONS else "native"
+
+
+def schedule_by_rule(operation: str, nbytes: int) -> str:
+    """The schedule to take for `operation` on so many bytes where nothing was measured."""
+    rule = (*_SHORT, *_LONG) if nbytes <= SHORT_BYTES else _LONG
+    return next(name for name in rule if name in BUILDERS[operation] and name != "two_level")
+
+
+class Choices(Protocol):
+    """What a table answers (see `table.Table`): (up to so many bytes, algorithm), rising; None: any number of bytes."""
+
+    def choices(
+        self, operation: str, kind: str, memory: str, placement: Placement
+    ) -> Sequence[tuple[int | None, str]]: ...
+
+
+class Selector:
+    """The choices of one communicator: the table resolved for its `placement`, once for each (operation, memory, dtype).
+
+    `infeasible`: algorithms that these ranks cannot run for a reason that only they know, and that reason.
+    """
+
+    __slots__ = ("_answers", "_infeasible", "_placement", "_table")
+
+    def __init__(self, table: Choices, placement: Placement, infeasible: Mapping[str, str] | None = None) -> None:
+        self._table, self._placement, self._infeasible = table, placement, infeasible or {}
+        self._answers: dict[tuple[str, str, DType], tuple[list[float], list[str]]] = {}
+
+    def choose(self, operation: str, algorithm: str, *, dtype: DType, nbytes: int, memory: str = "private") -> str:
+        """The algorithm to run where `algorithm`, which may be "auto", was asked for. `memory`: one of MEMORIES.
+
+        ValueError if `algorithm` is unknown or cannot work on these arrays.
+        """
+        if algorithm == "auto":
+            key = (operation, memory, dtype)
+            limits, names = self._answers.get(key) or self._resolve(*key)
+            return names[bisect_left(limits, nbytes)]
+        known = ALGORITHMS[operation]
+        if algorithm not in known:
+            raise ValueError(f"{operation}: algorithm {algorithm!r} is unknown; expected auto, {', '.join(known)}")
+        why = self._obstacle(operation, algorithm, dtype, nbytes)
+        if why is not None:
+            others = [name for name in known if self._obstacle(operation, name, dtype, nbytes) is None]
+            raise ValueError(f"{operation}: algorithm {algorithm!r} {why}; use {' or '.join(('auto', *others))}")
+        return algorithm
+
+    def feasible(self, operation: str, *, dtype: DType, nbytes: int) -> list[str]:
+        """The algorithms that `choose` would take by name. ValueError for an unknown operation."""
+        if operation not in ALGORITHMS:
+            raise ValueError(f"operation {operation!r} is unknown; expected {', '.join(ALGORITHMS)}")
+        return [name for name in ALGORITHMS[operation] if self._obstacle(operation, name, dtype, nbytes) is None]
+
+    def _obstacle(self, operation: str, algorithm: str, dtype: DType, nbytes: int) -> str | None:
+        if algorithm in self._infeasible:
+            return f"cannot be used here: {self._infeasible[algorithm]}"
+        return obstacle(operation, algorithm, placement=self._placement, itemsize=dtype.itemsize, nbytes=nbytes)
+
+    def has_choice(self, operation: str, *, dtype: DType, memory: str) -> bool:
+        """Whether "auto" has several algorithms to choose from."""
+        several = len(self.feasible(operation, dtype=dtype, nbytes=1)) > 1
+        return several and (operation, memory) not in _ONE_ARRAY
+
+    def _resolve(self, operation: str, memory: str, dtype: DType) -> tuple[list[float], list[str]]:
+        limits: list[float] = []
+        names: list[str] = []
+        begin = 0.0
+        wanted_alone = "shared" if (operation, memory) in _ONE_ARRAY else None
+        largest = MAX_COUNT * dtype.itemsize  # beyond which another choice may have to be made
+        for up_to, wanted in self._table.choices(operation, kind_of(operation, dtype), memory, self._placement):
+            end = float("inf") if up_to is None else up_to
+            for limit in sorted({min(end, largest), end}):
+                if limit <= begin:
+                    continue
+                name = self._near(operation, wanted_alone or wanted, memory, dtype, begin, limit)
+                if names and names[-1] == name:
+                    limits[-1] = limit
+                else:
+                    limits.append(limit)
+                    names.append(name)
+                begin = limit
+        self._answers[operation, memory, dtype] = limits, names
+        return limits, names
+
+    def _near(self, operation: str, wanted: str, memory: str, dtype: DType, begin: float, end: float) -> str:
+        """`wanted`, or what comes nearest to it where it cannot work, for more than `begin` and up to `end` bytes."""
+        rule = (*_SHORT, *_LONG) if end <= SHORT_BYTES else _LONG
+        reducing_halves = kind_of(operation, dtype) == "half"  # which MPI takes a detour over fp32 for
+        # Who wanted two levels wanted bandwidth; one rank a node has one level.
+        ours_first = reducing_halves or wanted == "two_level"
+        order = (wanted, *rule, "mpi") if ours_first else (wanted, "mpi", *rule)
+        nbytes = int(begin) + 1
+        for name in order:
+            if name in ALGORITHMS[operation] and self._obstacle(operation, name, dtype, nbytes) is None:
+                return name
+        return "mpi"

@@ -1,0 +1,1 @@
+"""From device to device: NCCL, and CUDA-aware MPI."""

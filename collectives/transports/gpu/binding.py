@@ -1,0 +1,302 @@
+"""What the NCCL transport needs of NCCL and CUDA, as an interface, and that interface by CuPy.
+
+Another binding (ctypes, another GPU library, a model in host memory) replaces CuPy by giving the same functions. Streams and
+events are the plain numbers that CUDA knows them by, buffers are addresses: nothing here knows an array library's types.
+"""
+
+# ruff: noqa: N802 - the names of NCCL's own functions, as CuPy spells them
+
+import ctypes
+import functools
+import logging
+import os
+import sys
+import warnings
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from collectives.arrays.dtypes import DType
+from collectives.communicator.devices import Device
+from collectives.transports.gpu.kernels import CupyKernels, place
+
+_log = logging.getLogger("collectives")
+
+
+class RawCommunicator(Protocol):
+    """One rank's NCCL communicator: the methods of `cupy.cuda.nccl.NcclCommunicator` that are used.
+
+    Buffers and streams are addresses, counts are elements, `datatype` and `op` are `Binding.constant`s. Each call queues its work
+    on `stream` and returns. Each may raise whatever the binding raises.
+    """
+
+    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None: ...
+    def reduce(
+        self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int
+    ) -> None: ...
+    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None: ...
+    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None: ...
+    def reduceScatter(
+        self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
+    ) -> None: ...
+    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None: ...
+    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None: ...
+    def check_async_error(self) -> None:
+        """Raise what went wrong on the device or in the network since, if anything did."""
+
+    def abort(self) -> None:
+        """End all its work, finished or not, and give it back."""
+
+    def destroy(self) -> None:
+        """Give it back. Its work has ended."""
+
+
+class Gpu(NamedTuple):
+    """Which GPU of which machine. The slices of one GPU (MIG) are one here: NCCL tells them from each other no more than this."""
+
+    host: str
+    """The machine's boot id: containers of one machine may have names of their own, and machines the same name."""
+    bus: str
+    """Its PCI bus id there, such as 0000:81:00.0."""
+
+    def __str__(self) -> str:
+        return f"GPU {self.bus}"
+
+
+class Binding(Protocol):
+    """NCCL, and the streams and events of CUDA that order its work."""
+
+    def version(self) -> int:
+        """NCCL's version as NCCL gives it: 22501 is 2.25.1."""
+
+    def constant(self, name: str) -> int:
+        """The value of a constant of `nccl.h` such as NCCL_FLOAT32; NcclUnavailableError if this NCCL has none of that name."""
+
+    def gpu(self, index: int) -> Gpu:
+        """What tells this GPU from all others, on other nodes too."""
+
+    def device(self, index: int) -> AbstractContextManager[Any]:
+        """`with binding.device(i):` makes it this thread's current device. All calls below happen in such a block."""
+
+    def unique_id(self) -> object:
+        """A new name for a communicator, made by one rank and sent to the others."""
+
+    def communicator(self, size: int, unique_id: Any, rank: int) -> RawCommunicator:
+        """This rank's part of a new communicator. Blocks until all its ranks have called it."""
+
+    def group_start(self) -> None:
+        """From here to `group_end` calls are collected; then they start as one."""
+
+    def group_end(self) -> None: ...
+
+    def divide(self, x: Device, divisor: int, dtype: DType, stream: int) -> None:
+        """Queue on `stream`: x /= divisor, of floating numbers, rounded once."""
+
+    def upload(self, flat: np.ndarray) -> tuple[Any, Device]:
+        """A copy of a host array on the current device, ready in its turn on the stream that it tells; the first keeps it alive."""
+
+    def download(self, array: Any, flat: np.ndarray) -> None:
+        """Copy what `upload` gave back to the host, after what is queued on its stream. Blocks until it is there."""
+
+    def stream_create(self) -> int:
+        """A stream of the highest priority that does not wait for the default stream, nor it for this one."""
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        """What is queued on `stream` from now on starts after what `event` marks now."""
+
+    def event_create(self) -> int: ...
+
+    def event_record(self, event: int, stream: int) -> None:
+        """`event` marks all that is queued on `stream` up to now."""
+
+    def event_done(self, event: int) -> bool:
+        """Whether what `event` marks has ended. Does not block. Leaves CUDA graph captures alone, of any thread.
+
+        Not to be asked of an event that was recorded in a capture: CUDA then raises, and ends the capture.
+        """
+
+    def event_destroy(self, event: int) -> None: ...
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether what is queued on `stream` now becomes a part of a CUDA graph instead of running."""
+
+
+class NcclUnavailableError(RuntimeError):
+    """NCCL cannot be used here; the text says why. Raised before anything is sent."""
+
+
+class CuPyBinding:
+    """The interface above by `cupy.cuda`. Made by `load()`."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy, self._nccl, self._runtime = cupy, cupy.cuda.nccl, cupy.cuda.runtime
+        self.version = self._nccl.get_version
+        self.unique_id = self._nccl.get_unique_id
+        self.communicator = self._nccl.NcclCommunicator
+        self.group_start = self._nccl.groupStart
+        self.group_end = self._nccl.groupEnd
+        self.device = cupy.cuda.Device
+        self.stream_wait = self._runtime.streamWaitEvent
+        self.event_record = self._runtime.eventRecord
+        self.event_destroy = self._runtime.eventDestroy
+
+    def constant(self, name: str) -> int:
+        value = getattr(self._nccl, name, None)
+        if value is None:
+            raise NcclUnavailableError(f"this CuPy's NCCL has no {name}; install CuPy 14 or newer")
+        return value
+
+    def gpu(self, index: int) -> Gpu:
+        return Gpu(_boot_id(), self._runtime.deviceGetPCIBusId(index))
+
+    def divide(self, x: Device, divisor: int, dtype: DType, stream: int) -> None:
+        assert x.index is not None
+        with self._cupy.cuda.Stream.from_external(_Foreign(stream)):
+            flat = place(None, x.address, x.nbytes, dtype.numpy)
+            CupyKernels(self._cupy, x.index).queue_divide(flat, divisor, dtype)
+
+    def upload(self, flat: np.ndarray) -> tuple[Any, Device]:
+        array = self._cupy.asarray(flat.view(np.uint8))
+        stream = self._cupy.cuda.get_current_stream().ptr
+        return array, Device(array.data.ptr, array.nbytes, array.device.id, stream)
+
+    def download(self, array: Any, flat: np.ndarray) -> None:
+        with array.device:
+            array.get(out=flat.view(np.uint8))
+            self._cupy.cuda.get_current_stream().synchronize()
+
+    def stream_create(self) -> int:
+        return self._runtime.streamCreateWithPriority(self._runtime.streamNonBlocking, _HIGHEST_PRIORITY)
+
+    def event_create(self) -> int:
+        return self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming)
+
+    def event_done(self, event: int) -> bool:
+        mode, exchange = ctypes.c_int(_CAPTURE_MODE_RELAXED), self._driver.cuThreadExchangeStreamCaptureMode
+        exchange(ctypes.byref(mode))
+        try:
+            status = self._runtime.eventQuery(event)
+        finally:
+            exchange(ctypes.byref(mode))  # it holds the mode from before
+        if status != self._NOT_READY:
+            self._runtime.check_status(status)
+        return status == 0
+
+    @functools.cached_property
+    def _driver(self) -> Any:
+        """CUDA's driver, for a call that CuPy does not have."""
+        return ctypes.CDLL("libcuda.so.1")
+
+    def is_capturing(self, stream: int) -> bool:
+        return bool(self._runtime.streamIsCapturing(stream))
+
+    _NOT_READY = 600  # cudaErrorNotReady
+
+
+_HIGHEST_PRIORITY = -100  # CUDA takes a number beyond its range as the end of the range
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: this thread may ask questions during captures
+
+
+class _Foreign:
+    """A stream by NVIDIA's stream protocol, as `Stream.from_external` takes it."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream  # version of the protocol, handle
+
+
+@functools.cache
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+@functools.cache
+def load() -> Binding:
+    """CuPy's binding. Imports CuPy.
+
+    NcclUnavailableError, with what to install, where CuPy (14 or newer), NCCL or a device is missing, or where CuPy and torch are
+    built for different major versions of CUDA.
+    """
+    torch_cuda = _cuda_of_torch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy warns of a missing NCCL; it is said here, by an error
+        try:
+            import cupy
+            from cupy.cuda import nccl
+        except ImportError as error:
+            raise NcclUnavailableError(f"CuPy cannot be imported ({error}); {_advice(torch_cuda)}") from error
+        cupy_cuda = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    if not hasattr(cupy.cuda.Stream, "from_external"):
+        raise NcclUnavailableError(f"CuPy {cupy.__version__} is too old; {_advice(cupy_cuda)} (CuPy 14 or newer)")
+    if torch_cuda is not None and cupy_cuda != torch_cuda:
+        raise NcclUnavailableError(
+            f"CuPy is built for CUDA {cupy_cuda} and torch for CUDA {torch_cuda}; pip uninstall cupy-cuda{cupy_cuda}x, then "
+            f"{_advice(torch_cuda)}"
+        )
+    if not nccl.available:
+        raise NcclUnavailableError(
+            f"CuPy finds no NCCL library (libnccl.so.2); pip install nvidia-nccl-cu{cupy_cuda}, or load the NCCL module of the cluster"
+        )
+    try:
+        num_devices = cupy.cuda.runtime.getDeviceCount()
+    except RuntimeError as error:
+        raise NcclUnavailableError(f"CuPy finds no CUDA device ({error})") from error
+    if num_devices == 0:
+        raise NcclUnavailableError("CuPy finds no CUDA device; is CUDA_VISIBLE_DEVICES empty?")
+    binding = CuPyBinding(cupy)
+    _log.info("NCCL %s, %s", version_text(binding.version()), library_path())
+    return binding
+
+
+def _cuda_of_torch() -> int | None:
+    """The major version of CUDA that torch is built for; None where torch is not loaded, or is a build for CPUs."""
+    torch = sys.modules.get("torch")
+    version = None if torch is None else torch.version.cuda
+    return None if version is None else int(version.split(".")[0])
+
+
+def _advice(cuda: int | None) -> str:
+    """What to install for a major version of CUDA."""
+    if cuda not in (12, 13):
+        return (
+            "pip install 'mpitrain[cuda12]' or 'mpitrain[cuda13]', whichever CUDA the driver has (nvidia-smi shows it)"
+        )
+    return f"pip install 'mpitrain[cuda{cuda}]'"
+
+
+def library_path() -> str:
+    """The file of the NCCL library that this process has loaded; empty without one."""
+    return next(iter(loaded_libraries("libnccl.so")), "")
+
+
+def loaded_libraries(*names: str) -> list[str]:
+    """The files of libraries that this process has loaded, whose names begin so. Also those out of sight of a look-up by name."""
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split(maxsplit=5)[5].strip() for line in maps if len(line.split(maxsplit=5)) == 6}
+    except OSError:  # no Linux, and no CUDA then
+        return []
+    return sorted(path for path in paths if os.path.basename(path).startswith(names))
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether this process could use NCCL: if not, none of its communicators ever will. Imports CuPy."""
+    try:
+        load()
+    except NcclUnavailableError:
+        return False
+    return True
+
+
+def version_text(version: int) -> str:
+    """NCCL's version number as people write it."""
+    major, rest = divmod(version, 10000) if version >= 10000 else divmod(version, 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"

@@ -1,0 +1,378 @@
+"""Collectives on arrays in GPU memory, by whichever way there is: NCCL, else CUDA-aware MPI; and what goes by neither.
+
+Each says whether it was carried out here. Where not, the caller goes on with a copy in host memory
+(collectives/communicator/devices.py).
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays.buffer import Buffer
+from collectives.arrays.dtypes import DType, effective_op
+from collectives.communicator.devices import Device, say_once
+from collectives.communicator.group import Message
+from collectives.progress.work import Work
+from collectives.schedules import BUILDERS
+from collectives.selection.selector import obstacle, schedule_by_rule
+from collectives.transports.executor import Executor
+from collectives.transports.gpu import cuda, device_messages, watch
+from collectives.transports.gpu.binding import NcclUnavailableError
+from collectives.transports.gpu.kernels import Kernels, kernels_of
+from collectives.transports.gpu.nccl import Nccl, connect, reduces
+from collectives.transports.gpu.nccl_queue import Handle
+from collectives.transports.mpi import Library
+from collectives.transports.scheduled import Scheduled
+from collectives.transports.transport import Transport, put_own_part
+
+_log = logging.getLogger("collectives")
+
+
+class Devices:
+    """The ways of a communicator's ranks to each other's GPUs. They are looked for at the first collective on such arrays."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._nccl: Nccl | None = None
+        self._why_not = ""
+        self._index: int | None = None
+        self._has_looked = False  # for the ways
+        # Where MPI takes device addresses:
+        self._kernels: Kernels | None = None
+        self._executor: Executor | None = None
+        self._handles: list[tuple[Handle, Buffer]] | None = None  # of the operation that is being issued, if one is
+
+    @property
+    def by_nccl(self) -> bool:
+        """Whether NCCL connects the ranks: known after the first collective."""
+        return self._nccl is not None
+
+    @property
+    def _of_nccl(self) -> Nccl:
+        assert self._nccl is not None
+        return self._nccl
+
+    # Collectives
+
+    def all_reduce(self, x: Buffer, op: str, algorithm: str, accumulate: str | None) -> bool:
+        raw = effective_op(x.dtype, op)
+        return self._carry_out(
+            "all_reduce",
+            [x],
+            op,
+            algorithm,
+            lambda nccl, x_, **more: nccl.all_reduce(x_, op, x.dtype, **more),
+            lambda by, x_: by.all_reduce(x_, raw, x.dtype),
+            accumulate=accumulate,
+        )
+
+    def reduce(self, x: Buffer, root: int, op: str, algorithm: str, accumulate: str | None) -> bool:
+        raw = effective_op(x.dtype, op)
+        return self._carry_out(
+            "reduce",
+            [x],
+            op,
+            algorithm,
+            lambda nccl, x_, **more: nccl.reduce(x_, root, op, x.dtype, **more),
+            lambda by, x_: by.reduce(x_, raw, root, x.dtype),
+            root=root,
+            accumulate=accumulate,
+        )
+
+    def reduce_scatter(
+        self, out: Buffer, x: Buffer, op: str, counts: Sequence[int], algorithm: str, accumulate: str | None
+    ) -> bool:
+        raw = effective_op(x.dtype, op)
+        return self._carry_out(
+            "reduce_scatter",
+            [out, x],
+            op,
+            algorithm,
+            lambda nccl, out_, x_, **more: nccl.reduce_scatter(out_, x_, op, x.dtype, counts=counts, **more),
+            lambda by, out_, x_: by.reduce_scatter(out_, x_, raw, counts, x.dtype),
+            accumulate=accumulate,
+        )
+
+    def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int], algorithm: str) -> bool:
+        return self._carry_out(
+            "all_gather",
+            [out, x],
+            None,
+            algorithm,
+            lambda nccl, out_, x_, **more: nccl.all_gather(out_, x_, x.dtype, counts=counts, **more),
+            lambda by, out_, x_: by.all_gather(out_, x_, counts),
+        )
+
+    def broadcast(self, x: Buffer, root: int, algorithm: str) -> bool:
+        return self._carry_out(
+            "broadcast",
+            [x],
+            None,
+            algorithm,
+            lambda nccl, x_, **more: nccl.broadcast(x_, root, x.dtype, **more),
+            lambda by, x_: by.broadcast(x_, root),
+            root=root,
+        )
+
+    def gather(self, out: Buffer | None, x: Buffer, root: int, algorithm: str) -> bool:
+        def by_mpi(by: Transport, x_: np.ndarray, out_: np.ndarray | None = None) -> None:
+            if out_ is not None:
+                assert self._kernels is not None
+                put_own_part(out_, x_, [x.size] * self._comm.size, root, self._kernels)
+            by.gather(out_, x_, root)
+
+        return self._carry_out(
+            "gather",
+            [x] if out is None else [x, out],
+            None,
+            algorithm,
+            lambda nccl, x_, out_=None, **more: nccl.gather(out_, x_, root, x.dtype, **more),
+            by_mpi,
+            root=root,
+        )
+
+    def scatter(self, out: Buffer, x: Buffer | None, root: int, algorithm: str) -> bool:
+        def by_mpi(by: Transport, out_: np.ndarray, x_: np.ndarray | None = None) -> None:
+            if x_ is not None:
+                mine = x_[root * out.size :][: out.size]
+                if not np.may_share_memory(out_, mine):
+                    assert self._kernels is not None
+                    self._kernels.move(out_, mine)
+            by.scatter(out_, x_, root)
+
+        return self._carry_out(
+            "scatter",
+            [out] if x is None else [out, x],
+            None,
+            algorithm,
+            lambda nccl, out_, x_=None, **more: nccl.scatter(out_, x_, root, out.dtype, **more),
+            by_mpi,
+            root=root,
+        )
+
+    def all_to_all(self, out: Buffer, x: Buffer, algorithm: str) -> bool:
+        return self._carry_out(
+            "all_to_all",
+            [out, x],
+            None,
+            algorithm,
+            lambda nccl, out_, x_, **more: nccl.all_to_all(out_, x_, x.dtype, **more),
+            lambda by, out_, x_: by.all_to_all(out_, x_),
+        )
+
+    def issue(self, operation: Callable[[], Any]) -> Work:
+        """Start `operation`, a collective on arrays in GPU memory, at once: NCCL's stream is what makes it asynchronous."""
+        self._handles = []
+        try:
+            result = operation()
+            return OnStream(result, self._handles)
+        finally:
+            self._handles = None
+
+    def takes(self, message: Message) -> bool:
+        """Whether a message of a group goes by NCCL, not by MPI [Note: messages]."""
+        return self._nccl is not None and device_messages.goes_by_nccl(message)
+
+    def exchange(self, messages: Sequence[Message]) -> list[Callable[[], None]]:
+        """Start messages by NCCL, as one; what is left to do at the end of their group."""
+        if not messages:
+            return []
+        assert self._nccl is not None
+        return device_messages.exchange(self._nccl, messages, self._comm._log)
+
+    def free(self) -> None:
+        """Collective."""
+        if self._nccl is not None:
+            connected.remove(self)
+            self._nccl.free()
+        if self._executor is not None:
+            self._executor.free()
+
+    # Parts of the operations above
+
+    def _carry_out(
+        self,
+        operation: str,
+        buffers: Sequence[Buffer],
+        op: str | None,
+        algorithm: str,
+        by_nccl: Callable[..., Handle | None],
+        by_mpi: Callable[..., None],
+        *,
+        root: int | None = None,
+        accumulate: str | None = None,
+    ) -> bool:
+        """`by_nccl(nccl, *devices, async_op=...)` if NCCL can, else `by_mpi(transport, *views)` if MPI can. `op`: of a reduction.
+
+        The first of `buffers`, which is in GPU memory, decides for all ranks: of gather and scatter they have no other in common.
+        """
+        first = buffers[0]
+        devices = [b.device for b in buffers if b.device is not None]
+        mixed = len(devices) < len(buffers)
+        index, dtype = devices[0].index, first.dtype
+        if (mixed and operation not in ("gather", "scatter")) or index is None:
+            return False  # ... an array that does not tell on which GPU it lies
+        if algorithm not in ("auto", "nccl", "mpi") and not _is_schedule(operation, algorithm):
+            return False
+        if accumulate is not None and dtype.is_half:
+            return False  # fp32 travels for it, of which the host makes the copy
+        self._comm._flush()  # also by NCCL: a rank that waits for the device carries nothing else out
+        if self._index is None:
+            self._index = index
+        if strange := [device.index for device in devices if device.index != self._index]:
+            raise ValueError(
+                f"{operation}: an array is on device {strange[0]}, but this communicator's others were on device {self._index}; "
+                "use one device on each rank"
+            )
+        call = {"op": op, "root": root, "elements": first.size, "dtype": dtype.name}
+        is_alone = self._comm.size == 1 and algorithm != "nccl" and not mixed
+        if is_alone and len({device.address for device in devices}) == 1:  # the result is there already
+            with self._comm._enter(operation, **call):
+                if self._handles is not None:
+                    self._mark(self._handles, buffers, devices)
+            return True
+        self._look(index)
+        nccl = self._nccl if algorithm in ("auto", "nccl") and (op is None or reduces(dtype)) else None
+        if nccl is None and algorithm == "nccl":
+            raise ValueError(
+                f"algorithm 'nccl' cannot be used on this {dtype.name} array: {self._why_not or 'NCCL cannot reduce it'}"
+            )
+        nbytes = max(b.size for b in buffers) * dtype.itemsize
+        chosen = "nccl" if nccl is not None else self._choose(operation, algorithm, op, dtype, nbytes)
+        if chosen is None:
+            return False
+        if mixed:
+            raise ValueError(
+                f"{operation}: of x and out one is in GPU memory and one in host memory; pass both in the same kind of memory"
+            )
+        with self._comm._enter(operation, **call) as entry:
+            entry.by(chosen)
+            if nccl is not None:
+                handle = by_nccl(nccl, *devices, async_op=self._handles is not None)
+                if handle is not None and self._handles is not None:
+                    handle.keep(*buffers)
+                    self._handles.append((handle, first))
+            else:
+                with cuda.calling(*devices):
+                    by_mpi(self._transport(chosen), *(cuda.view(device, dtype) for device in devices))
+        return True
+
+    def _choose(self, operation: str, algorithm: str, op: str | None, dtype: DType, nbytes: int) -> str | None:
+        """The algorithm for MPI on device addresses; None where it does not take them, or has none for this."""
+        if self._kernels is None:
+            return None
+        if algorithm in ("auto", "mpi") and (op is None or cuda.reduces(dtype, op)):
+            kind = {"placement": self._comm.placement, "itemsize": dtype.itemsize, "nbytes": nbytes}
+            if obstacle(operation, "mpi", **kind) is None:
+                return "mpi"
+        if algorithm == "mpi" or (op is not None and not self._kernels.reduces(dtype, op)):
+            return None
+        return schedule_by_rule(operation, nbytes) if algorithm == "auto" else algorithm
+
+    def _transport(self, algorithm: str) -> Transport:
+        assert self._kernels is not None
+        if algorithm == "mpi":
+            return Library(self._comm.mpi, self._kernels)
+        if self._executor is None:
+            self._executor = Executor(self._comm.mpi, self._kernels)
+        return Scheduled(self._executor, algorithm, rank=self._comm.rank, size=self._comm.size)
+
+    def _mark(self, handles: list[tuple[Handle, Buffer]], buffers: Sequence[Buffer], devices: Sequence[Device]) -> None:
+        """One rank alone, and `async_op`: what follows `wait()` comes after what is queued on the arrays' streams now."""
+        assert devices[0].index is not None
+        self._look(devices[0].index)
+        if self._nccl is None:
+            cuda.wait_for(*devices)
+        else:
+            handle = self._nccl.mark(devices, buffers[0].dtype)
+            handle.keep(*buffers)
+            handles.append((handle, buffers[0]))
+
+    def _look(self, index: int) -> None:
+        """Find the ways, once. Collective. In the flight record, since ranks that do not come would be waited for here."""
+        if self._has_looked:
+            return
+        with self._comm._enter("connecting GPUs"):
+            try:
+                self._nccl = connect(self._comm.mpi, index)
+                connected.add(self)
+                watch.over(self._nccl)
+            except NcclUnavailableError as error:  # raised on all ranks
+                self._why_not = str(error)
+                say_once(f"no NCCL for arrays in GPU memory: {error}", about="no NCCL")
+            kernels = kernels_of(index)
+            if cuda.agree(self._comm.mpi, None if kernels is None else kernels.array).aware:
+                self._kernels = kernels
+            self._has_looked = True
+
+
+class Connected:
+    """The `Devices` of this process that NCCL connects, in the order in which it did: the same on all ranks that share any of them.
+
+    Held here, no NCCL communicator is destroyed by Python's garbage collector: destroying is collective. See diagnosis/ending.py.
+    """
+
+    def __init__(self) -> None:
+        self._devices: list[Devices] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._devices)
+
+    def add(self, devices: Devices) -> None:
+        self._devices.append(devices)
+
+    def remove(self, devices: Devices) -> None:
+        self._devices = [
+            other for other in self._devices if other is not devices
+        ]  # not there any more if all have ended
+
+    def settle(self) -> bool:
+        """Wait until all operations have ended on the device; whether they have, without an error."""
+        try:
+            for devices in self._devices:
+                with devices._comm._log.enter("ending NCCL"):
+                    devices._of_nccl.synchronize()
+        except Exception as error:
+            _log.warning("at the end of the program: %s", error)
+        return not any(devices._of_nccl.is_aborted for devices in self._devices)
+
+    def end(self, *, well: bool) -> None:
+        """`well`: all ranks destroy their communicators together. Else this one aborts its own, and waits for nobody."""
+        while self._devices:
+            devices = self._devices.pop(0)
+            if not well:
+                devices._of_nccl.abort("the program ends by an error")
+                continue
+            try:
+                with devices._comm._log.enter("ending NCCL"):
+                    devices._of_nccl.free()
+            except Exception as error:
+                _log.warning("at the end of the program: %s", error)
+                well = False
+
+
+connected = Connected()
+
+
+def _is_schedule(operation: str, algorithm: str) -> bool:
+    return algorithm in BUILDERS[operation] and algorithm != "two_level"
+
+
+class OnStream(Work):
+    """An operation on NCCL's stream. `wait()` makes the caller's current stream wait for it, not the host.
+
+    Each `wait()` does so: by then another stream may be the current one. `handles`: each with an array that tells its stream.
+    """
+
+    def __init__(self, result: Any, handles: Sequence[tuple[Handle, Buffer]]) -> None:
+        super().__init__()
+        self._result, self._handles = result, handles
+
+    def done(self) -> bool:
+        return all(handle.done() for handle, _ in self._handles)
+
+    def _finish(self) -> None:
+        for handle, array in self._handles:
+            handle.wait(array.current_stream())

@@ -1,0 +1,276 @@
+"""NCCL: the collectives of device memory, as NCCL's calls on addresses. How they are ordered and fail: nccl_queue.py.
+
+What moves, moves as bytes; what is reduced goes by the NCCL column of the dtype table. NCCL adds fp16 and bf16 in fp32 and rounds
+at every hop. An average is a sum that is divided once, on NCCL's stream: NCCL_AVG would scale each rank's elements before it adds.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.arrays.dtypes import TABLE, DType, effective_op
+from collectives.communicator.devices import Device
+from collectives.diagnosis import together
+from collectives.transports.gpu.binding import Binding, Gpu, NcclUnavailableError, RawCommunicator, load, version_text
+from collectives.transports.gpu.lane import Lane, lane_of
+from collectives.transports.gpu.nccl_queue import Call, Handle, NcclError, Queue
+
+_OPS = {"sum": "NCCL_SUM", "avg": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
+
+# [Note: shared GPUs] NCCL takes one rank per GPU, and a slice of a GPU (MIG) counts as the GPU. From this version on it takes more
+# where a variable says so, which NVIDIA calls experimental: two ranks per GPU have been seen to work. Kernels of both ranks wait
+# for each other and have to find room on the GPU at the same time, so each may use only so many of its processors (CTAs).
+_SHARED_GPU_VERSION, _SHARED_GPU_VARIABLE = 23003, "NCCL_MULTI_RANK_GPU_ENABLE"
+_MOST_RANKS_PER_GPU = 2
+_MAX_CTAS_VARIABLE, _MAX_CTAS = "NCCL_MAX_CTAS", "8"
+_TRIAL_S = 30.0
+
+
+def reduces(dtype: DType) -> bool:
+    """Whether NCCL can reduce this type. It has no 16-bit integers: stage those through the host. Moving takes any type."""
+    return dtype.nccl is not None or dtype.name == "bool"
+
+
+def connect(
+    mpi: Any, index: int, binding: Binding | None = None, *, lane: Lane | None = None, timeout_s: float = 600.0
+) -> "Nccl":
+    """The NCCL communicator of the ranks of `mpi` (an mpi4py communicator), each with device `index` of its process. Collective.
+
+    `binding`: CuPy's if not given. `timeout_s`: how long the host waits for the device before it gives up. Raises on all ranks:
+    NcclUnavailableError where one of them has no NCCL or where ranks share a GPU in a way that NCCL does not take, NcclError if NCCL
+    cannot connect them. [Note: shared GPUs]
+    """
+    with together(mpi, "NCCL cannot be used"):
+        binding = load() if binding is None else binding
+        version, gpu = binding.version(), binding.gpu(index)
+    seats = [_Seat(*seat) for seat in mpi.allgather((gpu, version, os.environ.get(_SHARED_GPU_VARIABLE) == "1"))]
+    unique_id, is_shared = None, False
+    with together(mpi, "NCCL cannot be used"):
+        is_shared = _check_seats(seats)
+        if is_shared:
+            os.environ.setdefault(_MAX_CTAS_VARIABLE, _MAX_CTAS)
+        if mpi.rank == 0:
+            unique_id = binding.unique_id()
+    unique_id = mpi.bcast(unique_id)
+    raw: RawCommunicator | None = None
+    nccl: Nccl | None = None
+    try:
+        with together(mpi, f"NCCL {version_text(version)} cannot connect {mpi.size} ranks"):
+            try:
+                with binding.device(index):
+                    raw = binding.communicator(mpi.size, unique_id, mpi.rank)
+            except Exception as error:
+                raise NcclError(str(error)) from error
+        nccl = Nccl(raw, mpi.rank, mpi.size, index, binding, lane_of(index) if lane is None else lane, timeout_s)
+        if is_shared:
+            with together(mpi, f"NCCL {version_text(version)} does not work on a shared GPU"):
+                _try(nccl)
+    except Exception as error:
+        if nccl is not None:
+            nccl.abort("a rank cannot use it")
+        elif raw is not None:  # connected here, but not on another rank
+            with suppress(Exception), binding.device(index):
+                raw.abort()
+        if is_shared:  # an experiment of NCCL's: without it there is another way
+            raise NcclUnavailableError(str(error)) from error
+        raise
+    return nccl
+
+
+def _try(nccl: "Nccl") -> None:
+    """One small all-reduce: NCCL connects the ranks at the first one, and kernels on a shared GPU have to find room side by side."""
+    one, where = nccl.upload(np.ones(1, np.float32))
+    nccl.all_reduce(where, "sum", TABLE["float32"])
+    nccl.synchronize(_TRIAL_S)
+    del one  # kept until here
+
+
+class _Seat(NamedTuple):
+    """What a rank has for NCCL."""
+
+    gpu: Gpu
+    version: int
+    takes_shared: bool  # the variable says so
+
+
+def _check_seats(seats: Sequence[_Seat]) -> bool:
+    """Whether ranks share a GPU. NcclUnavailableError where NCCL does not take that, or where the ranks' versions of it differ."""
+    versions = sorted({seat.version for seat in seats})
+    if len(versions) > 1:
+        raise NcclUnavailableError(
+            f"the ranks have different versions of NCCL: {', '.join(map(version_text, versions))}"
+        )
+    ranks: dict[Gpu, list[int]] = {}
+    for rank, seat in enumerate(seats):
+        ranks.setdefault(seat.gpu, []).append(rank)
+    gpu, most = max(ranks.items(), key=lambda item: len(item[1]))
+    if len(most) == 1:
+        return False
+    is_enabled = versions[0] >= _SHARED_GPU_VERSION and all(seat.takes_shared for seat in seats)
+    if is_enabled and len(most) <= _MOST_RANKS_PER_GPU:
+        return True
+    raise NcclUnavailableError(
+        f"it takes one rank per GPU, and ranks {', '.join(map(str, most))} have the same one ({gpu}, or slices of it); start one rank "
+        f"per GPU and choose the device by comm.node.rank. From NCCL {version_text(_SHARED_GPU_VERSION)} on (here "
+        f"{version_text(versions[0])}) {_SHARED_GPU_VARIABLE}=1 on all ranks lets {_MOST_RANKS_PER_GPU} ranks share one"
+    )
+
+
+class Nccl(Queue):
+    """The collectives of a communicator's ranks on device memory. Made by `connect`.
+
+    All ranks call the same operations in the same order. Arrays are `Device` records on device `index`, of `dtype`; sizes follow
+    from their bytes and are the caller's to check. In place where the addresses say so. Each returns None, its result being
+    ordered for the streams of its arrays, or with `async_op` a `Handle`. NcclError names the operation; DTypeError or ValueError
+    for an `op` that `dtype` has not, TypeError for a dtype that NCCL cannot reduce (see `reduces`).
+    """
+
+    # Collectives
+
+    def all_reduce(self, x: Device, op: str, dtype: DType, *, async_op: bool = False) -> Handle | None:
+        """Every rank's `x` becomes the reduction of all ranks' `x`."""
+        kind, raw_op = self._reduction(op, dtype)
+        count = x.nbytes // dtype.itemsize
+        calls = self._call(count, self._raw.allReduce, x.address, x.address, count, kind, raw_op)
+        return self._run("all_reduce", [x], dtype, calls, async_op, self._average(op, x, dtype))
+
+    def reduce(self, x: Device, root: int, op: str, dtype: DType, *, async_op: bool = False) -> Handle | None:
+        """The root's `x` becomes the reduction of all ranks' `x`; the others' stay as they are."""
+        kind, raw_op = self._reduction(op, dtype)
+        count = x.nbytes // dtype.itemsize
+        target = x.address if root == self.rank else 0  # NCCL looks at it on the root alone
+        calls = self._call(count, self._raw.reduce, x.address, target, count, kind, raw_op, root)
+        after = self._average(op, x, dtype) if root == self.rank else []
+        return self._run("reduce", [x], dtype, calls, async_op, after)
+
+    def reduce_scatter(
+        self,
+        out: Device,
+        x: Device,
+        op: str,
+        dtype: DType,
+        *,
+        counts: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Handle | None:
+        """`out` becomes this rank's part of the reduction of all ranks' `x`; it may be its own place in `x`.
+
+        `counts`: elements of each rank's part, where they differ.
+        """
+        kind, raw_op = self._reduction(op, dtype)
+        if counts is None or len(set(counts)) == 1:
+            count = out.nbytes // dtype.itemsize
+            calls = self._call(count, self._raw.reduceScatter, x.address, out.address, count, kind, raw_op)
+        else:
+            calls = []
+            for root, (start, count) in enumerate(_parts(counts)):
+                part = x.address + start * dtype.itemsize
+                target = out.address if root == self.rank else 0
+                calls += self._call(count, self._raw.reduce, part, target, count, kind, raw_op, root)
+        return self._run("reduce_scatter", [x, out], dtype, calls, async_op, self._average(op, out, dtype))
+
+    def all_gather(
+        self, out: Device, x: Device, dtype: DType, *, counts: Sequence[int] | None = None, async_op: bool = False
+    ) -> Handle | None:
+        """`out` becomes all ranks' `x`, one after the other; `x` may be its own place in `out`. `counts` as above."""
+        if counts is None or len(set(counts)) == 1:
+            calls = self._call(x.nbytes, self._raw.allGather, x.address, out.address, x.nbytes, self._bytes)
+        else:
+            calls = []
+            for root, (start, nbytes) in enumerate(_parts([count * dtype.itemsize for count in counts])):
+                target = out.address + start
+                source = x.address if root == self.rank else target
+                calls += self._call(nbytes, self._raw.broadcast, source, target, nbytes, self._bytes, root)
+        return self._run("all_gather", [out, x], dtype, calls, async_op)
+
+    def broadcast(self, x: Device, root: int, dtype: DType, *, async_op: bool = False) -> Handle | None:
+        """Every rank's `x` becomes the root's."""
+        calls = self._call(x.nbytes, self._raw.broadcast, x.address, x.address, x.nbytes, self._bytes, root)
+        return self._run("broadcast", [x], dtype, calls, async_op)
+
+    def gather(
+        self, out: Device | None, x: Device, root: int, dtype: DType, *, async_op: bool = False
+    ) -> Handle | None:
+        """The root's `out` becomes all ranks' `x` in order of rank; the others pass None. The root's `x` may be its place in it."""
+        in_place = out is not None and out.address + root * x.nbytes == x.address
+        calls = [] if in_place else self._send(x.address, x.nbytes, root)
+        if out is not None:
+            for peer in range(self.size):
+                if not (in_place and peer == root):
+                    calls += self._recv(out.address + peer * x.nbytes, x.nbytes, peer)
+        return self._run("gather", [x] if out is None else [out, x], dtype, calls, async_op)
+
+    def scatter(
+        self, out: Device, x: Device | None, root: int, dtype: DType, *, async_op: bool = False
+    ) -> Handle | None:
+        """Every rank's `out` becomes its part of the root's `x`, None elsewhere. The root's `out` may be its place in `x`."""
+        in_place = x is not None and x.address + root * out.nbytes == out.address
+        calls = [] if in_place else self._recv(out.address, out.nbytes, root)
+        if x is not None:
+            for peer in range(self.size):
+                if not (in_place and peer == root):
+                    calls += self._send(x.address + peer * out.nbytes, out.nbytes, peer)
+        return self._run("scatter", [out] if x is None else [out, x], dtype, calls, async_op)
+
+    def all_to_all(self, out: Device, x: Device, dtype: DType, *, async_op: bool = False) -> Handle | None:
+        """Part i of `x` goes to rank i; part i of `out` comes from rank i. Equal parts; the two must not overlap."""
+        nbytes, calls = x.nbytes // self.size, list[Call]()
+        for peer in range(self.size):
+            calls += self._send(x.address + peer * nbytes, nbytes, peer)
+            calls += self._recv(out.address + peer * nbytes, nbytes, peer)
+        return self._run("all_to_all", [out, x], dtype, calls, async_op)
+
+    # Point to point. Two ranks that both send before they receive do so in a group, else they wait for each other for ever.
+
+    def send(self, x: Device, peer: int, dtype: DType) -> None:
+        """Send `x` to rank `peer`, which receives as many bytes. NCCL has no tags: messages arrive in the order sent."""
+        self._run("send", [x], dtype, self._send(x.address, x.nbytes, peer), False)
+
+    def recv(self, x: Device, peer: int, dtype: DType) -> None:
+        """Receive into `x` what rank `peer` sends."""
+        self._run("recv", [x], dtype, self._recv(x.address, x.nbytes, peer), False)
+
+    def upload(self, flat: np.ndarray) -> tuple[Any, Device]:
+        """A copy on the device of an array in host memory, and where it lies; see `Binding.upload`."""
+        with self._binding.device(self.index):
+            return self._binding.upload(flat)
+
+    def download(self, array: Any, flat: np.ndarray) -> None:
+        """What `upload` gave, back in host memory. Blocks until the operations on it have ended."""
+        self._binding.download(array, flat)
+
+    # Parts of the operations above
+
+    def _reduction(self, op: str, dtype: DType) -> tuple[int, int]:
+        """NCCL's numbers for an element type and an operation."""
+        raw_op = effective_op(dtype, op)
+        if not reduces(dtype):
+            raise TypeError(f"NCCL cannot reduce {dtype.name}; expected a type of 8, 32 or 64 bits, or a floating one")
+        kind = self._bytes if dtype.nccl is None else self._binding.constant(dtype.nccl)
+        return kind, self._binding.constant(_OPS[raw_op])
+
+    def _average(self, op: str, x: Device, dtype: DType) -> list[Call]:
+        """What makes an average of a sum that stands in `x`."""
+        if op != "avg" or not x.nbytes:
+            return []
+        return [functools.partial(self._binding.divide, x, self.size, dtype, self._stream)]
+
+    def _call(self, count: int, method: Callable[..., None], *arguments: int) -> list[Call]:
+        """The call to issue, or none where there is nothing to move: which is so on all ranks."""
+        return [functools.partial(method, *arguments, self._stream)] if count else []
+
+    def _send(self, address: int, nbytes: int, peer: int) -> list[Call]:
+        return self._call(nbytes, self._raw.send, address, nbytes, self._bytes, peer)
+
+    def _recv(self, address: int, nbytes: int, peer: int) -> list[Call]:
+        return self._call(nbytes, self._raw.recv, address, nbytes, self._bytes, peer)
+
+
+def _parts(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where each part begins, and how long it is."""
+    return zip(accumulate(lengths, initial=0), lengths, strict=False)

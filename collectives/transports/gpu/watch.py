@@ -1,0 +1,80 @@
+"""Watches over what NCCL has on the device: an error there, or a kernel that waits for a peer for ever, ends the job.
+
+A kernel that waits for long is told in a notice first (diagnosis/monitor/notice.py).
+
+NCCL's calls return at once, and the host then waits in the array library, for a stream: out of reach of the deadline that MPI's waits
+have (diagnosis/monitor/monitor.py), and of the next operation, which would notice an error. So a thread looks, as PyTorch's watchdog
+does.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+from collectives.diagnosis import dump
+from collectives.diagnosis.ending import abort_job
+from collectives.diagnosis.monitor import notice
+from collectives.diagnosis.monitor.deadline import EXIT_CODE, Deadline
+from collectives.transports.gpu.nccl_queue import Queue, Underway
+
+_POLL_S = 0.5
+_GRACE_S = 5.0  # for the program to notice an error by itself, and to say where
+
+
+class Watch:
+    """One look after the other at one communicator's operations. `end(why)` is called once, if it comes to that.
+
+    `note(device)` is told at each look what has not ended on the device, None for nothing.
+    """
+
+    def __init__(self, end: Callable[[str], None], note: Callable[[notice.Device | None], None]) -> None:
+        self._end, self._note = end, note
+        self._operation: Underway | None = None
+        self._since = 0.0
+        self._failed_since = 0.0  # 0: the last look was good
+
+    def look(self, queue: Queue, now: float, deadline_s: float) -> bool:
+        """Whether to look again. `deadline_s`: 0 for none."""
+        if queue.is_over:
+            self._note(None)
+            return False
+        try:
+            operation = queue.look(self._operation)
+        except Exception as error:
+            self._failed_since = self._failed_since or now
+            if now - self._failed_since < _GRACE_S:
+                return True
+            self._end(f"NCCL failed, and the program waits on: {error}")
+            return False
+        self._failed_since = 0.0  # it has recovered
+        if operation is not self._operation:
+            self._operation, self._since = operation, now
+        self._note(None if operation is None else notice.Device(f"NCCL's {operation.what}", self._since))
+        if operation is None or not deadline_s or now - self._since <= deadline_s:
+            return True
+        self._end(
+            f"NCCL's {operation.what} has not ended on the device {deadline_s:g} s after it was started: "
+            "perhaps not all ranks have called it, or with another size, or in another order"
+        )
+        return False
+
+
+def over(queue: Queue) -> None:
+    """Watch a communicator until it is over, by a thread of its own, with the deadline of `collectives.set_deadline`."""
+    number = id(queue)
+    held, watch = weakref.ref(queue), Watch(_end_job, partial(notice.note_device, number))
+
+    def run() -> None:
+        while (queue := held()) is not None and watch.look(queue, time.monotonic(), Deadline.seconds or 0.0):
+            del queue
+            time.sleep(_POLL_S)
+        notice.note_device(number, None)
+
+    threading.Thread(target=run, name="collectives-nccl-watch", daemon=True).start()
+
+
+def _end_job(why: str) -> None:
+    dump.dump(why)
+    abort_job(EXIT_CODE)

@@ -1,0 +1,1 @@
+"""Through the memory of a node."""

@@ -1,0 +1,255 @@
+"""Collectives of the ranks of one node, which read each other's arrays where they lie: every element moves once.
+
+Arrays in the node's memory (memory.py) are read there, private ones through the kernel (peer.py); where it does not allow that, or
+takes longer, through windows (staged.py): see [Note: race]. Two ideas make all operations:
+
+- `reduce_parts`: each rank reads all ranks' arrays in the parts it owns, adds in order of rank and rounds once;
+- `pull`: each rank copies what it wants out of its peers' arrays.
+
+Before either, each rank writes where its array lies, and all meet; after it all meet again, since only then an array may be written.
+
+[Note: race] For long private arrays neither way is always the faster one. Through windows data pass from cache to cache: twice as fast
+as reading through the kernel while the cores are near each other, half as fast while they are not, which in a virtual machine changes
+by the second. Both ways add in order of rank and round once, so the result has the same bits, and each call may take the way that was
+faster lately. Rank 0 keeps the times and says which with where its array lies, so that all ranks take the same.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays.buffer import address_of
+from collectives.arrays.dtypes import DType
+from collectives.arrays.reduction import reduce_into
+from collectives.transports.node import pulls as exchanges
+from collectives.transports.node.meeting import WORDS, Meeting
+from collectives.transports.node.memory import NodeMemory
+from collectives.transports.node.peer import PeerReader, peer_readers
+from collectives.transports.node.posted import Post, Posts
+from collectives.transports.node.pulls import ByPulling, Pull
+from collectives.transports.node.staged import Staged
+from collectives.transports.transport import even_parts, parts
+
+_SCRATCH_BYTES = 1 << 20  # for what is read of all ranks before it is added: it stays in the core's cache
+_SAID = 5  # words in which a rank says where its array lies, and rank 0 which way to take
+_RACE_BYTES = 1 << 20  # of arrays from this length on
+_LAST = 3  # calls by each way that count: one that another process has held up does not decide
+_TRY_AGAIN = 16  # calls after which the slower way has another try
+
+
+class Race:
+    """Which of two ways, direct (0) or by windows (1), took less time in the last calls of a kind: see [Note: race]."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Hashable, tuple[deque[float], deque[float]]] = {}  # of the last calls by each way
+        self._num_calls: Counter[Hashable] = Counter()
+
+    def pick(self, kind: Hashable) -> int:
+        """The way for the next call of this kind."""
+        direct, windows = (min(seconds, default=0.0) for seconds in self._of(kind))  # one not tried yet is to be tried
+        faster = int(windows < direct)
+        return 1 - faster if self._num_calls[kind] % _TRY_AGAIN == _TRY_AGAIN - 1 else faster
+
+    def took(self, kind: Hashable, way: int, seconds: float) -> None:
+        """A call took so long."""
+        self._of(kind)[way].append(seconds)
+        self._num_calls[kind] += 1
+
+    def _of(self, kind: Hashable) -> tuple[deque[float], deque[float]]:
+        if kind not in self._seconds:
+            self._seconds[kind] = deque(maxlen=_LAST), deque(maxlen=_LAST)
+        return self._seconds[kind]
+
+
+class _Source:
+    """A rank's array, as the others see it: a view of it, or its address and who reads there."""
+
+    __slots__ = ("_address", "_reader", "view")
+
+    def __init__(self, view: np.ndarray | None, reader: PeerReader | None = None, address: int = 0) -> None:
+        self.view, self._reader, self._address = view, reader, address
+
+    def copy(self, start: int, target: np.ndarray) -> None:
+        """Copy the elements from `start` on to `target`."""
+        if self.view is not None:
+            target[...] = self.view[start : start + target.size]
+        elif target.size:
+            assert self._reader is not None
+            self._reader.read(address_of(target), self._address + start * target.itemsize, target.nbytes)
+
+    def elements(self, start: int, scratch: np.ndarray) -> np.ndarray:
+        """As many elements from `start` on as fit `scratch`: where they lie, or read into it."""
+        if self.view is not None:
+            return self.view[start : start + scratch.size]
+        self.copy(start, scratch)
+        return scratch
+
+
+class Shared(ByPulling):
+    """The collectives of the ranks of `mpi`, all on one node. `memory`: the node's arrays that they know. Making it is collective.
+
+    Arrays are flat, of the same length on all ranks unless said. OSError if the node's memory cannot be had.
+    """
+
+    def __init__(self, mpi: Any, memory: NodeMemory, staged: Staged) -> None:
+        self._rank, self._size = mpi.rank, mpi.size
+        self._memory, self._staged = memory, staged
+        # There are two boards in turn: who meets for the next operation has read the board of this one.
+        lengths = [WORDS * mpi.size, _SAID * mpi.size, _SAID * mpi.size]
+        words = memoryview(NodeMemory(mpi).shared(8 * sum(lengths))).cast("Q")  # type: ignore[arg-type]
+        meeting, *self._boards = (words[slice(*part)] for part in parts(lengths))
+        self._meet = Meeting(mpi, meeting).meet
+        self._readers = peer_readers(mpi)
+        self.posts = Posts(mpi, memory)
+        self._race = Race()
+        self._running: tuple[Hashable, int, float] | None = None  # kind, way and start of a call in the race
+        each = max(_SCRATCH_BYTES // mpi.size // 16, 1) * 16  # bytes: whole elements of any dtype
+        self._scratch = np.empty((mpi.size, each), np.uint8)
+
+    @property
+    def reads_private(self) -> bool:
+        """Whether the kernel lets these ranks read each other's private memory."""
+        return self._readers is not None
+
+    # The operations that `ByPulling` has not
+
+    def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
+        """Each rank adds its slice of all arrays into its own, then copies the other slices from their owners."""
+        bounds = even_parts(flat.size, self._size)
+        sources = self._show(flat, "all_reduce")
+        if sources is None:
+            self._staged.all_reduce(flat, op, dtype)
+            self._arrived()
+            return
+        # Nobody else reads this rank's array in its own slice, so the sum may be written there at once.
+        begin, end = bounds[self._rank]
+        self._add(flat[begin:end], sources, begin, op, dtype)
+        self._meet()
+        for peer, (begin, end) in enumerate(bounds):
+            if peer != self._rank:
+                sources[peer].copy(begin, flat[begin:end])
+        self._meet()
+        self._arrived()
+
+    def reduce(self, flat: np.ndarray, op: str, root: int, dtype: DType) -> None:
+        """Each rank reduces a slice, which the root then copies. The others' arrays stay as they are."""
+        bounds = even_parts(flat.size, self._size)
+        begin, end = bounds[self._rank]
+        mine = flat[begin:end] if self._rank == root else np.empty(end - begin, flat.dtype)
+        self.reduce_parts(flat, bounds, {self._rank: mine}, op, dtype)
+        pulls = [Pull(peer, 0, flat[slice(*part)]) for peer, part in enumerate(bounds) if peer != root]
+        self.pull(mine, pulls if self._rank == root else [], max(end - begin for begin, end in bounds))
+
+    def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
+        """Each rank adds its part of all arrays. `out` may be its own place in `flat`."""
+        self.reduce_parts(flat, parts(counts), {self._rank: out}, op, dtype)
+
+    def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
+        """Where `out` is one array for the node, each rank writes its part, unless it stands there already."""
+        self.collect(out, *exchanges.all_gather(self._rank, out, flat, counts))
+
+    def post_reduce_scatter(
+        self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType
+    ) -> Post:
+        """`reduce_scatter` of an array that `posts` takes, without waiting for anyone."""
+        begin = sum(counts[: self._rank])
+
+        def add(arrays: Sequence[np.ndarray]) -> None:
+            self._add(out, [_Source(array.view(flat.dtype)) for array in arrays], begin, op, dtype)
+
+        return self.posts.post(flat, add)
+
+    # The ideas
+
+    def reduce_parts(
+        self,
+        flat: np.ndarray,
+        bounds: Sequence[tuple[int, int]],
+        outs: Mapping[int, np.ndarray],
+        op: str,
+        dtype: DType,
+    ) -> None:
+        """`bounds` are those of parts of `flat`: `outs` are what this rank is to have the reduction of, by number of the part."""
+        sources = self._show(flat, "reduce_parts")
+        if sources is None:
+            self._staged.reduce_parts(flat, bounds, outs, op, dtype)
+        else:
+            for part, out in outs.items():
+                self._add(out, sources, bounds[part][0], op, dtype)
+            self._meet()  # everyone has read: the caller may write again
+        self._arrived()
+
+    def pull(self, shown: np.ndarray, pulls: Sequence[Pull], longest: int) -> None:
+        sources = self._show(shown, "pull")
+        if sources is None:
+            self._staged.pull(shown, pulls, longest)
+        else:
+            for peer, start, target in pulls:
+                sources[peer].copy(start, target)
+            self._meet()
+        self._arrived()
+
+    def collect(self, out: np.ndarray, shown: np.ndarray, pulls: Sequence[Pull], longest: int) -> None:
+        """`pull` into parts of `out`, but where that is one array for the node, each rank writes its own."""
+        if not self._memory.is_one_array(self._memory.find(out)[0]):
+            self.pull(shown, pulls, longest)
+            return
+        # Both meetings always: whether a part already stands in its place may differ from rank to rank.
+        self._meet()  # nobody still reads what stood here
+        for peer, start, target in pulls:
+            if peer == self._rank:
+                target[...] = shown[start : start + target.size]
+        self._meet()
+
+    # Parts of them
+
+    def _show(self, flat: np.ndarray, idea: str) -> list[_Source] | None:
+        """Wait for all ranks; every rank's array in order of rank, or None where they must go through the windows."""
+        board = self._boards[0]
+        self._boards.reverse()
+        at = _SAID * self._rank
+        kind = (idea, flat.nbytes.bit_length())
+        board[at], board[at + 1] = self._memory.find(flat)
+        board[at + 2], board[at + 3] = flat.nbytes, address_of(flat)
+        board[at + 4] = self._race.pick(kind) if flat.nbytes >= _RACE_BYTES else 0
+        self._meet()
+        said = [board[at : at + _SAID].tolist() for at in range(0, _SAID * self._size, _SAID)]
+        # Who passes an array of an allocation has not let go of it. So where all pass arrays of one, all can read all.
+        number, way, longest = said[0][0], said[0][4], max(nbytes for _, _, nbytes, _, _ in said)
+        of_one = number != 0 and all(other == number for other, _, _, _, _ in said)
+        if self._readers is None and not of_one:
+            return None
+        if not of_one and longest >= _RACE_BYTES:
+            self._running = (kind, way, time.perf_counter())
+            if way == 1:
+                return None
+        sources = []
+        for rank, (number, place, nbytes, address, _) in enumerate(said):
+            view = flat if rank == self._rank else None
+            if of_one and view is None:
+                view = self._memory.view(number, place, nbytes).view(flat.dtype)  # type: ignore[union-attr]
+            sources.append(_Source(view, self._readers[rank] if self._readers else None, address))
+        return sources
+
+    def _arrived(self) -> None:
+        """The end of what `_show` began."""
+        if self._running is not None:
+            kind, way, start = self._running
+            self._race.took(kind, way, time.perf_counter() - start)
+            self._running = None
+
+    def _add(self, out: np.ndarray, sources: Sequence[_Source], begin: int, op: str, dtype: DType) -> None:
+        """`out` becomes the reduction of as many elements of all arrays from `begin` on."""
+        divisor = self._size if op == "avg" else 1
+        scratch = [memory.view(out.dtype) for memory in self._scratch]
+        block = scratch[0].size
+        for start in range(0, out.size, block):
+            target = out[start : start + block]
+            addends = [
+                source.elements(begin + start, memory[: target.size])
+                for source, memory in zip(sources, scratch, strict=True)
+            ]
+            reduce_into(target, addends, op, dtype, divisor=divisor)

@@ -1,0 +1,212 @@
+"""Collectives of the ranks of one node through memory that they share: each copies a piece there, all meet, all take what they want.
+
+[Note: ring] Each rank goes round in a ring of its own. One meeting a piece is enough: who meets for the next piece has taken everything
+of this one, so a place can be written again two pieces later. The ring has room for two pieces of the greatest length, some times a
+core's own cache: so it stays in the cache that cores share, and the memory's own bandwidth goes to the callers' arrays alone. Short
+pieces go all round it, for a line that the others have just read takes up to four times as long to write again as one read a while
+ago. And nobody reads its own piece there: while the others fetch the lines, that takes many times as long.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.arrays.buffer import unowned
+from collectives.arrays.dtypes import DType
+from collectives.arrays.reduction import reduce_into
+from collectives.transports.node import pulls as exchanges
+from collectives.transports.node.meeting import WORDS, Meeting
+from collectives.transports.node.memory import NodeMemory
+from collectives.transports.node.pulls import ByPulling, Pull
+from collectives.transports.transport import even_parts, parts
+
+_RING_BYTES = 2 << 20  # of a rank
+_NODE_BYTES = 64 << 20  # of all ranks of a node at most
+_PIECES = 2  # of the greatest length that the ring has room for
+# Bytes of all ranks' arrays up to which each rank adds them all: above, it pays to meet twice and add a slice each, but for two
+# ranks: those read no less then. Halves take longer to add than to read.
+_ADD_ALL_BYTES = 1 << 16
+_LINE = 64  # bytes of a cache line
+_PLANNED_BYTES = 1 << 21  # in longer operations the time that a plan saves does not show
+_PLACES = 64  # in the ring where a piece may begin: so few that what is prepared for each can be kept
+
+Reduction = Callable[[np.ndarray, list[np.ndarray]], None]  # target, addends
+
+
+class _Turn(NamedTuple):
+    """What a rank does with a piece: copies to the ring, meets, adds, copies."""
+
+    shows: Sequence[tuple[np.ndarray, np.ndarray]]  # target, source
+    sums: Sequence[tuple[np.ndarray, list[np.ndarray]]] = ()  # target, addends
+    takes: Sequence[tuple[np.ndarray, np.ndarray]] = ()  # target, source
+
+
+class Staged(ByPulling):
+    """The collectives of the ranks of `mpi`, all on one node. Making it is collective. OSError if the node's memory cannot be had.
+
+    Arrays are flat, of the same length on all ranks unless said.
+    """
+
+    def __init__(self, mpi: Any) -> None:
+        self._rank, self._size = mpi.rank, mpi.size
+        self._memory = NodeMemory(mpi)
+        words = memoryview(self._memory.shared(8 * WORDS * mpi.size)).cast("Q")  # type: ignore[arg-type]
+        self._meet = Meeting(mpi, words).meet
+        ring = min(_RING_BYTES, _NODE_BYTES // mpi.size)
+        self._step = max(ring // _PLACES // _LINE, 1) * _LINE  # bytes from place to place
+        self._ring_bytes = _PLACES * self._step
+        self._next = 0  # byte of the ring; the same on all ranks, as the lengths of what they show are
+        self._rings: list[np.ndarray] = []  # each rank's, once it is needed, and as elements of a dtype:
+        self._views: dict[np.dtype, list[np.ndarray]] = {}
+
+    # The operations that `ByPulling` has not
+
+    def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
+        self._run(self._add(flat, dtype, wanted=True), self._reduction(op, dtype))
+
+    def reduce(self, flat: np.ndarray, op: str, root: int, dtype: DType) -> None:
+        self._run(self._add(flat, dtype, wanted=self._rank == root), self._reduction(op, dtype))
+
+    def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
+        """Each rank adds its part of all arrays. `out` may be its own place in `flat`."""
+        self.reduce_parts(flat, parts(counts), {self._rank: out}, op, dtype)
+
+    def reduce_parts(
+        self,
+        flat: np.ndarray,
+        bounds: Sequence[tuple[int, int]],
+        outs: Mapping[int, np.ndarray],
+        op: str,
+        dtype: DType,
+    ) -> None:
+        """`bounds` are those of parts of `flat`: `outs` are what this rank is to have the reduction of, by number of the part."""
+        self._run(self._add_parts(flat, bounds, outs), self._reduction(op, dtype))
+
+    def pull(self, shown: np.ndarray, pulls: Sequence[Pull], longest: int) -> None:
+        self._run(self._take(shown, pulls, longest))
+
+    def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+        """An operation on short arrays as one prepared call, which keeps none of them alive; None where there is no such.
+
+        `all_gather` and `reduce_scatter` with equal counts and not in place.
+        """
+        if any(isinstance(x, np.ndarray) and x.nbytes > _PLANNED_BYTES for x in arguments):
+            return None  # the time that a plan saves does not show
+        arguments = tuple(unowned(x) if isinstance(x, np.ndarray) else x for x in arguments)
+        reduction = None
+        match operation, arguments:
+            case "all_reduce", (flat, op, dtype):
+                turns, reduction = partial(self._add, flat, dtype, wanted=True), self._reduction(op, dtype)
+            case "reduce_scatter", (out, flat, op, counts, dtype):
+                turns = partial(self._add_parts, flat, parts(counts), {self._rank: out})
+                reduction = self._reduction(op, dtype)
+            case "all_gather", (out, flat, counts):
+                turns = partial(self._take, *exchanges.all_gather(self._rank, out, flat, counts))
+            case "broadcast", (flat, root):
+                turns = partial(self._take, *exchanges.broadcast(self._rank, flat, root))
+            case _:
+                return None
+        return self._run_prepared, ({}, turns, reduction)
+
+    # How they come about
+
+    def _reduction(self, op: str, dtype: DType) -> Reduction:
+        return partial(reduce_into, op=op, dtype=dtype, divisor=self._size if op == "avg" else 1)
+
+    def _run(self, turns: Iterable[_Turn], reduction: Reduction | None = None) -> None:
+        meet = self._meet
+        for shows, sums, takes in turns:
+            for target, source in shows:
+                target[...] = source
+            meet()
+            for target, addends in sums:
+                reduction(target, addends)  # type: ignore[misc]  # there is one where there are sums
+            for target, source in takes:
+                target[...] = source
+
+    def _run_prepared(
+        self,
+        prepared: dict[int, tuple[list[_Turn], int]],
+        turns: Callable[[], Iterable[_Turn]],
+        reduction: Reduction | None,
+    ) -> None:
+        """`prepared`: for each place in the ring where they may begin, the turns, and the place where they end."""
+        begin = self._next
+        if begin not in prepared:
+            prepared[begin] = list(turns()), self._next
+        made, self._next = prepared[begin]
+        self._run(made, reduction)
+
+    def _add(self, flat: np.ndarray, dtype: DType, *, wanted: bool) -> Iterator[_Turn]:
+        """The reduction of all ranks' arrays, of the same bits on all ranks, into `flat` where it is `wanted`."""
+        rank, size = self._rank, self._size
+        adds_all = (size <= 2 and not dtype.is_half) or flat.nbytes * size <= _ADD_ALL_BYTES
+        for start, length in self._pieces(flat.size, flat.itemsize):
+            piece = flat[start : start + length]
+            shown = self._places(flat.dtype, length)
+            place, shown[rank] = shown[rank], piece
+            if adds_all:
+                yield _Turn([(place, piece)], sums=[(piece, shown)] if wanted else ())
+                continue
+            bounds = [slice(*part) for part in even_parts(length, size)]
+            mine, others = bounds[rank], (slice(bounds[rank].start), slice(bounds[rank].stop, None))
+            sums = self._places(flat.dtype, length)
+            total = piece[mine] if wanted else sums[rank][mine]
+            yield _Turn(
+                [(place[part], piece[part]) for part in others], sums=[(total, [array[mine] for array in shown])]
+            )
+            yield _Turn(
+                [(sums[rank][mine], total)] if wanted else (),
+                takes=[(piece[part], sums[peer][part]) for peer, part in enumerate(bounds) if peer != rank and wanted],
+            )
+
+    def _add_parts(
+        self, flat: np.ndarray, bounds: Sequence[tuple[int, int]], outs: Mapping[int, np.ndarray]
+    ) -> Iterator[_Turn]:
+        """A piece holds as much of every part, so that all ranks have something to add."""
+        longest = max(end - begin for begin, end in bounds)
+        for start, length in self._pieces(longest, flat.itemsize * len(bounds)):
+            places = self._places(flat.dtype, length * len(bounds))
+            shows, sums = [], []
+            for part, (begin, end) in enumerate(bounds):
+                piece = flat[min(begin + start, end) : min(begin + start + length, end)]
+                shown = [place[part * length :][: piece.size] for place in places]
+                if part not in outs:
+                    shows.append((shown[self._rank], piece))
+                else:
+                    shown[self._rank] = piece
+                    sums.append((outs[part][start : start + length], shown))
+            yield _Turn(shows, sums)
+
+    def _take(self, shown: np.ndarray, pulls: Sequence[Pull], longest: int) -> Iterator[_Turn]:
+        for begin, length in self._pieces(longest, shown.itemsize):
+            piece, places = shown[begin : begin + length], self._places(shown.dtype, length)
+            shows = [(places[self._rank][: piece.size], piece)] if piece.size else []
+            places[self._rank] = piece
+            takes = []
+            for peer, start, target in pulls:
+                low, high = max(start, begin), min(start + target.size, begin + length)
+                if low < high:
+                    takes.append((target[low - start : high - start], places[peer][low - begin : high - begin]))
+            yield _Turn(shows, takes=takes)
+
+    def _pieces(self, length: int, itemsize: int) -> Iterator[tuple[int, int]]:
+        """Starts and lengths of the pieces of `length` things of `itemsize` bytes."""
+        width = max(self._ring_bytes // _PIECES // itemsize, 1)
+        for start in range(0, length, width):
+            yield start, min(width, length - start)
+
+    def _places(self, dtype: np.dtype, length: int) -> list[np.ndarray]:
+        """Where each rank shows its next piece, of `length` elements. Collective at first."""
+        if dtype not in self._views:
+            if not self._rings:
+                self._rings = self._memory.peers(self._memory.empty(self._ring_bytes))
+            self._views[dtype] = [ring.view(dtype) for ring in self._rings]
+        # A power of two of steps, at a multiple of that: so two in turn never overlap, where the ring begins anew neither.
+        room = self._step << (-(-length * dtype.itemsize // self._step) - 1).bit_length()
+        begin = -(-self._next // room) * room % self._ring_bytes
+        self._next = begin + room
+        begin //= dtype.itemsize
+        return [ring[begin : begin + length] for ring in self._views[dtype]]

@@ -1,0 +1,298 @@
+"""The public face of sharding: `fully_shard`, which keeps the meaning of torch's function of that name.
+
+ZeRO (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020) cuts the optimizer's state
+over the ranks in stage 1, gradients too in stage 2, parameters too in stage 3. The cut by flat units, and that of a hybrid of shards
+and copies, follow torch's FSDP (Zhao et al., VLDB 2023).
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from collectives import Communicator, Mesh, launched_rank
+from mpitrain.heap import keep_freed_memory
+from mpitrain.sharding.module import ShardedModule, states_of
+from mpitrain.sharding.optim.optimizers import watch_optimizers
+from mpitrain.sharding.optim.torch_calls import watch_calls
+from mpitrain.sharding.setup.agreement import check_alike
+from mpitrain.sharding.setup.blocks import stacked_blocks
+from mpitrain.sharding.setup.foreign import refuse_methods
+from mpitrain.sharding.setup.options import Options, check_dense, check_dtypes, check_module
+from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from mpitrain.sharding.setup.readiness import check_names, kind_of, promise
+from mpitrain.sharding.step.state import State
+from mpitrain.sharding.unit.ranks import Ranks, group_of, ranks_of
+from mpitrain.sharding.unit.storage import Gathered, Kept, Resident, Shapes, Storage
+from mpitrain.sharding.unit.unit import Unit
+
+_log = logging.getLogger("mpitrain")
+
+
+def fully_shard(
+    module: nn.Module,
+    mesh: Mesh | Communicator | None = None,
+    *,
+    stage: int = 3,
+    reshard_after_forward: bool | int = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: CPUOffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    units: Literal["auto", "one"] = "auto",
+    storage: Literal["auto", "resident", "private"] = "auto",
+    prefetch_bytes: int | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Shard the parameters of `module` that are in no unit yet over the ranks of `mesh`, in place; returns it.
+
+    Apply it to the blocks first, then to the whole, then make the optimizer: `model.parameters()` are the shards from now on, of
+    the same order and number on all ranks. Applied to the whole alone it takes the blocks itself. Collective. Parameters take the
+    values of rank 0; on the meta device they are allocated, and given values by `mpitrain.initialize` or a checkpoint.
+
+    Args:
+        mesh: a Communicator, or a Mesh: shards along its axis `dp_shard`, copies of them along `dp_replicate`; None:
+            `collectives.world()`. All parts of a model take the same.
+        stage: what is cut over the ranks of `dp_shard`. 0: nothing, each rank has a copy of the model, gradients are averaged during
+            the backward (as torch's DistributedDataParallel does); 1: the optimizer's state; 2: gradients too; 3: parameters too.
+        reshard_after_forward: in stage 3 give private full parameters back after forward and gather them again for backward; False
+            keeps them. A number: between forward and backward so many neighbouring ranks, those of a node for instance, hold them
+            together, and gather them for backward among themselves. It divides the ranks that hold the shards; 1 is False, all True.
+        mp_policy: dtypes; None: all as the parameters are.
+        offload_policy: `CPUOffloadPolicy()` keeps shards and the optimizer's state of parameters on GPUs in host memory.
+        ignored_params: left as they are, on every rank. Parameters, not names; those of other parts of the model may be among them.
+        units: what is gathered, used and reduced at a time. "auto": where no part of the module is sharded yet, each block of its
+            stacks (the layers of a transformer; not what is called experts, nor what has no forward) first, then the rest. "one": all
+            of it.
+        storage: where full parameters live. "resident": once in the memory of each node, which its ranks share; from stage 1 on. A
+            rank may skip a unit, or run it more often than the others. "private": of each rank its own, in stage 3 gathered around
+            the forward of the unit's module and freed after it. There all ranks must run the same units in the same order, because a
+            gather needs all ranks: one that skips a unit is an error, or hangs until the deadline. Differences within a unit are
+            free. Stages 0 to 2 gather nothing, and follow the rule of "resident". "auto": resident for parameters on CPUs, as long as
+            the memory of all nodes suffices, else private.
+        prefetch_bytes: private full parameters of stage 3 that may be gathered ahead of their use, in the order of the step before,
+            where that goes on while the rank computes: with a progress thread, or by NCCL. None: as many bytes as the longest part
+            sharded within this module has; 0: none. That of the outermost module counts.
+        device: of parameters that are on the meta device; None: the CPU.
+
+    Raises:
+        TypeError: an argument of another kind, dtypes that cannot be reduced.
+        ValueError: an argument that is not available, a module that is sharded already or has no forward, lazy parameters
+            without a shape, embeddings with sparse gradients on several ranks, tied weights across units;
+            on all ranks, if they differ in the model or in the arguments.
+        OSError: on all ranks, if a node's shared memory is full and "resident" was asked for. What was sharded by then stays so, and
+            another call, with storage="private" for instance, goes on with the rest.
+    """
+    watch_optimizers()
+    watch_calls()
+    check_module(module)
+    options = Options(
+        mesh=mesh, stage=stage, reshard_after_forward=reshard_after_forward, mp_policy=mp_policy, offload_policy=offload_policy,
+        ignored_params=ignored_params, units=units, storage=storage, prefetch_bytes=prefetch_bytes, device=device,
+    )  # fmt: skip
+    check_dtypes(module, options)
+    ranks = ranks_of(mesh, whole=stage == 0)
+    check_alike(module, options, ranks.all)
+    if ranks.all.size > 1:
+        check_dense(module, options)
+    reshards, num_group = _resharding(reshard_after_forward, ranks.shard.size if stage == 3 else None)
+    policy = options.policy
+    blocks = _automatic_blocks(module) if units == "auto" else []
+    if blocks or states_of(module):  # a part alone cannot tell, as its names may be another's
+        check_names(module, policy.keep_fp32)
+    promise(module, policy.keep_fp32, options.ignored_params or ())
+
+    names = {id(part): name for name, part in module.named_modules()}
+    kept = [part for name, part in module.named_modules() if name and policy.keeps(name, kind_of(part))]
+    are_kept = {id(part) for part in kept}
+    within_kept = {id(inner) for part in kept for inner in part.modules() if inner is not part}
+
+    def shard_part(part: nn.Module) -> None:
+        its = policy
+        if part is not module:
+            its = replace(policy, output_dtype=None)  # that is the whole module's
+        if id(part) in within_kept:
+            its = replace(policy.of_kept(), output_dtype=None)  # between modules that compute in fp32, too
+        elif id(part) in are_kept:
+            its = policy.of_kept()
+        made = _units(part, names[id(part)], ranks, its, options, num_group)
+        state = State(ranks, made, its, stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes)
+        kind = type(part)
+        part.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
+        part._sharding = state  # type: ignore[assignment]
+
+    for whole in (*blocks, module):
+        for part in _left_among(kept, whole):
+            shard_part(part)
+            _made_here.add(part)
+        shard_part(whole)
+        if whole is not module:
+            _made_here.add(whole)
+    _name_in_full(module, names)
+    refuse_methods(module, is_cut=ranks.shard.size > 1)
+    return module
+
+
+Group = list[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]]
+"""Parameters of one unit: of each its name, the modules that use it and how they call it, itself."""
+
+_made_here: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Blocks and modules kept in fp32 that were sharded for a module around them, not by a call of their own."""
+
+
+def _automatic_blocks(module: nn.Module) -> list[nn.Module]:
+    """The blocks that are sharded first; none where the user has sharded parts of the module."""
+    blocks = [block for block in stacked_blocks(module) if not isinstance(block, ShardedModule)]
+    if _made_here.issuperset(_sharded(module)):
+        return blocks
+    if blocks:
+        _log.log(
+            logging.WARNING if launched_rank() <= 0 else logging.INFO,
+            "fully_shard: parts of this %s are sharded already, so its other blocks (%d, the first a %s) become one unit with the "
+            "rest; shard all of them, or none", kind_of(module).__name__, len(blocks), kind_of(blocks[0]).__name__,
+        )  # fmt: skip
+    return []
+
+
+def _sharded(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if isinstance(part, ShardedModule)]
+
+
+def _left_among(kept: list[nn.Module], whole: nn.Module) -> Iterator[nn.Module]:
+    """Modules kept in fp32 within another, if they have parameters in no unit yet by the time it is their turn."""
+    inside = {id(part) for part in whole.modules() if part is not whole}
+    for part in kept:
+        if id(part) not in inside or isinstance(part, ShardedModule):
+            continue
+        if any(not hasattr(param, "shard_box") for param in part.parameters()):
+            yield part
+
+
+def _name_in_full(module: nn.Module, names: dict[int, str]) -> None:
+    """Errors name parameters as they are called from the outermost module."""
+    for state in states_of(module):
+        for unit in state.units:
+            for param in unit.params:
+                owner, name = param.users[0]
+                param.name = f"{names[id(owner)]}.{name}" if names.get(id(owner)) else name
+
+
+def _units(
+    part: nn.Module, prefix: str, ranks: Ranks, policy: MixedPrecisionPolicy, options: Options, num_group: int | None
+) -> list[Unit]:
+    """The units of a part's own parameters. If one cannot be made, the part is as it was."""
+    made: list[Unit] = []
+    newly_ignored: list[nn.Parameter] = []
+    groups: list[Group] = []
+    try:
+        groups = _groups(part, prefix, options.ignored, newly_ignored)
+        for params in groups:
+            where = params[0][2].device
+            if where.type == "meta":
+                where = torch.device(options.device or "cpu")
+            if options.storage == "resident" and where.type != "cpu":
+                raise ValueError(
+                    f"storage='resident' needs parameters on the CPU; these are on {where}; use storage='auto'"
+                )
+            if where.type == "cpu":
+                keep_freed_memory()
+            store = _storage(ranks, where, options, num_group)
+            made.append(Unit(params, ranks, policy, where, store, options.offload_policy))
+    except BaseException:
+        for params in groups:
+            for _, users, original in params:
+                del original._sharded_as  # type: ignore[attr-defined]
+                for owner, name in users:
+                    owner._parameters[name] = original
+        for param in newly_ignored:
+            del param._ignored_by_sharding  # type: ignore[attr-defined]
+        raise
+    return made
+
+
+def _storage(
+    ranks: Ranks, device: torch.device, options: Options, num_group: int | None
+) -> Callable[[Shapes, torch.dtype], Storage]:
+    """What makes the Storage of a unit's full parameters. `num_group`: ranks that hold gathered ones between forward and backward."""
+
+    def private(shapes: Shapes, dtype: torch.dtype) -> Storage:
+        if options.stage < 3 or ranks.shard.size == 1:
+            return Kept(shapes, ranks.shard, dtype, device)
+        group = None if num_group is None else group_of(ranks.shard, num_group)
+        return Gathered(shapes, ranks.shard, dtype, device, group)
+
+    def make(shapes: Shapes, dtype: torch.dtype) -> Storage:
+        if options.storage == "private" or options.stage == 0 or device.type != "cpu":
+            return private(shapes, dtype)
+        resident, problem = None, None
+        try:
+            resident = Resident(shapes, ranks.shard, dtype, device)
+        except OSError as error:
+            problem = error
+        problems = ranks.all.all_gather_object(None if problem is None else str(problem))  # each node knows of its own
+        if not any(problems) and resident is not None:
+            return resident
+        said = next(text for text in problems if text)
+        if options.storage == "resident":
+            raise OSError(said) from problem
+        _log.info("full parameters are private from here on: %s", said)
+        return private(shapes, dtype)
+
+    return make
+
+
+def _resharding(asked: Any, size: int | None) -> tuple[bool, int | None]:
+    """Whether full parameters are given back after forward, and to how many ranks if not to all `size` that hold shards.
+
+    torch's meaning. `size`: None where full parameters are never given back.
+    """
+    if isinstance(asked, bool):
+        return asked, None
+    if not isinstance(asked, int) or asked < 1:
+        raise ValueError(
+            f"fully_shard: reshard_after_forward is {asked!r}; expected True, False, or a number of ranks from 1"
+        )
+    if size is None or asked == 1:
+        return asked != 1, None
+    if size % asked:
+        factors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ValueError(
+            f"fully_shard: reshard_after_forward is {asked}, which does not divide the {size} ranks that hold the shards; expected one "
+            f"of {factors}, or True or False"
+        )
+    return True, None if asked == size else asked
+
+
+def _groups(module: nn.Module, path: str, ignored: set[int], newly_ignored: list[nn.Parameter]) -> list[Group]:
+    """The parameters in no unit yet, each with all its users, grouped by dtype, requires_grad and device: a unit each.
+
+    `path`: of the module, for names. Marks them, and those to be ignored, which `newly_ignored` then has too.
+    """
+    inside = {id(m) for child in module.modules() if isinstance(child, ShardedModule) for m in child.modules()}
+    users: dict[int, list[tuple[nn.Module, str]]] = {}
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix, owner in module.named_modules(prefix=path):
+        for name, param in owner._parameters.items():
+            if param is None or hasattr(param, "shard_box") or hasattr(param, "_ignored_by_sharding"):
+                continue
+            if id(param) in ignored:
+                param._ignored_by_sharding = True  # by the units around this one, too
+                newly_ignored.append(param)
+                continue
+            full_name = f"{prefix}.{name}" if prefix else name
+            if hasattr(param, "_sharded_as") or id(owner) in inside:
+                raise ValueError(
+                    f"fully_shard: {full_name} is tied to, or was added to, a unit that exists already "
+                    f"({getattr(param, '_sharded_as', 'a sharded module')}); "
+                    "apply fully_shard to the lowest module that contains all users of a parameter, and to none of them alone"
+                )
+            users.setdefault(id(param), []).append((owner, name))
+            found.setdefault(id(param), (full_name, param))
+    groups: dict[tuple[torch.dtype, bool, torch.device], Group] = {}
+    for key, (name, param) in found.items():
+        groups.setdefault((param.dtype, param.requires_grad, param.device), []).append((name, users[key], param))
+        param._sharded_as = name  # type: ignore[attr-defined]
+    return list(groups.values())

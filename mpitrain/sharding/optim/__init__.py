@@ -1,0 +1,1 @@
+"""Between the backward and the optimizer's step: norms, scaling, averages, and optimizers on shards."""

@@ -1,0 +1,121 @@
+"""Norms of gradients that are spread over ranks."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from collectives import Communicator
+from mpitrain.sharding.module import sharded_over
+from mpitrain.sharding.step.reductions import check_reduced
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale all gradients of a model so that their common 2-norm is at most `max_norm`; returns the norm before that.
+
+    Collective on a sharded model: each rank adds the squares of its shards in float64, one all-reduce adds the ranks, so that the
+    norm does not depend on how many there are (but for rounding). What is on every rank alike (`ignored_params`) counts once. A
+    plain model works too. The norm is a float64 scalar on the host; a non-finite norm scales nothing.
+    """
+    over = sharded_over(model)
+    shards = [p for p in model.parameters() if hasattr(p, "shard_box")]
+    others = [p for p in model.parameters() if not hasattr(p, "shard_box")]
+    check_reduced(shards, "clip_grad_norm_")
+    norm = norm_of({None if over is None else over.shard: grads_of(shards), None: grads_of(others)})
+    scale = max_norm / (norm.item() + 1e-6)
+    grads = [param.grad for param in (*shards, *others) if param.grad is not None]
+    if grads and norm.isfinite() and scale < 1:
+        torch._foreach_mul_(grads, scale)
+    return norm
+
+
+def grads_of(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Their gradients, those that are there."""
+    return [param.grad for param in params if param.grad is not None]
+
+
+def norm_of(spread: Mapping[Communicator | None, Sequence[torch.Tensor]], order: float = 2.0) -> torch.Tensor:
+    """The norm of gradients as if they were one vector: a float64 scalar on the host. Collective.
+
+    `spread`: the gradients of which each rank of a communicator has some rows; None: those that are on every rank alike.
+    ValueError for an order that is not above 0.
+    """
+    if not order > 0:
+        raise ValueError(f"the norm of order {order} of gradients that are spread over ranks; expected one above 0")
+    if order == math.inf:
+        largest = torch.zeros((), dtype=torch.float64)
+        for comm, grads in spread.items():
+            norms = torch.tensor([0.0, *_norms(_filled(grads), order)], dtype=torch.float64)
+            both = torch.stack(
+                [norms.nan_to_num(0.0, math.inf).max(), norms.isnan().any()]
+            )  # not every max() knows of NaN
+            if comm is not None:
+                comm.all_reduce(both, "max")
+            largest = largest.maximum(torch.where(both[1] > 0, math.nan, both[0]))
+        return largest
+    powers = torch.tensor([_sum_of_powers(grads, order) for grads in spread.values()], dtype=torch.float64)
+    for index, comm in enumerate(spread):
+        if comm is not None:
+            comm.all_reduce(powers[index : index + 1])
+    return powers.sum().sqrt() if order == 2 else powers.sum() ** (1 / order)
+
+
+def _sum_of_powers(grads: Iterable[torch.Tensor], order: float) -> float:
+    """Of all elements. Per gradient in float32 at least (fast, and short enough), across gradients in float64."""
+    total = 0.0
+    for norm in _norms(_filled(grads), order):
+        total += norm * norm if order == 2 else norm**order  # not by sum(), which rounds otherwise from Python 3.12 on
+    return total
+
+
+def _filled(grads: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [grad for grad in grads if grad.numel()]
+
+
+def _norms(grads: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
+    """The norm of each. The host waits once for each device and dtype, not once for each gradient."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, grad in enumerate(grads):
+        alike.setdefault((grad.device, grad.dtype), []).append(index)
+    norms = [0.0] * len(grads)
+    for (_, dtype), indices in alike.items():
+        found = torch._foreach_norm([grads[i] for i in indices], order, dtype=torch.promote_types(dtype, torch.float32))
+        for index, norm in zip(indices, torch.stack(found).tolist(), strict=True):
+            norms[index] = norm
+    return norms
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """This rank's gradients that have elements."""
+    return [param.grad for param in model.parameters() if param.grad is not None and param.grad.numel()]
+
+
+def all_finite(grads: Iterable[torch.Tensor]) -> bool:
+    """Whether all elements of all gradients are. The host waits once for each device."""
+    flags: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        flags.setdefault(grad.device, []).append(grad.isfinite().all())
+    return all(bool(torch.stack(of_device).all()) for of_device in flags.values())
+
+
+@torch.no_grad()
+def grad_norms(model: nn.Module) -> dict[str, float]:
+    """The 2-norm of each parameter's whole gradient, by name; parameters without one are left out. Collective, one message."""
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    names = [name for name, _ in trained]
+    sharded = [hasattr(param, "shard_box") for _, param in trained]
+    grads = {name: param.grad for name, param in trained if param.grad is not None}
+    found = {name: norm * norm for name, norm in zip(grads, _norms(list(grads.values())), strict=True)}
+    total = torch.tensor(
+        [[found.get(name, 0.0) for name in names], [float(name in grads) for name in names]], dtype=torch.float64
+    )
+    over = sharded_over(model)
+    if over is not None:
+        alone = total.clone()
+        over.shard.all_reduce(total)
+        keep = ~torch.tensor(sharded)
+        total[:, keep] = alone[:, keep]  # on every rank alike
+    norms, anywhere = total[0].sqrt().tolist(), total[1].tolist()
+    return {name: norm for name, norm, there in zip(names, norms, anywhere, strict=True) if there}

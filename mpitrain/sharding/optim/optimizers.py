@@ -1,0 +1,101 @@
+"""Before an optimizer's step: nobody reads the shards any more, and the step does on shards what it would do on whole parameters."""
+
+import functools
+import warnings
+import weakref
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from collectives import launched_rank
+from mpitrain.sharding.setup.foreign import check_caller
+from mpitrain.sharding.step.fences import finish_forwards
+from mpitrain.sharding.step.reductions import check_reduced
+
+# By name, as most live in packages of their own. They take norms, means or products of a whole matrix, or of all parameters.
+NOT_ELEMENTWISE = (
+    *("Adafactor", "AdamMini", "Adam_mini", "AdamP", "CAME", "DAdapt*", "Dion", "DistributedShampoo", "DoG", "FusedLAMB"),
+    *("FusedNovoGrad", "GaLore*", "KFAC", "LAMB", "LARC", "LARS", "LBFGS", "LDoG", "Lamb", "Lars", "Muon", "NovoGrad"),
+    *("Prodigy*", "SAM", "SGDP", "SM3", "SOAP", "Scion", "Shampoo"),
+)  # fmt: skip
+
+# torch's own, and known ones of other packages by name. Classes derived from them are taken for element-wise, too.
+ELEMENTWISE = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
+    torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SparseAdam,
+)  # fmt: skip
+ELEMENTWISE_NAMES = frozenset(
+    {"AdEMAMix", "AdaBelief", "AdamWScheduleFree", "DeepSpeedCPUAdam", "FusedAdam", "FusedSGD", "Lion"}
+)
+
+_checked: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()
+_told: "weakref.WeakSet[type[torch.optim.Optimizer]]" = weakref.WeakSet()
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """From now on look at every optimizer before its first step, and whenever it has got parameters since."""
+    register_optimizer_step_pre_hook(_check)
+
+
+def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    finish_forwards()
+    check_reduced(
+        (param for group in optimizer.param_groups for param in group["params"]), f"{type(optimizer).__name__}.step"
+    )
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _checked.get(optimizer) == count:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        if hasattr(param, "_sharded_as") and not hasattr(param, "shard_box"):
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} holds {param._sharded_as} as it was before fully_shard, so it would train nothing; "
+                "make the optimizer after fully_shard, from model.parameters()"
+            )
+    cut = next((param for param in params if _is_cut(param)), None)
+    if cut is not None:
+        check_caller(cut)
+        _check_kind(optimizer, cut)
+    _checked[optimizer] = count
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, cut: Any) -> None:
+    """TypeError for an optimizer known to need more than this rank's rows, `cut` among them; a warning, once, for an unknown one."""
+    kind = type(optimizer)
+    is_elementwise = _is_elementwise(optimizer)
+    if is_elementwise is False:
+        raise TypeError(
+            f"{kind.__name__} looks at whole matrices, or at all parameters at once, and this rank holds {tuple(cut.shape)} of one of "
+            f"shape {cut.shard_box.full_shape}; take an element-wise optimizer (SGD, Adam, AdamW), or stage=0, which cuts nothing"
+        )
+    if is_elementwise is None and kind not in _told:
+        _told.add(kind)
+        if launched_rank() <= 0:
+            warnings.warn(
+                f"each rank steps its own rows of the parameters alone: if {kind.__name__} takes norms, means or products of whole "
+                f"matrices, or of all parameters, its steps are wrong; if it is element-wise, say so by {kind.__name__}.is_elementwise "
+                "= True (False: refuse it)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Whether a step on rows is that on the whole, as its class says or is known for; None: not known."""
+    said: bool | None = getattr(optimizer, "is_elementwise", None)
+    if said is not None:
+        return bool(said)
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    if any(fnmatchcase(name, pattern) for name in names for pattern in NOT_ELEMENTWISE):
+        return False
+    if isinstance(optimizer, ELEMENTWISE) or ELEMENTWISE_NAMES.intersection(names):
+        return True
+    return None
+
+
+def _is_cut(param: torch.Tensor) -> bool:
+    box = getattr(param, "shard_box", None)
+    return box is not None and tuple(box.shape) != tuple(box.full_shape)

@@ -1,0 +1,161 @@
+"""Loss scaling for fp16, and steps that are skipped on all ranks alike where a gradient is not finite."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mpitrain.sharding.module import sharded_over
+from mpitrain.sharding.optim.clip import all_finite
+
+
+class _Scale(NamedTuple):
+    """The scale and its history."""
+
+    value: float
+    num_good: int = 0  # steps since it has changed
+    num_skipped: int = 0  # since the beginning
+
+
+class GradScaler:
+    """As torch's `torch.amp.GradScaler`, for a sharded model: an overflow on any rank is one on all.
+
+        scaler = mpitrain.GradScaler(model)
+        scaler.scale(loss).backward()
+        scaler.unscale_()  # only if gradients are looked at, or clipped, before the step
+        scaler.step(optimizer)  # for each optimizer
+        scaler.update()
+
+    The loss is multiplied by `scale` so that small gradients do not vanish in fp16, the gradients are divided by it before the step
+    (Micikevicius et al., "Mixed precision training", ICLR 2018). A step with a gradient that is not finite is left out on all ranks and
+    divides the scale by `backoff`; `interval` steps without one multiply it by `growth`. `scale=1, growth=1, backoff=1`: only skips.
+
+    With several optimizers each gradient is divided once, also one that two of them step; an optimizer is left out if one of its
+    own gradients is not finite; all of them together count as one step. `update()` may be left out: the next scaled loss does it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        scale: float = 65536.0,
+        growth: float = 2.0,
+        backoff: float = 2.0,
+        interval: int = 2000,
+    ) -> None:
+        if not (scale > 0 and growth >= 1 and backoff >= 1 and interval >= 1):
+            raise ValueError(
+                f"GradScaler: scale {scale}, growth {growth}, backoff {backoff}, interval {interval}; expected a scale above 0, "
+                "the others at least 1"
+            )
+        self._model = model
+        self._growth, self._backoff, self._interval = growth, backoff, interval
+        self._now = self._next = _Scale(float(scale))  # of this step's losses, and of the next one's
+        self._unscaled: dict[
+            int, bool
+        ] = {}  # parameters whose gradients are divided; whether those checked with each were finite
+        self._stepped: set[torch.optim.Optimizer] = set()  # since the last update, or left out
+
+    @property
+    def value(self) -> float:
+        """The scale of the next loss."""
+        return self._next.value
+
+    @value.setter
+    def value(self, value: float) -> None:
+        """Between two steps."""
+        self._begin(self._next._replace(value=float(value)))
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps left out so far."""
+        return self._next.num_skipped
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale."""
+        if self._stepped:
+            self.update()
+        return loss * self._now.value
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
+        """Divide the gradients of the optimizer's parameters (None: of the whole model) by the scale, those that are not yet.
+
+        Returns whether all are finite on all ranks. Collective. RuntimeError if no rank has a gradient.
+        """
+        if optimizer in self._stepped or (optimizer is None and self._stepped):
+            self.update()  # a backward has come since
+        params = self._params(optimizer)
+        new = [param for param in params if id(param) not in self._unscaled]
+        if new:
+            grads = [param.grad for param in new if param.grad is not None]
+            if grads and self._now.value != 1:
+                torch._foreach_div_(grads, self._now.value)
+            flags = torch.tensor([not all_finite(grads), bool(grads)])
+            over = sharded_over(self._model)
+            if over is not None:
+                over.all.all_reduce(flags, "max")
+            is_wrong, is_any = flags.tolist()
+            if not is_any and len(new) == len(params):
+                raise RuntimeError(
+                    "GradScaler: none of these parameters has a gradient on any rank; call backward first"
+                )
+            self._unscaled |= dict.fromkeys(map(id, new), not is_wrong)
+        return all(self._unscaled[id(param)] for param in params)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step the optimizer unless a gradient of its parameters is not finite on some rank; returns whether it did. Collective.
+
+        RuntimeError if its parameters have no gradient on any rank.
+        """
+        is_finite = self.unscale_(optimizer)
+        if is_finite:
+            optimizer.step()
+        self._stepped.add(optimizer)
+        self._next = self._after(all(self._unscaled.values()))
+        return is_finite
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Adapt the scale, once all optimizers have stepped. Before any has, and a second time, it changes nothing."""
+        if self._unscaled:
+            self._next = self._after(all(self._unscaled.values()))
+        factor = self._next.value / self._now.value
+        if factor != 1:
+            # Of a backward whose optimizer has not stepped yet: its next one adds gradients that are scaled anew.
+            for param in self._model.parameters():
+                if param.grad is not None and id(param) not in self._unscaled:
+                    param.grad.mul_(factor)
+        self._begin(self._next)
+
+    def skip(self) -> None:
+        """Leave this step out whatever its gradients are, as if one had overflowed. All ranks alike."""
+        self._begin(self._after(False))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and its history; plain numbers, the same on all ranks, for the `meta` of a checkpoint."""
+        scale = self._next
+        return {"scale": scale.value, "good_steps": scale.num_good, "skipped_steps": scale.num_skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave."""
+        self._begin(_Scale(state["scale"], state["good_steps"], state["skipped_steps"]))
+
+    def _params(self, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+        if optimizer is None:
+            return list(self._model.parameters())
+        return [param for group in optimizer.param_groups for param in group["params"]]
+
+    def _after(self, is_finite: bool) -> _Scale:
+        """The scale after a step of this round's gradients."""
+        value, num_good, num_skipped = self._now
+        if not is_finite:
+            return _Scale(value / self._backoff, 0, num_skipped + 1)
+        if num_good + 1 == self._interval:
+            return _Scale(value * self._growth, 0, num_skipped)
+        return _Scale(value, num_good + 1, num_skipped)
+
+    def _begin(self, scale: _Scale) -> None:
+        """Nothing is unscaled or stepped yet."""
+        self._now = self._next = scale
+        self._unscaled, self._stepped = {}, set()

@@ -1,0 +1,109 @@
+"""Calls of torch that get parameters, or an optimizer of them, and would look at this rank's rows alone.
+
+Scripts have imported these functions before `fully_shard` is called. So what is replaced is what they call in turn, which torch looks
+up at each call: their results are those of the whole parameters then, or an error.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+from collectives import Communicator
+from mpitrain.sharding.optim.clip import norm_of
+from mpitrain.sharding.unit import rows
+from mpitrain.sharding.unit.registry import all_sharded
+
+
+@functools.cache
+def watch_calls() -> None:
+    """From now on these calls know of shards."""
+    _around(clip_grad, "_get_total_norm", _total_norm)
+    _around(torch.nn.utils, "get_total_norm", _total_norm)
+    _around(torch.amp.GradScaler, "_unscale_grads_", _unscale)
+    _around(torch.autograd, "_engine_run_backward", _run_backward)
+    _around(torch.optim.Optimizer, "state_dict", rows.state_dict_of)
+    _around(torch.optim.Optimizer, "load_state_dict", rows.load_state_dict)
+
+
+def _around(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Let `call(original, ...)` stand for `owner.name`."""
+    original = getattr(owner, name, None)
+    if original is None:
+        warnings.warn(
+            f"torch {torch.__version__} has no {owner.__name__}.{name}: on sharded models use mpitrain.clip_grad_norm_ and "
+            "mpitrain.GradScaler, as torch's look at this rank's rows alone",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return call(original, *args, **kwargs)
+
+    setattr(owner, name, replaced)
+
+
+def _total_norm(
+    original: Callable[..., torch.Tensor],
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """`torch.nn.utils.get_total_norm`, and so `clip_grad_norm_`: of all rows of the gradients. Collective where some are cut."""
+    grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    over = {id(param.shard.grad): ranks.shard for param, ranks in all_sharded() if ranks.shard.size > 1}
+    spread: dict[Communicator | None, list[torch.Tensor]] = {}
+    for grad in grads:
+        spread.setdefault(over.get(id(grad)), []).append(grad)
+    if not grads or list(spread) == [None]:
+        return original(grads, norm_type, error_if_nonfinite, foreach)
+    norm = norm_of(spread, float(norm_type))
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {norm.item()} over all ranks, so that they cannot be clipped; "
+            "error_if_nonfinite=False scales them by it all the same"
+        )
+    return norm.to(grads[0].device, torch.promote_types(grads[0].dtype, torch.float32).to_real())
+
+
+def _unscale(
+    original: Callable[..., dict[torch.device, torch.Tensor]],
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    *more: Any,
+) -> dict[torch.device, torch.Tensor]:
+    """What `torch.amp.GradScaler` finds in an optimizer's gradients: an overflow on any rank is one on all. Collective."""
+    found = original(scaler, optimizer, inv_scale, found_inf, *more)
+    over = {id(param.shard): ranks.all for param, ranks in all_sharded() if ranks.all.size > 1}
+    params = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    for comm in dict.fromkeys(over[param] for param in params if param in over):  # in an order that all ranks have
+        flag = torch.tensor([max((value.item() for value in found.values()), default=-1.0)])
+        comm.all_reduce(flag, "max")
+        if flag < 0:
+            continue  # no rank has a gradient, of which torch's error tells
+        if not found:
+            found[found_inf.device] = found_inf
+        for value in found.values():
+            value.fill_(flag.item())
+    return found
+
+
+def _run_backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of a backward that is asked for the gradients of certain tensors (`torch.autograd.grad`): RuntimeError for shards."""
+    asked = {id(tensor) for tensor in (args[3] if len(args) > 3 else ()) if hasattr(tensor, "shard_box")}
+    param = next((param for param, _ in all_sharded() if id(param.shard) in asked), None) if asked else None
+    if param is not None:
+        raise RuntimeError(
+            f"torch.autograd.grad, or backward(inputs=...): {param.name} is sharded, and its shard is no part of the graph; call "
+            "loss.backward(), after which param.grad has this rank's rows, averaged over the ranks"
+        )
+    return original(outputs, *args, **kwargs)

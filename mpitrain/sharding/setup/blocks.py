@@ -1,0 +1,57 @@
+"""Which parts of a model to gather, use and reduce as one, where the user names none: the blocks of its stacks."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from mpitrain.sharding.setup.readiness import kind_of
+
+
+def stacked_blocks(module: nn.Module) -> list[nn.Module]:
+    """The blocks of the outermost stacks in a module, in order; none if it has no stack.
+
+    A stack is a ModuleList, Sequential or ModuleDict that holds two or more modules of one class which have parts of their own: the
+    layers of a transformer, the stages of a convolutional net. A module without a forward is no block, because nothing runs around
+    which its parameters could be gathered: what such modules in a stack hold (the lists of a U-Net's stages) counts as the stack's own.
+    A block whose parameters are used outside it as well is left out; so are experts, of which each rank uses others, while all ranks
+    have to gather the same units.
+    """
+    users = Counter(id(param) for part in module.modules() for param in part._parameters.values() if param is not None)
+    blocks = []
+    for block in _blocks(module):
+        within = Counter(
+            id(param) for part in block.modules() for param in part._parameters.values() if param is not None
+        )
+        if within and all(users[key] == count for key, count in within.items()):
+            blocks.append(block)
+    return blocks
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: a ModuleList, for instance, only holds others."""
+    return kind_of(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    is_stack = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    children = list(_callable(module) if is_stack else _without_experts(module))
+    composite = Counter(kind_of(child) for child in children if next(child.children(), None) is not None)
+    for child in children:
+        if is_stack and composite[kind_of(child)] > 1:
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+def _callable(stack: nn.Module) -> Iterator[nn.Module]:
+    """The children of a stack; in the place of one without a forward, its own."""
+    for child in _without_experts(stack):
+        if has_forward(child):
+            yield child
+        else:
+            yield from _callable(child)
+
+
+def _without_experts(module: nn.Module) -> Iterator[nn.Module]:
+    return (child for name, child in module.named_children() if "expert" not in name.lower())

@@ -1,0 +1,168 @@
+"""What `fully_shard` can be asked for, checked before anything is changed."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from collectives import Communicator, Mesh
+from mpitrain.sharding.module import ShardedModule
+from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `fully_shard`, which says what they mean. TypeError, ValueError for those that are not available."""
+
+    mesh: Mesh | Communicator | None
+    stage: int
+    reshard_after_forward: bool | int
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: CPUOffloadPolicy | None
+    ignored_params: Iterable[nn.Parameter] | None
+    units: str
+    storage: str
+    prefetch_bytes: int | None
+    device: torch.device | str | None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh | Communicator | None):
+            raise TypeError(
+                f"fully_shard: mesh is {self.mesh!r}; expected a collectives.Communicator, a collectives.Mesh with the axes "
+                "dp_replicate and dp_shard, or None for all ranks"
+            )
+        if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"fully_shard: stage is {self.stage!r}; expected 0, 1, 2 or 3")
+        if self.stage == 0 and self.storage == "resident":
+            raise ValueError(
+                "fully_shard: in stage 0 each rank has a copy of its own; pass storage='auto', or stage 1 to 3"
+            )
+        if not isinstance(self.mp_policy, MixedPrecisionPolicy | None):
+            raise TypeError(
+                f"fully_shard: mp_policy is {self.mp_policy!r}; expected a mpitrain.MixedPrecisionPolicy, as in "
+                "MixedPrecisionPolicy(torch.bfloat16), or None"
+            )
+        if self.prefetch_bytes is not None and (type(self.prefetch_bytes) is not int or self.prefetch_bytes < 0):
+            raise ValueError(
+                f"fully_shard: prefetch_bytes is {self.prefetch_bytes!r}; expected a number of bytes from 0, or None"
+            )
+        if not isinstance(self.offload_policy, CPUOffloadPolicy | None):
+            raise ValueError(
+                f"fully_shard: offload_policy is {self.offload_policy!r}; expected CPUOffloadPolicy() or None"
+            )
+        if self.storage not in ("auto", "resident", "private"):
+            raise ValueError(f"fully_shard: storage is {self.storage!r}; expected 'auto', 'resident' or 'private'")
+        if self.units not in ("auto", "one"):
+            raise ValueError(f"fully_shard: units is {self.units!r}; expected 'auto' or 'one'")
+        # A generator is gone through once.
+        object.__setattr__(self, "ignored_params", _ignored(self.ignored_params))
+        object.__setattr__(self, "device", _device(self.device))
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """The dtypes."""
+        return self.mp_policy or MixedPrecisionPolicy()
+
+    @property
+    def ignored(self) -> set[int]:
+        """The identities of parameters that are left as they are."""
+        return {id(param) for param in self.ignored_params or ()}
+
+    def described(self) -> list[str]:
+        """Each in words that are the same on all ranks which ask for the same."""
+        words = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "mesh":
+                value = dict(value.axes) if isinstance(value, Mesh) else "the ranks of a communicator"
+            elif field.name == "device":
+                value = None if value is None else value.type  # each rank has a GPU of its own
+            elif field.name == "ignored_params":
+                continue  # said with each parameter
+            words.append(f"{field.name}={value!r}")
+        return words
+
+
+def _ignored(params: Any) -> tuple[nn.Parameter, ...]:
+    if params is None:
+        return ()
+    if isinstance(params, torch.Tensor | str) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"fully_shard: ignored_params is {_shown(params)}; expected several parameters, as in [model.head.weight]"
+        )
+    params = tuple(params)
+    for param in params:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"fully_shard: ignored_params has {_shown(param)}; expected parameters themselves, as in [model.head.weight]"
+            )
+        if hasattr(param, "shard_box") or hasattr(param, "_sharded_as"):
+            raise ValueError(
+                f"fully_shard: ignored_params has a parameter that is sharded already, {getattr(param, '_sharded_as', 'a shard')}; "
+                "pass it to the call that shards it"
+            )
+    return params
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _device(device: Any) -> torch.device | None:
+    if device is None:
+        return None
+    try:
+        made = torch.device(device)
+    except (RuntimeError, TypeError):
+        made = None
+    if made is None or made.type == "meta":
+        raise ValueError(f"fully_shard: device is {device!r}; expected where memory is, such as 'cpu' or 'cuda:0'")
+    return made
+
+
+def check_module(module: Any) -> None:
+    """TypeError, ValueError for what cannot be sharded."""
+    if isinstance(module, list | tuple):
+        raise TypeError(
+            "fully_shard: got a list of modules, which torch's function takes as one unit; here each call takes one module: call it "
+            "for each, or for the one that contains them"
+        )
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard: got {module!r}; expected a torch.nn.Module")
+    if isinstance(module, ShardedModule):
+        raise ValueError(f"fully_shard: this {type(module).__name__} is sharded already")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"fully_shard: a {type(module).__name__} has no forward, around which its parameters could be gathered; shard the modules "
+            "in it one by one, or the one that contains it"
+        )
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"fully_shard: {name} has no shape yet, as that of a lazy module (LazyLinear) before its first forward; run the model "
+                "once before fully_shard, or give the sizes (Linear)"
+            )
+
+
+def check_dtypes(module: nn.Module, options: Options) -> None:
+    """TypeError for parameters, or a dtype to reduce them in, that no rank could reduce."""
+    policy, ignored = options.policy, options.ignored
+    for param in module.parameters():
+        if not hasattr(param, "shard_box") and id(param) not in ignored:
+            policy.dtypes_of(param.dtype)
+
+
+def check_dense(module: nn.Module, options: Options) -> None:
+    """ValueError for embeddings whose gradients are sparse, which are not reduced over ranks. Frozen ones may be thawed."""
+    for name, part in module.named_modules():
+        if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or not part.sparse:
+            continue
+        if not hasattr(part.weight, "shard_box") and id(part.weight) not in options.ignored:
+            weight = f"{name}.weight" if name else "weight"
+            raise ValueError(
+                f"fully_shard: the gradient of {weight} is sparse ({type(part).__name__}(sparse=True)), and sparse ones are not "
+                "reduced over ranks; pass sparse=False, or keep it whole on each rank by ignored_params"
+            )

@@ -1,0 +1,91 @@
+"""How a sharded module computes and reduces, and where its shards live; the meaning is that of torch's policies of these names."""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from collectives.arrays.dtypes import dtype_of, number_of
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of a sharded module. The shards, which the optimizer steps, keep the dtype the parameters had: fp32 masters.
+
+    They are those of floating parameters: complex ones are computed with and reduced in their own.
+
+    `param_dtype`: of the full parameters in forward and backward (None: as the shards).
+    `reduce_dtype`: in which gradients are reduced over ranks (None: `param_dtype`).
+    `output_dtype`: floating outputs of the module that `fully_shard` is called with are cast to it (None: left as they are).
+    `cast_forward_inputs`: cast floating inputs of the module to `param_dtype`.
+    `keep_fp32`: modules that compute in fp32 all the same, by the names of their classes or by patterns of their names within the
+        module that `fully_shard` is called with (`("LayerNorm", "*.router")`); their inputs are cast to fp32, their outputs to
+        `param_dtype`. A name that the whole model does not have is an error, at its first forward at the latest.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    keep_fp32: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype: Any = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(
+                    f"MixedPrecisionPolicy: {name} is {dtype!r}; expected a floating dtype, such as torch.bfloat16"
+                )
+        if isinstance(self.keep_fp32, str) or not all(isinstance(name, str) for name in self.keep_fp32):
+            raise TypeError(
+                f"MixedPrecisionPolicy: keep_fp32 is {self.keep_fp32!r}; expected a tuple of names, such as ('LayerNorm',)"
+            )
+        object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
+        if self.keep_fp32 and self.param_dtype is None:
+            raise ValueError(
+                "MixedPrecisionPolicy: keep_fp32 names modules that do not compute in param_dtype, and there is none; pass it too"
+            )
+
+    def dtypes_of(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """In which parameters of a dtype are computed with, and in which their gradients are reduced; TypeError if they cannot be.
+
+        A policy names floating dtypes: complex parameters keep theirs, and are reduced as pairs of their real and imaginary parts.
+        """
+        if dtype.is_complex:
+            dtype_of(dtype)  # not of 32 bits
+            return dtype, dtype
+        full = (self.param_dtype if dtype.is_floating_point else None) or dtype
+        reduced = self.reduce_dtype or full
+        for each in (dtype, full, reduced):
+            number_of(each)
+        return full, reduced
+
+    def of_kept(self) -> "MixedPrecisionPolicy":
+        """The policy of a module that computes in fp32 within one that computes in `param_dtype`."""
+        return MixedPrecisionPolicy(torch.float32, self.reduce_dtype, self.param_dtype)
+
+    def keeps(self, name: str, kind: type[nn.Module]) -> bool:
+        """Whether a module of this name and class computes in fp32."""
+        return any(names(pattern, name, kind) for pattern in self.keep_fp32)
+
+
+def names(pattern: str, name: str, kind: type[nn.Module]) -> bool:
+    """Whether a pattern of `keep_fp32` names a module of this name and class."""
+    return pattern == kind.__name__ or fnmatchcase(name, pattern)
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy:
+    """Shards, their gradients and so the optimizer's state live in host memory; a unit's full parameters come to the GPU when used.
+
+    The optimizer's step runs on the host (`fused=True`). Parameters on CPUs are there already: nothing changes. `pin_memory`: in pages
+    that are never moved, so that copies go on beside the computation; it cannot be swapped out or used for anything else.
+    """
+
+    pin_memory: bool = True
+
+    def parts(self, device: torch.device) -> bool:
+        """Whether shards live elsewhere than full parameters on `device`."""
+        return device.type != "cpu"

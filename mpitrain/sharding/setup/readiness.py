@@ -1,0 +1,98 @@
+"""What can be told only of a whole model, and so is checked at its first forward.
+
+A part does not know the model around it: a name in `keep_fp32` that means nothing in one block may mean something in the next, and
+`ignored_params` may lie elsewhere. Parameters and buffers from the meta device get their values after `fully_shard`.
+"""
+
+import difflib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from collectives import Communicator
+from mpitrain.sharding.setup.policy import names
+
+
+class _Promise(NamedTuple):
+    """What a call of `fully_shard` took for granted."""
+
+    keep_fp32: tuple[str, ...]
+    ignored_params: Sequence[nn.Parameter]
+
+
+_promises: "weakref.WeakKeyDictionary[nn.Module, _Promise]" = weakref.WeakKeyDictionary()
+
+
+def promise(module: nn.Module, keep_fp32: tuple[str, ...], ignored_params: Iterable[nn.Parameter]) -> None:
+    """Remember arguments of `fully_shard(module)` until the first forward."""
+    _promises[module] = _Promise(keep_fp32, tuple(ignored_params))
+
+
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """A module's own class, sharded or not."""
+    return type(module).__mro__[2 if "_sharding" in vars(module) else 0]
+
+
+def check_names(module: nn.Module, keep_fp32: Iterable[str]) -> None:
+    """ValueError for a pattern of `keep_fp32` that names no module, as seen from here or from a sharded part."""
+    left = set(keep_fp32)
+    if not left:
+        return
+    known: set[str] = set()
+    for part in module.modules():
+        if part is module or "_sharding" in vars(part):
+            for name, inner in part.named_modules():
+                kind = kind_of(inner)
+                known |= {name, kind.__name__}
+                left -= {pattern for pattern in left if names(pattern, name, kind)}
+    for pattern in sorted(left):
+        near = difflib.get_close_matches(pattern, known, n=1)
+        raise ValueError(
+            f"MixedPrecisionPolicy: keep_fp32 has {pattern!r}, which is neither a class nor a name of a module of this "
+            f"{kind_of(module).__name__}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+
+
+def check_ready(model: nn.Module, comm: Communicator) -> None:
+    """At the first forward of the outermost module: ValueError, RuntimeError on all ranks for what was never right. Collective."""
+    asked = [_promises.pop(part) for part in model.modules() if part in _promises]
+    check_names(model, {pattern for promise in asked for pattern in promise.keep_fp32})
+    inside = {id(param) for param in model.parameters()}
+    for param in (param for promise in asked for param in promise.ignored_params):
+        if id(param) not in inside:
+            raise ValueError(
+                f"fully_shard: ignored_params had a parameter of shape {tuple(param.shape)} that this {kind_of(model).__name__} does "
+                "not have"
+            )
+    with comm.together():
+        _check_values(model)
+
+
+def _check_values(model: nn.Module) -> None:
+    without = [param.name for param in _sharded_params(model) if param.lacks_values]
+    if without:
+        raise RuntimeError(
+            f"{_some(without)} came from the meta device and never got values; before the first forward call mpitrain.initialize, "
+            "mpitrain.load or mpitrain.load_weights, or write to the shards"
+        )
+    without = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if without:
+        raise RuntimeError(
+            f"{_some(without)}: buffers on the meta device, without memory; give them values before the first forward: assign tensors "
+            "(module.buffer = torch...), or put a part made on the CPU in place of the one that has them; mpitrain.load and "
+            "mpitrain.load_weights fill those of the state dict, mpitrain.initialize BatchNorm's: see docs/sharding.md"
+        )
+
+
+def _sharded_params(model: nn.Module) -> Iterator[Any]:
+    for part in model.modules():
+        if "_sharding" in vars(part):
+            state: Any = part._sharding
+            for unit in state.units:
+                yield from unit.params
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,35 @@
+"""The modules of a sharded model as they were at its first forward: what is added later, no unit knows."""
+
+from torch import nn
+
+
+class Tree:
+    """The parts of a module. `check()`, before each forward, has to be quick: 20 us for a hundred modules."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.take()
+
+    def take(self) -> None:
+        """Remember the parts as they are. RuntimeError if a parameter among them is neither sharded nor ignored."""
+        for name, param in self.module.named_parameters():
+            if not hasattr(param, "shard_box") and not hasattr(param, "_ignored_by_sharding"):
+                raise RuntimeError(
+                    f"parameter {name} was added or replaced after fully_shard: no rank would shard it or reduce its gradient; "
+                    "change the model before fully_shard, or keep the parameter out of the model"
+                )
+        modules = list(self.module.modules())
+        self._children = [(part._modules, tuple(part._modules.values())) for part in modules]
+        self._counts = [(part._parameters, len(part._parameters)) for part in modules]
+        self._absent = [
+            (part._parameters, name) for part in modules for name, p in part._parameters.items() if p is None
+        ]
+
+    def check(self) -> None:
+        """RuntimeError if parameters were added since. Parts without parameters may come, and any part may go."""
+        if (
+            any(tuple(now.values()) != before for now, before in self._children)
+            or any(len(now) != before for now, before in self._counts)
+            or any(now.get(name) is not None for now, name in self._absent)
+        ):
+            self.take()

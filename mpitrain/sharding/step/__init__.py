@@ -1,0 +1,1 @@
+"""The order of events in a step: forward, backward, reductions, fences, gathers."""

@@ -1,0 +1,137 @@
+"""A shard leaves the process whole or not at all: whoever writes this rank's rows into a file by a function that takes them for the
+whole parameter is refused, and told what writes all of it.
+
+A shard itself refuses to be pickled. A state dict, of a model or an optimizer, has plain tensors in torch: here those with a row for
+each of the shard's are `Rows`, which compute, copy and load as any tensor, and refuse to be pickled and to show their storage, which is
+how safetensors begins to write. What is computed from them in the same shape (`cpu()`, `half()`, `clone()`, a sum) is `Rows`, too.
+`ckpt.save` calls the method `refuse_as_whole` of both.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.registry import all_sharded, find
+
+if TYPE_CHECKING:
+    from mpitrain.sharding.step.state import State
+    from mpitrain.sharding.unit.unit import Sharded
+
+
+class Rows(torch.Tensor):
+    """This rank's rows of a parameter, or of what an optimizer keeps for it, in a state dict.
+
+    `rows.as_subclass(torch.Tensor)` is a plain tensor of the same memory.
+    """
+
+    _name: str
+    _box: Box
+
+    @staticmethod
+    def of(rows: torch.Tensor, name: str, box: Box) -> "Rows":
+        """The same memory as `Rows` of the parameter `name`."""
+        made = rows.as_subclass(Rows)
+        made._name, made._box = name, box
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = (*args, *(kwargs or {}).values())
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            rows = next((value for value in given if isinstance(value, Rows)), None)
+            is_new = type(result) is torch.Tensor and not any(result is value for value in given)
+            if rows is not None and is_new and result.shape == rows.shape and func is not torch.Tensor.as_subclass:
+                return Rows.of(result, rows._name, rows._box)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Rows":
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(self._name, self._box)
+
+    def refuse_as_whole(self) -> NoReturn:
+        """TypeError."""
+        _refuse(self._name, self._box)
+
+    def storage(self) -> NoReturn:
+        """TypeError."""
+        _refuse(self._name, self._box)
+
+    def untyped_storage(self) -> NoReturn:
+        """TypeError."""
+        _refuse(self._name, self._box)
+
+
+def _refuse(name: str, box: Box) -> NoReturn:
+    raise TypeError(
+        f"{name} is sharded: this rank has rows {tuple(box.shape)} of {tuple(box.full_shape)}, and a file of its part of the model "
+        "would lack that of the others; write all of it by mpitrain.save or mpitrain.export_weights, or take whole parameters from "
+        "mpitrain.full_state_dict(model) or within `with mpitrain.unshard(model):`"
+    )
+
+
+def guard_shard(shard: nn.Parameter) -> None:
+    """Let a shard refuse to be written; copies of it do not. Not by a class of its own, which optimizers and hooks would notice."""
+    shard.__reduce_ex__ = partial(_refuse_shard, id(shard))  # type: ignore[method-assign]
+    shard.refuse_as_whole = partial(_refuse_shard, id(shard))  # type: ignore[attr-defined]
+
+
+def _refuse_shard(key: int, protocol: Any = None) -> NoReturn:
+    param = find(key)
+    assert param is not None
+    _refuse(param.name, param.box)
+
+
+def mark_model(module: nn.Module, state: "State", state_dict: dict[str, Any], prefix: str) -> None:
+    """Let the shards of a sharded module be `Rows` in a state dict, where its names begin with `prefix`; modules within mark theirs."""
+    if state.ranks.shard.size == 1:
+        return
+    own = {id(param.shard): param for unit in state.units for param in unit.params}
+    for name, shown in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+        param = own.get(id(shown))
+        if param is not None and name in state_dict:
+            state_dict[name] = _marked(state_dict[name], param)
+
+
+def state_dict_of(original: Callable[..., dict[str, Any]], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state dict, in which what it keeps for shards is `Rows`."""
+    found = original(optimizer)
+    own = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
+    cut = {id(param.shard): param for param, ranks in all_sharded() if id(param.shard) in own and ranks.shard.size > 1}
+    if not cut:
+        return found
+    state = dict(found["state"])
+    for group, saved in zip(optimizer.param_groups, found["param_groups"], strict=True):
+        for shard, key in zip(group["params"], saved["params"], strict=True):
+            param = cut.get(id(shard))
+            if param is not None and key in state:
+                state[key] = {what: _marked(value, param) for what, value in state[key].items()}
+    return {**found, "state": state}
+
+
+def load_state_dict(original: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+    """An optimizer takes the tensors of a state dict as they are: those that are `Rows` become plain again."""
+    original(optimizer, *args, **kwargs)
+    for kept in optimizer.state.values():
+        if isinstance(kept, dict):  # not what some optimizers keep for all parameters, such as a number of steps
+            for what, value in kept.items():
+                if isinstance(value, Rows):
+                    kept[what] = value.as_subclass(torch.Tensor)
+
+
+def _marked(value: Any, param: "Sharded") -> Any:
+    return Rows.of(value, param.name, param.box) if _has_rows(value, param) else value
+
+
+def _has_rows(value: Any, param: "Sharded") -> bool:
+    return type(value) is torch.Tensor and value.shape == param.shard.shape

@@ -1,0 +1,232 @@
+"""Where a unit's full parameters live, and how they come to be full.
+
+- `Gathered` (stage 3): from all ranks before use, emptied after it; between forward and backward, where asked for, spread over a
+  smaller group of ranks, from which it is gathered again.
+- `Kept` (stages 0 to 2): a copy on each rank, brought up to date before the first forward after a step.
+- `Resident`: as `Kept`, but one copy for all ranks of a node, in memory that they share: so it is stage 3 as well.
+
+Where the full parameters have the dtype of the shards, the shards of `Kept` and `Resident` are rows of that very buffer: an optimizer
+that steps them steps the full parameters, and within a node nothing is left to move.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from collectives import Communicator, Work
+from collectives.arrays.dtypes import dtype_of
+from mpitrain.sharding.unit.layout import lay_out
+
+Kind = Literal["resident", "kept", "gathered"]
+
+
+Shapes = Sequence[tuple[int, ...]]
+"""Of the parameters of a unit."""
+
+
+class Storage:
+    """The full parameters of a unit, of these `shapes`, end to end as `layout` says. `comm`: the ranks that hold a shard each."""
+
+    kind: Kind
+    lasts = True  # the full parameters stay in memory between uses
+    in_place = False  # the shards are rows of them
+    flat: torch.Tensor
+
+    def __init__(self, shapes: Shapes, comm: Communicator) -> None:
+        self._comm = comm
+        # Shards that no rank sends need not be of one length, and padding would only take memory.
+        self.layout = layout = lay_out(shapes, comm.size, equal=self.kind != "resident")
+        self._mine = slice(layout.bounds[comm.rank], layout.bounds[comm.rank + 1])  # this rank's rows
+        self._work: Work | None = None  # an all-gather that was begun
+        self._sent: torch.Tensor | None = None  # what it sends, which has to stay
+
+    @property
+    def nbytes(self) -> int:
+        """Of the full parameters, there or not."""
+        return self.layout.numel * self.flat.itemsize
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether an all-gather that was begun goes on while this rank computes. The same on all ranks."""
+        return self._comm.overlaps(on_device=self.flat.device.type != "cpu")
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an all-gather was begun and not finished."""
+        return self._work is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no full parameters, and none under way."""
+        return False
+
+    def finish(self) -> None:
+        """Wait for the all-gather that was begun, if one was. Its errors are raised here."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.wait()
+            self._sent = None
+
+    def _all_gather(
+        self, comm: Communicator, out: Any, mine: torch.Tensor, counts: Sequence[int], *, ahead: bool
+    ) -> None:
+        work = comm.all_gather(out, mine, counts=counts, async_op=ahead)
+        if ahead:
+            self._work, self._sent = work, mine
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Elements of the buffer as a tensor with a version counter of its own.
+
+        Autograd compares the counters of what it saved. Views of one tensor share theirs, so that the optimizer's step on a shard, or
+        a gather, would look like a change of every full parameter in the buffer.
+        """
+        return self.flat[start:stop].data
+
+    @property
+    def needs_refresh(self) -> bool:
+        """Whether lasting full parameters do not change with the shards by themselves."""
+        return False
+
+    def refresh(self, shard: torch.Tensor, *, ahead: bool = False) -> None:
+        """The shards have changed: bring the full parameters up to date, those that last. Collective.
+
+        `ahead`: up to date after `finish`, where that overlaps.
+        """
+
+    def gather(self, shard: torch.Tensor) -> bool:
+        """Fill the full parameters, unless they are. Collective where they are not lasting. Returns whether something was gathered."""
+        return False
+
+    def begin_gather(self, shard: torch.Tensor) -> None:
+        """Begin to fill the empty full parameters, which `gather` then ends. Collective."""
+
+    def release(self, *, for_backward: bool = False) -> None:
+        """Give the memory back of those that do not last. `for_backward`: they are gathered again before the shards change."""
+
+
+class Kept(Storage):
+    """A copy on each rank that lasts."""
+
+    kind: Kind = "kept"
+
+    def __init__(self, shapes: Shapes, comm: Communicator, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(shapes, comm)
+        self.flat = self._allocate(dtype, device)
+
+    def _allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(self.layout.numel, dtype=dtype, device=device)
+
+    @property
+    def needs_refresh(self) -> bool:
+        return self._moves or not self.in_place
+
+    @torch.no_grad()
+    def refresh(self, shard: torch.Tensor, *, ahead: bool = False) -> None:
+        self.finish()
+        mine = self.flat[self._mine]
+        if not self.in_place:
+            mine.copy_(shard, non_blocking=True)
+        if self._moves:
+            self._all_gather(self._comm, self.flat, mine, self.layout.counts, ahead=ahead and self.overlaps)
+
+    @property
+    def _moves(self) -> bool:
+        """Whether a rank's rows have to be sent to reach the others."""
+        return self._comm.size > 1
+
+
+class Resident(Kept):
+    """A copy on each node, in memory that its ranks share. What is written there when: see [Note: fences] in fences.py."""
+
+    kind: Kind = "resident"
+
+    def _allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        flat: torch.Tensor = self._comm.node.shared(self.layout.numel, dtype)
+        return flat
+
+    @property
+    def _moves(self) -> bool:
+        return self._comm.num_nodes > 1
+
+
+class Gathered(Storage):
+    """Filled before use and emptied after it.
+
+    The storage stays the same object: autograd saves views of it (a Linear keeps `weight.t()`), which see the values again after the
+    next `gather`. A buffer lent to several units in turn would give such views another unit's values.
+    """
+
+    kind: Kind = "gathered"
+    lasts = False
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        comm: Communicator,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Communicator | None = None,
+    ) -> None:
+        """`group`: the ranks that hold the full parameters together between forward and backward."""
+        super().__init__(shapes, comm)
+        self.flat = torch.empty(self.layout.numel, dtype=dtype, device=device)
+        self._group = group
+        self._piece: torch.Tensor | None = None  # this rank's of the group's
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.is_under_way and not self.flat.untyped_storage().size()
+
+    @torch.no_grad()
+    def gather(self, shard: torch.Tensor) -> bool:
+        if self.is_empty:
+            self._fill(shard, ahead=False)
+        elif not self.is_under_way:
+            return False
+        self.finish()
+        return True
+
+    @torch.no_grad()
+    def begin_gather(self, shard: torch.Tensor) -> None:
+        self._fill(shard, ahead=True)
+
+    def _fill(self, shard: torch.Tensor, *, ahead: bool) -> None:
+        self.flat.untyped_storage().resize_(self.nbytes)
+        if self._piece is None:
+            mine = shard.to(self.flat.device, self.flat.dtype, non_blocking=True)
+            self._all_gather(self._comm, _raw(self.flat), mine, self.layout.counts, ahead=ahead)
+        else:
+            assert self._group is not None
+            self._all_gather(self._group, _raw(self.flat), self._piece, self._cuts(self._group)[1], ahead=ahead)
+
+    @torch.no_grad()
+    def release(self, *, for_backward: bool = False) -> None:
+        with suppress(Exception):  # of an all-gather whose result nobody wants
+            self.finish()
+        if not for_backward or self._group is None:
+            self._piece = None
+        elif self._piece is None and not self.is_empty:
+            starts, counts = self._cuts(self._group)
+            self._piece = self.flat[starts[self._group.rank] :][: counts[self._group.rank]].clone()
+        self.flat.untyped_storage().resize_(0)
+
+    def _cuts(self, group: Communicator) -> tuple[list[int], list[int]]:
+        """Where each rank's piece of the full parameters starts, and how long it is: anywhere, since nobody looks at a piece."""
+        bounds = [self.layout.numel * rank // group.size for rank in range(group.size + 1)]
+        return bounds[:-1], [bounds[i + 1] - bounds[i] for i in range(group.size)]
+
+
+def _raw(flat: torch.Tensor) -> Any:
+    """The memory of a host buffer as a NumPy array, until the storage is emptied or refilled; a device tensor as it is.
+
+    Not by `Tensor.numpy()`, after which torch refuses to empty and refill the storage.
+    """
+    if flat.device.type != "cpu" or not flat.numel():
+        return flat
+    memory = (ctypes.c_uint8 * (flat.numel() * flat.itemsize)).from_address(flat.data_ptr())
+    memory.owner = flat  # type: ignore[attr-defined]  # lives as long as the array, which a progress thread may write to still
+    return np.ctypeslib.as_array(memory).view(dtype_of(flat.dtype).numpy)

@@ -1,0 +1,208 @@
+"""A lock on a folder that one job at a time may write to, on any file system that all nodes see.
+
+    FOLDER/.lock     one JSON object: host, pid, job id, token of the job that holds the lock
+
+The holder touches the file every few seconds: this is its heartbeat. A lock without a heartbeat is stale, and the next job takes it
+over. The kernel's file locks (flock, fcntl) do not serve here: many parallel file systems refuse them, or keep them on one node.
+
+No decision compares the clocks of two hosts, except that a lock which is ten minutes old is stale at once. A job that waits for a
+heartbeat watches for a change of the file's time. The takeover follows Lamport's fast mutual exclusion (1987): a job writes its name,
+waits, and goes on only if its name still stands.
+"""
+
+import contextlib
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt.commit.owner import owner_of, signature, start_time
+
+BEAT_S = 5.0
+STALE_S = 30.0
+"""Without a heartbeat, after which the lock's holder counts as dead. A file system that stalls for less costs nobody a lock."""
+_OLD_S = 600.0  # more than the clocks of a cluster's hosts differ
+_SETTLE_S = 0.5  # for two jobs that take over the same stale lock at once
+
+_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
+
+
+class LockedError(Exception):
+    """Another job holds the lock. `holder`: who, in words."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(holder)
+        self.holder = holder
+
+
+class FolderLock:
+    """This process's hold on `folder`, which must exist, until `release`.
+
+    LockedError if a live job holds it, or OSError. `say` gets a line before a wait for a heartbeat, of 30 s at most.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], object] = lambda line: None) -> None:
+        self.path = folder / ".lock"
+        self._token = uuid.uuid4().hex
+        self._say = say
+        self._lost = ""
+        self._take()
+        self._beaten = _now()
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="mpitrain-folder-lock", daemon=True)
+        self._thread.start()
+
+    def lost(self) -> str:
+        """How another job came to have the lock, or "". Costs a look at the clock, as long as the heart beats."""
+        if not self._lost and _now() - self._beaten > STALE_S / 2:
+            with contextlib.suppress(OSError):  # a file system that stalls gives the lock to nobody
+                self._touch()
+        return self._lost
+
+    def release(self) -> None:
+        """Let other jobs in."""
+        self._released.set()
+        self._thread.join(BEAT_S)  # not for ever: its file system may hang
+        with contextlib.suppress(OSError):
+            if _token_in(self.path) == self._token:
+                self.path.unlink()
+
+    def _beat(self) -> None:
+        while not self._lost and not self._released.wait(BEAT_S):
+            with contextlib.suppress(OSError):
+                self._touch()
+
+    def _touch(self) -> None:
+        """One heartbeat, if the lock is still this process's."""
+        now = _now()
+        token = _token_in(self.path)
+        if token is None and self._create():  # somebody removed the file by hand
+            token = self._token
+        if token != self._token:
+            silent_s = now - self._beaten
+            holder = describe(holder_of(self.path))
+            self._lost = f"{holder} took over, since this job gave no sign of life for {silent_s:.0f} s"
+            return
+        os.utime(self.path)
+        self._beaten = now
+
+    def _take(self) -> None:
+        while not self._create():
+            seen = holder_of(self.path)
+            if seen is None and not self.path.exists():
+                continue  # released meanwhile
+            self._await_death(seen)
+            if holder_of(self.path) != seen:
+                continue  # released, or taken over by another job that waited as well
+            self._replace()
+            time.sleep(_SETTLE_S)
+            if _token_in(self.path) == self._token:
+                return
+
+    def _await_death(self, holder: Mapping[str, Any] | None) -> None:
+        """Return once the lock is stale; LockedError if it is not."""
+        if holder is not None and holder.get("place") == _place() and holder["start"] is not None:
+            if start_time(holder["pid"]) == holder["start"]:  # the number alone may belong to another process by now
+                raise LockedError(describe(holder))
+            return
+        with contextlib.suppress(FileNotFoundError):
+            before = _changed(self.path)
+            if self._file_system_time() - before > _OLD_S:
+                return
+            self._say(f"{self.path} is of {describe(holder)}: waiting up to {STALE_S:.0f} s for its sign of life")
+            until = _now() + STALE_S
+            while _now() < until:
+                time.sleep(min(1.0, BEAT_S / 2))
+                if _changed(self.path) != before:
+                    raise LockedError(describe(holder_of(self.path)))
+
+    def _create(self) -> bool:
+        """Whether there was no lock, so that now it is this process's. A link is exclusive on NFS as well."""
+        mine = self._write()
+        try:
+            os.link(mine, self.path)
+        except FileExistsError:
+            return _token_in(self.path) == self._token  # NFS says so of one's own link where its first answer was lost
+        except OSError:  # a file system without links
+            return self._create_in_place()
+        finally:
+            mine.unlink(missing_ok=True)
+        return True
+
+    def _create_in_place(self) -> bool:
+        try:
+            with self.path.open("xb") as file:
+                file.write(_record(self._token))
+        except FileExistsError:
+            return False
+        return True
+
+    def _replace(self) -> None:
+        os.replace(self._write(), self.path)
+
+    def _write(self) -> Path:
+        mine = self.path.with_name(f".lock.{self._token}")
+        mine.write_bytes(_record(self._token))
+        return mine
+
+    def _file_system_time(self) -> float:
+        """Now, by the clock that gives files their time, which may be a server's."""
+        mine = self._write()
+        try:
+            return mine.stat().st_mtime
+        finally:
+            mine.unlink(missing_ok=True)
+
+
+def holder_of(path: Path) -> dict[str, Any] | None:
+    """Who holds the lock at `path`; None if there is none, or it cannot be read."""
+    try:
+        return owner_of(path.read_bytes())
+    except OSError:
+        return None
+
+
+def describe(holder: Mapping[str, Any] | None) -> str:
+    """Who it is, for a message."""
+    if holder is None:
+        return "another job"
+    job = f" (job {holder['job']})" if holder.get("job") else ""
+    return f"process {holder['pid']!r:.20} on {holder['host']!s:.80}{job}"
+
+
+def _record(token: str) -> bytes:
+    job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
+    return json.dumps(json.loads(signature(token)) | {"place": _place(), "job": job}).encode() + b"\n"
+
+
+def _place() -> str:
+    """What two processes have in common that see each other in /proc: the boot of the host, and the namespace of process ids."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _token_in(path: Path) -> str | None:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    owner = owner_of(data)
+    return owner["token"] if owner is not None else ""
+
+
+def _changed(path: Path) -> float:
+    """The time of its last heartbeat. The open makes NFS ask its server."""
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_mtime
+
+
+def _now() -> float:
+    """A clock that also runs while the host sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

@@ -1,0 +1,91 @@
+"""The folders show where a line of code belongs: few modules in each, no circles of imports, and no module that hides a function."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("collectives", "ckpt", "mpitrain")
+MAX_MODULES = 16
+
+# The one circle that is left: a step's owner and its units call each other.
+STEP = {
+    f"mpitrain.sharding.{name}"
+    for name in (
+        *("setup.reach", "step.context", "step.gathers", "step.prefetch", "step.reductions", "step.state"),
+        *("unit.gradients", "unit.registry", "unit.rows", "unit.unit"),
+    )
+}
+
+
+def modules() -> dict[str, Path]:
+    """The file of each module of the three packages."""
+    found = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The modules that a file imports anywhere, also within functions and for types alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if name in known:
+                    yield name
+                elif node.module in known:
+                    yield node.module
+
+
+def test_no_circle_of_imports() -> None:
+    known = modules()
+    graph = {
+        name: {other for other in imported(path, known) if other != name and not {name, other} <= STEP}
+        for name, path in known.items()
+    }
+    assert sum(map(len, graph.values())) > len(graph)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_no_folder_holds_too_many_modules() -> None:
+    crowded = {}
+    for folder in {path.parent for path in modules().values()}:
+        inside = [path for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+        if len(inside) > MAX_MODULES:
+            crowded[str(folder.relative_to(ROOT))] = len(inside)
+    assert crowded == {}
+
+
+def test_no_module_hides_a_public_function() -> None:
+    """Whatever was imported before, a public name is what it says, and no module of that name."""
+    script = """
+import importlib, inspect, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+for package in ("collectives", "ckpt", "mpitrain", "mpitrain.sharding"):
+    public = importlib.import_module(package)
+    assert len(public.__all__) > 5
+    for name in public.__all__:
+        value = getattr(public, name)
+        assert callable(value) and not inspect.ismodule(value), (package, name, value)
+"""
+    # those that are programs, or need what is not installed everywhere
+    left_out = {name for name in modules() if name.endswith("__main__")}
+    names = sorted(modules().keys() - left_out)
+    result = subprocess.run(
+        [sys.executable, "-c", script, *names], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,48 @@
+"""What launchers tell their ranks, and whether that fits what MPI says."""
+
+import os
+
+import pytest
+
+from collectives.launcher import check_launcher
+
+TASK = {"SLURM_TASK_PID": str(os.getpid()), "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, ["Open MPI's mpirun has started 2 ranks", "env -u OMPI_COMM_WORLD_SIZE"]),
+        (
+            {"PMI_SIZE": "3"},
+            ["MPICH's family has started 3 ranks (PMI_SIZE=3)", "which knows 1 rank", "mpirun of Some MPI 1.2"],
+        ),
+        # by --mpi=pmi2
+        (
+            {"PMI_SIZE": "4", **TASK},
+            ["srun has started 4 ranks", "--mpi=pmix", "env -u SLURM_STEP_NUM_TASKS -u PMI_SIZE"],
+        ),
+        (TASK, ["srun has started 4 ranks (SLURM_STEP_NUM_TASKS=4)", "--mpi=pmix"]),
+    ],
+)
+def test_several_ranks_that_are_each_alone_are_refused(environ: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(RuntimeError) as refusal:
+        check_launcher(1, "Some MPI 1.2", environ)
+    assert all(part in str(refusal.value) for part in words), refusal.value
+    check_launcher(2, "Some MPI 1.2", environ)  # they have found each other
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"PMI_SIZE": "1"},
+        {"PMI_SIZE": "", "OMPI_COMM_WORLD_SIZE": "many"},
+        {"SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_PROCID": "0"},  # salloc, or a batch script without srun
+        {**TASK, "SLURM_TASK_PID": str(os.getppid())},  # started by a task of srun, perhaps to run alone
+        {**TASK, "OMPI_COMM_WORLD_SIZE": "1"},  # mpirun -np 1, whose daemon is a task of srun on each node
+        {"PMI_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
+def test_one_that_may_be_meant_to_run_alone_goes_on(environ: dict[str, str]) -> None:
+    check_launcher(1, "Some MPI 1.2", environ)
