@@ -56,11 +56,11 @@ class Stage:
         with _making:
             if final.parent.is_dir():
                 stage._clean()
-            if (
-                _open.get(stage.path) == os.getpid()
-            ):  # perhaps it has its name already, and the old one is on its way out
+            if _open.get(stage.path) == os.getpid():
+                # Perhaps it has its name already, and the old one is on its way out.
                 raise FileExistsError(errno.EEXIST, refusal(os.getpid()), str(stage.path))
-            is_left = os.path.lexists(stage.path)  # asked first: what comes afterwards is a living process's, and signed
+            # Asked first: what comes afterwards is a living process's, and signed.
+            is_left = os.path.lexists(stage.path)
             if (owner := owner_in(stage.path)) and is_alive(owner):
                 raise FileExistsError(errno.EEXIST, refusal(owner["pid"]), str(stage.path))
             if is_left and owner_in(stage.path) == owner:
