@@ -64,7 +64,7 @@ def test_settings_that_the_pages_name_exist() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    # check proves in half a minute what tests/unit/test_schedules.py does: some ranks here
+    # check proves in half a minute what tests/unit/collectives/test_schedules.py does: some ranks here
     [("-m", "collectives", "check", "--ranks", "1..9"), ("-m", "collectives", "info"), ("-m", "mpitrain", "--help")],
 )
 def test_commands_it_names_run_without_mpirun(command: tuple[str, ...], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from extent import FULL
 from hypothesis import settings
 from mpi4py import MPI
 
@@ -89,10 +90,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    most = 3 if MPI.get_vendor()[0] == "Open MPI" else 2  # another MPI has nothing to do with what such tests show
-    if config.stash[ranks_key].comm.size > most:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("few_ranks")])
-        items[:] = [item for item in items if not item.get_closest_marker("few_ranks")]
+    left_out = {item.nodeid for item in items if not (FULL or has_its_ranks(item, config.stash[ranks_key].comm.size))}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def has_its_ranks(item: pytest.Item, size: int) -> bool:
+    """Whether so many ranks are among those that the test is marked for, if it is marked."""
+    marker = item.get_closest_marker("ranks")
+    if marker is None or item.get_closest_marker("gpu"):
+        return True
+    # another MPI has nothing to do with what such tests show
+    return size in marker.args and MPI.get_vendor()[0] == "Open MPI"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

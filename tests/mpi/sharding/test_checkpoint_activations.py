@@ -1,0 +1,210 @@
+"""Blocks whose activations are computed again: the same bits as without, for any way to shard, and less memory."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from parity_models import BATCH, CASES
+from torch import nn
+from ways import WAYS, options_of, spread
+
+import mpitrain
+from collectives import Communicator
+from mpitrain.memory.step import Tracker
+from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
+
+pytestmark = pytest.mark.ranks(1, 2)
+
+WIDTH, VOCAB = 12, 11
+
+
+class Block(nn.Module):
+    """Takes a keyword, draws from the generator, and has parts that may be sharded by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.body = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Dropout(0.3), nn.Linear(3 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor, *, gate: torch.Tensor, use_reentrant: bool) -> dict[str, torch.Tensor]:
+        """torch's checkpoint has a keyword of the same name."""
+        assert not use_reentrant
+        return {"x": x + gate * self.body(self.norm(x)).tanh().sin()}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.gate = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, gate=self.gate.to(x.dtype), use_reentrant=False)["x"]
+        return self.head(x)
+
+
+def loss_of(model: nn.Module, seed: int, length: int = 5) -> torch.Tensor:
+    torch.manual_seed(seed)
+    x = torch.randint(0, VOCAB, (3, length))
+    return nn.functional.cross_entropy(model(x).float().flatten(0, 1), x.roll(1, 1).flatten())
+
+
+def sharded(comm: Communicator, way: str, order: str, **more: object) -> Model:
+    """`order`: when its blocks are checkpointed: "before" or "after" it is sharded, or "never"."""
+    torch.manual_seed(0)
+    model = Model()
+    options = options_of(comm, way)
+    mesh = options.pop("mesh", comm)
+    if order == "before":
+        mpitrain.checkpoint_activations(model)
+    fully_shard(model.blocks[0].body[3], mesh, **options, **more)  # within a block
+    for block in model.blocks:
+        fully_shard(block, mesh, **options, **more)
+    fully_shard(model, mesh, **options, **more)
+    if order == "after":
+        mpitrain.checkpoint_activations(model)
+    return model
+
+
+def train(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
+    """Losses, gradients and parameters of some steps, one with two micro-batches; and an evaluation."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    for step in range(steps):
+        for micro in range(2 if step == 1 else 1):
+            loss = loss_of(model, 10 * step + micro)
+            loss.backward()
+            seen.append(loss.detach())
+        seen += [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            seen.append(loss_of(model, 99))
+    return [*seen, *(param.detach().clone() for param in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("way", "low"), spread(WAYS, [False, True]), ids=lambda value: {False: "fp32", True: "bf16"}.get(value, value)
+)
+def test_the_same_bits(comm: Communicator, way: str, low: bool) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, keep_fp32=("LayerNorm",)) if low else None
+    plain = sharded(comm, way, "never", mp_policy=policy)
+    names, expected = list(plain.state_dict()), train(plain)
+    for order in ("before", "after"):
+        model = sharded(comm, way, order, mp_policy=policy)
+        got = train(model)
+        assert list(model.state_dict()) == names == list(dict(model.named_parameters())) + ["head.weight"]
+        assert len(got) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), order
+
+
+@pytest.mark.parametrize("way", ["stage 3", "stage 3, private"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "gpt, tied", "gpt, untied", "encoder and decoder", "low rank", "twice", "Llama", "T5"]
+)
+def test_models_of_many_kinds(comm: Communicator, name: str, way: str) -> None:
+    case = CASES[name]
+    mine = slice(BATCH // comm.size * comm.rank, BATCH // comm.size * (comm.rank + 1))
+    seen = []
+    for blocks in (None, "itself", "named"):
+        torch.manual_seed(0)
+        model = case.make()
+        if name == "T5":
+            model.decoder.config.use_cache = False  # it would be written twice
+        if blocks == "named":
+            mpitrain.checkpoint_activations(
+                model, [block for block in case.blocks(model) if next(block.children(), None)]
+            )
+        fully_shard(model, comm, **options_of(comm, way))
+        if blocks == "itself":
+            mpitrain.checkpoint_activations(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        of_model = []
+        for step in range(2):
+            loss = case.loss(model, step, mine)
+            loss.backward()
+            of_model += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(of_model)
+    for got in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(got, seen[0], strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_less_is_held(comm: Communicator, way: str) -> None:
+    peaks = {}
+    for order in ("never", "before", "after"):
+        model = sharded(comm, way, order)
+        loss_of(model, 0, 400).backward()  # buffers of later ones are there
+        model.zero_grad()
+        tracker = Tracker()
+        with tracker:
+            loss_of(model, 0, 400).backward()
+        peaks[order] = tracker.peak["activations"]
+    # Four blocks of twelve activations of WIDTH each, more or less, beside the logits.
+    assert peaks["before"] == peaks["after"] < 0.6 * peaks["never"]
+
+
+@pytest.mark.parametrize("way", ["stage 3", "stage 3, private"])
+def test_an_exception_in_a_backward_leaves_a_model_that_works(comm: Communicator, way: str) -> None:
+    expected = train(sharded(comm, way, "never"))
+    model = sharded(comm, way, "before")
+    logits = model(torch.zeros(1, 2, dtype=torch.int64))
+    logits.register_hook(_raise)
+    with pytest.raises(ArithmeticError):
+        logits.sum().backward()
+    assert all(hasattr(param, "shard_box") for param in model.parameters())
+    got = train(model)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def _raise(grad: torch.Tensor) -> None:
+    raise ArithmeticError("on all ranks")
+
+
+def test_hooks_run_once_and_without_gradients_nothing_is_kept(comm: Communicator) -> None:
+    model = sharded(comm, "stage 3", "before")
+    calls = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    loss_of(model, 0).backward()
+    with torch.no_grad():
+        loss_of(model, 0)
+    assert calls == [True] * 4 + [False] * 4
+
+
+def test_a_copy_of_a_model_runs_its_own_parameters() -> None:
+    model = mpitrain.checkpoint_activations(Model())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.zero_()
+    loss_of(twin, 0).backward()
+    assert all(param.grad is None for param in model.parameters())
+    assert twin.blocks[0].body[0].weight.grad is not None
+    with torch.no_grad():
+        assert twin(torch.zeros(1, 1, dtype=torch.int64)).abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (lambda: mpitrain.checkpoint_activations(nn.Linear(2, 2)), "this Linear has no stack of blocks"),
+        (lambda: mpitrain.checkpoint_activations(Model(), []), "this Model has no stack of blocks"),
+        (lambda: mpitrain.checkpoint_activations(Model(), [nn.Linear(2, 2)]), "this Linear is no part of the model"),
+        (
+            lambda: mpitrain.checkpoint_activations(mpitrain.checkpoint_activations(Model())),
+            "this Block is checkpointed already",
+        ),
+    ],
+)
+def test_wrong_arguments(comm: Communicator, wrong: Callable[[], None], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        wrong()

@@ -1,0 +1,216 @@
+"""What would compute something wrong, or crash, raises; what plain torch does with gradients and hooks holds for shards too."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from ways import WAYS, options_of
+
+import mpitrain
+from collectives import Communicator, Mesh
+from mpitrain.sharding import fully_shard
+
+pytestmark = pytest.mark.ranks(1, 2)
+
+
+class Blocks(nn.Module):
+    """Three blocks, run in any order."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3))
+        self.order = [0, 1, 2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x
+
+
+def sharded(comm: Communicator, way: str) -> nn.Module:
+    return fully_shard(Blocks(), **{"mesh": comm, **options_of(comm, way)})
+
+
+X = torch.linspace(-1, 1, 20).reshape(4, 5)
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(X).square().mean()
+
+
+def step(model: nn.Module) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def swap(model: nn.Module) -> None:
+    with mpitrain.EMA(model, 0.5).swapped():
+        pass
+
+
+def write(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+
+
+@pytest.mark.parametrize("between", [step, swap, write])
+@pytest.mark.parametrize("way", WAYS)
+def test_writing_between_a_forward_and_its_backward_raises(
+    comm: Communicator, way: str, between: Callable[[nn.Module], None]
+) -> None:
+    model = sharded(comm, way)
+    loss_of(model).backward()
+    loss = loss_of(model)
+    between(model)
+    with pytest.raises(RuntimeError, match="parameters were written between a forward"):
+        loss.backward()
+    comm.barrier()
+    loss_of(model).backward()  # and on it goes
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+def test_ranks_that_run_other_modules_are_told(comm: Communicator, trains: bool, replicas: bool) -> None:
+    if comm.size < (4 if replicas else 2) or comm.size % 2:
+        pytest.skip("needs two ranks that shard")
+    mesh = Mesh(comm, {"dp_replicate": 2, "dp_shard": -1}) if replicas else comm
+    model = fully_shard(Blocks(), mesh=mesh, storage="private", reshard_after_forward=False)
+    if comm.rank % 2:
+        model.order = [1, 0, 2]
+
+    def run() -> None:
+        with torch.set_grad_enabled(trains):
+            loss_of(model).backward()
+
+    with pytest.raises(RuntimeError, match="the ranks ran different sharded modules"):
+        run()
+    comm.barrier()
+    model.order = [0, 1, 2]
+    loss_of(model).backward()
+    if replicas:
+        mesh.free()
+
+
+def test_copies_of_shards_may_run_other_modules(comm: Communicator) -> None:
+    if comm.size % 2:
+        pytest.skip("two copies")
+    mesh = Mesh(comm, {"dp_replicate": 2, "dp_shard": -1})
+    model = fully_shard(Blocks(), mesh=mesh, storage="private")
+    if mesh["dp_replicate"].rank:
+        model.order = [2, 1, 0]
+    for trains in (True, False, True):
+        with torch.set_grad_enabled(trains):
+            loss = loss_of(model)
+        if trains:
+            loss.backward()
+    mesh.free()
+
+
+class Shows(nn.Module):
+    """Returns its parameter, or a view of it, as it is or in a dict."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.weight, self.what = nn.Parameter(torch.ones(64, 5)), what
+
+    def forward(self, x: torch.Tensor) -> object:
+        views = {"itself": self.weight, "view": self.weight[:2], "within": {"w": [self.weight.t()]}}
+        return views[self.what] if self.what in views else self.weight.clone()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("what", ["itself", "view", "within"])
+def test_a_module_cannot_return_what_is_given_back(comm: Communicator, what: str, grad: bool) -> None:
+    model = fully_shard(Shows(what), comm, storage="private")
+    with torch.set_grad_enabled(grad):
+        if comm.size == 1:
+            model(X)  # nothing is given back
+        else:
+            with pytest.raises(RuntimeError, match=r"returned one of its parameters \(weight, ...\) or a view"):
+                model(X)
+    copies = fully_shard(Shows("copy"), comm, storage="private")
+    copies(X).sum().backward()
+    assert all((param.grad == 1).all() for param in copies.parameters())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_that_somebody_keeps_stay_as_they_are(comm: Communicator, way: str) -> None:
+    model = sharded(comm, way)
+    kept, views, memory = [], [], set()
+    for number in range(4):
+        (model(X + number)).square().mean().backward()
+        grads = [param.grad for param in model.parameters()]
+        if number == 1:
+            kept, views = [(grad, grad.clone()) for grad in grads], []
+        elif number == 2:
+            views = [(grad.view(-1), grad.clone().view(-1)) for grad in grads]
+        del grads
+        model.zero_grad()
+    assert all(torch.equal(*pair) for pair in (*kept, *views))
+    kept.clear()
+    views.clear()
+    if comm.size > 1:  # and else they are the same memory, for which nobody has to wait
+        for _ in range(4):
+            loss_of(model).backward()
+            memory.add(max(param.grad.data_ptr() for param in model.parameters()))
+            model.zero_grad()
+        assert len(memory) == 1
+
+
+@pytest.mark.parametrize("way", ["stage 1", "stage 3", "stage 3, private"])
+def test_what_no_sync_leaves_is_not_overlooked(comm: Communicator, way: str) -> None:
+    model = sharded(comm, way)
+    other = sharded(comm, way)
+    loss_of(other).backward()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
+    with model.no_sync():
+        (loss_of(model) * float("nan")).backward()
+    if comm.size == 1 and all(param.grad is not None for param in model.parameters()):
+        return  # one rank has nothing to reduce
+    with pytest.raises(RuntimeError, match="wait to be reduced"):
+        optimizers[0].step()
+    with pytest.raises(RuntimeError, match="wait to be reduced"):
+        mpitrain.clip_grad_norm_(model, 1.0)
+    optimizers[1].step()  # another model's
+    model.zero_grad()
+    loss_of(model).backward()
+    assert mpitrain.clip_grad_norm_(model, 1.0).isfinite()
+    optimizers[0].step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_on_shards(comm: Communicator, way: str) -> None:
+    model = sharded(comm, way)
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+    before = [param.detach().clone() for param in model.parameters()]
+
+    def optimize(param: torch.Tensor) -> None:
+        optimizers[param].step()  # type: ignore[index]
+        optimizers[param].zero_grad()  # type: ignore[index]
+
+    handles = [param.register_post_accumulate_grad_hook(optimize) for param in model.parameters()]
+    loss_of(model).backward()
+    reference = sharded(comm, way)
+    loss_of(reference).backward()
+    for param, old, other in zip(model.parameters(), before, reference.parameters(), strict=True):
+        assert param.grad is None
+        torch.testing.assert_close(param.detach(), old - 0.1 * other.grad)
+    for handle in handles:
+        handle.remove()
+    handle = next(model.parameters()).register_hook(lambda grad: grad)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.0\.weight|0\.weight"), torch.no_grad():
+        model(X)
+    handle.remove()
+    comm.barrier()
+    loss_of(model).backward()
+
+
+def test_a_slice_of_a_sharded_sequential_is_a_plain_one(comm: Communicator) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)))
+    fully_shard(model, comm)
+    expected = model(X)
+    part = model[1:]
+    assert type(part) is nn.Sequential and part[0] is model[1]
+    torch.testing.assert_close(part(model[0](X)), expected)

@@ -1,0 +1,155 @@
+"""State dicts of a sharded model and its optimizer load as any, and are not written into a file by what takes them for whole."""
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import ckpt
+import mpitrain
+from collectives import Communicator
+from mpitrain.sharding import fully_shard
+
+pytestmark = pytest.mark.ranks(1, 2)
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 3))
+
+
+def sharded(comm: Communicator) -> nn.Module:
+    """With a block that was sharded before, and a part that is on every rank alike."""
+    model = make()
+    fully_shard(model[0], comm)
+    return fully_shard(model, comm, ignored_params=model[3].parameters())
+
+
+def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
+    return model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().mean()
+
+
+SAID = (
+    r"0\.weight is sharded: this rank has rows \(\d, 5\) of \(7, 5\).* mpitrain\.export_weights.* "
+    r"mpitrain\.full_state_dict.*mpitrain\.unshard"
+)
+
+
+def write(what: Any) -> None:
+    torch.save(what, io.BytesIO())
+
+
+def test_shards_are_refused_where_one_rank_would_write_its_rows_alone(comm: Communicator, shared_tmp: Path) -> None:
+    model = sharded(comm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    optimizer.step()
+    state, kept = model.state_dict(), optimizer.state_dict()
+    file = shared_tmp / f"rank-{comm.rank}.safetensors"
+    attempts: list[Callable[[], Any]] = [
+        lambda: write(state),
+        lambda: write({name: value.clone().cpu() for name, value in state.items()}),
+        lambda: write({name: value.double() for name, value in state.items()}),
+        lambda: write(copy.deepcopy(state)),
+        lambda: write({"model": nn.ModuleDict({"outer": model}).state_dict()}),
+        lambda: write(list(model.parameters())),
+        lambda: write(model.state_dict(keep_vars=True)),
+        lambda: write(kept),
+        lambda: write(copy.deepcopy(kept)),
+        lambda: safetensors.torch.save_file(state, file),
+        lambda: safetensors.torch.save(state),
+    ]
+    if comm.size > 1:  # of one rank safetensors itself refuses it, as parameters lie in one memory
+        attempts.append(lambda: safetensors.torch.save_model(model, str(file)))
+    for attempt in attempts:
+        if comm.size == 1:
+            attempt()  # whole, so right
+        else:
+            with pytest.raises(TypeError, match=SAID):
+                attempt()
+    assert file.exists() == (comm.size == 1)
+
+    # What is whole may be written, and is right.
+    write({name: value for name, value in state.items() if name.startswith("3.")})
+    with mpitrain.unshard(model):
+        whole = {name: value.clone() for name, value in model.state_dict().items()}
+        write(model.state_dict())
+        write(list(model.parameters()))
+        safetensors.torch.save_file(whole, file)
+    full = mpitrain.full_state_dict(model)
+    write(full)
+    assert all(torch.equal(value, whole[name]) for name, value in full.items())
+    copies = fully_shard(make(), comm, stage=0)
+    write(copies.state_dict())
+    write(list(copies.parameters()))
+
+
+def test_ckpt_save_refuses_shards(comm: Communicator, shared_tmp: Path) -> None:
+    """Also where all ranks' rows have one shape, so that they could be copies of a whole tensor, and where a rank saves alone."""
+    model = fully_shard(nn.Linear(5, 2 * comm.size, bias=False), comm)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    moments = {what: optimizer.state_dict()["state"][0][what] for what in ("exp_avg", "exp_avg_sq")}
+    for number, tensors in enumerate((model.state_dict(), dict(model.named_parameters()), moments)):
+        for over, path in ((comm, shared_tmp / f"all-{number}"), (None, shared_tmp / f"{comm.rank}-{number}")):
+            if comm.size == 1:
+                ckpt.save(path, tensors, comm=over, overwrite=True)
+                continue
+            with pytest.raises(TypeError, match=r"weight is sharded: this rank has rows \(2, 5\) of .* mpitrain\.save"):
+                ckpt.save(path, tensors, comm=over)
+            assert not path.exists()
+    with mpitrain.unshard(model):
+        ckpt.save(shared_tmp / "whole", dict(model.named_parameters()), comm=comm)
+
+
+def test_state_dicts_of_shards_load_as_before(comm: Communicator, shared_tmp: Path) -> None:
+    model = sharded(comm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(number: int) -> None:
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    mpitrain.save(shared_tmp / "checkpoint", model, optimizer)
+    best, kept = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    step(1)
+    after = [param.detach().clone() for param in model.parameters()]
+    model.load_state_dict(model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(after, model.parameters(), strict=True))
+    for again in (optimizer, torch.optim.AdamW(model.parameters(), lr=0.1)):
+        model.load_state_dict(best)
+        again.load_state_dict(copy.deepcopy(kept))  # of which it takes the tensors
+        optimizer = again
+        step(1)
+        assert all(torch.equal(a, b) for a, b in zip(after, model.parameters(), strict=True))
+        assert {type(value) for state in again.state.values() for value in state.values()} == {torch.Tensor}
+    mpitrain.load(shared_tmp / "checkpoint", model, optimizer)
+    step(1)
+    assert all(torch.equal(a, b) for a, b in zip(after, model.parameters(), strict=True))
+    rows = best["0.weight"]
+    assert type(rows.as_subclass(torch.Tensor)) is type(rows.sum()) is torch.Tensor
+    assert rows.numpy().shape == rows.shape and f"{rows.flatten().tolist()}" and str(rows)
+    assert torch.empty_like(model[0].weight).copy_(rows).equal(rows)
+
+
+def test_an_optimizer_may_keep_what_belongs_to_no_parameter(comm: Communicator) -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.state["calls"] = self.state.get("calls", 0) + 1
+            super().step(closure)
+
+    model = sharded(comm)
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.state["calls"] == 1
