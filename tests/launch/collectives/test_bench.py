@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from extent import extent
 from launching import ROOT, Result, launch
 
 from collectives.selection.table import Entry, Table
@@ -243,18 +244,18 @@ def test_the_overhead_of_hooks_is_that_of_each_rank_alone(tmp_path: Path) -> Non
     assert "hooks and bookkeeping of 200 units on one rank: forward and backward " in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--peers", "horovod"],
-            "bench: argument --peers: invalid choice: 'horovod'; expected of none, ddp, fsdp, deepspeed",
-        ),
-        (["--width", "30"], "bench: model.width: expected a multiple of model.heads = 8, got 30"),
-        (["--only", "deepspeed"], "bench: --only deepspeed: it is not installed (pip install deepspeed)"),
-        (["--json", "/nowhere/a.json"], "No such file or directory: '/nowhere/a.json'"),
-    ],
-)
+MISTAKES: list[tuple[list[str], str]] = [
+    (
+        ["--peers", "horovod"],
+        "bench: argument --peers: invalid choice: 'horovod'; expected of none, ddp, fsdp, deepspeed",
+    ),
+    (["--width", "30"], "bench: model.width: expected a multiple of model.heads = 8, got 30"),
+    (["--only", "deepspeed"], "bench: --only deepspeed: it is not installed (pip install deepspeed)"),
+    (["--json", "/nowhere/a.json"], "No such file or directory: '/nowhere/a.json'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), extent(MISTAKES[1:2], MISTAKES))
 def test_a_mistake_is_one_line_of_all_ranks(arguments: list[str], message: str) -> None:
     result = step_bench(2, *arguments)
     assert result.returncode == 1, str(result)

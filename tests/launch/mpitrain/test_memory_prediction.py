@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extent import extent
 from launching import ROOT, launch
 
 pytestmark = pytest.mark.timeout_s(120)
@@ -74,7 +75,7 @@ def predicted_and_held(tmp_path: Path, which: str, allocator: dict[str, str]) ->
     return predicted, held
 
 
-@pytest.mark.parametrize("which", SETTINGS)
+@pytest.mark.parametrize("which", extent(["resident, fp32", "gathered, bf16", "computed again"], list(SETTINGS)))
 def test_a_run_holds_what_was_predicted(tmp_path: Path, which: str) -> None:
     predicted, held = predicted_and_held(tmp_path, which, NO_HEAP)
     counted = predicted["rank_total"] - predicted["rank"]["allocator"]
@@ -82,7 +83,7 @@ def test_a_run_holds_what_was_predicted(tmp_path: Path, which: str) -> None:
     assert held == pytest.approx([counted] * 2, rel=0.06), (held, predicted)
 
 
-@pytest.mark.parametrize("which", ["resident, fp32", "computed again"])
+@pytest.mark.parametrize("which", ["computed again", *extent([], ["resident, fp32"])])
 def test_a_run_with_its_heap_holds_no_more(tmp_path: Path, which: str) -> None:
     predicted, held = predicted_and_held(tmp_path, which, {})
     counted = predicted["rank_total"] - predicted["rank"]["allocator"]
