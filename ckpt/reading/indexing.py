@@ -81,7 +81,7 @@ def _range_of(part: Any, n: int) -> range:
     if isinstance(part, slice):
         return range(*part.indices(n))
     try:
-        if isinstance(part, bool):  # an integer for Python; a mask for NumPy
+        if type(part).__name__ in ("bool", "bool_"):  # an integer for Python; a mask for NumPy
             raise TypeError
         i = operator.index(part)
     except TypeError:

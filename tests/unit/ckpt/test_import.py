@@ -138,8 +138,8 @@ CYCLE["itself"] = CYCLE
     ("content", "message"),
     [
         (
-            {"x": ONE.byte().view(torch.float4_e2m1fn_x2)},
-            r"'x' has dtype torch\.float4_e2m1fn_x2; expected one of float64.*only=",
+            {"x": ONE.byte().view(torch.bits8)},
+            r"'x' has dtype torch\.bits8; expected one of float64.*only=",
         ),
         ({"x": torch.ones(2).to_sparse()}, "'x' is a torch.sparse_coo tensor"),
         ({"x": {1: ONE, "1": ONE}}, r"a\.pt: \['x'\]\[1\] and \['x'\]\['1'\] are both called 'x/1' in a checkpoint"),

@@ -54,7 +54,7 @@ def test_every_dtype_and_shape_bit_for_bit(tmp_path):
         np.ones(3, np.clongdouble),
         np.array(["text"]),
         np.array([None]),
-        torch.zeros(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        torch.zeros(3, dtype=torch.uint8).view(torch.bits8),
     ],
 )
 def test_dtypes_that_no_checkpoint_holds_are_named_with_their_tensor(tmp_path, array):
