@@ -14,19 +14,11 @@ from collectives.arrays.buffer import Buffer, is_jax
 from collectives.communicator.calls import Call
 from collectives.diagnosis.stacks import Site, issued_here
 from collectives.diagnosis.threads import refusal
+from collectives.transports.message import Message
 
 # Arrays up to this size share a message: copying them costs less than the latency of another operation.
 _SHARED_BYTES = 1 << 16
 _CAN_SHARE = ("all_reduce", "broadcast", "reduce")
-
-
-class Message(NamedTuple):
-    """A message that waits for the end of its group."""
-
-    operation: str  # isend or irecv
-    array: Buffer
-    peer: int
-    tag: int
 
 
 class _Waiting(NamedTuple):

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.buffer import Buffer
-from collectives.communicator.group import Message
 from collectives.diagnosis.record import ENDED, FAILED, Entry, Log
 from collectives.diagnosis.stacks import issued_here
 from collectives.progress.work import Progress, Work
+from collectives.transports.message import Message
 
 _USER_TAG = 1 << 8  # tags below are the library's own
 _NUM_USER_TAGS = (1 << 15) - _USER_TAG  # MPI guarantees tags up to 32767

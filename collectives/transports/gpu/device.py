@@ -1,7 +1,7 @@
 """Collectives on arrays in GPU memory, by whichever way there is: NCCL, else CUDA-aware MPI; and what goes by neither.
 
 Each says whether it was carried out here. Where not, the caller goes on with a copy in host memory
-(collectives/communicator/devices.py).
+(collectives/arrays/devices.py).
 """
 
 import logging
@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.buffer import Buffer
+from collectives.arrays.devices import Device, say_once
 from collectives.arrays.dtypes import DType, effective_op
-from collectives.communicator.devices import Device, say_once
-from collectives.communicator.group import Message
 from collectives.progress.work import Work
 from collectives.schedules import BUILDERS
 from collectives.selection.selector import obstacle, schedule_by_rule
@@ -23,6 +22,7 @@ from collectives.transports.gpu.binding import NcclUnavailableError
 from collectives.transports.gpu.kernels import Kernels, kernels_of
 from collectives.transports.gpu.nccl import Nccl, connect, reduces
 from collectives.transports.gpu.nccl_queue import Handle
+from collectives.transports.message import Message
 from collectives.transports.mpi import Library
 from collectives.transports.scheduled import Scheduled
 from collectives.transports.transport import Transport, put_own_part
