@@ -114,7 +114,7 @@ class Communicator(Collectives, Messages, Control, Allocation):
             self._grid = list(by_leader.values())
             self._join_nodes()
         if self._memory is not None:
-            self._memory.plans.add(self._plans)
+            self._memory.on_allocation(self._plans.forget)  # it may lie where a planned array was
         self.placement = Placement.of([len(ranks) for ranks in self._grid])
         self.num_nodes = len(self._grid)
         self._take_own(built_in() if table is None else table)
