@@ -4,6 +4,7 @@ Only an operation that is carried out later than it was called, or by another th
 is one of the user's program: its author knows nothing of the frames in between (`pass_over`), but what they do has a name (`name`).
 """
 
+import functools
 import sys
 import threading
 import traceback
@@ -135,7 +136,12 @@ def stack(thread: int) -> str:
 
 
 def _is_of(frame: FrameType, package: str) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] == package
+    return _package_of(frame.f_globals.get("__name__", "")) == package
+
+
+@functools.cache  # each asynchronous operation, and each one in a group, asks for some frames
+def _package_of(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _is_between(frame: FrameType) -> bool:

@@ -325,7 +325,7 @@ def test_local_errors_are_raised_by_the_call_before_anything_is_sent(comm: Commu
             with comm.group(), pytest.raises(kind, match=f"^{re.escape(str(caught.value))}$"):
                 call()
         # every rank made the same mistake; none of them has left a message behind
-        assert not comm._progress.pending()
+        assert not comm._queue.progress.pending()
         assert comm.all_reduce(np.ones(2)).tolist() == [n, n]
 
 
@@ -490,7 +490,7 @@ def test_the_record_shows_the_wait_for_rank_0_s_table(comm: Communicator, monkey
 
     waits: list[str] = []
     part = comm.split(0)
-    mpi, log = part.mpi, str(part._log)
+    mpi, log = part.mpi, str(part._recorder.log)
     monkeypatch.setattr(part, "mpi", Watched())
     part.use_table(part.table)
     start._measured_table(part)
