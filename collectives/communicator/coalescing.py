@@ -38,9 +38,10 @@ def carry_out(group: Group, collectives: Collectives, messages: Messages, device
     ]
     ends += devices.exchange(by_nccl)  # after those: copies to the host must not come to wait for NCCL
     for calls in _runs(group.calls):
-        _, alone, site = calls[0]
-        as_one = partial(_carry_out_as_one, collectives, [waiting.call for waiting in calls])
-        site.carry_out(alone if len(calls) == 1 else as_one)
+        _, operation, site = calls[0]
+        if len(calls) > 1:
+            operation = partial(_carry_out_as_one, collectives, [waiting.call for waiting in calls])
+        site.carry_out(operation)
     for end in ends:
         end()
 

@@ -68,7 +68,8 @@ def _caller(frame: FrameType | None) -> Site:
     """The nearest frame of the program, from `frame` outwards; where there is none, the nearest one outside this package."""
     outside: FrameType | None = None
     while frame is not None:
-        if not _is_of(frame, _PACKAGE):
+        # `_is_of` without its call: each asynchronous operation asks this of some frames
+        if _package_of(frame.f_globals.get("__name__", "")) != _PACKAGE:
             if not _is_between(frame):
                 return Site(frame.f_code, frame.f_lineno)
             outside = outside or frame
@@ -139,7 +140,7 @@ def _is_of(frame: FrameType, package: str) -> bool:
     return _package_of(frame.f_globals.get("__name__", "")) == package
 
 
-@functools.cache  # each asynchronous operation, and each one in a group, asks for some frames
+@functools.cache
 def _package_of(module: str) -> str:
     return module.partition(".")[0]
 
