@@ -34,6 +34,7 @@ from contextlib import suppress
 from math import prod
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -45,11 +46,11 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import get_abstract_mesh
 
 from collectives.arrays.dtypes import effective_op, number_of
-from collectives.communicator.communicator import Communicator
+from collectives.communicator.communicator import Communicator, for_callbacks
 from collectives.diagnosis import stacks
 from collectives.diagnosis.monitor.standstill import Standstill
 from collectives.progress.issued import Announced, Issues
-from collectives.progress.work import Deferred, Progress, Queued
+from collectives.progress.work import Progress, Queued
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
@@ -105,9 +106,13 @@ def _check_devices(name: str, num_devices: int) -> None:
         )
 
 
+_own_of: WeakKeyDictionary[Communicator, Communicator] = WeakKeyDictionary()
+
+
 def _own(comm: Communicator) -> Communicator:
     """The communicator that the callbacks use in place of the one that was passed."""
-    if comm._for_jax is None:
+    own = _own_of.get(comm)
+    if own is None:
         from mpi4py import MPI
 
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -115,19 +120,10 @@ def _own(comm: Communicator) -> Communicator:
                 "collectives.jax needs MPI_THREAD_MULTIPLE, since JAX calls back from threads of its own, but this MPI was started "
                 "without: leave mpi4py.rc.thread_level at 'multiple', or use an MPI library that was built for threads"
             )
-        comm._flush()
-        with comm._enter("preparing collectives in jax.jit"):
-            comm._for_jax = Communicator(
-                comm.mpi.Dup(),
-                progress=Deferred(),  # the Communicator's own holds operations of the caller's thread
-                checked=comm.checked,
-                table=comm.table,
-                _name=f"{comm._log.name} in jax.jit".strip(),
-            )
+        own = _own_of[comm] = for_callbacks(comm, "jax.jit", _AfterJitted)
         if jax.default_backend() == "cpu":
-            Standstill.watch(comm._log.ranks[comm.rank])
-        comm._progress = _AfterJitted(comm._progress)
-    return comm._for_jax
+            Standstill.watch(MPI.COMM_WORLD.rank)
+    return own
 
 
 class _AfterJitted(Progress):
@@ -165,7 +161,7 @@ class _AfterJitted(Progress):
         return self._settle().issue(operation, name, issues)
 
     def queue(self, operation: Callable[[], Any], announced: Announced) -> Queued:
-        return self._progress.queue(operation, announced)  # type: ignore[attr-defined]  # of a Deferred
+        return self._progress.queue(operation, announced)
 
     def advance(self) -> None:
         self._progress.advance()

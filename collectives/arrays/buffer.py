@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from collectives.arrays import devices
+from collectives.arrays.devices import Device as Device
 from collectives.arrays.dtypes import BFLOAT16, NATIVE, DType, dtype_of
-from collectives.communicator import devices
-from collectives.communicator.devices import Device as Device
 
 _ALIGN = 64  # bytes: memory aligned so becomes a JAX array without a copy
 

@@ -8,36 +8,21 @@ import numpy as np
 
 from collectives.arrays.buffer import like
 from collectives.arrays.dtypes import dtype_of
+from collectives.diagnosis.recorder import Recorder
+from collectives.progress.queue import AsyncQueue
 from collectives.transports.node.memory import NodeMemory
 
 
 class Allocation:
-    """What a Communicator allocates. Only as a part of it, which sets these attributes."""
+    """What a communicator allocates. `memory`: what its ranks share; None on several nodes."""
 
-    size: int
-    num_nodes: int
-    _memory: NodeMemory | None
-    _flush: Any
-    _enter: Any
+    def __init__(self, memory: NodeMemory | None, *, recorder: Recorder, queue: AsyncQueue) -> None:
+        self._memory, self._recorder, self._queue = memory, recorder, queue
 
     def empty(self, shape: int | Sequence[int], dtype: object) -> Any:
-        """An array of this rank's own that its peers on the node can read: reductions on it move each element once. Collective.
-
-        A torch tensor for a torch dtype, else a NumPy array; zeros. All ranks pass the same shape and dtype. On a communicator of
-        several nodes it is ordinary memory. OSError on all ranks if the node's shared memory is full.
-        """
         return self._allocate("empty", shape, dtype)
 
     def shared(self, shape: int | Sequence[int], dtype: object) -> Any:
-        """One array, the same memory on every rank: `comm.node.shared(...)`. Collective. Zeros.
-
-        A torch tensor for a torch dtype, else a NumPy array. Who writes what when is the caller's to order, by `barrier()`.
-        ValueError on a communicator of several nodes; OSError on all ranks if the node's shared memory is full.
-        """
-        if self.num_nodes > 1:
-            raise ValueError(
-                f"shared: these {self.size} ranks are on {self.num_nodes} nodes; call comm.node.shared(...)"
-            )
         return self._allocate("shared", shape, dtype)
 
     def _allocate(self, kind: str, shape: int | Sequence[int], dtype: object) -> Any:
@@ -46,8 +31,8 @@ class Allocation:
         if any(length < 0 for length in shape):
             raise ValueError(f"{kind}: shape {shape}; expected lengths of at least 0")
         nbytes = prod(map(int, shape)) * row.itemsize
-        self._flush()
-        with self._enter(kind, f"{kind}({shape}, {row.name})"):
+        self._queue.flush()
+        with self._recorder.enter(kind, f"{kind}({shape}, {row.name})"):
             if self._memory is None:
                 flat = np.zeros(nbytes, np.uint8)
             else:

@@ -6,45 +6,47 @@ a dtype outside the table, ValueError for non-contiguous or read-only arrays and
 between ranks is found in checked mode (`checked=True` or MPITRAIN_DEBUG=1).
 """
 
-import logging
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, SupportsIndex, overload
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, SupportsIndex, overload
 
 from collectives.arrays.dtypes import TABLE, DType
+from collectives.communicator import coalescing
 from collectives.communicator.allocation import Allocation
 from collectives.communicator.arguments import color_and_key
+from collectives.communicator.calls import Calls
 from collectives.communicator.control import Control
-from collectives.communicator.group import Group
-from collectives.communicator.messages import InFlight, Messages
+from collectives.communicator.group import Groups
+from collectives.communicator.messages import Messages
 from collectives.communicator.operations import Collectives
 from collectives.communicator.plans import Plans
+from collectives.communicator.transports import Transports
 from collectives.diagnosis.record import Log
+from collectives.diagnosis.recorder import Recorder
 from collectives.environment import switch
 from collectives.progress.issued import Issues
+from collectives.progress.queue import AsyncQueue
 from collectives.progress.unusable import Freed
-from collectives.progress.work import Deferred, Progress
+from collectives.progress.work import Deferred, Progress, Work
 from collectives.selection import table_cache
-from collectives.selection.selector import WITHIN_NODE, Placement, Selector
 from collectives.selection.table import Table, built_in
 from collectives.transports.node.memory import NodeMemory
-from collectives.transports.node.shared import Shared
-from collectives.transports.node.staged import Staged
-from collectives.transports.two_level import TwoLevel
-
-_log = logging.getLogger("collectives")
 
 
-class Communicator(Collectives, Messages, Control, Allocation):
+class Communicator:
     """A group of ranks. Made by `world()`, `split` or a `Mesh`, never directly.
 
     `rank`, `size`; `node`: the Communicator of the ranks that share memory with this one; `num_nodes`; `placement`: how many ranks
     are on the nodes; `mpi`: mpi4py's handle; `table`: what "auto" chooses from.
-    """
 
-    _for_jax: "Communicator | None" = None  # its twin for the threads of JAX, which collectives.jax makes
+    Common to all collectives: `algorithm` is "auto" or one of `collectives.selection.selector.ALGORITHMS[operation]`. With `async_op` a
+    Work comes back instead of the result. Within `group()` an operation is carried out at the group's end. Wrong arguments are errors
+    of the call.
+
+    Common to all messages: `x` is an array as collectives take it, `peer` a rank, also this one, and `tag` 0 to 32511. Wrong arguments
+    are errors of the call itself. Messages to one rank with one tag arrive in the order in which they were sent. Several threads may
+    send and receive at once, each with tags of its own.
+    """
 
     def __init__(
         self,
@@ -61,46 +63,34 @@ class Communicator(Collectives, Messages, Control, Allocation):
         # Modules that start MPI when they are imported: only now.
         from mpi4py import MPI
 
-        from collectives.transports.executor import Executor
         from collectives.transports.gpu.device import Devices
         from collectives.transports.gpu.device_messages import reach
-        from collectives.transports.mpi import Library, library_version, message, ranks_of_job
-        from collectives.transports.scheduled import Scheduled
+        from collectives.transports.mpi import library_version, message, ranks_of_job
 
         self.mpi = mpi
         self.rank: int = mpi.rank
         self.size: int = mpi.size
         self.checked = bool(switch("MPITRAIN_DEBUG")) if checked is None else checked
-        ranks = ranks_of_job(mpi)
-        self._log = Log(ranks, _name)
-        self._progress = progress = progress or Deferred()
-        self._issues: Issues | None = None
+        self._library_version = library_version
+        ranks, progress = ranks_of_job(mpi), progress or Deferred()
+        table = built_in() if table is None else table
+        log, issues = Log(ranks, _name), None
         if not progress.on_thread:
-            self._issues = Issues(mpi, Log(ranks, f"{_name} async_op".strip()), checked=self.checked)
-        self._issued = None
-        self._in_flight = InFlight()
-        self._plans, self._keeps_plans = Plans(), not self.checked
-        self._group: Group | None = None
-        self._to_self: Counter[int] = Counter()
-        self._twin: Communicator | None = None  # for the progress thread
-        self._across: Communicator | None = None  # of the ranks of this one's number on the other nodes
-        self._executor = Executor(mpi)
-        self._make_scheduled = partial(Scheduled, self._executor, rank=self.rank, size=self.size)
-        self._message, self._library_version = message, library_version
-        self._devices, self._reach = Devices(self), reach
-        self._transports: dict[str, Any] = {"mpi": Library(mpi)}
-        self._infeasible: dict[str, str] = {}  # algorithms that these ranks cannot run for a reason that only they know
-        # The ranks of each node, in order; and the memory that all ranks see: None on several nodes.
-        self._grid: list[list[int]] = [list(range(self.size))]
-        self._memory: NodeMemory | None = None
+            issues = Issues(mpi, Log(ranks, f"{_name} async_op".strip()), checked=self.checked)
+        self._recorder = Recorder(mpi, log, checked=self.checked)
+        self._queue = AsyncQueue(progress, issues)
+        self._groups = Groups(log)
+        self._plans = Plans()
+        # Those that work for this one, in the same order on all ranks: they get its table, and are freed with it.
+        self._relatives: list[Communicator] = []
+        self._twin: Communicator | None = None  # the one of them for the progress thread
+        of_node: Transports | NodeMemory
         if _is_node:
             self.node: Communicator = self
-            self._memory = _memory or NodeMemory(mpi)
-            self._share_memory(self._memory)
+            grid, of_node = [list(range(self.size))], _memory or NodeMemory(mpi)
         else:
-            node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
             self.node = Communicator(
-                node,
+                mpi.Split_type(MPI.COMM_TYPE_SHARED),
                 progress=progress,
                 checked=self.checked,
                 table=table,
@@ -108,82 +98,199 @@ class Communicator(Collectives, Messages, Control, Allocation):
                 _memory=_memory,
                 _name=f"{_name} node".strip(),
             )
-            by_leader: dict[int, list[int]] = {}
-            for rank, leader in enumerate(mpi.allgather(node.bcast(self.rank))):
-                by_leader.setdefault(leader, []).append(rank)
-            self._grid = list(by_leader.values())
-            self._join_nodes()
-        if self._memory is not None:
-            self._memory.plans.add(self._plans)
-        self.placement = Placement.of([len(ranks) for ranks in self._grid])
-        self.num_nodes = len(self._grid)
-        self._take_own(built_in() if table is None else table)
-
-    def _share_memory(self, memory: NodeMemory) -> None:
-        """Of the ranks of a node: what goes through its memory. Where that cannot be had, all else works."""
-        try:
-            staged = Staged(self.mpi)
-            self._transports |= {"staged": staged, "shared": Shared(self.mpi, memory, staged)}
-        except OSError as error:
-            self._infeasible |= dict.fromkeys(WITHIN_NODE, str(error))
-            if self.rank == 0:
-                _log.warning("collectives on this node go through MPI instead of its memory: %s", error)
-
-    def _join_nodes(self) -> None:
-        """Of ranks that may be on several nodes: what the ranks of a node can do together."""
-        if len(self._grid) == 1:
-            self._memory = self.node._memory
-            self._infeasible |= self.node._infeasible
-            self._transports |= {name: of for name, of in self.node._transports.items() if name in WITHIN_NODE}
-            return
-        if not all(self.mpi.allgather("shared" in self.node._transports)):
-            self._infeasible["two_level"] = "a node has no memory to share, see the log"
-
-    def _transport(self, algorithm: str) -> Any:
-        """The Transport of an algorithm that is feasible here. The first use of "two_level" is collective, as its operations are."""
-        if algorithm not in self._transports:
-            if algorithm == "two_level":
-                number = self.node.rank
-                self._across = Communicator(
-                    self.mpi.Split(number), progress=self._progress.of_process, checked=self.checked, table=self._table
-                )
-                shared = self.node._transports["shared"]
-                assert isinstance(shared, Shared)
-                self._transports[algorithm] = TwoLevel(self._grid, self.rank, shared, self._across._chosen)
-            else:
-                self._transports[algorithm] = self._make_scheduled(algorithm)
-        return self._transports[algorithm]
-
-    @property
-    def reads_peers(self) -> bool:
-        """Whether the kernel lets these ranks, all on one node, read each other's private memory."""
-        shared = self._transports.get("shared")
-        return isinstance(shared, Shared) and shared.reads_private
-
-    def _chosen(self, operation: str, dtype: DType, nbytes: int) -> Any:
-        """The Transport that "auto" takes for arrays in private memory."""
-        return self._transport(self._selector.choose(operation, "auto", dtype=dtype, nbytes=nbytes))
-
-    @property
-    def has_progress_thread(self) -> bool:
-        """Whether asynchronous operations are carried out on a thread of their own, while the caller computes."""
-        return self._progress.on_thread
-
-    def overlaps(self, *, on_device: bool = False) -> bool:
-        """Whether an asynchronous collective goes on while the caller computes. The same on all ranks.
-
-        In host memory: on a progress thread. `on_device`, in GPU memory: by NCCL, which is known after the first collective there.
-        """
-        return self._devices.by_nccl if on_device else self._progress.on_thread
-
-    def algorithms(self, operation: str, dtype: DType = TABLE["float32"], nbytes: int = 0) -> tuple[str, ...]:
-        """What `operation` can be asked for on these ranks, besides "auto", on such arrays in host memory."""
-        return tuple(self._selector.feasible(operation, dtype=dtype, nbytes=nbytes))
+            self._relatives.append(self.node)
+            grid, of_node = _ranks_by_node(mpi, self.node.mpi), self.node._transports
+        self._transports: Transports = Transports(mpi, grid, table, of_node=of_node, across=self._across)
+        self.placement = self._transports.placement
+        self.num_nodes = self.placement.num_nodes
+        memory = self._transports.memory
+        if memory is not None:
+            memory.on_allocation(self._plans.forget)  # it may lie where a planned array was
+        self._devices = Devices(mpi, placement=self.placement, recorder=self._recorder, flush=self._queue.flush)
+        self._calls: Calls = Calls(
+            rank=self.rank,
+            size=self.size,
+            recorder=self._recorder,
+            queue=self._queue,
+            groups=self._groups,
+            transports=self._transports,
+            devices=self._devices,
+            plans=self._plans,
+            on_progress=lambda: self._on_progress()._calls,
+        )
+        self._collectives = Collectives(self._calls)
+        self._messages = Messages(mpi, log=log, queue=self._queue, groups=self._groups, describe=message, reach=reach)
+        self._control: Control = Control(
+            mpi,
+            recorder=self._recorder,
+            queue=self._queue,
+            transports=self._transports,
+            on_progress=lambda: self._on_progress()._control,
+        )
+        self._allocation = Allocation(memory, recorder=self._recorder, queue=self._queue)
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, num_nodes={self.num_nodes})"
 
-    # Groups
+    # Collectives
+
+    def all_reduce(
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        algorithm: str = "auto",
+        accumulate: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Every rank's `x` becomes the reduction of all ranks' `x`. In place; returns `x`, or a Work with `async_op`.
+
+        `op`: sum, avg, prod, max, min. The same bits on all ranks. fp16 and bf16 are added in fp32: rounded once within a node's
+        memory and by "mpi", at every hop by the other algorithms unless `accumulate="fp32"` sends fp32.
+        """
+        return self._collectives.all_reduce(x, op, algorithm, accumulate, async_op)
+
+    def all_gather(
+        self, out: Any, x: Any, *, counts: Sequence[int] | None = None, algorithm: str = "auto", async_op: bool = False
+    ) -> Any:
+        """`out` becomes all ranks' `x`, one after the other in order of rank. Returns `out`, or a Work with `async_op`.
+
+        `counts`: elements of each rank where they differ. `x` may be its own place in `out`. Where `out` is this communicator's
+        `shared` array, a rank writes its part once and that is all.
+        """
+        return self._collectives.all_gather(out, x, counts, algorithm, async_op)
+
+    def reduce_scatter(
+        self,
+        out: Any,
+        x: Any,
+        op: str = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        algorithm: str = "auto",
+        accumulate: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """`out` becomes this rank's part of the reduction of all ranks' `x`. Returns `out`, or a Work with `async_op`.
+
+        `counts`: elements of each rank's part where they differ. `out` may be its own place in `x`; else `x` is left as it is.
+        `x` may be written again after the call. `op`, `accumulate`: as of `all_reduce`.
+        """
+        return self._collectives.reduce_scatter(out, x, op, counts, algorithm, accumulate, async_op)
+
+    def broadcast(self, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Any:
+        """Every rank's `x` becomes the root's. In place; returns `x`, or a Work with `async_op`."""
+        return self._collectives.broadcast(x, root, algorithm, async_op)
+
+    def reduce(
+        self,
+        x: Any,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        algorithm: str = "auto",
+        accumulate: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """The root's `x` becomes the reduction of all ranks' `x`; the others' stay as they are. Returns `x`, or a Work.
+
+        `op`, `accumulate`: as of `all_reduce`.
+        """
+        return self._collectives.reduce(x, root, op, algorithm, accumulate, async_op)
+
+    def gather(self, out: Any, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Any:
+        """The root's `out` becomes all ranks' `x` in order of rank; the others pass None. Returns `out`, or a Work.
+
+        The root's `x` may be its own place in `out`.
+        """
+        return self._collectives.gather(out, x, root, algorithm, async_op)
+
+    def scatter(self, out: Any, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Any:
+        """Every rank's `out` becomes its part of the root's `x`; the others pass None for it. Returns `out`, or a Work.
+
+        The root's `out` may be its own place in `x`.
+        """
+        return self._collectives.scatter(out, x, root, algorithm, async_op)
+
+    def all_to_all(self, out: Any, x: Any, *, algorithm: str = "auto", async_op: bool = False) -> Any:
+        """Part i of `x` goes to rank i; part i of `out` comes from rank i. Equal parts. Returns `out`, or a Work."""
+        return self._collectives.all_to_all(out, x, algorithm, async_op)
+
+    # Messages between two ranks
+
+    def send(self, x: Any, peer: int, tag: int = 0) -> None:
+        """Send `x` to rank `peer`. Returns when `x` may be written again. ValueError where that could never be."""
+        self._messages.send(x, peer, tag)
+
+    def recv(self, x: Any, peer: int, tag: int = 0) -> Any:
+        """Receive into `x` what rank `peer` sends with `tag`; returns `x`. ValueError if the message has another size."""
+        return self._messages.recv(x, peer, tag)
+
+    def isend(self, x: Any, peer: int, tag: int = 0) -> Work:
+        """`send` as a Work: `x` may be written again after its `wait()`."""
+        return self._messages.isend(x, peer, tag)
+
+    def irecv(self, x: Any, peer: int, tag: int = 0) -> Work:
+        """`recv` as a Work, whose `wait()` gives `x`. ValueError there if the message has another size."""
+        return self._messages.irecv(x, peer, tag)
+
+    # Control, never data
+
+    @overload
+    def barrier(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def barrier(self, *, async_op: Literal[True]) -> Work: ...
+
+    def barrier(self, *, async_op: bool = False) -> Work | None:
+        """Return when every rank has called it; with `async_op` at once, and `wait()` of the Work returns then.
+
+        Within a node no rank has to wait for the Work: that this one has called is seen by the others without its doing.
+        """
+        if async_op:
+            return self._control.issue_barrier()
+        self._control.barrier()
+        return None
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """The root's `obj`, on every rank. Pickled: for small control messages, never for data."""
+        return self._control.broadcast_object(obj, root)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's `obj` in order of rank. Pickled: for small control messages, never for data."""
+        return self._control.all_gather_object(obj)
+
+    def together(self, doing: str = "") -> AbstractContextManager[None]:
+        """`with comm.together("reading the data"):` - an error in the block on any rank is raised on every rank.
+
+        The same type and text on all, naming the ranks that failed, and `collectives.on_all_ranks(error)` is true of it.
+        The block must hold no collective.
+        """
+        return self._control.together(doing)
+
+    # Arrays that the ranks of a node see
+
+    def empty(self, shape: int | Sequence[int], dtype: object) -> Any:
+        """An array of this rank's own that its peers on the node can read: reductions on it move each element once. Collective.
+
+        A torch tensor for a torch dtype, else a NumPy array; zeros. All ranks pass the same shape and dtype. On a communicator of
+        several nodes it is ordinary memory. OSError on all ranks if the node's shared memory is full.
+        """
+        return self._allocation.empty(shape, dtype)
+
+    def shared(self, shape: int | Sequence[int], dtype: object) -> Any:
+        """One array, the same memory on every rank: `comm.node.shared(...)`. Collective. Zeros.
+
+        A torch tensor for a torch dtype, else a NumPy array. Who writes what when is the caller's to order, by `barrier()`.
+        ValueError on a communicator of several nodes; OSError on all ranks if the node's shared memory is full.
+        """
+        if self.num_nodes > 1:
+            raise ValueError(
+                f"shared: these {self.size} ranks are on {self.num_nodes} nodes; call comm.node.shared(...)"
+            )
+        return self._allocation.shared(shape, dtype)
+
+    # Groups of ranks
 
     @overload
     def split(self, color: SupportsIndex, key: SupportsIndex = 0) -> "Communicator": ...
@@ -202,59 +309,75 @@ class Communicator(Collectives, Messages, Control, Allocation):
         from mpi4py import MPI
 
         color, key = color_and_key(color, key)
-        self._flush()
-        with self._enter("split"):
+        self._queue.flush()
+        with self._recorder.enter("split"):
             if color is None:
                 self.mpi.Split(MPI.UNDEFINED, key)
                 return None
-            return Communicator(
-                self.mpi.Split(color, key), progress=self._progress.of_process, checked=self.checked, table=self._table
-            )
+            return self._like_this(self.mpi.Split(color, key))
 
     @property
     def is_freed(self) -> bool:
         """Whether `free` was called."""
-        return type(self._progress) is Freed  # isinstance asks an ABC: 0.1 us
+        return self._queue.is_freed
 
     def free(self) -> None:
         """Give back the MPI communicators of this one and its `node`. Collective; never done by the garbage collector.
 
         Waits for what is in flight, also for messages. After that of the world `collectives.world()` makes a new one.
         """
-        if isinstance(self._progress, Freed):  # also in a forked child, which has nothing to give back
+        if isinstance(self._queue.progress, Freed):  # also in a forked child, which has nothing to give back
             return
-        self._in_flight.finish()
-        self._progress.drain()
-        for other in (self._twin, self._across, self._for_jax, self.node if self.node is not self else None):
-            if other is not None:
-                other.free()
-        with self._log.enter("free"):
-            self._transports.clear()
+        self._messages.in_flight.finish()
+        self._queue.progress.drain()
+        for other in reversed(self._relatives):
+            other.free()
+        with self._recorder.log.enter("free"):
             self._devices.free()
-            self._executor.free()
-            if self._issues is not None:
-                self._issues.free()
+            self._transports.free()
+            self._queue.free()
             self.mpi.Free()
         self._plans.forget()
-        self._progress = Freed()
+
+    def _like_this(self, mpi: Any, *, _memory: NodeMemory | None = None) -> "Communicator":
+        """One of the ranks of `mpi`, some or all of this one's."""
+        return Communicator(
+            mpi, progress=self._queue.progress.of_process, checked=self.checked, table=self.table, _memory=_memory
+        )
+
+    def _on_progress(self) -> "Communicator":
+        """The communicator that carries out asynchronous operations: this one, or its twin for the progress thread."""
+        if not self._queue.progress.on_thread:
+            return self
+        if self._twin is None:
+            with self._recorder.enter("preparing asynchronous operations"):
+                self._twin = self._like_this(self.mpi.Dup(), _memory=self.node._transports.memory)
+            self._relatives.append(self._twin)
+        return self._twin
+
+    def _across(self) -> Transports:
+        """Of the ranks of this one's number on the other nodes."""
+        across = self._like_this(self.mpi.Split(self.node.rank))
+        self._relatives.append(across)
+        return across._transports
 
     # The choice of algorithms
 
     @property
     def table(self) -> Table:
         """What "auto" chooses from: measured by `python -m collectives tune`, else built in. `table.to_dict()` can be kept as JSON."""
-        return self._table
+        return self._transports.table
 
     def use_table(self, table: Table | Mapping[str, Any]) -> None:
         """Let "auto" choose from `table` (or what its `to_dict` gave) here, on `node`, and on later splits. Collective.
 
         ValueError on all ranks if it is no table, or not the same on all of them.
         """
-        self._flush()
-        self._enter("use_table").leave()
+        self._queue.flush()
+        self._recorder.enter("use_table").leave()
         with self.together("use_table"):
             new = Table.from_dict(table.to_dict() if isinstance(table, Table) else table)
-        with self._log.enter("use_table", root=0):
+        with self._recorder.log.enter("use_table", root=0):
             first = self.mpi.bcast(new.to_dict())
         with self.together("use_table"):
             if new.to_dict() != first:
@@ -262,18 +385,36 @@ class Communicator(Collectives, Messages, Control, Allocation):
         self._take(new)
 
     def _take(self, table: Table) -> None:
-        for comm in (self, self.node, self._twin, self._across, self._for_jax):
-            if comm is not None:
-                comm._take_own(table)
-
-    def _take_own(self, table: Table) -> None:
-        self._table = table
+        self._transports.use(table)
         self._plans.forget()
-        self._selector = Selector(table, self.placement, self._infeasible)
+        for other in self._relatives:
+            other._take(table)
+
+    def algorithms(self, operation: str, dtype: DType = TABLE["float32"], nbytes: int = 0) -> tuple[str, ...]:
+        """What `operation` can be asked for on these ranks, besides "auto", on such arrays in host memory."""
+        return tuple(self._transports.selector.feasible(operation, dtype=dtype, nbytes=nbytes))
 
     def machine(self) -> dict[str, Any]:
         """What figures measured on this communicator hold for: MPI library, CPU, cores, ranks a node, nodes."""
         return table_cache.this_machine(self._library_version(), self.placement)
+
+    @property
+    def reads_peers(self) -> bool:
+        """Whether the kernel lets these ranks, all on one node, read each other's private memory."""
+        shared = self._transports.shared
+        return shared is not None and shared.reads_private
+
+    @property
+    def has_progress_thread(self) -> bool:
+        """Whether asynchronous operations are carried out on a thread of their own, while the caller computes."""
+        return self._queue.progress.on_thread
+
+    def overlaps(self, *, on_device: bool = False) -> bool:
+        """Whether an asynchronous collective goes on while the caller computes. The same on all ranks.
+
+        In host memory: on a progress thread. `on_device`, in GPU memory: by NCCL, which is known after the first collective there.
+        """
+        return self._devices.by_nccl if on_device else self._queue.progress.on_thread
 
     # Several operations
 
@@ -289,28 +430,48 @@ class Communicator(Collectives, Messages, Control, Allocation):
         each other do so on all ranks. Results stand in the arrays after the block. Nothing is done if an exception leaves it. A group
         in another of this communicator is a part of it. ValueError for JAX arrays.
         """
-        if self._group is not None:
-            with self._group.within():
+        if (outer := self._groups.current) is not None:
+            with outer.within():
                 yield
             return
-        group = self._group = Group(str(self._log))
+        group = self._groups.open()
         try:
             yield
         finally:
-            self._group = None
-        group.run(self)
+            self._groups.close()
+        coalescing.carry_out(group, self._collectives, self._messages, self._devices)
 
-    def _on_progress(self) -> "Communicator":
-        """The communicator that carries out asynchronous operations: this one, or its twin for the progress thread."""
-        if not self._progress.on_thread:
-            return self
-        if self._twin is None:
-            with self._enter("preparing asynchronous operations"):
-                self._twin = Communicator(
-                    self.mpi.Dup(),
-                    progress=self._progress.of_process,
-                    checked=self.checked,
-                    table=self._table,
-                    _memory=self.node._memory,
-                )
-        return self._twin
+
+def _ranks_by_node(mpi: Any, node: Any) -> list[list[int]]:
+    """The ranks of `mpi` on each node, in order. Collective. `node`: mpi4py's communicator of those on this one."""
+    by_leader: dict[int, list[int]] = {}
+    for rank, leader in enumerate(mpi.allgather(node.bcast(mpi.rank))):
+        by_leader.setdefault(leader, []).append(rank)
+    return list(by_leader.values())
+
+
+# For modules of this package that make communicators.
+
+
+def take_table(comm: Communicator, table: Table) -> None:
+    """`use_table` of a table that is known to be the same on all ranks, which send nothing for it."""
+    comm._take(table)
+
+
+def for_callbacks(comm: Communicator, name: str, in_front: Callable[[Progress], Progress]) -> Communicator:
+    """A communicator of the same ranks for collectives that another library, `name`, calls back on threads of its own. Collective.
+
+    It is freed with `comm`. `in_front(progress)`: takes the place of the Progress of `comm`, and hands over to it.
+    """
+    comm._queue.flush()
+    with comm._recorder.enter(f"preparing collectives in {name}"):
+        own = Communicator(
+            comm.mpi.Dup(),
+            progress=Deferred(),  # the one of `comm` holds operations of the caller's thread
+            checked=comm.checked,
+            table=comm.table,
+            _name=f"{comm._recorder.log.name} in {name}".strip(),
+        )
+    comm._relatives.append(own)
+    comm._queue.progress = in_front(comm._queue.progress)
+    return own

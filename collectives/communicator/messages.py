@@ -10,60 +10,64 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.buffer import Buffer
-from collectives.communicator.group import Message
+from collectives.communicator.group import Groups
 from collectives.diagnosis.record import ENDED, FAILED, Entry, Log
 from collectives.diagnosis.stacks import issued_here
+from collectives.progress.queue import AsyncQueue
 from collectives.progress.work import Progress, Work
+from collectives.transports.message import Message
 
 _USER_TAG = 1 << 8  # tags below are the library's own
 _NUM_USER_TAGS = (1 << 15) - _USER_TAG  # MPI guarantees tags up to 32767
 
 
 class Messages:
-    """The messages of a Communicator. Only as a part of it, which sets these attributes.
+    """The messages of one communicator. Arguments are those of its methods, which communicator.py explains.
 
-    Common to all: `x` is an array as collectives take it, `peer` a rank, also this one, and `tag` 0 to 32511. Wrong arguments are
-    errors of the call itself. Messages to one rank with one tag arrive in the order in which they were sent. Several threads may
-    send and receive at once, each with tags of its own.
+    `in_flight`: those that are not through.
     """
 
-    mpi: Any
-    rank: int
-    size: int
-    _group: Any
-    _progress: Progress
-    _log: Log
-    _message: Any  # mpi4py's description of an array
-    _reach: Any  # what MPI reads or writes of an array
-    _in_flight: "InFlight"
-    # By tag: messages to this rank itself that no receive was posted for; below 0, receives that wait.
-    _to_self: Counter[int]
+    def __init__(
+        self,
+        mpi: Any,
+        *,
+        log: Log,
+        queue: AsyncQueue,
+        groups: Groups,
+        describe: Callable[[np.ndarray], list[Any]],
+        reach: Callable[[Buffer], np.ndarray],
+    ) -> None:
+        """`describe(flat)`: mpi4py's description of a message. `reach(x)`: what MPI reads or writes of an array."""
+        self._mpi, self._rank, self._size = mpi, mpi.rank, mpi.size
+        self._log, self._queue, self._groups = log, queue, groups
+        self._describe, self._reach = describe, reach
+        self.in_flight = InFlight()
+        # By tag: messages to this rank itself that no receive was posted for; below 0, receives that wait.
+        self._to_self: Counter[int] = Counter()
 
-    def send(self, x: Any, peer: int, tag: int = 0) -> None:
-        """Send `x` to rank `peer`. Returns when `x` may be written again. ValueError where that could never be."""
+    def send(self, x: Any, peer: int, tag: int) -> None:
         peer, tag = self._check_peer("send", peer, tag)
         b = Buffer(x, "x")
-        if self._group is not None:
-            self._group.add_message("send", Message("isend", b, peer, tag))
+        if (group := self._groups.current) is not None:
+            group.add_message("send", Message("isend", b, peer, tag))
             return
-        if peer == self.rank and self._to_self[tag] >= 0:
+        if peer == self._rank and self._to_self[tag] >= 0:
             raise ValueError(
                 f"send: peer {peer} is this rank itself, which waits here and will not receive; use isend and irecv, or group()"
             )
-        if peer == self.rank or self._progress.pending():
-            self._start("isend", b, peer, tag).wait()
+        if peer == self._rank or self._queue.progress.pending():
+            self.start("isend", b, peer, tag).wait()
         else:
             with self._log.enter_pair("send", peer, tag, b.size, b.dtype.name):
-                self.mpi.Send(self._message(self._reach(b)), peer, _USER_TAG + tag)
+                self._mpi.Send(self._describe(self._reach(b)), peer, _USER_TAG + tag)
 
-    def recv(self, x: Any, peer: int, tag: int = 0) -> Any:
-        """Receive into `x` what rank `peer` sends with `tag`; returns `x`. ValueError if the message has another size."""
+    def recv(self, x: Any, peer: int, tag: int) -> Any:
         peer, tag = self._check_peer("recv", peer, tag)
         b = Buffer(x, "x", write_only=True)
-        if self._group is not None:
-            self._group.add_message("recv", Message("irecv", b, peer, tag), x)
+        if (group := self._groups.current) is not None:
+            group.add_message("recv", Message("irecv", b, peer, tag), x)
             return x
-        if peer == self.rank:
+        if peer == self._rank:
             if self._to_self[tag] <= 0:
                 raise ValueError(
                     f"recv: peer {peer} is this rank itself, which has sent nothing and waits here; use isend before, irecv, or group()"
@@ -71,31 +75,29 @@ class Messages:
             self._to_self[tag] -= 1
         return self._receive(b, peer, tag)
 
-    def isend(self, x: Any, peer: int, tag: int = 0) -> Work:
-        """`send` as a Work: `x` may be written again after its `wait()`."""
+    def isend(self, x: Any, peer: int, tag: int) -> Work:
         peer, tag = self._check_peer("isend", peer, tag)
-        return self._start("isend", Buffer(x, "x"), peer, tag)
+        return self.start("isend", Buffer(x, "x"), peer, tag)
 
-    def irecv(self, x: Any, peer: int, tag: int = 0) -> Work:
-        """`recv` as a Work, whose `wait()` gives `x`. ValueError there if the message has another size."""
+    def irecv(self, x: Any, peer: int, tag: int) -> Work:
         peer, tag = self._check_peer("irecv", peer, tag)
-        return self._start("irecv", Buffer(x, "x", write_only=True), peer, tag)
+        return self.start("irecv", Buffer(x, "x", write_only=True), peer, tag)
 
     def _check_peer(self, operation: str, peer: int, tag: int) -> tuple[int, int]:
         """Both as ints. TypeError or ValueError for what is no rank here or no tag."""
-        self._progress.pending()  # an error on a communicator that was freed
+        self._queue.progress.pending()  # an error on a communicator that was freed
         try:
             if peer is True or peer is False or tag is True or tag is False:  # numbers to `index`, slips to a reader
                 raise TypeError
             peer, tag = index(peer), index(tag)
         except TypeError:
             raise TypeError(f"{operation}: peer {peer!r}, tag {tag!r}; expected two integers") from None
-        if not 0 <= peer < self.size:
-            raise ValueError(f"{operation}: peer {peer} is outside the {self.size} ranks of this communicator")
+        if not 0 <= peer < self._size:
+            raise ValueError(f"{operation}: peer {peer} is outside the {self._size} ranks of this communicator")
         if not 0 <= tag < _NUM_USER_TAGS:
             raise ValueError(f"{operation}: tag {tag}; expected 0 to {_NUM_USER_TAGS - 1}")
-        if self._in_flight.transfers:
-            self._in_flight.look()
+        if self.in_flight.transfers:
+            self.in_flight.look()
         return peer, tag
 
     def _receive(self, b: Buffer, peer: int, tag: int) -> Any:
@@ -105,20 +107,20 @@ class Messages:
         with self._log.enter_pair("recv", peer, tag, b.size, b.dtype.name):
             status = MPI.Status()
             incoming = None
-            while self._progress.pending() and incoming is None:
-                incoming = self.mpi.Improbe(peer, _USER_TAG + tag, status)
-                self._progress.advance()
+            while self._queue.progress.pending() and incoming is None:
+                incoming = self._mpi.Improbe(peer, _USER_TAG + tag, status)
+                self._queue.progress.advance()
             if incoming is None:
-                incoming = self.mpi.Mprobe(peer, _USER_TAG + tag, status)
+                incoming = self._mpi.Mprobe(peer, _USER_TAG + tag, status)
             nbytes = status.Get_elements(MPI.BYTE)
             if nbytes != flat.nbytes:
                 # Take it off the line, so that it is not mistaken for the next one.
-                incoming.Recv(self._message(np.empty(nbytes, np.uint8)))
+                incoming.Recv(self._describe(np.empty(nbytes, np.uint8)))
                 raise ValueError(f"recv: rank {peer} sent {nbytes} bytes, but x has {flat.nbytes}")
-            incoming.Recv(self._message(flat))
+            incoming.Recv(self._describe(flat))
         return b.result()
 
-    def _start(self, operation: str, b: Buffer, peer: int, tag: int) -> Work:
+    def start(self, operation: str, b: Buffer, peer: int, tag: int) -> Work:
         """Begin an `isend` or an `irecv`."""
         from mpi4py import MPI
 
@@ -136,12 +138,12 @@ class Messages:
 
         entry = self._log.enter_pair(operation, peer, tag, b.size, b.dtype.name)
         with entry.failing():
-            start = self.mpi.Isend if sends else self.mpi.Irecv
-            request = start(self._message(flat), peer, _USER_TAG + tag)
-        if peer == self.rank:
+            start = self._mpi.Isend if sends else self._mpi.Irecv
+            request = start(self._describe(flat), peer, _USER_TAG + tag)
+        if peer == self._rank:
             self._to_self[tag] += 1 if sends else -1
         entry.issued()
-        return Transfer(self._progress, self._in_flight, entry, request, status, end)
+        return Transfer(self._queue.progress, self.in_flight, entry, request, status, end)
 
 
 class InFlight:

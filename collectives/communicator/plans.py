@@ -55,6 +55,9 @@ class Plans:
         self._plans: dict[Hashable, Plan] = {}
         self.find = self._plans.get
 
+    def __len__(self) -> int:
+        return len(self._plans)
+
     def keep(self, key: Hashable, plan: Plan) -> None:
         """The oldest goes when there are too many."""
         if len(self._plans) >= MAX_PLANS:

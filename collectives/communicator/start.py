@@ -5,7 +5,7 @@ import functools
 
 from collectives import diagnosis
 from collectives.communicator import messages
-from collectives.communicator.communicator import Communicator
+from collectives.communicator.communicator import Communicator, take_table
 from collectives.diagnosis.ending import Before
 from collectives.diagnosis.monitor import deadline, monitor, notice
 from collectives.diagnosis.record import Log
@@ -32,7 +32,7 @@ def world() -> Communicator:
 
         progress = _stand_ready()
         comm = Communicator(MPI.COMM_WORLD.Dup(), progress=progress, _name="world")
-        comm._take(_measured_table(comm))
+        take_table(comm, _measured_table(comm))
         _world = comm
     return _world
 
@@ -75,6 +75,6 @@ def _measured_table(comm: Communicator) -> Table:
         return built_in()
     measured = table_cache.read(comm.machine()) if comm.rank == 0 else None
     # A record of its own: the first collective of the program is number 1.
-    with Log(comm._log.ranks, "world()").enter("the measured table", root=0):
+    with Log(range(comm.size), "world()").enter("the measured table", root=0):
         data = comm.mpi.bcast(None if measured is None else measured.to_dict())
     return built_in() if data is None else Table.from_dict(data).over(built_in())

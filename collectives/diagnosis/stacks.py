@@ -4,6 +4,7 @@ Only an operation that is carried out later than it was called, or by another th
 is one of the user's program: its author knows nothing of the frames in between (`pass_over`), but what they do has a name (`name`).
 """
 
+import functools
 import sys
 import threading
 import traceback
@@ -67,7 +68,8 @@ def _caller(frame: FrameType | None) -> Site:
     """The nearest frame of the program, from `frame` outwards; where there is none, the nearest one outside this package."""
     outside: FrameType | None = None
     while frame is not None:
-        if not _is_of(frame, _PACKAGE):
+        # `_is_of` without its call: each asynchronous operation asks this of some frames
+        if _package_of(frame.f_globals.get("__name__", "")) != _PACKAGE:
             if not _is_between(frame):
                 return Site(frame.f_code, frame.f_lineno)
             outside = outside or frame
@@ -135,7 +137,12 @@ def stack(thread: int) -> str:
 
 
 def _is_of(frame: FrameType, package: str) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] == package
+    return _package_of(frame.f_globals.get("__name__", "")) == package
+
+
+@functools.cache
+def _package_of(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _is_between(frame: FrameType) -> bool:

@@ -104,6 +104,10 @@ class Progress(ABC):
     def issue(self, operation: Callable[[], Any], name: str, issues: Issues | None) -> "Queued":
         """Queue `operation`, a collective of the communicator of `issues`, which only `Deferred` needs. `name`: what it is."""
 
+    def queue(self, operation: Callable[[], Any], announced: Announced) -> "Queued":
+        """Queue `operation`, which this rank has announced. Of a Progress without a thread."""
+        raise NotImplementedError
+
     @abstractmethod
     def flush(self) -> None:
         """Before a collective of the caller's own: carry out what must come before it."""
@@ -130,6 +134,11 @@ class Queued(Work):
     def __init__(self) -> None:
         super().__init__()
         self.issuer = threading.get_ident()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it has not ended. Unlike `done`, this carries nothing out."""
+        return not self._ended
 
     @abstractmethod
     def hand_over(self) -> None:
@@ -236,7 +245,6 @@ class Deferred(Progress):
         return self.queue(operation, issues.announce(name))
 
     def queue(self, operation: Callable[[], Any], announced: Announced) -> Queued:
-        """An operation that this rank has announced."""
         queue = self._of_this_thread() or self._queues.setdefault(threading.get_ident(), _Queue(self))
         work = _Deferred(queue, operation, announced)
         queue.add(work)

@@ -1,8 +1,8 @@
 """What every transport of host arrays offers. The caller has checked the arguments; one contract suite tests them all."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -40,6 +40,13 @@ class Transport(Protocol):
 
     def all_to_all(self, out: np.ndarray, flat: np.ndarray) -> None:
         """Part i of `flat` goes to rank i, part i of `out` comes from rank i. The two do not overlap."""
+
+
+class Planner(Protocol):
+    """What a transport offers besides, if a call of it comes to one call of another function."""
+
+    def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+        """That function and its arguments for such a call again; None where there is more to do. It keeps no array alive."""
 
 
 def parts(counts: Sequence[int]) -> list[tuple[int, int]]:

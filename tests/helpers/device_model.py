@@ -26,8 +26,8 @@ import torch
 from mpi4py import MPI
 
 from collectives.arrays import reduction
+from collectives.arrays.devices import Device
 from collectives.arrays.dtypes import DType
-from collectives.communicator.devices import Device
 from collectives.transports.gpu.binding import Gpu
 from collectives.transports.gpu.kernels import CupyKernels, TorchKernels
 

@@ -11,7 +11,7 @@ import pytest
 from device_model import ModelBinding, ModelCupyKernels, ModelTorchKernels, Untouchable
 
 from collectives import Communicator
-from collectives.communicator import devices
+from collectives.arrays import devices
 from collectives.transports.gpu import cuda, device, watch
 from collectives.transports.gpu.binding import NcclUnavailableError
 from collectives.transports.gpu.cuda import Support

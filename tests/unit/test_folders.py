@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("collectives", "ckpt", "mpitrain")
 MAX_MODULES = 16
+NAMES_OF_PYTHON = {"_replace", "_fields", "_asdict"}  # of a NamedTuple
 
 # The one circle that is left: a step's owner and its units call each other.
 STEP = {
@@ -67,6 +68,31 @@ def test_no_folder_holds_too_many_modules() -> None:
         if len(inside) > MAX_MODULES:
             crowded[str(folder.relative_to(ROOT))] = len(inside)
     assert crowded == {}
+
+
+def private_names_of_others(path: Path) -> Iterator[str]:
+    """The private names that a file takes from an object of which it defines no such name."""
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")
+    }
+    for node in nodes:
+        match node:
+            case ast.Attribute(value, attr) if attr.startswith("_") and not attr.startswith("__"):
+                if attr not in own | NAMES_OF_PYTHON and ast.unparse(value) not in ("sys", "os", "error"):
+                    yield ast.unparse(node)
+
+
+def test_no_module_of_collectives_uses_private_names_of_another() -> None:
+    """`error._...` is a mark on an exception, which diagnosis/ makes and reads in two places."""
+    found = {
+        name: used
+        for name, path in modules().items()
+        if name.startswith("collectives.") and (used := sorted(set(private_names_of_others(path))))
+    }
+    assert found == {}
 
 
 def test_no_module_hides_a_public_function() -> None:

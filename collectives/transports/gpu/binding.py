@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from collectives.arrays.devices import Device
 from collectives.arrays.dtypes import DType
-from collectives.communicator.devices import Device
 from collectives.transports.gpu.kernels import CupyKernels, place
 
 _log = logging.getLogger("collectives")

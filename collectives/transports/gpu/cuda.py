@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.arrays.devices import LEGACY_STREAM, Device
 from collectives.arrays.dtypes import DType
 from collectives.arrays.reduction import mpi_agrees
-from collectives.communicator.devices import LEGACY_STREAM, Device
 from collectives.environment import switch
 from collectives.transports.gpu import binding
 from collectives.transports.gpu.kernels import kernels_of, place

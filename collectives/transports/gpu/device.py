@@ -1,28 +1,30 @@
 """Collectives on arrays in GPU memory, by whichever way there is: NCCL, else CUDA-aware MPI; and what goes by neither.
 
 Each says whether it was carried out here. Where not, the caller goes on with a copy in host memory
-(collectives/communicator/devices.py).
+(collectives/arrays/devices.py).
 """
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from collectives.arrays.buffer import Buffer
+from collectives.arrays.devices import Device, say_once
 from collectives.arrays.dtypes import DType, effective_op
-from collectives.communicator.devices import Device, say_once
-from collectives.communicator.group import Message
+from collectives.diagnosis.recorder import Recorder
 from collectives.progress.work import Work
 from collectives.schedules import BUILDERS
-from collectives.selection.selector import obstacle, schedule_by_rule
+from collectives.selection.selector import Placement, obstacle, schedule_by_rule
 from collectives.transports.executor import Executor
 from collectives.transports.gpu import cuda, device_messages, watch
 from collectives.transports.gpu.binding import NcclUnavailableError
 from collectives.transports.gpu.kernels import Kernels, kernels_of
 from collectives.transports.gpu.nccl import Nccl, connect, reduces
 from collectives.transports.gpu.nccl_queue import Handle
+from collectives.transports.message import Message
 from collectives.transports.mpi import Library
 from collectives.transports.scheduled import Scheduled
 from collectives.transports.transport import Transport, put_own_part
@@ -33,8 +35,10 @@ _log = logging.getLogger("collectives")
 class Devices:
     """The ways of a communicator's ranks to each other's GPUs. They are looked for at the first collective on such arrays."""
 
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
+    def __init__(self, mpi: Any, *, placement: Placement, recorder: Recorder, flush: Callable[[], None]) -> None:
+        """`placement`: of the ranks of `mpi`. `flush()`: carries out what comes before a collective of theirs."""
+        self._mpi, self._rank, self._size, self._placement = mpi, mpi.rank, mpi.size, placement
+        self._recorder, self._flush = recorder, flush
         self._nccl: Nccl | None = None
         self._why_not = ""
         self._index: int | None = None
@@ -48,11 +52,6 @@ class Devices:
     def by_nccl(self) -> bool:
         """Whether NCCL connects the ranks: known after the first collective."""
         return self._nccl is not None
-
-    @property
-    def _of_nccl(self) -> Nccl:
-        assert self._nccl is not None
-        return self._nccl
 
     # Collectives
 
@@ -120,7 +119,7 @@ class Devices:
         def by_mpi(by: Transport, x_: np.ndarray, out_: np.ndarray | None = None) -> None:
             if out_ is not None:
                 assert self._kernels is not None
-                put_own_part(out_, x_, [x.size] * self._comm.size, root, self._kernels)
+                put_own_part(out_, x_, [x.size] * self._size, root, self._kernels)
             by.gather(out_, x_, root)
 
         return self._carry_out(
@@ -180,7 +179,7 @@ class Devices:
         if not messages:
             return []
         assert self._nccl is not None
-        return device_messages.exchange(self._nccl, messages, self._comm._log)
+        return device_messages.exchange(self._nccl, messages, self._recorder.log)
 
     def free(self) -> None:
         """Collective."""
@@ -189,6 +188,30 @@ class Devices:
             self._nccl.free()
         if self._executor is not None:
             self._executor.free()
+
+    # The end of the process, of those that NCCL connects
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether NCCL's operations were given up."""
+        return self._nccl is not None and self._nccl.is_aborted
+
+    def synchronize(self) -> None:
+        """Wait until NCCL's operations have ended on the device."""
+        assert self._nccl is not None
+        with self._recorder.log.enter("ending NCCL"):
+            self._nccl.synchronize()
+
+    def disconnect(self) -> None:
+        """Collective."""
+        assert self._nccl is not None
+        with self._recorder.log.enter("ending NCCL"):
+            self._nccl.free()
+
+    def abort(self, why: str) -> None:
+        """Give up NCCL's operations, by this rank alone."""
+        assert self._nccl is not None
+        self._nccl.abort(why)
 
     # Parts of the operations above
 
@@ -218,7 +241,7 @@ class Devices:
             return False
         if accumulate is not None and dtype.is_half:
             return False  # fp32 travels for it, of which the host makes the copy
-        self._comm._flush()  # also by NCCL: a rank that waits for the device carries nothing else out
+        self._flush()  # also by NCCL: a rank that waits for the device carries nothing else out
         if self._index is None:
             self._index = index
         if strange := [device.index for device in devices if device.index != self._index]:
@@ -226,10 +249,10 @@ class Devices:
                 f"{operation}: an array is on device {strange[0]}, but this communicator's others were on device {self._index}; "
                 "use one device on each rank"
             )
-        call = {"op": op, "root": root, "elements": first.size, "dtype": dtype.name}
-        is_alone = self._comm.size == 1 and algorithm != "nccl" and not mixed
+        enter = partial(self._recorder.enter, operation, op=op, root=root, elements=first.size, dtype=dtype.name)
+        is_alone = self._size == 1 and algorithm != "nccl" and not mixed
         if is_alone and len({device.address for device in devices}) == 1:  # the result is there already
-            with self._comm._enter(operation, **call):
+            with enter():
                 if self._handles is not None:
                     self._mark(self._handles, buffers, devices)
             return True
@@ -247,7 +270,7 @@ class Devices:
             raise ValueError(
                 f"{operation}: of x and out one is in GPU memory and one in host memory; pass both in the same kind of memory"
             )
-        with self._comm._enter(operation, **call) as entry:
+        with enter() as entry:
             entry.by(chosen)
             if nccl is not None:
                 handle = by_nccl(nccl, *devices, async_op=self._handles is not None)
@@ -264,8 +287,8 @@ class Devices:
         if self._kernels is None:
             return None
         if algorithm in ("auto", "mpi") and (op is None or cuda.reduces(dtype, op)):
-            kind = {"placement": self._comm.placement, "itemsize": dtype.itemsize, "nbytes": nbytes}
-            if obstacle(operation, "mpi", **kind) is None:
+            why_not = obstacle(operation, "mpi", placement=self._placement, itemsize=dtype.itemsize, nbytes=nbytes)
+            if why_not is None:
                 return "mpi"
         if algorithm == "mpi" or (op is not None and not self._kernels.reduces(dtype, op)):
             return None
@@ -274,10 +297,10 @@ class Devices:
     def _transport(self, algorithm: str) -> Transport:
         assert self._kernels is not None
         if algorithm == "mpi":
-            return Library(self._comm.mpi, self._kernels)
+            return Library(self._mpi, self._kernels)
         if self._executor is None:
-            self._executor = Executor(self._comm.mpi, self._kernels)
-        return Scheduled(self._executor, algorithm, rank=self._comm.rank, size=self._comm.size)
+            self._executor = Executor(self._mpi, self._kernels)
+        return Scheduled(self._executor, algorithm, rank=self._rank, size=self._size)
 
     def _mark(self, handles: list[tuple[Handle, Buffer]], buffers: Sequence[Buffer], devices: Sequence[Device]) -> None:
         """One rank alone, and `async_op`: what follows `wait()` comes after what is queued on the arrays' streams now."""
@@ -294,16 +317,16 @@ class Devices:
         """Find the ways, once. Collective. In the flight record, since ranks that do not come would be waited for here."""
         if self._has_looked:
             return
-        with self._comm._enter("connecting GPUs"):
+        with self._recorder.enter("connecting GPUs"):
             try:
-                self._nccl = connect(self._comm.mpi, index)
+                self._nccl = connect(self._mpi, index)
                 connected.add(self)
                 watch.over(self._nccl)
             except NcclUnavailableError as error:  # raised on all ranks
                 self._why_not = str(error)
                 say_once(f"no NCCL for arrays in GPU memory: {error}", about="no NCCL")
             kernels = kernels_of(index)
-            if cuda.agree(self._comm.mpi, None if kernels is None else kernels.array).aware:
+            if cuda.agree(self._mpi, None if kernels is None else kernels.array).aware:
                 self._kernels = kernels
             self._has_looked = True
 
@@ -332,22 +355,20 @@ class Connected:
         """Wait until all operations have ended on the device; whether they have, without an error."""
         try:
             for devices in self._devices:
-                with devices._comm._log.enter("ending NCCL"):
-                    devices._of_nccl.synchronize()
+                devices.synchronize()
         except Exception as error:
             _log.warning("at the end of the program: %s", error)
-        return not any(devices._of_nccl.is_aborted for devices in self._devices)
+        return not any(devices.is_aborted for devices in self._devices)
 
     def end(self, *, well: bool) -> None:
         """`well`: all ranks destroy their communicators together. Else this one aborts its own, and waits for nobody."""
         while self._devices:
             devices = self._devices.pop(0)
             if not well:
-                devices._of_nccl.abort("the program ends by an error")
+                devices.abort("the program ends by an error")
                 continue
             try:
-                with devices._comm._log.enter("ending NCCL"):
-                    devices._of_nccl.free()
+                devices.disconnect()
             except Exception as error:
                 _log.warning("at the end of the program: %s", error)
                 well = False

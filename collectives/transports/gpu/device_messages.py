@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.buffer import Buffer
-from collectives.communicator.group import Message
 from collectives.diagnosis.record import Log
 from collectives.transports.gpu import cuda
 from collectives.transports.gpu.nccl import Nccl
+from collectives.transports.message import Message
 
 
 def goes_by_nccl(message: Message) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.buffer import address_of
+from collectives.arrays.devices import Device
 from collectives.arrays.dtypes import TABLE, DType
 from collectives.arrays.reduction import TORCH_UFUNCS, UFUNCS
-from collectives.communicator.devices import Device
 
 _BYTES = TABLE["uint8"]
 

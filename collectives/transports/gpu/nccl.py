@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.arrays.devices import Device
 from collectives.arrays.dtypes import TABLE, DType, effective_op
-from collectives.communicator.devices import Device
 from collectives.diagnosis import together
 from collectives.transports.gpu.binding import Binding, Gpu, NcclUnavailableError, RawCommunicator, load, version_text
 from collectives.transports.gpu.lane import Lane, lane_of

@@ -25,8 +25,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum, auto
 from typing import NamedTuple
 
+from collectives.arrays.devices import Device
 from collectives.arrays.dtypes import DType
-from collectives.communicator.devices import Device
 from collectives.transports.gpu.binding import Binding, RawCommunicator
 from collectives.transports.gpu.lane import Lane
 

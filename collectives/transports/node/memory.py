@@ -11,6 +11,7 @@ import mmap
 import os
 import weakref
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
@@ -21,7 +22,6 @@ import numpy as np
 
 from collectives.arrays.buffer import address_of
 from collectives.bench.units import show_bytes
-from collectives.communicator.plans import Plans
 from collectives.diagnosis import together
 
 _ALIGN = mmap.PAGESIZE
@@ -54,8 +54,12 @@ class NodeMemory:
         self._starts: list[int] = []  # their addresses, rising
         self._numbers: list[int] = []  # in the order of these
         self._num_allocated = 0
-        # Of the communicators that know this memory. Forgotten when some is allocated: it may lie where a planned array was.
-        self.plans: weakref.WeakSet[Plans] = weakref.WeakSet()
+        self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def on_allocation(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called whenever memory is allocated here. It is a method of an object, which this does not keep alive."""
+        self._listeners = [other for other in self._listeners if other() is not None]
+        self._listeners.append(weakref.WeakMethod(listener))
 
     def shared(self, nbytes: int) -> np.ndarray:
         """`nbytes` bytes of zeros that are the same memory on every rank."""
@@ -100,8 +104,9 @@ class NodeMemory:
         segments = sorted([*alive, new], key=lambda segment: segment.address)
         self._segments = {segment.number: segment for segment in segments}
         self._starts, self._numbers = [segment.address for segment in segments], list(self._segments)
-        for plans in self.plans:
-            plans.forget()
+        for reference in self._listeners:
+            if (listener := reference()) is not None:
+                listener()
         return flat
 
     @staticmethod

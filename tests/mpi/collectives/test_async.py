@@ -94,9 +94,9 @@ def test_a_message_that_nobody_holds_keeps_its_array(flying: Communicator, is_he
     assert (into == left + 1).all()
     assert all((array == -1.0).all() for array in garbage)
     if comm is not None:
-        assert len(comm._in_flight.transfers) == 2
+        assert len(comm._messages.in_flight.transfers) == 2
         comm.free()
-        assert not comm._in_flight.transfers
+        assert not comm._messages.in_flight.transfers
 
 
 def test_messages_that_nobody_holds_are_let_go_when_they_are_through(flying: Communicator) -> None:
@@ -112,7 +112,7 @@ def test_messages_that_nobody_holds_are_let_go_when_they_are_through(flying: Com
     for _ in waiting:
         flying.isend(np.ones(1), flying.rank, tag=9)
     assert sum(work.wait()[0] for work in waiting) == 40
-    flying._in_flight.finish()
+    flying._messages.in_flight.finish()
     assert all(each() is None for each in alive)
 
 
@@ -150,7 +150,7 @@ def test_checked_mode_finds_that_only_some_ranks_pass_async_op(comm: Communicato
 def test_errors_that_a_rank_cannot_see_alone_are_raised_at_wait(flying: Communicator) -> None:
     if flying.size == 1:
         pytest.skip("one rank cannot differ")
-    checked = Communicator(flying.mpi.Dup(), progress=type(flying._progress)(), checked=True)
+    checked = Communicator(flying.mpi.Dup(), progress=type(flying._queue.progress)(), checked=True)
     work = checked.all_reduce(np.ones(3 if checked.rank else 4), async_op=True)
     for _ in range(2):
         with pytest.raises(ValueError, match="the ranks call different collectives"):
@@ -237,7 +237,7 @@ def test_group_shares_messages_and_keeps_order(flying: Communicator, monkeypatch
     lowest = np.full(2, rank + 1.0)
     gathered = np.empty(n)
     calls = []
-    transport = flying._transports["mpi"]
+    transport = flying._transports.of("mpi")
     for name in ("all_reduce", "broadcast"):
         count = getattr(transport, name)
         monkeypatch.setattr(transport, name, lambda *a, f=count, name=name: (calls.append(name), f(*a)))
@@ -347,7 +347,7 @@ def test_a_group_within_a_group_is_a_part_of_it(flying: Communicator, monkeypatc
     outer, inner, innermost, last = (np.full(3, rank + 1.0) for _ in range(4))
     into = np.empty(1 << 15)
     calls = []
-    transport = flying._transports["mpi"]
+    transport = flying._transports.of("mpi")
     all_reduce = transport.all_reduce
     monkeypatch.setattr(transport, "all_reduce", lambda *a: (calls.append(a), all_reduce(*a)))
     with flying.group():

@@ -325,7 +325,7 @@ def test_local_errors_are_raised_by_the_call_before_anything_is_sent(comm: Commu
             with comm.group(), pytest.raises(kind, match=f"^{re.escape(str(caught.value))}$"):
                 call()
         # every rank made the same mistake; none of them has left a message behind
-        assert not comm._progress.pending()
+        assert not comm._queue.progress.pending()
         assert comm.all_reduce(np.ones(2)).tolist() == [n, n]
 
 
@@ -490,7 +490,7 @@ def test_the_record_shows_the_wait_for_rank_0_s_table(comm: Communicator, monkey
 
     waits: list[str] = []
     part = comm.split(0)
-    mpi, log = part.mpi, str(part._log)
+    mpi, log = part.mpi, str(part._recorder.log)
     monkeypatch.setattr(part, "mpi", Watched())
     part.use_table(part.table)
     start._measured_table(part)
@@ -522,3 +522,23 @@ def test_a_table_is_given_to_all_ranks_alike(comm: Communicator) -> None:
     assert mine.table == mine.node.table == table
     mine.use_table(before)
     assert mine.table == before
+
+
+def test_a_table_is_given_to_all_that_work_for_a_communicator(two_nodes_flying: Communicator) -> None:
+    """The twin for the progress thread, and its ranks of one number on the nodes, which carry out "two_level"."""
+    comm, before = two_nodes_flying, two_nodes_flying.table
+    x = np.ones(64)
+    if "two_level" in comm.algorithms("all_reduce"):
+        comm.all_reduce(x, algorithm="two_level", async_op=True).wait()
+    else:
+        comm.all_reduce(x, async_op=True).wait()
+    assert (x == comm.size).all()
+
+    def workers(of: Communicator) -> list[Communicator]:
+        return [each for other in of._relatives for each in (other, *workers(other))]
+
+    table = Table((Entry("broadcast", "native", "private", 2, 1, ((100, "tree"), (None, "mpi"))),))
+    comm.use_table(table)
+    assert len(workers(comm)) >= (5 if "two_level" in comm.algorithms("all_reduce") else 3)
+    assert all(each.table == table for each in (comm, *workers(comm)))
+    comm.use_table(before)

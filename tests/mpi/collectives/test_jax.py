@@ -285,9 +285,9 @@ def test_what_follows_a_jitted_operation_begins_when_that_has_ended(comm: Commun
             y = steps(x)
             before = jitted(part)
             follow()
-            ended = [each for each in record.last_operations() if each.log is part._for_jax._log]
+            ended = [each for each in record.last_operations() if each.log is log_of_jitted(part)]
             (then,) = [
-                each for each in record.last_operations() if each.log is not part._for_jax._log and each.name == name
+                each for each in record.last_operations() if each.log is not log_of_jitted(part) and each.name == name
             ][-1:]
             assert all(each.state == record.ENDED for each in ended) and jitted(part) - before <= 8
             assert then.begun >= max(each.ended for each in ended), name
@@ -361,9 +361,14 @@ def test_the_wait_for_jitted_operations_is_no_operation(comm: Communicator, monk
     part.free()
 
 
+def log_of_jitted(comm: Communicator) -> record.Log:
+    """The record of the jitted operations of `comm`."""
+    return cj._own_of[comm]._recorder.log
+
+
 def jitted(comm: Communicator) -> int:
     """How many jitted operations of `comm` this rank has entered."""
-    return comm._for_jax._log.sequence
+    return log_of_jitted(comm).sequence
 
 
 def test_jitted_operations_beside_asynchronous_ones(comm: Communicator) -> None:
@@ -392,7 +397,7 @@ def test_its_communicator_goes_with_the_one_it_serves(comm: Communicator) -> Non
     part = comm.split(comm.rank % 2)
     total = jax.jit(lambda x: cj.all_reduce(x, part))(jnp.float32(1))
     assert total == part.size
-    own = part._for_jax
+    own = cj._own_of.get(part)
     assert own is not None and own is not part
     jax.effects_barrier()
     part.free()

@@ -11,7 +11,7 @@ import torch
 from collectives import Communicator, on_all_ranks
 from collectives.arrays.buffer import as_numpy, is_torch
 from collectives.arrays.dtypes import TABLE
-from collectives.transports.node.memory import folder
+from collectives.transports.node.memory import NodeMemory, folder
 
 pytestmark = pytest.mark.one_node
 
@@ -34,6 +34,28 @@ def test_shared_is_one_memory_in_the_library_of_the_dtype(comm: Communicator) ->
             comm.barrier()
             assert x.all(), "everyone's ones"
             comm.barrier()
+
+
+def test_who_listens_hears_of_each_allocation_and_is_not_kept_alive(comm: Communicator) -> None:
+    class Listener:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def hear(self) -> None:
+            heard.append(self._name)
+
+    heard: list[str] = []
+    memory = NodeMemory(comm.mpi)
+    first, second = Listener("first"), Listener("second")
+    for listener in (first, second):
+        memory.on_allocation(listener.hear)
+    memory.shared(8)
+    assert heard == ["first", "second"]
+    del first, listener, second
+    third = Listener("third")
+    memory.on_allocation(third.hear)
+    memory.empty(8)
+    assert heard == ["first", "second", "third"]
 
 
 def test_empty_is_an_array_of_one_s_own(comm: Communicator) -> None:

@@ -18,7 +18,7 @@ def group(comm: Communicator) -> Any:
 
 
 def num_plans(group: Communicator) -> int:
-    return len(group._plans._plans)
+    return len(group._plans)
 
 
 def call_all(group: Communicator, arrays: tuple[Any, ...], rank_value: int) -> None:

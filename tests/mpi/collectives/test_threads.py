@@ -130,7 +130,7 @@ def test_a_second_thread_inside_a_communicator_is_refused(comm: Communicator) ->
     if comm.rank == 0:
         thread = threading.Thread(target=part.barrier)
         thread.start()
-        while part._log.latest.name != "barrier":
+        while part._recorder.log.latest.name != "barrier":
             pass
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: part.all_reduce(x),

@@ -15,8 +15,8 @@ import torch
 from device_model import ModelBinding, ModelTorchKernels, ModelTorchStreams
 
 from collectives import Communicator
+from collectives.arrays.devices import Device
 from collectives.arrays.dtypes import TABLE, DType, effective_op
-from collectives.communicator.devices import Device
 from collectives.transports.gpu import cuda
 from collectives.transports.gpu.cuda import Support, ask
 from collectives.transports.gpu.lane import Lane

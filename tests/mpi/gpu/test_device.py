@@ -169,7 +169,7 @@ def test_one_device_on_each_rank(gpu: Gpu) -> None:
 def test_it_comes_after_what_was_issued_before(gpu: Gpu) -> None:
     """Without a progress thread: an operation on host arrays that waits to be carried out, and now one on the device."""
     comm = gpu.comm
-    assert isinstance(comm._progress, Deferred)
+    assert isinstance(comm._queue.progress, Deferred)
     comm.all_reduce(gpu.full(3, 1))
     x = np.ones(3)
     work = comm.all_reduce(x, async_op=True)

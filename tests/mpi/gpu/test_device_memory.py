@@ -11,7 +11,7 @@ from device_model import POISON, ModelBinding
 from gpu_rig import Gpu, OnGpu
 
 from collectives import Communicator
-from collectives.communicator import devices
+from collectives.arrays import devices
 from collectives.transports.gpu import device
 from collectives.transports.gpu.binding import Gpu as Seat
 from collectives.transports.gpu.lane import Lane

@@ -15,7 +15,7 @@ import torch
 
 import mpitrain
 from collectives import Communicator
-from collectives.communicator.devices import Device
+from collectives.arrays.devices import Device
 from collectives.transports.gpu import cuda
 from collectives.transports.gpu.lane import lane_of
 

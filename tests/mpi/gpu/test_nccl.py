@@ -17,8 +17,8 @@ from closed_forms import inputs, reduced
 from device_model import CONSTANTS, ModelBinding, ModelCommunicator
 
 from collectives import Communicator
+from collectives.arrays.devices import Device
 from collectives.arrays.dtypes import TABLE, DType, DTypeError
-from collectives.communicator.devices import Device
 from collectives.transports.gpu import binding as bindings
 from collectives.transports.gpu import nccl as transport
 from collectives.transports.gpu.lane import Lane

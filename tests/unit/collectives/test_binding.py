@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from collectives.arrays.devices import Device
 from collectives.arrays.dtypes import TABLE
-from collectives.communicator.devices import Device
 from collectives.transports.gpu import binding as bindings
 from collectives.transports.gpu import cuda
 from collectives.transports.gpu.binding import CuPyBinding, Gpu, NcclUnavailableError

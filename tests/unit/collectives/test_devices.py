@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from collectives.arrays import devices
 from collectives.arrays.buffer import Buffer, Device, as_numpy
 from collectives.arrays.dtypes import MOVED, TABLE, DTypeError
-from collectives.communicator import devices
 
 ROWS = TABLE | MOVED
 

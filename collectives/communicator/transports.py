@@ -1,0 +1,116 @@
+"""The transports of a communicator for arrays in host memory, each made when it is first used, and the choice between them."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+from collectives.arrays.dtypes import DType
+from collectives.selection.selector import WITHIN_NODE, Placement, Selector
+from collectives.selection.table import Table
+from collectives.transports.node.memory import NodeMemory
+from collectives.transports.node.shared import Shared
+from collectives.transports.node.staged import Staged
+from collectives.transports.transport import Planner, Transport
+from collectives.transports.two_level import TwoLevel
+
+_log = logging.getLogger("collectives")
+
+
+class Transports:
+    """Of the ranks of `mpi`. `grid[k]`: those on node k, in order; `placement` tells how many they are.
+
+    `memory`: what all ranks see, None on several nodes. `shared`: what goes through it; None where it cannot be had, too.
+    `table`: what "auto" chooses from; `selector`: how it does so.
+    """
+
+    def __init__(
+        self,
+        mpi: Any,
+        grid: Sequence[Sequence[int]],
+        table: Table,
+        *,
+        of_node: "Transports | NodeMemory",
+        across: Callable[[], "Transports"],
+    ) -> None:
+        """Collective. `of_node`: of the ranks of this one's node; of a communicator that is itself a node's, the node's memory.
+
+        `across()`: of the ranks of this one's number on the nodes. It is called once at most, and is collective.
+        """
+        # Modules that start MPI when they are imported: only now.
+        from collectives.transports.executor import Executor
+        from collectives.transports.mpi import Library
+        from collectives.transports.scheduled import Scheduled
+
+        self._mpi, self._grid, self._across = mpi, grid, across
+        self.placement = Placement.of([len(ranks) for ranks in grid])
+        self._executor = Executor(mpi)
+        self._schedule = partial(Scheduled, self._executor, rank=mpi.rank, size=mpi.size)
+        library = Library(mpi)
+        self._made: dict[str, Transport] = {"mpi": library}  # by algorithm
+        self._planners: dict[str, Planner] = {"mpi": library}
+        self._infeasible: dict[str, str] = {}  # algorithms that these ranks cannot run for a reason that only they know
+        self.memory: NodeMemory | None = None
+        self.shared: Shared | None = None
+        self._on_node: Shared | None = None  # what `shared` is for the ranks of this one's node alone
+        if isinstance(of_node, NodeMemory):
+            self.memory = of_node
+            self._share(of_node)
+        else:
+            self._join(of_node)
+        self.use(table)
+
+    def _share(self, memory: NodeMemory) -> None:
+        """Of the ranks of a node: what goes through its memory. Where that cannot be had, all else works."""
+        try:
+            staged = Staged(self._mpi)
+            self.shared = self._on_node = Shared(self._mpi, memory, staged)
+            self._made |= {"staged": staged, "shared": self.shared}
+            self._planners["staged"] = staged
+        except OSError as error:
+            self._infeasible |= dict.fromkeys(WITHIN_NODE, str(error))
+            if self._mpi.rank == 0:
+                _log.warning("collectives on this node go through MPI instead of its memory: %s", error)
+
+    def _join(self, node: "Transports") -> None:
+        """Of ranks that may be on several nodes: what the ranks of a node can do together."""
+        self._on_node = node.shared
+        if len(self._grid) == 1:
+            self.memory, self.shared = node.memory, node.shared
+            self._infeasible |= node._infeasible
+            self._made |= {name: of for name, of in node._made.items() if name in WITHIN_NODE}
+            self._planners |= {name: of for name, of in node._planners.items() if name in WITHIN_NODE}
+        elif not all(self._mpi.allgather(node.shared is not None)):
+            self._infeasible["two_level"] = "a node has no memory to share, see the log"
+
+    def use(self, table: Table) -> None:
+        """Let "auto" choose from `table`, which is the same on all ranks."""
+        self.table = table
+        self.selector = Selector(table, self.placement, self._infeasible)
+
+    def of(self, algorithm: str) -> Transport:
+        """The Transport of an algorithm that is feasible here. The first use of "two_level" is collective, as its operations are."""
+        if algorithm not in self._made:
+            if algorithm == "two_level":
+                assert self._on_node is not None
+                two_level = TwoLevel(self._grid, self._mpi.rank, self._on_node, self._across().chosen)
+                # It has some of the operations alone; the selector chooses it for those.
+                self._made[algorithm] = cast(Transport, two_level)
+            else:
+                self._made[algorithm] = self._schedule(algorithm)
+        return self._made[algorithm]
+
+    def planner(self, algorithm: str) -> Planner | None:
+        """What makes plans of the calls that `algorithm` has carried out, if anything does."""
+        return self._planners.get(algorithm)
+
+    def chosen(self, operation: str, dtype: DType, nbytes: int) -> Transport:
+        """The Transport that "auto" takes for arrays in private memory."""
+        return self.of(self.selector.choose(operation, "auto", dtype=dtype, nbytes=nbytes))
+
+    def free(self) -> None:
+        """Let go of the node's memory, and of MPI's requests."""
+        self._made.clear()
+        self._planners.clear()
+        self.shared = self._on_node = None
+        self._executor.free()

@@ -1,0 +1,29 @@
+"""How the calls of a communicator are noted: in its Log always, and in checked mode compared between its ranks."""
+
+from typing import Any
+
+from collectives.diagnosis.checked import compare_calls
+from collectives.diagnosis.record import Entry, Log
+
+
+class Recorder:
+    """Of the communicator `mpi`. `checked`: whether its ranks compare what they call."""
+
+    def __init__(self, mpi: Any, log: Log, *, checked: bool) -> None:
+        self._mpi, self.log, self.checked = mpi, log, checked
+
+    def enter(
+        self,
+        operation: str,
+        call: str = "",
+        root: int | None = None,
+        op: str | None = None,
+        elements: int = 0,
+        dtype: str = "",
+    ) -> Entry:
+        """Note in the flight record that this rank enters a collective; in checked mode compare it, as `call`, with the others'."""
+        entry = self.log.enter(operation, elements, dtype, op, root)
+        if self.checked:
+            with entry.failing():
+                compare_calls(self._mpi, call or entry.operation.words, entry)
+        return entry
