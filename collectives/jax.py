@@ -48,7 +48,7 @@ from jax.sharding import get_abstract_mesh
 from collectives.arrays.dtypes import effective_op, number_of
 from collectives.communicator.communicator import Communicator, for_callbacks
 from collectives.diagnosis import stacks
-from collectives.diagnosis.monitor.standstill import Standstill
+from collectives.diagnosis.hangs.standstill import Standstill
 from collectives.progress.issued import Announced, Issues
 from collectives.progress.work import Progress, Queued
 

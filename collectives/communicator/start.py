@@ -7,7 +7,7 @@ from collectives import diagnosis
 from collectives.communicator import messages
 from collectives.communicator.communicator import Communicator, take_table
 from collectives.diagnosis.ending import Before
-from collectives.diagnosis.monitor import deadline, monitor, notice
+from collectives.diagnosis.hangs import deadline, monitor, notice
 from collectives.diagnosis.record import Log
 from collectives.environment import check_switches, switch
 from collectives.launcher import check_launcher

@@ -10,7 +10,7 @@ stacks.py: where a thread stands. ending.py: what ends before MPI.
 
 from collectives.diagnosis.checked import compare_calls
 from collectives.diagnosis.dump import set_record_folder
-from collectives.diagnosis.monitor.deadline import set_deadline
+from collectives.diagnosis.hangs.deadline import set_deadline
 from collectives.diagnosis.together import on_all_ranks, together
 from collectives.diagnosis.uncaught import abort_on_uncaught, ends_well, leave_together
 

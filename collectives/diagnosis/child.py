@@ -1,6 +1,6 @@
 """The end of a child process that a rank has forked.
 
-It is no rank: the hooks and the monitor leave it alone (uncaught.py, monitor/monitor.py), and its communicators refuse to work
+It is no rank: the hooks and the monitor leave it alone (uncaught.py, hangs/monitor.py), and its communicators refuse to work
 (progress/unusable.py). MPI itself is left, which mpi4py finalizes when Python is gone, in a child too: MPI_Finalize waits there for
 ever for what it has not got.
 """

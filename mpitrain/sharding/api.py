@@ -17,7 +17,7 @@ from torch import nn
 from collectives import Communicator, Mesh, launched_rank
 from mpitrain.heap import keep_freed_memory
 from mpitrain.sharding.module import ShardedModule, states_of
-from mpitrain.sharding.optim.optimizers import watch_optimizers
+from mpitrain.sharding.optim.step_hooks import watch_optimizers
 from mpitrain.sharding.optim.torch_calls import watch_calls
 from mpitrain.sharding.setup.agreement import check_alike
 from mpitrain.sharding.setup.blocks import stacked_blocks
@@ -27,8 +27,8 @@ from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolic
 from mpitrain.sharding.setup.readiness import check_names, kind_of, promise
 from mpitrain.sharding.step.state import State
 from mpitrain.sharding.unit.ranks import Ranks, group_of, ranks_of
-from mpitrain.sharding.unit.storage import Gathered, Kept, Resident, Shapes, Storage
 from mpitrain.sharding.unit.unit import Unit
+from mpitrain.sharding.unit.unsharding import Gathered, Kept, Resident, Shapes, Storage
 
 _log = logging.getLogger("mpitrain")
 

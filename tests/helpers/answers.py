@@ -6,7 +6,7 @@
 from typing import Any
 
 from collectives.diagnosis import record
-from collectives.diagnosis.monitor.answer import State, Waiting
+from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.record import shown_ranks
 
 

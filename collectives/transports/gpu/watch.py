@@ -1,9 +1,9 @@
 """Watches over what NCCL has on the device: an error there, or a kernel that waits for a peer for ever, ends the job.
 
-A kernel that waits for long is told in a notice first (diagnosis/monitor/notice.py).
+A kernel that waits for long is told in a notice first (diagnosis/hangs/notice.py).
 
 NCCL's calls return at once, and the host then waits in the array library, for a stream: out of reach of the deadline that MPI's waits
-have (diagnosis/monitor/monitor.py), and of the next operation, which would notice an error. So a thread looks, as PyTorch's watchdog
+have (diagnosis/hangs/monitor.py), and of the next operation, which would notice an error. So a thread looks, as PyTorch's watchdog
 does.
 """
 
@@ -15,8 +15,8 @@ from functools import partial
 
 from collectives.diagnosis import dump
 from collectives.diagnosis.ending import abort_job
-from collectives.diagnosis.monitor import notice
-from collectives.diagnosis.monitor.deadline import EXIT_CODE, Deadline
+from collectives.diagnosis.hangs import notice
+from collectives.diagnosis.hangs.deadline import EXIT_CODE, Deadline
 from collectives.transports.gpu.nccl_queue import Queue, Underway
 
 _POLL_S = 0.5

@@ -24,7 +24,7 @@ import torch
 from mpitrain.sharding.setup.reach import check_error, check_graph
 from mpitrain.sharding.setup.tree import Tree
 from mpitrain.sharding.step.fences import Fence
-from mpitrain.sharding.step.gathers import Gathers
+from mpitrain.sharding.step.gather_order import Gathers
 from mpitrain.sharding.step.prefetch import Prefetch
 from mpitrain.sharding.step.reductions import Reductions
 from mpitrain.sharding.unit.gradients import Gradients

@@ -3,7 +3,7 @@
 [Note: kinds of tensors]
 - shard: this rank's rows of a parameter, an `nn.Parameter` that the optimizer steps; what `model.parameters()` shows when idle.
 - full: the whole parameter, another `nn.Parameter` that forward and backward use, shown only then. Both live as long as the unit.
-- full buffer: the full parameters end to end (storage.py).
+- full buffer: the full parameters end to end (unsharding.py).
 - gradient buffer: full gradients of one unit, gathered up for the reduction; the shards' gradients come out of it (gradients.py).
 """
 
@@ -19,7 +19,7 @@ from mpitrain.sharding.unit.gradients import Gradients, where_shards_live
 from mpitrain.sharding.unit.layout import Box, rows_of
 from mpitrain.sharding.unit.ranks import Ranks
 from mpitrain.sharding.unit.rows import guard_shard
-from mpitrain.sharding.unit.storage import Shapes, Storage
+from mpitrain.sharding.unit.unsharding import Shapes, Storage
 
 
 @dataclass

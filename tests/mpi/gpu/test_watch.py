@@ -10,7 +10,7 @@ import pytest
 from device_model import Graph
 from gpu_rig import INDEX, Gpu
 
-from collectives.diagnosis.monitor.notice import Device
+from collectives.diagnosis.hangs.notice import Device
 from collectives.transports.gpu import watch
 from collectives.transports.gpu.lane import Lane
 from collectives.transports.gpu.nccl import connect

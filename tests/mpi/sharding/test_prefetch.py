@@ -11,7 +11,7 @@ from torch import nn
 from collectives import Communicator
 from collectives.progress.work import Deferred, Thread
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard, unshard
-from mpitrain.sharding.unit.storage import Gathered
+from mpitrain.sharding.unit.unsharding import Gathered
 
 WIDTHS = [9, 12, 7, 15]
 

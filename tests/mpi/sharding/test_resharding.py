@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from collectives import Communicator
 from collectives.progress.work import Deferred, Thread
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
-from mpitrain.sharding.unit.storage import Gathered
+from mpitrain.sharding.unit.unsharding import Gathered
 
 
 class Net(nn.Module):

@@ -20,9 +20,9 @@ from collectives.diagnosis import (
     set_record_folder,
     stacks,
 )
-from collectives.diagnosis.monitor import answer, deadline, report
-from collectives.diagnosis.monitor.answer import State, Waiting
-from collectives.diagnosis.monitor.report import abandoned, deadline_report, deadlocked, end_report
+from collectives.diagnosis.hangs import answer, deadline, report
+from collectives.diagnosis.hangs.answer import State, Waiting
+from collectives.diagnosis.hangs.report import abandoned, deadline_report, deadlocked, end_report
 from collectives.diagnosis.record import Log, last_operations, open_operations, shown_ranks
 
 

@@ -8,7 +8,7 @@ import pytest
 from answers import leave_all, state, waiting
 
 from collectives.diagnosis import record, stacks
-from collectives.diagnosis.monitor import answer, deadline, notice, report
+from collectives.diagnosis.hangs import answer, deadline, notice, report
 from collectives.diagnosis.record import Log
 
 

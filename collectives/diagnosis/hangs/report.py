@@ -6,7 +6,7 @@ A `State` is what one rank says of itself (a JSON object); None stands for a ran
 import os
 from collections.abc import Mapping, Sequence
 
-from collectives.diagnosis.monitor.answer import State, Waiting
+from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.record import shown_ranks
 
 

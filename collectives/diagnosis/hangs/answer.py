@@ -5,7 +5,7 @@ import time
 from typing import TypedDict
 
 from collectives.diagnosis import record, stacks
-from collectives.diagnosis.monitor import notice
+from collectives.diagnosis.hangs import notice
 
 
 class Waiting(TypedDict):

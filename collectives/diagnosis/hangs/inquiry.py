@@ -3,8 +3,8 @@
 import time
 from collections.abc import Mapping
 
-from collectives.diagnosis.monitor.answer import State
-from collectives.diagnosis.monitor.notice import Wait
+from collectives.diagnosis.hangs.answer import State
+from collectives.diagnosis.hangs.notice import Wait
 
 ANSWER_S = 5.0  # a rank that has not answered by then is missing
 

@@ -9,7 +9,7 @@ import time
 from typing import NamedTuple
 
 from collectives.diagnosis import record
-from collectives.diagnosis.monitor.deadline import Clock, Deadline
+from collectives.diagnosis.hangs.deadline import Clock, Deadline
 from collectives.environment import seconds_of
 
 DEFAULT_NOTICE_S = 30.0

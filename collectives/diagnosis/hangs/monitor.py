@@ -21,13 +21,13 @@ from typing import Any
 
 from collectives.diagnosis import dump, record, uncaught
 from collectives.diagnosis.ending import Before, abort_job, end_together
-from collectives.diagnosis.monitor import answer, deadline, notice, report
-from collectives.diagnosis.monitor.answer import State, Waiting
-from collectives.diagnosis.monitor.bell import Bell
-from collectives.diagnosis.monitor.deadline import Clock, Deadline, LastResort
-from collectives.diagnosis.monitor.inquiry import ANSWER_S, Inquiry
-from collectives.diagnosis.monitor.post import Post
-from collectives.diagnosis.monitor.standstill import Standstill
+from collectives.diagnosis.hangs import answer, deadline, notice, report
+from collectives.diagnosis.hangs.answer import State, Waiting
+from collectives.diagnosis.hangs.bell import Bell
+from collectives.diagnosis.hangs.deadline import Clock, Deadline, LastResort
+from collectives.diagnosis.hangs.inquiry import ANSWER_S, Inquiry
+from collectives.diagnosis.hangs.post import Post
+from collectives.diagnosis.hangs.standstill import Standstill
 
 _POLL_S = 0.5  # between two looks at messages: costs no measurable time
 _BUSY_POLL_S = 0.05  # while answers are on their way, in checked mode, and when the program has ended
