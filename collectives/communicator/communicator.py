@@ -14,8 +14,8 @@ from collectives.arrays.dtypes import TABLE, DType
 from collectives.communicator import coalescing
 from collectives.communicator.allocation import Allocation
 from collectives.communicator.arguments import color_and_key
-from collectives.communicator.calls import Calls
 from collectives.communicator.control import Control
+from collectives.communicator.dispatch import Dispatch
 from collectives.communicator.group import Groups
 from collectives.communicator.messages import Messages
 from collectives.communicator.operations import Collectives
@@ -107,7 +107,7 @@ class Communicator:
         if memory is not None:
             memory.on_allocation(self._plans.forget)  # it may lie where a planned array was
         self._devices = Devices(mpi, placement=self.placement, recorder=self._recorder, flush=self._queue.flush)
-        self._calls: Calls = Calls(
+        self._dispatch: Dispatch = Dispatch(
             rank=self.rank,
             size=self.size,
             recorder=self._recorder,
@@ -116,9 +116,9 @@ class Communicator:
             transports=self._transports,
             devices=self._devices,
             plans=self._plans,
-            on_progress=lambda: self._on_progress()._calls,
+            on_progress=lambda: self._on_progress()._dispatch,
         )
-        self._collectives = Collectives(self._calls)
+        self._collectives = Collectives(self._dispatch)
         self._messages = Messages(mpi, log=log, queue=self._queue, groups=self._groups, describe=message, reach=reach)
         self._control: Control = Control(
             mpi,

@@ -15,7 +15,7 @@ from collectives.arrays.dtypes import TABLE, DType, effective_op
 from collectives.arrays.reduction import copy
 from collectives.communicator.arguments import fit, overlap, rank_of
 from collectives.communicator.call import Call
-from collectives.communicator.calls import DONE, Calls
+from collectives.communicator.dispatch import DONE, Dispatch
 from collectives.selection.selector import WITHIN_NODE
 from collectives.transports.node.posted import Post
 from collectives.transports.node.shared import Shared
@@ -23,11 +23,11 @@ from collectives.transports.transport import parts
 
 
 class Collectives:
-    """The operations that all ranks call together, carried out by `calls`. Arguments are those of the Communicator's methods."""
+    """The operations that all ranks call together, carried out by `dispatch`. Arguments are those of the Communicator's methods."""
 
-    def __init__(self, calls: Calls) -> None:
-        self.rank, self.size = calls.rank, calls.size
-        self._repeat, self._issue = calls.repeat, calls.issue
+    def __init__(self, dispatch: Dispatch) -> None:
+        self.rank, self.size = dispatch.rank, dispatch.size
+        self._repeat, self._issue = dispatch.repeat, dispatch.issue
 
     def all_reduce(
         self,
@@ -44,13 +44,13 @@ class Collectives:
         raw = effective_op(b.dtype, op)
         call = Call("all_reduce", (b,), algorithm, op=op, accumulate=accumulate)
 
-        def carry_out(calls: Calls) -> Any:
-            if b.device is not None and calls.devices.all_reduce(b, op, algorithm, accumulate):
+        def carry_out(dispatch: Dispatch) -> Any:
+            if b.device is not None and dispatch.devices.all_reduce(b, op, algorithm, accumulate):
                 return b.result()
-            with calls.begin(call) as entry:
+            with dispatch.begin(call) as entry:
                 flat, dtype = _wide(b, entry.algorithm, accumulate)
-                calls.transports.of(entry.algorithm).all_reduce(flat, raw, dtype)
-                calls.keep_plan(key, entry, flat, raw, dtype)
+                dispatch.transports.of(entry.algorithm).all_reduce(flat, raw, dtype)
+                dispatch.keep_plan(key, entry, flat, raw, dtype)
             if dtype is not b.dtype:
                 copy(b.flat, flat)
             return b.result()
@@ -65,13 +65,13 @@ class Collectives:
         lengths, in_place = fit("all_gather", counts, self.rank, self.size, part=("x", src), whole=("out", dst))
         call = Call("all_gather", (dst, src), algorithm, counts=lengths)
 
-        def carry_out(calls: Calls) -> Any:
-            if dst.device is not None and calls.devices.all_gather(dst, src, lengths, algorithm):
+        def carry_out(dispatch: Dispatch) -> Any:
+            if dst.device is not None and dispatch.devices.all_gather(dst, src, lengths, algorithm):
                 return dst.result()
-            with calls.begin(call) as entry:
-                calls.transports.of(entry.algorithm).all_gather(dst.flat, src.flat, lengths)
+            with dispatch.begin(call) as entry:
+                dispatch.transports.of(entry.algorithm).all_gather(dst.flat, src.flat, lengths)
                 if not in_place:
-                    calls.keep_plan(key, entry, dst.flat, src.flat, lengths)
+                    dispatch.keep_plan(key, entry, dst.flat, src.flat, lengths)
             return dst.result()
 
         return self._issue(async_op, call, carry_out, out)
@@ -96,15 +96,15 @@ class Collectives:
         lengths, in_place = fit("reduce_scatter", counts, self.rank, self.size, part=("out", dst), whole=("x", src))
         call = Call("reduce_scatter", (src, dst), algorithm, op=op, counts=lengths, accumulate=accumulate)
 
-        def carry_out(calls: Calls) -> Any:
-            if dst.device is not None and calls.devices.reduce_scatter(dst, src, op, lengths, algorithm, accumulate):
+        def carry_out(dispatch: Dispatch) -> Any:
+            if dst.device is not None and dispatch.devices.reduce_scatter(dst, src, op, lengths, algorithm, accumulate):
                 return dst.result()
-            with calls.begin(call) as entry:
+            with dispatch.begin(call) as entry:
                 flat, dtype = _wide(src, entry.algorithm, accumulate)
                 mine = dst.flat if dtype is src.dtype else np.empty(dst.flat.size, dtype.numpy)
-                calls.transports.of(entry.algorithm).reduce_scatter(mine, flat, raw, lengths, dtype)
+                dispatch.transports.of(entry.algorithm).reduce_scatter(mine, flat, raw, lengths, dtype)
                 if not in_place:
-                    calls.keep_plan(key, entry, mine, flat, raw, lengths, dtype)
+                    dispatch.keep_plan(key, entry, mine, flat, raw, lengths, dtype)
             if dtype is not src.dtype:
                 copy(dst.flat, mine)
             return dst.result()
@@ -124,12 +124,12 @@ class Collectives:
         b = Buffer(x, "x", write_only=self.rank != root)
         call = Call("broadcast", (b,), algorithm, root=root)
 
-        def carry_out(calls: Calls) -> Any:
-            if b.device is not None and calls.devices.broadcast(b, root, algorithm):
+        def carry_out(dispatch: Dispatch) -> Any:
+            if b.device is not None and dispatch.devices.broadcast(b, root, algorithm):
                 return b.result()
-            with calls.begin(call) as entry:
-                calls.transports.of(entry.algorithm).broadcast(b.flat, root)
-                calls.keep_plan(key, entry, b.flat, root)
+            with dispatch.begin(call) as entry:
+                dispatch.transports.of(entry.algorithm).broadcast(b.flat, root)
+                dispatch.keep_plan(key, entry, b.flat, root)
             return b.result()
 
         return self._issue(async_op, call, carry_out, x)
@@ -148,13 +148,13 @@ class Collectives:
         raw = effective_op(b.dtype, op)
         call = Call("reduce", (b,), algorithm, op=op, root=root, accumulate=accumulate)
 
-        def carry_out(calls: Calls) -> Any:
-            if b.device is not None and calls.devices.reduce(b, root, op, algorithm, accumulate):
+        def carry_out(dispatch: Dispatch) -> Any:
+            if b.device is not None and dispatch.devices.reduce(b, root, op, algorithm, accumulate):
                 return b.result()
-            with calls.begin(call) as entry:
+            with dispatch.begin(call) as entry:
                 flat, dtype = _wide(b, entry.algorithm, accumulate)
-                calls.transports.of(entry.algorithm).reduce(flat, raw, root, dtype)
-            if dtype is not b.dtype and calls.rank == root:
+                dispatch.transports.of(entry.algorithm).reduce(flat, raw, root, dtype)
+            if dtype is not b.dtype and dispatch.rank == root:
                 copy(b.flat, flat)
             return b.result()
 
@@ -167,13 +167,13 @@ class Collectives:
             lengths, in_place = fit("gather", None, self.rank, self.size, part=("x", src), whole=("out", dst))
         call = Call("gather", (src,) if dst is None else (src, dst), algorithm, root=root)
 
-        def carry_out(calls: Calls) -> Any:
-            if src.device is not None and calls.devices.gather(dst, src, root, algorithm):
+        def carry_out(dispatch: Dispatch) -> Any:
+            if src.device is not None and dispatch.devices.gather(dst, src, root, algorithm):
                 return dst and dst.result()
-            with calls.begin(call) as entry:
+            with dispatch.begin(call) as entry:
                 if dst is not None and not in_place:
                     dst.flat[slice(*parts(lengths)[root])] = src.flat
-                calls.transports.of(entry.algorithm).gather(None if dst is None else dst.flat, src.flat, root)
+                dispatch.transports.of(entry.algorithm).gather(None if dst is None else dst.flat, src.flat, root)
             return dst and dst.result()
 
         return self._issue(async_op, call, carry_out, out)
@@ -185,13 +185,13 @@ class Collectives:
             lengths, in_place = fit("scatter", None, self.rank, self.size, part=("out", dst), whole=("x", src))
         call = Call("scatter", (dst,) if src is None else (dst, src), algorithm, root=root)
 
-        def carry_out(calls: Calls) -> Any:
-            if dst.device is not None and calls.devices.scatter(dst, src, root, algorithm):
+        def carry_out(dispatch: Dispatch) -> Any:
+            if dst.device is not None and dispatch.devices.scatter(dst, src, root, algorithm):
                 return dst.result()
-            with calls.begin(call) as entry:
+            with dispatch.begin(call) as entry:
                 if src is not None and not in_place:
                     dst.flat[...] = src.flat[slice(*parts(lengths)[root])]
-                calls.transports.of(entry.algorithm).scatter(dst.flat, None if src is None else src.flat, root)
+                dispatch.transports.of(entry.algorithm).scatter(dst.flat, None if src is None else src.flat, root)
             return dst.result()
 
         return self._issue(async_op, call, carry_out, out)
@@ -207,11 +207,11 @@ class Collectives:
             raise ValueError("all_to_all: x and out overlap; pass two separate arrays")
         call = Call("all_to_all", (src, dst), algorithm)
 
-        def carry_out(calls: Calls) -> Any:
-            if dst.device is not None and calls.devices.all_to_all(dst, src, algorithm):
+        def carry_out(dispatch: Dispatch) -> Any:
+            if dst.device is not None and dispatch.devices.all_to_all(dst, src, algorithm):
                 return dst.result()
-            with calls.begin(call) as entry:
-                calls.transports.of(entry.algorithm).all_to_all(dst.flat, src.flat)
+            with dispatch.begin(call) as entry:
+                dispatch.transports.of(entry.algorithm).all_to_all(dst.flat, src.flat)
             return dst.result()
 
         return self._issue(async_op, call, carry_out, out)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # importing it starts MPI
 
 
 class Repeated(Enum):
-    """What `Calls.repeat` gives when a plan was found and carried out."""
+    """What `Dispatch.repeat` gives when a plan was found and carried out."""
 
     DONE = 0
 
@@ -33,7 +33,7 @@ class Repeated(Enum):
 DONE = Repeated.DONE
 
 
-class Calls:
+class Dispatch:
     """Carries out the `Call`s of one communicator: in host memory by its transports, in GPU memory by its devices."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Calls:
         transports: Transports,
         devices: "Devices",
         plans: Plans,
-        on_progress: "Callable[[], Calls]",
+        on_progress: "Callable[[], Dispatch]",
     ) -> None:
         """`on_progress()`: what carries out asynchronous operations, this one or its twin for the progress thread."""
         self.rank, self.size = rank, size
@@ -61,13 +61,13 @@ class Calls:
         self,
         async_op: bool,
         call: Call,
-        carry_out: "Callable[[Calls], Any]",
+        carry_out: "Callable[[Dispatch], Any]",
         result: Any,
         post: Callable[[Shared], Post] | None = None,
     ) -> Any:
         """Carry out a call whose arrays are checked: now, or later as a Work or with its group.
 
-        `carry_out(calls)`: by those of the communicator that is to do it. `result`: the caller's array, in which a group leaves the
+        `carry_out(dispatch)`: by that of the communicator which is to do it. `result`: the caller's array, in which a group leaves the
         result. `post(transport)`: posts it, where it may be carried out so: see `_posted`.
         """
         if call.accumulate not in (None, "fp32"):
