@@ -61,8 +61,8 @@ def pair_of(
     return shard(model, comm, way, blocks(model), **more), plain
 
 
-def partly_sharded() -> nn.Sequential:
-    """The plain model of `pair_with_a_part_on_every_rank`, of 5 inputs."""
+def small_model() -> nn.Sequential:
+    """A model of 5 inputs, with a norm among its layers."""
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 3))
 
 
@@ -71,9 +71,9 @@ def pair_with_a_part_on_every_rank(
 ) -> tuple[nn.Sequential, nn.Sequential]:
     """A model with a sharded block and a last part that every rank has whole, and a plain one with the same values."""
     torch.manual_seed(0)
-    model = partly_sharded()
+    model = small_model()
     torch.manual_seed(0)
-    plain = partly_sharded()
+    plain = small_model()
     shard(model[0], comm, way, **more)
     return shard(model, comm, way, ignored_params=model[4].parameters(), **more), plain
 
