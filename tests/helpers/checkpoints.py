@@ -1,6 +1,8 @@
 """Small checkpoints for tests: how one is saved, read and damaged, what lies in a folder, and what a command prints."""
 
+import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,11 @@ def tensors(checkpoint: Path | None) -> dict[str, tuple[str, tuple[int, ...], by
 def names(place: str | os.PathLike[str]) -> list[str]:
     """What lies in a folder, be it a local or a remote one, in order."""
     return sorted(names_in(absolute(place)))
+
+
+def owner(pid: int, host: str | None = None, start: str | None = None) -> str:
+    """What a save of that process, on this host or another, writes of itself into `.owner`."""
+    return json.dumps({"host": host or socket.gethostname(), "pid": pid, "start": start, "token": "t"})
 
 
 def flip_bit(file: Path, at: int | bytes = -1) -> None:

@@ -1,10 +1,8 @@
 """All or nothing: names, replacement, retention, what dead jobs leave, and a crash at every step of a save."""
 
-import json
 import os
 import re
 import resource
-import socket
 import stat
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import names, printed, save, value_of
+from checkpoints import names, owner, printed, save, value_of
 
 import ckpt
 from ckpt.commit import atomic, leftovers, removal
@@ -183,10 +181,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=str(tmp_path / "file")):
         save(tmp_path / "file" / "a")
-
-
-def owner(pid, host=None, start=None):
-    return json.dumps({"host": host or socket.gethostname(), "pid": pid, "start": start, "token": "t"})
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

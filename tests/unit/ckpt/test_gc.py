@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 import xxhash
-from checkpoints import names, printed, save
+from checkpoints import names, owner, printed, save
 
 import ckpt
 from ckpt.cli import main
@@ -83,10 +82,6 @@ def test_incomplete_ones_that_may_be_whole_stay(steps, capsys):
     out = printed(capsys, "gc", steps, "--incomplete")
     assert "may be whole: the manifest cannot be used: it is of format version" in out
     assert "holds 'thesis.tex', which no save made" in out and out.endswith("nothing to remove\n")
-
-
-def owner(pid, host=None, start=None):
-    return json.dumps({"host": host or socket.gethostname(), "pid": pid, "start": start, "token": "t"})
 
 
 def test_what_dead_jobs_left_goes_what_living_ones_write_does_not(tmp_path, capsys, monkeypatch):
