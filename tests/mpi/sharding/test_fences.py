@@ -16,6 +16,7 @@ from collectives import Communicator
 from mpitrain.sharding import clip_grad_norm_, fully_shard, unshard
 
 STEPS = 6
+several_ranks = pytest.mark.ranks(2, 3, 4)  # one rank waits for nobody
 
 
 class Slow(nn.Module):
@@ -94,6 +95,7 @@ def behind(model: Any) -> int:
     return counts[0] + 1  # the one of this module was waited for
 
 
+@several_ranks
 @pytest.mark.parametrize("nodes", ["comm", "two_nodes", "two_nodes_flying"])
 @pytest.mark.parametrize("options", [{"storage": "resident"}, {"stage": 2, "storage": "private"}])
 def test_slow_ranks_change_nothing(
@@ -170,6 +172,7 @@ WRITERS = {
 }
 
 
+@several_ranks
 @pytest.mark.one_node
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_rank_writes_when_the_others_have_read(comm: Communicator, writer: str) -> None:
@@ -193,6 +196,7 @@ def test_a_rank_writes_when_the_others_have_read(comm: Communicator, writer: str
     late.remove()
 
 
+@several_ranks
 @pytest.mark.one_node
 def test_an_average_is_swapped_in_when_the_others_have_read(comm: Communicator) -> None:
     model = two_linears(comm)

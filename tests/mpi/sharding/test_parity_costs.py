@@ -1,11 +1,13 @@
 """What a step of a sharded model costs besides numbers: collectives, the memory of frozen parameters. And compiled blocks."""
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
+from extent import extent
 from parity_models import CASES, gpt, language_loss, low_rank_gpt
 from sharded_models import STORAGES, mine
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -82,8 +84,10 @@ def test_what_is_frozen_costs_neither_gradients_nor_reductions(comm: Communicato
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler looks at it, and hides that
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    ("in_place", "storage"),
+    extent([(True, "private"), (False, "resident")], [*itertools.product([True, False], STORAGES)]),
+)
 def test_compiled_blocks(comm: Communicator, in_place: bool, storage: str) -> None:
     """Compiled before they are sharded: the compiled code takes the full parameters, as the plain code does, in each step."""
     torch._dynamo.reset()
