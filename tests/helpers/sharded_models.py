@@ -17,15 +17,15 @@ BATCH = 12  # rows; 1, 2, 3 and 4 ranks divide it
 M = TypeVar("M", bound=nn.Module)
 
 
-def mine(comm: Communicator, num_rows: int = BATCH) -> slice:
+def mine(comm: Communicator) -> slice:
     """The rows of a batch that this rank computes."""
-    each = num_rows // comm.size
+    each = BATCH // comm.size
     return slice(each * comm.rank, each * (comm.rank + 1))
 
 
-def floats(step: int, *shape: int, num_rows: int = BATCH) -> torch.Tensor:
+def floats(step: int, *shape: int) -> torch.Tensor:
     """The batch of a step: random numbers, the same on every rank."""
-    return torch.randn(num_rows, *shape, generator=torch.Generator().manual_seed(step))
+    return torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(step))
 
 
 def loss_of(model: nn.Module, step: int = 0, rows: slice = slice(None), *, width: int = 5) -> torch.Tensor:
