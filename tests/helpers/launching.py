@@ -57,6 +57,11 @@ def launch(num_ranks: int, *args: str, env: Mapping[str, str] | None = None, **o
     return result
 
 
+def collectives_alone(*arguments: str) -> Result:
+    """`python -m collectives` without mpirun, on a terminal of 100 columns."""
+    return run([sys.executable, "-m", "collectives", *arguments], cwd=ROOT, env={"COLUMNS": "100"})
+
+
 def run(
     command: Sequence[str | Path],
     *,

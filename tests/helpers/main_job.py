@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from checkpoints import tensors
 from launching import Result, launch, run
 
 import ckpt
@@ -67,13 +67,6 @@ def outcome(folder: Path) -> list[tuple[Any, ...]]:
     """What of metrics.jsonl depends on the computation alone, not on the clock."""
     kept = ("step", "loss", "lr", "grad_norm", "heldout_loss")
     return [tuple(line.get(key) for key in kept) for line in metrics(folder)]
-
-
-def tensors(checkpoint: Path | None) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Everything in a checkpoint, as bytes."""
-    assert checkpoint is not None
-    arrays = {name: np.asarray(entry.read()) for name, entry in ckpt.open(checkpoint).items()}
-    return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in arrays.items()}
 
 
 def assert_same_end(folder: Path, other: Path) -> None:

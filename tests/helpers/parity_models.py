@@ -3,8 +3,10 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from sharded_models import BATCH, floats, loss_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +15,6 @@ from mpitrain.models import GPT, GPTConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # transformers makes models from configurations here and downloads nothing
 
-BATCH = 12  # rows; 1, 2, 3 and 4 ranks divide it
 VOCAB = 13
 
 
@@ -25,10 +26,11 @@ class Case:
     loss: Callable[[nn.Module, int, slice], torch.Tensor]
     blocks: Callable[[nn.Module], list[nn.Module]]
     whole_batch: bool = False  # of every rank, since the rows of a batch depend on each other
-
-
-def floats(step: int, *shape: int) -> torch.Tensor:
-    return torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(step))
+    every_way: bool = False  # test_parity.py shards the model in all of WAYS; the other models in some
+    lr: float = 3e-3  # of AdamW, as `eps`
+    eps: float = 1e-4
+    losses: tuple[float, float] = (1e-4, 1e-5)  # the relative and the absolute tolerance; test_parity.py says why
+    grads: tuple[float, float] = (1e-3, 1e-5)
 
 
 def tokens(step: int, length: int = 7) -> torch.Tensor:
@@ -37,7 +39,7 @@ def tokens(step: int, length: int = 7) -> torch.Tensor:
 
 def language_loss(model: nn.Module, step: int, rows: slice) -> torch.Tensor:
     x = tokens(step)[rows]
-    return cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+    return cross_entropy(model(x[:, :-1]).float().flatten(0, 1), x[:, 1:].flatten())
 
 
 def regression_loss(model: nn.Module, step: int, rows: slice) -> torch.Tensor:
@@ -52,6 +54,40 @@ def mlp() -> nn.Module:
 
 def gpt(*, tied: bool) -> nn.Module:
     return GPT(GPTConfig(vocab=VOCAB, context=8, width=12, layers=2, heads=3, tied=tied))
+
+
+class Odd(nn.Module):
+    """Sizes that no number of ranks divides, vectors of one element, a frozen layer, one never used and one used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.twice = nn.Sequential(nn.Linear(7, 7), nn.Tanh())
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.last = nn.Linear(7, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.twice(self.twice(self.first(x)))
+        return self.last(self.frozen(x) * self.scale)
+
+
+class Tied(nn.Module):
+    """An embedding that is also the head, around two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU()) for _ in range(2))
+        self.head = nn.Linear(6, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
 
 
 class Residual(nn.Module):
@@ -284,7 +320,12 @@ def t5_loss(model: nn.Module, step: int, rows: slice) -> torch.Tensor:
     return model(input_ids=tokens(step)[rows], labels=tokens(step + 100, 5)[rows]).loss
 
 
+# fp32 sums over few rows of small layers, and a rate so high that little of a difference would stay hidden
+STRICT: dict[str, Any] = {"every_way": True, "lr": 1e-2, "eps": 1e-8, "losses": (1e-5, 1e-6), "grads": (1e-4, 1e-6)}
+
 CASES = {
+    "odd": Case(Odd, loss_of, lambda model: [model.first, model.twice], **STRICT),
+    "tied": Case(Tied, language_loss, lambda model: [*model.blocks], **STRICT),
     "mlp": Case(mlp, regression_loss, lambda model: [*model[1:4]]),
     "gpt, tied": Case(lambda: gpt(tied=True), language_loss, lambda model: [*model.blocks]),
     "gpt, untied": Case(

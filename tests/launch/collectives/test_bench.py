@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from extent import extent
-from launching import ROOT, Result, launch
+from launching import ROOT, Result, collectives_alone, launch
 
 from collectives.selection.table import Entry, Table
 
@@ -17,11 +17,6 @@ WIDE = {"COLUMNS": "120"}
 def collectives(num_ranks: int, *arguments: str, cache: Path | None = None) -> Result:
     env = WIDE if cache is None else {**WIDE, "MPITRAIN_CACHE_DIR": str(cache)}
     return launch(num_ranks, "-m", "collectives", *arguments, cwd=ROOT, env=env, timeout_s=60)
-
-
-def alone(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "collectives", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 # bench
@@ -94,11 +89,11 @@ def test_report_needs_no_mpi(tmp_path: Path) -> None:
     for file in files:
         result = collectives(2, "bench", "--sizes", "1KiB", "--rounds", "2", "--json", file)
         assert result.returncode == 0, str(result)
-    shown = alone("report", *files)
+    shown = collectives_alone("report", *files)
     assert shown.returncode == 0, shown.stderr
     assert "all_reduce, float32, private memory, 2 ranks on 1 node, 2 launches" in " ".join(shown.stdout.split())
     written = tmp_path / "report.md"
-    assert alone("report", *files, "--markdown", str(written)).returncode == 0
+    assert collectives_alone("report", *files, "--markdown", str(written)).returncode == 0
     assert "| 1 KiB | " in written.read_text()
     broken = tmp_path / "broken.json"
     broken.write_text("{}")
@@ -106,7 +101,7 @@ def test_report_needs_no_mpi(tmp_path: Path) -> None:
         (broken, "is no file of `python -m collectives bench --json`"),
         (tmp_path / "none", "No such file"),
     ):
-        refused = alone("report", str(file))
+        refused = collectives_alone("report", str(file))
         assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1), refused.stderr
         assert text in refused.stderr
 

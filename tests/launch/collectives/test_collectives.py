@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from extent import extent
-from launching import ROOT, Result, launch
+from launching import ROOT, Result, collectives_alone, launch
 
 from collectives.environment import SWITCHES
 from collectives.schedules import BUILDERS
@@ -230,16 +230,8 @@ comm.barrier()
 # The command line
 
 
-def alone(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m collectives` without mpirun."""
-    command = [sys.executable, "-m", "collectives", *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "COLUMNS": "100"}, capture_output=True, text=True, timeout=60
-    )
-
-
 def test_check_proves_every_schedule_without_mpi() -> None:
-    result = alone("check", "--ranks", "2,5,33")
+    result = collectives_alone("check", "--ranks", "2,5,33")
     assert result.returncode == 0, result.stderr
     rows = [line.split() for line in result.stdout.splitlines() if line.rstrip().endswith(" yes")]
     names = [(operation, algorithm) for operation, algorithms in BUILDERS.items() for algorithm in algorithms]
@@ -277,7 +269,7 @@ sys.exit(cli.main(["check", "--ranks", "2,4"]))
 
 
 def test_info_with_and_without_mpirun() -> None:
-    for ranks, result in ((1, alone("info")), (2, launch(2, "-m", "collectives", "info", cwd=ROOT))):
+    for ranks, result in ((1, collectives_alone("info")), (2, launch(2, "-m", "collectives", "info", cwd=ROOT))):
         assert result.returncode == 0, result.stderr
         rows = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in result.stdout.splitlines() if line.strip())
         assert rows["ranks"] == str(ranks)
@@ -333,7 +325,7 @@ def test_a_command_with_bad_input_ends_with_an_error(arguments: list[str], text:
 
 
 def test_bench_needs_two_ranks() -> None:
-    result = alone("bench")
+    result = collectives_alone("bench")
     assert (result.returncode, result.stdout) == (2, "")
     assert "bench needs at least two ranks: mpirun -np 2 python -m collectives bench" in result.stderr
 

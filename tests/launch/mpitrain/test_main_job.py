@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from checkpoints import flip_bit, tensors
 from extent import extent
 from launching import ROOT, clean_environment, end_session, is_open_mpi, job_environment, launch, run
 from main_job import (
@@ -27,7 +28,6 @@ from main_job import (
     losses,
     metrics,
     outcome,
-    tensors,
     train,
     trained,
 )
@@ -163,9 +163,7 @@ def test_a_run_stopped_by_a_signal_goes_on_to_the_same_bits(corpus: Path, tmp_pa
     assert len(losses(folder)) == step
 
     # What is damaged since comes from the copy.
-    data = bytearray((newest / "rank-00001.h5").read_bytes())
-    data[-1] ^= 1
-    (newest / "rank-00001.h5").write_bytes(data)
+    flip_bit(newest / "rank-00001.h5")
     resumed = trained(2, folder, corpus, *copies)
     assert f"goes on from {newest}" in resumed.stdout
     assert f"rank 1 of 2]; going on with the copy {place / newest.name}" in resumed.stderr, str(resumed)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkpoints import tensors
 from launching import ROOT, Result, launch, run
-from main_job import assert_same_end, command, small_disk, tensors, train, trained
+from main_job import assert_same_end, command, small_disk, train, trained
 
 import ckpt
 

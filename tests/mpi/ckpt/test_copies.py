@@ -6,10 +6,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from checkpoints import flip_bit, names
 
 import ckpt
 import collectives
-from ckpt.storage.places import absolute, names_in, read_all
+from ckpt.storage.places import absolute, read_all
 
 ROWS = 1 << 16  # 512 KiB a rank
 
@@ -22,10 +23,6 @@ def place(request, shared_tmp):
 
 def shard(comm, value):
     return ckpt.Shard(np.full((ROWS, 1), float(value + comm.rank)), (ROWS * comm.size, 1), (ROWS * comm.rank, 0))
-
-
-def names(place):
-    return sorted(names_in(absolute(place)))
 
 
 @contextmanager
@@ -96,10 +93,7 @@ def test_damage_that_one_rank_meets_takes_all_to_the_copy(comm, shared_tmp, plac
     path = ckpt.save(shared_tmp / "home" / "a", {"x": shard(comm, 1)}, comm=comm, copies=[place])
     comm.barrier()
     if comm.rank == comm.size - 1:
-        file = path / f"rank-{comm.rank:05d}.h5"
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
+        flip_bit(path / f"rank-{comm.rank:05d}.h5")
     comm.barrier()
     out = shard(comm, 0)
     with warned(comm, rf"rank-{comm.size - 1:05d}\.h5 is damaged.*; going on with the copy .*copy/a"):

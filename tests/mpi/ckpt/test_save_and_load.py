@@ -10,6 +10,7 @@ import h5py
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoints import flip_bit, names
 
 import ckpt
 import collectives
@@ -266,10 +267,6 @@ def test_an_error_in_the_background_comes_with_the_next_call(comm, shared_tmp):
 # Errors
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
 def refused(comm, error, message, action):
     """`action` raises the same `error` on all ranks; returns its text."""
     with pytest.raises(error, match=message) as caught:
@@ -387,10 +384,7 @@ def test_damage_that_one_rank_finds_is_an_error_on_all(comm, shared_tmp):
     path = ckpt.save(shared_tmp / "a", tensors, comm=comm)
     comm.barrier()
     if comm.rank == 0:
-        file = path / f"rank-{comm.size - 1:05d}.h5"
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
+        flip_bit(path / f"rank-{comm.size - 1:05d}.h5")
     comm.barrier()
     message = rf"tensor 'x': rank-{comm.size - 1:05d}\.h5 is damaged"
     refused(comm, ckpt.CheckpointError, message, lambda: ckpt.load(path, tensors, comm=comm))

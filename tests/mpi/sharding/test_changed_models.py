@@ -1,7 +1,12 @@
 """A model that is changed after fully_shard: an error on all ranks where the change would be lost, else it works."""
 
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import pytest
 import torch
+from sharded_models import STORAGES
 from torch import nn
 from ways import spread
 
@@ -10,7 +15,7 @@ from mpitrain.sharding import fully_shard
 
 pytestmark = pytest.mark.ranks(1, 2)
 
-STORAGES = ["resident", "private"]
+Change = Callable[[nn.Sequential], None]
 WIDTH = 8  # so that each of four ranks has rows of each unit: one without could not tell that its memory was replaced
 
 
@@ -68,30 +73,38 @@ def cast_a_part(model: nn.Sequential) -> None:
 
 
 CHANGES = [wrap, append, replace_module, replace_parameter, give_a_bias, register, delete, replace_memory, cast_a_part]
-WHEN = ["before the first forward", "later", "between forward and backward"]
+CAUGHT_BY_A_BACKWARD = [replace_parameter, delete, replace_memory, cast_a_part]
+PUT_BACK = [replace_parameter, delete]  # by the backward that caught the change
+
+refused = functools.partial(pytest.raises, RuntimeError, match="replaced after fully_shard")
+
+
+def name_of(value: object) -> str | None:
+    return getattr(value, "__name__", None)
 
 
 @pytest.mark.parametrize(
-    ("change", "when", "storage"), spread(CHANGES, WHEN, STORAGES), ids=lambda value: getattr(value, "__name__", None)
+    ("change", "storage", "when"), spread(CHANGES, STORAGES, ["before the first forward", "later"]), ids=name_of
 )
-def test_parameters_added_or_replaced_are_refused(comm: Communicator, change, when: str, storage: str) -> None:
+def test_parameters_added_or_replaced_are_refused(comm: Communicator, change: Change, storage: str, when: str) -> None:
     model, x = sharded(comm, storage), torch.ones(2, WIDTH)
-    if when != "before the first forward":
+    if when == "later":
         model(x).sum().backward()
-    if when == "between forward and backward":
-        if change in (replace_memory, cast_a_part):
-            return  # looked for where the shards are not: with the next forward
-        loss = model(x).sum()
-        change(model)
-        if change in (replace_parameter, delete):
-            with pytest.raises(RuntimeError, match="replaced after fully_shard"):
-                loss.backward()
-            model(x).sum().backward()  # what was replaced is back
-            return
-    else:
-        change(model)
-    with pytest.raises(RuntimeError, match="replaced after fully_shard"):
+    change(model)
+    with refused():
         model(x)
+
+
+@pytest.mark.parametrize(("change", "storage"), spread(CHANGES, STORAGES), ids=name_of)
+def test_parameters_replaced_between_forward_and_backward(comm: Communicator, change: Change, storage: str) -> None:
+    model, x = sharded(comm, storage), torch.ones(2, WIDTH)
+    model(x).sum().backward()
+    loss = model(x).sum()
+    change(model)
+    with refused() if change in CAUGHT_BY_A_BACKWARD else nullcontext():
+        loss.backward()
+    with nullcontext() if change in PUT_BACK else refused():
+        model(x).sum().backward()
 
 
 @pytest.mark.parametrize("storage", STORAGES)

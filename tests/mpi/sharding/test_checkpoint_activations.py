@@ -1,18 +1,22 @@
 """Blocks whose activations are computed again: the same bits as without, for any way to shard, and less memory."""
 
 import copy
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from parity_models import BATCH, CASES
+from extent import extent
+from parity_models import CASES
+from sharded_models import mine, shard
 from torch import nn
-from ways import WAYS, options_of, spread
+from ways import WAYS, spread
 
 import mpitrain
 from collectives import Communicator
 from mpitrain.memory.step import Tracker
-from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
+from mpitrain.sharding import MixedPrecisionPolicy
 
 pytestmark = pytest.mark.ranks(1, 2)
 
@@ -55,18 +59,14 @@ def loss_of(model: nn.Module, seed: int, length: int = 5) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x).float().flatten(0, 1), x.roll(1, 1).flatten())
 
 
-def sharded(comm: Communicator, way: str, order: str, **more: object) -> Model:
+def sharded(comm: Communicator, way: str, order: str, **more: Any) -> Model:
     """`order`: when its blocks are checkpointed: "before" or "after" it is sharded, or "never"."""
     torch.manual_seed(0)
     model = Model()
-    options = options_of(comm, way)
-    mesh = options.pop("mesh", comm)
     if order == "before":
         mpitrain.checkpoint_activations(model)
-    fully_shard(model.blocks[0].body[3], mesh, **options, **more)  # within a block
-    for block in model.blocks:
-        fully_shard(block, mesh, **options, **more)
-    fully_shard(model, mesh, **options, **more)
+    within = model.blocks[0].body[3]
+    shard(model, comm, way, [within, *model.blocks], **more)
     if order == "after":
         mpitrain.checkpoint_activations(model)
     return model
@@ -104,13 +104,13 @@ def test_the_same_bits(comm: Communicator, way: str, low: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), order
 
 
-@pytest.mark.parametrize("way", ["stage 3", "stage 3, private"])
-@pytest.mark.parametrize(
-    "name", ["mlp", "gpt, tied", "gpt, untied", "encoder and decoder", "low rank", "twice", "Llama", "T5"]
-)
+KINDS = ["mlp", "gpt, tied", "gpt, untied", "encoder and decoder", "low rank", "twice", "Llama", "T5"]
+IN_TURN = [(name, ["stage 3", "stage 3, private"][i % 2]) for i, name in enumerate(KINDS)]
+
+
+@pytest.mark.parametrize(("name", "way"), extent(IN_TURN, [*itertools.product(KINDS, ["stage 3", "stage 3, private"])]))
 def test_models_of_many_kinds(comm: Communicator, name: str, way: str) -> None:
     case = CASES[name]
-    mine = slice(BATCH // comm.size * comm.rank, BATCH // comm.size * (comm.rank + 1))
     seen = []
     for blocks in (None, "itself", "named"):
         torch.manual_seed(0)
@@ -121,13 +121,13 @@ def test_models_of_many_kinds(comm: Communicator, name: str, way: str) -> None:
             mpitrain.checkpoint_activations(
                 model, [block for block in case.blocks(model) if next(block.children(), None)]
             )
-        fully_shard(model, comm, **options_of(comm, way))
+        shard(model, comm, way)
         if blocks == "itself":
             mpitrain.checkpoint_activations(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         of_model = []
         for step in range(2):
-            loss = case.loss(model, step, mine)
+            loss = case.loss(model, step, mine(comm))
             loss.backward()
             of_model += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
             optimizer.step()

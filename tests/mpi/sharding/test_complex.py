@@ -1,12 +1,12 @@
 """Complex parameters, sharded: the same values as the plain model's, in training and in every file they go to."""
 
-import copy
 from pathlib import Path
 
 import pytest
 import torch
+from sharded_models import assert_same, loss_of, mine, pair_of
 from torch import nn
-from ways import WAYS, options_of, spread
+from ways import WAYS, spread
 
 import ckpt
 import mpitrain
@@ -15,13 +15,16 @@ from mpitrain.init import Constant, Normal
 from mpitrain.sharding import EMA, GradScaler, MixedPrecisionPolicy, fully_shard, sync_buffers
 from mpitrain.sharding.unit.layout import rows_of
 
+# As in test_parity.py, relative to the largest element, of which a complex number's smaller part has the rounding.
+TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
+
 
 class Spectral(nn.Module):
     """A layer in the frequency domain, of sizes that no number of ranks divides, between two of real numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 6)
+        self.first = nn.Linear(5, 6)
         self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
         self.phase = nn.Parameter(torch.randn((), dtype=torch.complex64))
         self.wide = nn.Parameter(torch.randn(7, 3, dtype=torch.complex128))
@@ -35,36 +38,9 @@ class Spectral(nn.Module):
         return self.last(x.to(self.last.weight.dtype))
 
 
-def pair(comm: Communicator, way: str, policy: MixedPrecisionPolicy | None = None) -> tuple[Spectral, Spectral]:
-    torch.manual_seed(0)
-    plain = Spectral()
-    model = copy.deepcopy(plain)
-    options = options_of(comm, way)
-    return fully_shard(model, options.pop("mesh", comm), **options, mp_policy=policy), plain
-
-
-def loss_of(model: nn.Module, step: int, rows: slice = slice(None)) -> torch.Tensor:
-    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
-    return model(x[rows]).float().square().mean()
-
-
-def mine(comm: Communicator) -> slice:
-    return slice(12 // comm.size * comm.rank, 12 // comm.size * (comm.rank + 1))
-
-
-def assert_same(model: nn.Module, plain: nn.Module, *, grads: bool) -> None:
-    for (name, shard), full in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        got, want = (shard.grad, full[1].grad) if grads else (shard.detach(), full[1].detach())
-        box = getattr(shard, "shard_box", None)
-        # As in test_parity.py, relative to the largest element, of which a complex number's smaller part has the rounding.
-        torch.testing.assert_close(
-            got, want if box is None else rows_of(want, box), rtol=1e-3, atol=1e-4, msg=lambda s, n=name: f"{n}: {s}"
-        )
-
-
 @pytest.mark.parametrize("way", [way for (way,) in spread(WAYS)])
 def test_training(comm: Communicator, way: str) -> None:
-    model, plain = pair(comm, way)
+    model, plain = pair_of(Spectral, comm, way)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
     for step in range(4):
         with model.no_sync():
@@ -72,19 +48,19 @@ def test_training(comm: Communicator, way: str) -> None:
         loss_of(plain, 100 + step).backward()
         loss_of(model, step, mine(comm)).backward()
         loss_of(plain, step).backward()
-        assert_same(model, plain, grads=True)
+        assert_same(model, plain, grads=True, **TOLERANCE)
         norm = mpitrain.clip_grad_norm_(model, 0.5)
         want = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         torch.testing.assert_close(norm, want.double(), rtol=1e-4, atol=1e-6)
-        assert_same(model, plain, grads=True)
+        assert_same(model, plain, grads=True, **TOLERANCE)
         for each in optimizers:
             each.step()
             each.zero_grad()
-    assert_same(model, plain, grads=False)
+    assert_same(model, plain, grads=False, **TOLERANCE)
 
 
 def test_in_a_checkpoint_in_full_and_in_weights(comm: Communicator, shared_tmp: Path) -> None:
-    model, plain = pair(comm, "stage 3")
+    model, plain = pair_of(Spectral, comm, "stage 3")
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
     ema = EMA(model, 0.5)
     scaler = GradScaler(model, scale=4.0)
@@ -116,7 +92,7 @@ def test_in_a_checkpoint_in_full_and_in_weights(comm: Communicator, shared_tmp: 
         loss_of(each, 1).backward()
     its.step()
     optimizers[1].step()
-    assert_same(other, plain, grads=False)
+    assert_same(other, plain, grads=False, **TOLERANCE)
     assert all(value.dtype == other.get_parameter(name).dtype for name, value in its_ema.tensors.items())
 
     mpitrain.load_full_state_dict(other, whole if comm.rank == 0 else mpitrain.full_state_dict(other))
@@ -124,7 +100,9 @@ def test_in_a_checkpoint_in_full_and_in_weights(comm: Communicator, shared_tmp: 
 
 
 def test_mixed_precision_leaves_them_as_they_are(comm: Communicator) -> None:
-    model, plain = pair(comm, "stage 3, private", MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model, plain = pair_of(
+        Spectral, comm, "stage 3, private", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    )
     loss_of(model, 0, mine(comm)).backward()
     loss_of(plain, 0).backward()
     for name in ("weight", "phase", "wide"):
@@ -135,7 +113,7 @@ def test_mixed_precision_leaves_them_as_they_are(comm: Communicator) -> None:
 
 
 def test_initial_values_do_not_depend_on_the_number_of_ranks(comm: Communicator) -> None:
-    model, plain = pair(comm, "stage 3")
+    model, plain = pair_of(Spectral, comm, "stage 3")
     for each in (model, plain):
         mpitrain.initialize(each, lambda name: Constant(2.0) if name == "wide" else Normal(1.0))
     assert plain.weight.imag.abs().min() > 0 and plain.phase.imag != 0
@@ -158,16 +136,14 @@ class Conjugated(nn.Module):
 
 
 def test_conjugates(comm: Communicator) -> None:
-    torch.manual_seed(0)
-    plain = Conjugated()
-    model = fully_shard(copy.deepcopy(plain), comm)
+    model, plain = pair_of(Conjugated, comm)
     x = torch.ones(2, 4)
     sync_buffers(model)
     for each in (model, plain):
         each(x).sum().backward()
         for param in each.parameters():
             param.grad = param.grad.resolve_conj() if each is plain else param.grad
-    assert_same(model, plain, grads=True)
+    assert_same(model, plain, grads=True, **TOLERANCE)
     for order in (2.0, float("inf")):  # torch's, of gradients that are all complex
         norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5, order) for each in (model, plain)]
         torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-6)

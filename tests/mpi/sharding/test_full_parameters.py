@@ -5,8 +5,9 @@ import re
 import pytest
 import torch
 from parity_models import Residual
+from sharded_models import shard
 from torch import nn
-from ways import WAYS, options_of
+from ways import WAYS
 
 import mpitrain
 from collectives import Communicator
@@ -30,11 +31,6 @@ class Model(nn.Module):
         return self.frozen(x * self.scale) + self.shift
 
 
-def sharded(comm: Communicator, way: str, seed: int = 0) -> nn.Module:
-    options = options_of(comm, way)
-    return fully_shard(Model(seed), options.pop("mesh", comm), **options)
-
-
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():
@@ -43,7 +39,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("way", WAYS)
 def test_unshard_shows_full_parameters_before_and_after_a_step(comm: Communicator, way: str) -> None:
-    model, plain = sharded(comm, way), Model(0)
+    model, plain = shard(Model(0), comm, way), Model(0)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, plain)]
     x = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
@@ -71,7 +67,7 @@ def test_unshard_shows_full_parameters_before_and_after_a_step(comm: Communicato
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_full_state_dict_goes_in_and_comes_out(comm: Communicator, way: str) -> None:
-    model, other = sharded(comm, way, seed=1), Model(2)
+    model, other = shard(Model(1), comm, way), Model(2)
     mpitrain.load_full_state_dict(model, other.state_dict() if comm.rank == 0 else {})
     assert_equal(mpitrain.full_state_dict(model), dict(other.state_dict()) if comm.rank == 0 else {})
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
@@ -95,7 +91,7 @@ def test_what_a_forward_left_full_is_not_taken_for_the_new_weights(
 
 
 def test_a_state_dict_that_does_not_fit_changes_nothing(comm: Communicator) -> None:
-    model = sharded(comm, "stage 3", seed=1)
+    model = shard(Model(1), comm, "stage 3")
     before = mpitrain.full_state_dict(model)
     given = dict(Model(2).state_dict())
     given["new"] = given.pop("scale")
@@ -116,7 +112,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(comm: Communicator) -> N
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_summary_names_every_unit(comm: Communicator, way: str) -> None:
-    model, plain = sharded(comm, way), Model(0)
+    model, plain = shard(Model(0), comm, way), Model(0)
     count = sum(param.numel() for param in plain.parameters())
     assert mpitrain.num_parameters(model) == mpitrain.num_parameters(plain) == count
     trained = count - sum(param.numel() for param in plain.frozen.parameters())

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from sharded_models import shard
 from torch import nn
-from ways import WAYS, options_of
+from ways import WAYS
 
 import mpitrain
 from collectives import Communicator, Mesh
@@ -27,10 +28,6 @@ class Blocks(nn.Module):
         for number in self.order:
             x = self.blocks[number](x)
         return x
-
-
-def sharded(comm: Communicator, way: str) -> nn.Module:
-    return fully_shard(Blocks(), **{"mesh": comm, **options_of(comm, way)})
 
 
 X = torch.linspace(-1, 1, 20).reshape(4, 5)
@@ -60,7 +57,7 @@ def write(model: nn.Module) -> None:
 def test_writing_between_a_forward_and_its_backward_raises(
     comm: Communicator, way: str, between: Callable[[nn.Module], None]
 ) -> None:
-    model = sharded(comm, way)
+    model = shard(Blocks(), comm, way)
     loss_of(model).backward()
     loss = loss_of(model)
     between(model)
@@ -137,7 +134,7 @@ def test_a_module_cannot_return_what_is_given_back(comm: Communicator, what: str
 
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_that_somebody_keeps_stay_as_they_are(comm: Communicator, way: str) -> None:
-    model = sharded(comm, way)
+    model = shard(Blocks(), comm, way)
     kept, views, memory = [], [], set()
     for number in range(4):
         (model(X + number)).square().mean().backward()
@@ -161,8 +158,8 @@ def test_gradients_that_somebody_keeps_stay_as_they_are(comm: Communicator, way:
 
 @pytest.mark.parametrize("way", ["stage 1", "stage 3", "stage 3, private"])
 def test_what_no_sync_leaves_is_not_overlooked(comm: Communicator, way: str) -> None:
-    model = sharded(comm, way)
-    other = sharded(comm, way)
+    model = shard(Blocks(), comm, way)
+    other = shard(Blocks(), comm, way)
     loss_of(other).backward()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
     with model.no_sync():
@@ -182,7 +179,7 @@ def test_what_no_sync_leaves_is_not_overlooked(comm: Communicator, way: str) -> 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_hooks_on_shards(comm: Communicator, way: str) -> None:
-    model = sharded(comm, way)
+    model = shard(Blocks(), comm, way)
     optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
     before = [param.detach().clone() for param in model.parameters()]
 
@@ -192,7 +189,7 @@ def test_hooks_on_shards(comm: Communicator, way: str) -> None:
 
     handles = [param.register_post_accumulate_grad_hook(optimize) for param in model.parameters()]
     loss_of(model).backward()
-    reference = sharded(comm, way)
+    reference = shard(Blocks(), comm, way)
     loss_of(reference).backward()
     for param, old, other in zip(model.parameters(), before, reference.parameters(), strict=True):
         assert param.grad is None

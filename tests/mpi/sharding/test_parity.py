@@ -1,67 +1,55 @@
-"""Real models, sharded, against copies of them in plain torch that see the whole batch: ten steps of AdamW.
+"""Real models, sharded, against copies of them in plain torch that see the whole batch: ten steps of AdamW with clipped gradients.
 
-Losses and gradients are compared at each step, parameters and buffers at the end. Tolerances: fp32 sums over other parts of the batch
-differ in rounding, a relative 1e-6 or so in a gradient's largest elements; Adam then divides by the root of a mean square, which makes
-of a rounding in a gradient near zero a step of up to `lr`, and ten such steps are few next to 1e-3.
+Losses, gradients and their norms are compared at each step, parameters and buffers at the end. Tolerances: fp32 sums over other parts
+of the batch differ in rounding, a relative 1e-6 or so in a gradient's largest elements; Adam then divides by the root of a mean square,
+which makes of a rounding in a gradient near zero a step of up to `lr`, and ten such steps are few next to 1e-3.
 """
-
-import copy
 
 import pytest
 import torch
-from parity_models import BATCH, CASES
-from ways import options_of, spread
+from parity_models import CASES
+from sharded_models import assert_same, mine, no_blocks, pair_of
+from torch import nn
+from ways import WAYS, spread
 
 from collectives import Communicator
-from mpitrain.sharding import fully_shard
-from mpitrain.sharding.unit.layout import rows_of
+from mpitrain.sharding import clip_grad_norm_
 
 # what is sharded first, and the way
 CUTS = [("itself", "stage 3"), ("itself", "stage 3, private"), ("itself", "stage 0"), ("blocks", "stage 3, private")]
 STEPS = 10
 
-
-def assert_same(model, plain, *, grads: bool, **tolerance: float) -> None:
-    """Every shard holds its rows of the plain model's parameter, or of its gradient."""
-    sharded, reference = dict(model.named_parameters()), dict(plain.named_parameters())
-    assert sharded.keys() == reference.keys()
-    for name, shard in sharded.items():
-        got, want = (shard.grad, reference[name].grad) if grads else (shard.detach(), reference[name].detach())
-        if want is None:
-            assert got is None, f"{name} has a gradient, the plain model's has none"
-            continue
-        want = rows_of(want, shard.shard_box)
-        torch.testing.assert_close(got, want, msg=lambda text, n=name: f"{n}: {text}", **tolerance)
+# the model, what is sharded first, the way, reshard_after_forward
+CELLS = [
+    (name, "blocks", way, reshard)
+    for name, way, reshard in spread([name for name in CASES if CASES[name].every_way], WAYS, [True, False])
+] + [
+    (name, *cut, True) for name, cut in spread([name for name in CASES if not CASES[name].every_way], CUTS)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "cut"), spread(CASES, CUTS), ids=lambda value: value if isinstance(value, str) else " by ".join(value)
-)
-def test_ten_steps(comm: Communicator, name: str, cut: tuple[str, str]) -> None:
-    by, way = cut
+@pytest.mark.parametrize(("name", "by", "way", "reshard_after_forward"), CELLS)
+def test_ten_steps(comm: Communicator, name: str, by: str, way: str, reshard_after_forward: bool) -> None:
     case = CASES[name]
-    torch.manual_seed(0)
-    model = case.make()
-    plain = copy.deepcopy(model)
-    options = options_of(comm, way)
-    mesh = options.pop("mesh", comm)
-    for block in case.blocks(model) if by == "blocks" else ():
-        fully_shard(block, mesh, **options)
-    fully_shard(model, mesh, **options)
-    mine = slice(BATCH // comm.size * comm.rank, BATCH // comm.size * (comm.rank + 1))
-    optimizer, reference = (torch.optim.AdamW(m.parameters(), lr=3e-3, eps=1e-4, fused=True) for m in (model, plain))
+    losses, grads = ({"rtol": rtol, "atol": atol} for rtol, atol in (case.losses, case.grads))
+    blocks = case.blocks if by == "blocks" else no_blocks
+    model, plain = pair_of(case.make, comm, way, blocks, reshard_after_forward=reshard_after_forward)
+    assert_same(model, plain, grads=False, rtol=0, atol=0)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=case.lr, eps=case.eps, fused=True) for m in (model, plain)]
     for step in range(STEPS):
-        loss = case.loss(model, step, slice(None) if case.whole_batch else mine)
+        loss = case.loss(model, step, slice(None) if case.whole_batch else mine(comm))
         loss.backward()
         expected = case.loss(plain, step, slice(None))
         expected.backward()
         mean = loss.detach().clone()
         comm.all_reduce(mean, "avg")
-        torch.testing.assert_close(mean, expected.detach(), rtol=1e-4, atol=1e-5)
-        assert_same(model, plain, grads=True, rtol=1e-3, atol=1e-5)
-        for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
+        torch.testing.assert_close(mean, expected.detach(), **losses)
+        assert_same(model, plain, grads=True, **grads)
+        norm, want = clip_grad_norm_(model, 0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(norm, want.double(), rtol=1e-5, atol=1e-7)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     assert expected.isfinite()
     assert_same(model, plain, grads=False, rtol=1e-3, atol=1e-4)
     for (key, buffer), want in zip(model.named_buffers(), plain.buffers(), strict=True):

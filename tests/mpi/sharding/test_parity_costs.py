@@ -1,12 +1,15 @@
 """What a step of a sharded model costs besides numbers: collectives, the memory of frozen parameters. And compiled blocks."""
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
-from parity_models import BATCH, CASES, gpt, language_loss, low_rank_gpt
+from extent import extent
+from parity_models import CASES, gpt, language_loss, low_rank_gpt
+from sharded_models import STORAGES, mine
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from collectives import Communicator
@@ -16,12 +19,7 @@ from mpitrain.sharding.unit.layout import rows_of
 
 pytestmark = pytest.mark.ranks(1, 2)
 
-STORAGES = ["resident", "private"]
 NUM_UNITS = 3  # of the GPT: two blocks and the rest
-
-
-def mine(comm: Communicator) -> slice:
-    return slice(BATCH // comm.size * comm.rank, BATCH // comm.size * (comm.rank + 1))
 
 
 def collectives_of(call: Callable[[], object]) -> Counter[str]:
@@ -86,8 +84,10 @@ def test_what_is_frozen_costs_neither_gradients_nor_reductions(comm: Communicato
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler looks at it, and hides that
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    ("in_place", "storage"),
+    extent([(True, "private"), (False, "resident")], [*itertools.product([True, False], STORAGES)]),
+)
 def test_compiled_blocks(comm: Communicator, in_place: bool, storage: str) -> None:
     """Compiled before they are sharded: the compiled code takes the full parameters, as the plain code does, in each step."""
     torch._dynamo.reset()
@@ -113,6 +113,7 @@ def test_compiled_blocks(comm: Communicator, in_place: bool, storage: str) -> No
             optimizer.zero_grad()
         compiled = compiled or counter.frame_count
         assert counter.frame_count == compiled > 0  # and not again in later steps
+    # By their order: a module that torch.compile returned gives its parameters other names.
     for shard, full in zip(model.parameters(), plain.parameters(), strict=True):
         want = rows_of(full.detach(), shard.shard_box)
         torch.testing.assert_close(shard.detach(), want, rtol=1e-3, atol=1e-4)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from sharded_models import assert_same, loss_of, mine, pair_of, shard
 from torch import nn
 
 from collectives import Communicator
 from collectives.progress.work import Deferred, Thread
-from mpitrain.sharding import MixedPrecisionPolicy, fully_shard, unshard
+from mpitrain.sharding import MixedPrecisionPolicy, unshard
 from mpitrain.sharding.unit.unsharding import Gathered
 
 WIDTHS = [9, 12, 7, 15]
@@ -46,9 +47,7 @@ class Tower(nn.Module):
 def sharded(comm: Communicator, **options: Any) -> Any:
     torch.manual_seed(0)
     model = Tower()
-    for block in model.blocks:
-        fully_shard(block, comm, storage="private", **options)
-    return fully_shard(model, comm, storage="private", **options)
+    return shard(model, comm, blocks=model.blocks, storage="private", **options)
 
 
 def storages(model: Any) -> list[Any]:
@@ -241,18 +240,15 @@ def test_a_model_that_goes_while_it_is_gathered(flying: Communicator) -> None:
 
 
 def test_a_plain_copy_computes_the_same(flying: Communicator) -> None:
-    model = sharded(flying)
-    torch.manual_seed(0)
-    whole = Tower()
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, whole)]
+    model, plain = pair_of(Tower, flying, None, lambda model: model.blocks, storage="private")
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain)]
     for number in range(4):
-        x = torch.randn(4 * flying.size, 5, generator=torch.Generator().manual_seed(number))
-        mine = x[4 * flying.rank : 4 * (flying.rank + 1)]
-        losses = [m(part).square().mean() for m, part in ((model, mine), (whole, x))]
+        losses = loss_of(model, number, mine(flying)), loss_of(plain, number)
         for loss, optimizer in zip(losses, optimizers, strict=True):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+    assert_same(model, plain, grads=False, rtol=1e-3, atol=1e-4)
     with unshard(model):
-        for one, full in zip(model.parameters(), whole.parameters(), strict=True):
+        for one, full in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one.detach(), full.detach(), rtol=1e-3, atol=1e-4)

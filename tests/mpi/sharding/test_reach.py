@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from sharded_models import STORAGES
 from torch import nn
 
 from collectives import Communicator
@@ -40,7 +41,7 @@ def interrupted(parent: Parent, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("use", [with_a_shape_that_does_not_fit, with_one_that_fits])
 def test_what_is_used_outside_the_forward_around_which_it_is_gathered(comm: Communicator, use: Callable) -> None:
-    for storage in ("resident", "private"):
+    for storage in STORAGES:
         torch.manual_seed(0)
         model, plain = Parent(use), Parent(use)
         model.load_state_dict(plain.state_dict())

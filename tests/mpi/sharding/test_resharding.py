@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from sharded_models import shard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,9 +36,7 @@ def sharded(comm: Communicator, reshard_after_forward: Any, **options: Any) -> A
     torch.manual_seed(0)
     model = Net()
     options |= {"storage": "private", "reshard_after_forward": reshard_after_forward}
-    for block in model.blocks:
-        fully_shard(block, comm, **options)
-    return fully_shard(model, comm, **options)
+    return shard(model, comm, blocks=model.blocks, **options)
 
 
 def train(model: Any, steps: int = 4) -> list[Any]:

@@ -1,20 +1,17 @@
 """Gradients of gradients (create_graph=True), in all ways of sharding: against plain torch."""
 
-import copy
 from collections.abc import Callable
 
 import pytest
 import torch
+from sharded_models import BATCH, assert_same, floats, mine, pair_of, shard
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
-from ways import WAYS, options_of, spread
+from ways import WAYS, spread
 
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
-from mpitrain.sharding.unit.layout import rows_of
-
-ROWS = 8
 
 
 class Net(nn.Module):
@@ -36,7 +33,7 @@ class Net(nn.Module):
 
 
 def batch(seed: int) -> torch.Tensor:
-    return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return floats(seed, 5).requires_grad_()
 
 
 def slope(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -90,7 +87,7 @@ def thrice(m: Net, seed: int, rows: slice) -> None:
 
 
 def ordinary(m: Net, seed: int, rows: slice) -> None:
-    mse_loss(m(batch(seed)[rows].detach()), torch.zeros(1, 2).expand(ROWS, 2)[rows]).backward()
+    mse_loss(m(batch(seed)[rows].detach()), torch.zeros(1, 2).expand(BATCH, 2)[rows]).backward()
 
 
 def twice_through(m: Net, seed: int, rows: slice) -> None:
@@ -111,31 +108,15 @@ KINDS: list[Callable[[Net, int, slice], None]] = [
 )
 def test_steps_equal_the_plain_model(comm: Communicator, way: str, kind: Callable, checkpoints: bool) -> None:
     """Steps with second derivatives and without in turn; all is given back when the next forward has ended."""
-    torch.manual_seed(0)
-    model = Net()
-    model.checkpoints = checkpoints
-    plain = copy.deepcopy(model)
-    options = options_of(comm, way)
-    mesh = options.pop("mesh", comm)
-    for block in model.blocks:
-        fully_shard(block, mesh, **options)
-    fully_shard(model, mesh, **options)
-    each = ROWS // comm.size
-    mine, whole = slice(each * comm.rank, each * (comm.rank + 1)), slice(each * comm.size)
+    model, plain = pair_of(Net, comm, way, lambda model: model.blocks)
+    model.checkpoints = plain.checkpoints = checkpoints
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     for step, run in enumerate([kind, ordinary, kind]):
-        for m, rows, optimizer in ((model, mine, optimizers[0]), (plain, whole, optimizers[1])):
-            run(m, step, rows)
-            if m is model:
-                grads = [param.grad for param in m.parameters()]
-            else:
-                for grad, full, shard in zip(grads, m.parameters(), model.parameters(), strict=True):
-                    assert (grad is None) == (full.grad is None)
-                    if grad is not None:
-                        want = rows_of(full.grad, shard.shard_box)
-                        torch.testing.assert_close(grad, want, rtol=1e-3, atol=1e-5)
-            optimizer.step()
+        run(model, step, mine(comm))
+        run(plain, step, slice(None))
+        assert_same(model, plain, grads=True, rtol=1e-3, atol=1e-5)
         for optimizer in optimizers:
+            optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():
         torch.testing.assert_close(model(batch(0)), plain(batch(0)), rtol=1e-3, atol=1e-4)
@@ -158,10 +139,8 @@ class Inner(nn.Module):
 
 def test_a_graph_nobody_watches_raises_once_its_parameters_are_gone(comm: Communicator) -> None:
     """It would compute with no memory behind them."""
-    model = nn.Sequential(Inner(), nn.Linear(6, 2))
-    inner = model[0]
-    for part in (inner, model):
-        fully_shard(part, comm, storage="private")
+    inner = Inner()
+    model = shard(nn.Sequential(inner, nn.Linear(6, 2)), comm, blocks=[inner], storage="private")
     x = batch(0).detach()
     grad = slope(model(x).square().sum(), inner.hidden)
     model(x).sum().backward()

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import flip_bit
+from sharded_models import shard
 from torch import nn
-from ways import WAYS, options_of, spread
+from ways import WAYS, spread
 
 import ckpt
 import mpitrain
-from collectives import Communicator, Mesh, Table
+from collectives import Communicator, Table
 from collectives.selection.table import Entry
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
 
@@ -51,10 +53,9 @@ def make(seed: int) -> Everything:
     return Everything()
 
 
-def shard(model: Everything, comm: Communicator, *, mesh: Mesh | None = None, **options: Any) -> Everything:
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh or comm, **options)
-    return model
+def sharded(seed: int, comm: Communicator, way: str | None = None, **more: Any) -> Everything:
+    model = make(seed)
+    return shard(model, comm, way, model.blocks, **more)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -90,17 +91,17 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, 
     return copy.deepcopy(dict(model.state_dict())), copy.deepcopy(optimizer.state_dict())
 
 
-def assert_same(mine: Any, other: Any, where: str = "", **tolerance: float) -> None:
+def assert_alike(mine: Any, other: Any, where: str = "", **tolerance: float) -> None:
     """Two nests of dicts, lists, tensors and numbers are the same, exactly unless a tolerance is given."""
     assert type(mine) is type(other), where
     if isinstance(mine, dict):
         assert mine.keys() == other.keys(), where
         for key in mine:
-            assert_same(mine[key], other[key], f"{where}/{key}", **tolerance)
+            assert_alike(mine[key], other[key], f"{where}/{key}", **tolerance)
     elif isinstance(mine, list | tuple):
         assert len(mine) == len(other), where
         for index, pair in enumerate(zip(mine, other, strict=True)):
-            assert_same(*pair, f"{where}/{index}", **tolerance)
+            assert_alike(*pair, f"{where}/{index}", **tolerance)
     elif isinstance(mine, torch.Tensor):
         tolerance = tolerance or {"rtol": 0.0, "atol": 0.0}
         torch.testing.assert_close(mine, other, **tolerance, msg=lambda text: f"{where}: {text}")
@@ -110,7 +111,7 @@ def assert_same(mine: Any, other: Any, where: str = "", **tolerance: float) -> N
 
 @pytest.mark.parametrize(("kind", "way"), spread(OPTIMIZERS, WAYS))
 def test_a_sharded_model_and_its_optimizer_come_back(comm, shared_tmp: Path, kind: str, way: str) -> None:
-    model = shard(make(0), comm, **options_of(comm, way))
+    model = sharded(0, comm, way)
     optimizer = OPTIMIZERS[kind](model)
     for number in range(3):
         step(model, optimizer, number)
@@ -120,17 +121,17 @@ def test_a_sharded_model_and_its_optimizer_come_back(comm, shared_tmp: Path, kin
     step(model, optimizer, 3)
     expected = snapshot(model, optimizer)
 
-    other = shard(make(1), comm, **options_of(comm, way))
+    other = sharded(1, comm, way)
     its_optimizer = OPTIMIZERS[kind](other)
     meta = mpitrain.load(shared_tmp / "saved", other, its_optimizer)
     assert (meta["step"], meta["note"]) == (3, ["a", None])
-    assert_same(snapshot(other, its_optimizer), at_save)
+    assert_alike(snapshot(other, its_optimizer), at_save)
     step(other, its_optimizer, 3)
-    assert_same(snapshot(other, its_optimizer), expected)
+    assert_alike(snapshot(other, its_optimizer), expected)
 
     # and into the model that has gone on meanwhile
     mpitrain.load(shared_tmp / "saved", model, optimizer)
-    assert_same(snapshot(model, optimizer), at_save)
+    assert_alike(snapshot(model, optimizer), at_save)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -144,7 +145,7 @@ def test_a_plain_model_comes_back_and_has_the_same_names(comm, tmp_path: Path, k
     other = make(1)
     its_optimizer = OPTIMIZERS[kind](other)
     mpitrain.load(tmp_path / "saved", other, its_optimizer)
-    assert_same(snapshot(other, its_optimizer), snapshot(model, optimizer))
+    assert_alike(snapshot(other, its_optimizer), snapshot(model, optimizer))
     names = {name.removeprefix("model/") for name in ckpt.open(tmp_path / "saved") if name.startswith("model/")}
     # tied weights are there once, under the first of their names; what is not persistent is not there
     assert names == set(model.state_dict()) - {"head.weight"}
@@ -153,7 +154,7 @@ def test_a_plain_model_comes_back_and_has_the_same_names(comm, tmp_path: Path, k
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_saved_by_all_ranks_loaded_by_some_and_by_one(comm, shared_tmp: Path, kind: str) -> None:
     """From N ranks to groups of N - 1 and 1, and to a plain model; from one rank to N."""
-    model = shard(make(0), comm)
+    model = sharded(0, comm)
     optimizer = OPTIMIZERS[kind](model)
     for number in range(3):
         step(model, optimizer, number)
@@ -161,7 +162,7 @@ def test_saved_by_all_ranks_loaded_by_some_and_by_one(comm, shared_tmp: Path, ki
     full = mpitrain.full_state_dict(model)
 
     part = comm.split(int(comm.rank == 0))  # rank 0 alone, the others together
-    few = shard(make(1), part)
+    few = sharded(1, part)
     its_optimizer = OPTIMIZERS[kind](few)
     mpitrain.load(shared_tmp / "by-all", few, its_optimizer)
     # a folder each: two jobs that save into one folder at the same time would both write its `latest`
@@ -175,65 +176,65 @@ def test_saved_by_all_ranks_loaded_by_some_and_by_one(comm, shared_tmp: Path, ki
         assert other.names == saved.names
         assert all(other[name].read().tobytes() == saved[name].read().tobytes() for name in other)
     if comm.rank == 0:
-        assert_same(few_full, full)
+        assert_alike(few_full, full)
         plain = make(2)
         plain_optimizer = OPTIMIZERS[kind](plain)
         mpitrain.load(shared_tmp / "by-all", plain, plain_optimizer)
-        assert_same(dict(plain.state_dict()), full)
+        assert_alike(dict(plain.state_dict()), full)
         mpitrain.save(shared_tmp / "plain/saved", plain, plain_optimizer)
     comm.barrier()
 
-    again = shard(make(3), comm)
+    again = sharded(3, comm)
     again_optimizer = OPTIMIZERS[kind](again)
     mpitrain.load(shared_tmp / "plain/saved", again, again_optimizer)
-    assert_same(snapshot(again, again_optimizer), snapshot(model, optimizer))
+    assert_alike(snapshot(again, again_optimizer), snapshot(model, optimizer))
     comm.barrier()
     part.free()
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_full_state_dict_is_that_of_the_plain_model(comm, way: str) -> None:
-    model, plain = shard(make(0), comm, **options_of(comm, way)), make(0)
+    model, plain = sharded(0, comm, way), make(0)
     full = mpitrain.full_state_dict(model)
     if comm.rank == 0:
-        assert_same(full, dict(plain.state_dict()))
+        assert_alike(full, dict(plain.state_dict()))
         fresh = make(5)
         fresh.load_state_dict(full)
-        assert_same(dict(fresh.state_dict()), dict(plain.state_dict()))
+        assert_alike(dict(fresh.state_dict()), dict(plain.state_dict()))
     else:
         assert full == {}
-    assert_same(mpitrain.full_state_dict(plain), dict(plain.state_dict()))
+    assert_alike(mpitrain.full_state_dict(plain), dict(plain.state_dict()))
 
 
 def test_masters_of_a_model_that_computes_in_bf16(comm, shared_tmp: Path) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = shard(make(0), comm, mp_policy=policy)
+    model = sharded(0, comm, mp_policy=policy)
     optimizer = adamw(model)
     step(model, optimizer, 0)
     mpitrain.save(shared_tmp / "saved", model, optimizer)
     assert ckpt.open(shared_tmp / "saved")["model/embedding.weight"].dtype == "float32"
-    other = shard(make(1), comm, mp_policy=policy)
+    other = sharded(1, comm, mp_policy=policy)
     its_optimizer = adamw(other)
     mpitrain.load(shared_tmp / "saved", other, its_optimizer)
     for number in (1, 2):
         step(model, optimizer, number)
         step(other, its_optimizer, number)
-    assert_same(snapshot(other, its_optimizer), snapshot(model, optimizer))
+    assert_alike(snapshot(other, its_optimizer), snapshot(model, optimizer))
 
 
 def test_weights_alone_and_settings_of_ones_own(comm, shared_tmp: Path) -> None:
-    model = shard(make(0), comm)
+    model = sharded(0, comm)
     optimizer = adamw(model)
     step(model, optimizer, 0)
     mpitrain.save(shared_tmp / "saved", model, optimizer)
-    other = shard(make(1), comm)
+    other = sharded(1, comm)
     mpitrain.load(shared_tmp / "saved", other)
-    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_alike(dict(other.state_dict()), dict(model.state_dict()))
     its_optimizer = adamw(other)
     its_optimizer.param_groups[0]["lr"] = 7.0
     mpitrain.load(shared_tmp / "saved", other, its_optimizer, hyperparameters=False)
     assert its_optimizer.param_groups[0]["lr"] == 7.0
-    assert_same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
+    assert_alike(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 def test_a_new_head_keeps_its_values(comm, shared_tmp: Path) -> None:
@@ -258,7 +259,7 @@ def test_a_new_head_keeps_its_values(comm, shared_tmp: Path) -> None:
     mpitrain.load(shared_tmp / "saved", new, strict=False, tensors={"own/x": own})
     assert torch.equal(new.head.weight, head) and own.tolist() == [7.0, 7.0]
     there, here = mpitrain.full_state_dict(old), mpitrain.full_state_dict(new)  # on rank 0
-    assert_same(there, {name: value for name, value in here.items() if name in there})
+    assert_alike(there, {name: value for name, value in here.items() if name in there})
 
 
 def test_another_dtype_only_when_asked_for(comm, shared_tmp: Path) -> None:
@@ -280,12 +281,12 @@ def test_a_model_that_is_not_sharded(comm, shared_tmp: Path) -> None:
     other = make(1)
     its_optimizer = adamw(other)
     mpitrain.load(shared_tmp / "saved", other, its_optimizer, comm=comm)
-    assert_same(dict(other.state_dict()), dict(model.state_dict()))
-    assert_same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
+    assert_alike(dict(other.state_dict()), dict(model.state_dict()))
+    assert_alike(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 def test_what_is_damaged_comes_from_a_copy(comm, shared_tmp: Path) -> None:
-    model = shard(make(0), comm)
+    model = sharded(0, comm)
     optimizer = adamw(model)
     step(model, optimizer, 0)
     copies = [shared_tmp / "copies"]
@@ -293,27 +294,25 @@ def test_what_is_damaged_comes_from_a_copy(comm, shared_tmp: Path) -> None:
     comm.barrier()
     for file in ("rank-00000.h5", "manifest.jsonl"):
         if comm.rank == 0:
-            data = bytearray((shared_tmp / "saved" / file).read_bytes())
-            data[-2] ^= 1
-            (shared_tmp / "saved" / file).write_bytes(data)
-        other = shard(make(1), comm)
+            flip_bit(shared_tmp / "saved" / file, -2)
+        other = sharded(1, comm)
         its_optimizer = adamw(other)
         with pytest.warns(RuntimeWarning, match="going on with the copy") if comm.rank == 0 else nullcontext():
             mpitrain.load(shared_tmp / "saved", other, its_optimizer, copies=copies)
-        assert_same(snapshot(other, its_optimizer), snapshot(model, optimizer))
+        assert_alike(snapshot(other, its_optimizer), snapshot(model, optimizer))
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_touched(comm, shared_tmp: Path) -> None:
     early = make(0)
     optimizer = adamw(early)
-    model = shard(early, comm)
+    model = shard(early, comm, blocks=early.blocks)
     with pytest.raises(ValueError, match="make the optimizer after fully_shard"):
         mpitrain.save(shared_tmp / "saved", model, optimizer)
     with pytest.raises(ValueError, match="make the optimizer after fully_shard"):
         mpitrain.load(shared_tmp / "saved", model, optimizer)
 
     mpitrain.save(shared_tmp / "weights", model)
-    other = shard(make(1), comm)
+    other = sharded(1, comm)
     before = copy.deepcopy(dict(other.state_dict()))
     with pytest.raises(ckpt.CheckpointError, match="was saved without an optimizer"):
         mpitrain.load(shared_tmp / "weights", other, adamw(other))
@@ -327,21 +326,21 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(comm, shared_tm
         mpitrain.load(shared_tmp / "nowhere", other, adamw(other))
     with pytest.raises(ckpt.CheckpointError, match=r"model/weight"):
         mpitrain.load(shared_tmp / "weights", fully_shard(nn.Linear(2, 2), comm))
-    assert_same(dict(other.state_dict()), before)
+    assert_alike(dict(other.state_dict()), before)
 
 
 def test_an_optimizer_that_has_not_stepped_yet(comm, shared_tmp: Path) -> None:
-    model = shard(make(0), comm)
+    model = sharded(0, comm)
     mpitrain.save(shared_tmp / "saved", model, adamw(model))
-    other = shard(make(1), comm)
+    other = sharded(1, comm)
     its_optimizer = adamw(other)
     mpitrain.load(shared_tmp / "saved", other, its_optimizer)
     assert its_optimizer.state_dict()["state"] == {}
-    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_alike(dict(other.state_dict()), dict(model.state_dict()))
 
 
 def test_tensors_of_ones_own_travel_along(comm, shared_tmp: Path) -> None:
-    model = shard(make(0), comm)
+    model = sharded(0, comm)
     mine = torch.full((2, 3), float(comm.rank))
     shape, offset = (2 * comm.size, 3), (2 * comm.rank, 0)
     mpitrain.save(shared_tmp / "saved", model, tensors={"ema/x": ckpt.Shard(mine, shape, offset)})

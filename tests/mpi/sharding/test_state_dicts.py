@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from sharded_models import loss_of, pair_with_a_part_on_every_rank, small_model
 from torch import nn
 
 import ckpt
@@ -19,20 +20,9 @@ from mpitrain.sharding import fully_shard
 pytestmark = pytest.mark.ranks(1, 2)
 
 
-def make() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 3))
-
-
 def sharded(comm: Communicator) -> nn.Module:
     """With a block that was sharded before, and a part that is on every rank alike."""
-    model = make()
-    fully_shard(model[0], comm)
-    return fully_shard(model, comm, ignored_params=model[3].parameters())
-
-
-def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
-    return model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().mean()
+    return pair_with_a_part_on_every_rank(comm)[0]
 
 
 SAID = (
@@ -76,7 +66,7 @@ def test_shards_are_refused_where_one_rank_would_write_its_rows_alone(comm: Comm
     assert file.exists() == (comm.size == 1)
 
     # What is whole may be written, and is right.
-    write({name: value for name, value in state.items() if name.startswith("3.")})
+    write({name: value for name, value in state.items() if name.startswith("4.")})
     with mpitrain.unshard(model):
         whole = {name: value.clone() for name, value in model.state_dict().items()}
         write(model.state_dict())
@@ -85,7 +75,7 @@ def test_shards_are_refused_where_one_rank_would_write_its_rows_alone(comm: Comm
     full = mpitrain.full_state_dict(model)
     write(full)
     assert all(torch.equal(value, whole[name]) for name, value in full.items())
-    copies = fully_shard(make(), comm, stage=0)
+    copies = fully_shard(small_model(), comm, stage=0)
     write(copies.state_dict())
     write(list(copies.parameters()))
 

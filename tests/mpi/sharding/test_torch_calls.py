@@ -3,46 +3,22 @@
 `clip_grad_norm_` is imported before any model is sharded, as scripts do.
 """
 
-import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
+from sharded_models import assert_same, loss_of, pair_with_a_part_on_every_rank
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from ways import WAYS, options_of
+from ways import WAYS
 
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
 from mpitrain.sharding.optim import torch_calls
-from mpitrain.sharding.unit.layout import rows_of
 from mpitrain.sharding.unit.registry import all_sharded
 
 pytestmark = pytest.mark.ranks(1, 2)
-
-
-def pair(comm: Communicator, way: str = "stage 3") -> tuple[nn.Module, nn.Module]:
-    """A sharded model with a part that is on every rank alike, and a plain one with the same values."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 3))
-    model = copy.deepcopy(plain)
-    options = options_of(comm, way)
-    mesh = options.pop("mesh", comm)
-    fully_shard(model[0], mesh, **options)
-    return fully_shard(model, mesh, ignored_params=model[3].parameters(), **options), plain
-
-
-def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
-    return model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().mean()
-
-
-def check_alike(model: nn.Module, plain: nn.Module, value: Callable[[nn.Parameter], torch.Tensor]) -> None:
-    whole = dict(plain.named_parameters())
-    for name, shard in model.named_parameters():
-        want = value(whole[name])
-        want = rows_of(want, shard.shard_box) if hasattr(shard, "shard_box") else want
-        torch.testing.assert_close(value(shard), want, rtol=1e-4, atol=1e-6)
 
 
 def grad_of(param: nn.Parameter) -> torch.Tensor:
@@ -54,19 +30,19 @@ def norms_of(model: nn.Module) -> Iterator[torch.Tensor]:
     """Clips several times, to ever smaller norms; the norms before."""
     yield clip_grad_norm_(model.parameters(), 0.05)
     yield clip_grad_norm_(list(model.parameters()), 1e-2, norm_type=math.inf)
-    yield clip_grad_norm_(model[2].parameters(), 1e-3, norm_type=3.0)
-    yield torch.nn.utils.clip_grad_norm_(model[2].weight, 1e-4, norm_type=1, foreach=False)
+    yield clip_grad_norm_(model[3].parameters(), 1e-3, norm_type=3.0)
+    yield torch.nn.utils.clip_grad_norm_(model[3].weight, 1e-4, norm_type=1, foreach=False)
     yield torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_torchs_clip_grad_norm(comm: Communicator, way: str) -> None:
-    model, plain = pair(comm, way)
+    model, plain = pair_with_a_part_on_every_rank(comm, way)
     for each in (model, plain):
         loss_of(each).backward()
     for ours, theirs in zip(norms_of(model), norms_of(plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
-    check_alike(model, plain, grad_of)
+    assert_same(model, plain, grads=True, rtol=1e-4, atol=1e-6)
     overflow(model)
     for order in (2.0, math.inf):
         with pytest.raises(RuntimeError, match="cannot be clipped"):
@@ -84,7 +60,7 @@ def overflow(model: nn.Module) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_torchs_grad_scaler(comm: Communicator, way: str, fused: bool) -> None:
-    model, plain = pair(comm, way)
+    model, plain = pair_with_a_part_on_every_rank(comm, way)
     pairs = []
     for each in (model, plain):
         optimizer = torch.optim.AdamW(each.parameters(), lr=0.1, fused=fused)
@@ -103,7 +79,7 @@ def test_torchs_grad_scaler(comm: Communicator, way: str, fused: bool) -> None:
             optimizer.zero_grad()
             of_model.append(scaler.get_scale())
     assert scales[0] == scales[1] == [1024, 512, 512, 1024, 1024]
-    check_alike(model, plain, nn.Parameter.detach)
+    assert_same(model, plain, grads=False, rtol=1e-4, atol=1e-6)
 
 
 def test_a_grad_scaler_of_models_over_different_communicators(

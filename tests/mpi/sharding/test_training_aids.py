@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from sharded_models import assert_same, floats, loss_of, pair_with_a_part_on_every_rank
 from torch import nn
-from ways import WAYS, options_of
+from ways import WAYS
 
 import ckpt
 import mpitrain
@@ -19,25 +20,9 @@ from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
 from mpitrain.sharding.unit.layout import rows_of
 
 
-def pair(comm: Communicator, way: str, **more: object) -> tuple[nn.Module, nn.Module]:
-    """A sharded model with a part that is on every rank alike, and a plain one with the same values."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 3))
-    model = copy.deepcopy(plain)
-    options = options_of(comm, way)
-    mesh = options.pop("mesh", comm)
-    fully_shard(model[0], mesh, **options, **more)
-    fully_shard(model, mesh, ignored_params=model[4].parameters(), **options, **more)
-    return model, plain
-
-
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    return model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).float().square().mean()
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_norms_of_the_gradients_of_each_parameter(comm: Communicator, way: str) -> None:
-    model, plain = pair(comm, way)
+    model, plain = pair_with_a_part_on_every_rank(comm, way)
     for m in (model, plain):
         m[3].bias.requires_grad_(False)
         loss_of(m, 0).backward()
@@ -49,7 +34,7 @@ def test_norms_of_the_gradients_of_each_parameter(comm: Communicator, way: str) 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_average_of_the_weights(comm: Communicator, way: str) -> None:
-    model, plain = pair(comm, way)
+    model, plain = pair_with_a_part_on_every_rank(comm, way)
     ema, optimizer = mpitrain.EMA(model, 0.75), torch.optim.SGD(model.parameters(), lr=0.5)
     reference = torch.optim.SGD(plain.parameters(), lr=0.5)
     averages = {name: param.detach().clone() for name, param in plain.named_parameters()}
@@ -76,7 +61,7 @@ def test_an_average_of_the_weights(comm: Communicator, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_average_goes_with_a_checkpoint_to_other_shards(comm: Communicator, shared_tmp: Path, way: str) -> None:
-    model, plain = pair(comm, way)
+    model, plain = pair_with_a_part_on_every_rank(comm, way)
     ema = mpitrain.EMA(model, 0.75)
     for value in ema.tensors.values():
         value.mul_(2)
@@ -98,7 +83,7 @@ def test_an_average_goes_with_a_checkpoint_to_other_shards(comm: Communicator, s
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(comm: Communicator, way: str) -> None:
-    model, plain = pair(comm, way)
+    model, plain = pair_with_a_part_on_every_rank(comm, way)
     optimizer, reference = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, plain))
     scaler = mpitrain.GradScaler(model, scale=1024.0, interval=2)
     scales = []
@@ -120,10 +105,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(comm: Communicator, way: 
         scales.append(scaler.value)
     assert scales == [1024, 512, 512, 1024, 1024]
     assert scaler.num_skipped == 1
-    for name, shard in model.named_parameters():
-        want = dict(plain.named_parameters())[name].detach()
-        want = rows_of(want, shard.shard_box) if hasattr(shard, "shard_box") else want
-        torch.testing.assert_close(shard.detach(), want, rtol=1e-4, atol=1e-6)
+    assert_same(model, plain, grads=False, rtol=1e-4, atol=1e-6)
     again = mpitrain.GradScaler(model)
     again.load_state_dict(scaler.state_dict())
     assert (again.value, again.num_skipped) == (1024, 1)
@@ -133,7 +115,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(comm: Communicator, way: 
 
 @pytest.mark.parametrize("way", ["stage 0", "stage 3", "stage 3, private"])
 def test_a_scaler_for_several_optimizers(comm: Communicator, way: str) -> None:
-    model, plain = pair(comm, way)
+    model, plain = pair_with_a_part_on_every_rank(comm, way)
     first, second = (
         [param for i in (0, 1) for param in model[i].parameters()],
         [*model[3].parameters(), *model[4].parameters()],
@@ -154,10 +136,7 @@ def test_a_scaler_for_several_optimizers(comm: Communicator, way: str) -> None:
         for o in (*ours, theirs):
             o.zero_grad()
     assert (scaler.value, scaler.num_skipped) == (2048, 0)
-    for name, shard in model.named_parameters():
-        want = dict(plain.named_parameters())[name].detach()
-        want = rows_of(want, shard.shard_box) if hasattr(shard, "shard_box") else want
-        torch.testing.assert_close(shard.detach(), want, rtol=1e-4, atol=1e-6)
+    assert_same(model, plain, grads=False, rtol=1e-4, atol=1e-6)
 
     # One overflow, in gradients of the second alone, is one overflow, and the second's.
     scaler.scale(loss_of(model, 3)).backward()
@@ -180,7 +159,7 @@ def test_a_scaler_for_several_optimizers(comm: Communicator, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_named_modules_compute_in_fp32(comm: Communicator, way: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, keep_fp32=("LayerNorm", "3"))
-    model, plain = pair(comm, way, mp_policy=policy)
+    model, plain = pair_with_a_part_on_every_rank(comm, way, mp_policy=policy)
     seen: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {}
 
     def look(name: str, module: nn.Module) -> None:
@@ -197,7 +176,7 @@ def test_named_modules_compute_in_fp32(comm: Communicator, way: str) -> None:
     with torch.no_grad():
         for m in (plain[1], plain[3]):
             m.float()
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = floats(0, 5).bfloat16()
     y = plain[3](plain[2](plain[1](plain[0](x).float()).bfloat16()).float()).bfloat16()
     plain[4](y).float().square().mean().backward()
     low, high = torch.bfloat16, torch.float32
@@ -270,7 +249,7 @@ def test_optimizers_of_unknown_kinds(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_sync_accumulates_until_the_backward_after_it(comm: Communicator, way: str) -> None:
-    model, plain = pair(comm, way)
+    model, plain = pair_with_a_part_on_every_rank(comm, way)
     with model.no_sync():
         loss_of(model, 0).backward()
         loss_of(model, 1).backward()

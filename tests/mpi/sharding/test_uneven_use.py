@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from parity_models import BATCH, Mixture, regression_loss
+from parity_models import Mixture, regression_loss
+from sharded_models import STORAGES, assert_same, mine, pair_of, shard
 from torch import nn
-from ways import WAYS, options_of
+from ways import WAYS
 
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
-from mpitrain.sharding.unit.layout import rows_of
 
 
 class Choice(nn.Module):
@@ -28,22 +28,13 @@ class Choice(nn.Module):
         return x
 
 
-def pair() -> tuple[Choice, Choice]:
-    torch.manual_seed(0)
-    model = Choice()
-    return model, copy.deepcopy(model)
-
-
 X = torch.arange(12.0).view(3, 4) / 12
 PLANS = [[[0]], [[0], [1, 1, 0]], [[2, 1], [], [0, 0, 0], [1]]]  # of the ranks in turn, for a number of steps
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_that_run_different_parts_different_numbers_of_times(comm: Communicator, way: str) -> None:
-    model, plain = pair()
-    options = options_of(comm, way)
-    units = "one" if "private" in way else "auto"
-    fully_shard(model, options.pop("mesh", comm), **options, units=units)
+    model, plain = pair_of(Choice, comm, way, units="one" if "private" in way else "auto")
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, plain)]
     for plan in PLANS:
         model(X, plan[comm.rank % len(plan)]).square().sum().backward()
@@ -51,15 +42,12 @@ def test_ranks_that_run_different_parts_different_numbers_of_times(comm: Communi
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for shard, full in zip(model.parameters(), plain.parameters(), strict=True):
-        want = rows_of(full.detach(), shard.shard_box)
-        torch.testing.assert_close(shard.detach(), want, rtol=1e-4, atol=1e-5)
+    assert_same(model, plain, grads=False, rtol=1e-4, atol=1e-5)
 
 
 def test_different_units_of_one_size_are_found_out(comm: Communicator) -> None:
     """The gathers of part 0 and part 1 meet, without an error of their own."""
-    model, plain = pair()
-    fully_shard(model, comm, storage="private")
+    model, plain = pair_of(Choice, comm, storage="private")
     if comm.size == 1:
         model(X, [0]).sum().backward()  # nothing is gathered, anything goes
         return
@@ -69,17 +57,14 @@ def test_different_units_of_one_size_are_found_out(comm: Communicator) -> None:
     model.zero_grad()
     model(X, [0]).sum().backward()
     plain(X, [0]).sum().backward()
-    shard, full = model.parts[0][0].weight, plain.parts[0][0].weight
-    torch.testing.assert_close(shard.grad, rows_of(full.grad, shard.shard_box))
+    assert_same(model.parts[0], plain.parts[0], grads=True, rtol=1.3e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("storage", ["resident", "private"])
+@pytest.mark.parametrize("storage", STORAGES)
 def test_experts_are_in_the_unit_of_their_layer(comm: Communicator, storage: str) -> None:
     for by_layers in (True, False):
         model = Mixture()
-        for layer in model.layers if by_layers else ():
-            fully_shard(layer, comm, storage=storage)
-        fully_shard(model, comm, storage=storage)
+        shard(model, comm, blocks=model.layers if by_layers else (), storage=storage)
         assert [type(m).__name__ for m in model.modules() if hasattr(m, "_sharding")] == [
             "ShardedMixture",
             "ShardedExperts",
@@ -87,7 +72,7 @@ def test_experts_are_in_the_unit_of_their_layer(comm: Communicator, storage: str
         ]
 
 
-@pytest.mark.parametrize("storage", ["resident", "private"])
+@pytest.mark.parametrize("storage", STORAGES)
 def test_an_exception_while_activations_are_computed_again(comm: Communicator, storage: str) -> None:
     torch.manual_seed(0)
     model = Mixture()
@@ -109,16 +94,14 @@ def test_an_exception_while_activations_are_computed_again(comm: Communicator, s
     for layer in model.layers:
         checkpointed(layer)
     fully_shard(model, comm, storage=storage)
-    mine = slice(BATCH // comm.size * comm.rank, BATCH // comm.size * (comm.rank + 1))
     with pytest.raises(ArithmeticError, match="computed again"):
-        regression_loss(model, 0, mine).backward()
+        regression_loss(model, 0, mine(comm)).backward()
     model.zero_grad()  # tidies up
     if storage == "private" and comm.size > 1:
         params = [
             param for m in model.modules() if hasattr(m, "_sharding") for u in m._sharding.units for param in u.params
         ]
         assert all(param.full.untyped_storage().size() == 0 for param in params)
-    regression_loss(model, 1, mine).backward()
+    regression_loss(model, 1, mine(comm)).backward()
     regression_loss(plain, 1, slice(None)).backward()
-    shard, full = model.first.weight, plain.first.weight
-    torch.testing.assert_close(shard.grad, rows_of(full.grad, shard.shard_box), rtol=1e-4, atol=1e-6)
+    assert_same(model, plain, grads=True, rtol=1e-4, atol=1e-6)

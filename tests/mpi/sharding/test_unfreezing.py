@@ -1,17 +1,16 @@
 """Parameters that were frozen when they were sharded, and are trained later: the same values as the plain model's, step by step."""
 
-import copy
 from pathlib import Path
 
 import pytest
 import torch
+from sharded_models import assert_same, loss_of, mine, pair_of
 from torch import nn
-from ways import WAYS, options_of, spread
+from ways import WAYS, spread
 
 import mpitrain
 from collectives import Communicator
 from mpitrain.sharding import clip_grad_norm_, fully_shard, sharded_params
-from mpitrain.sharding.unit.layout import rows_of
 
 pytestmark = pytest.mark.ranks(1, 2)
 
@@ -35,22 +34,10 @@ class Model(nn.Module):
         return self.last(x * self.scale)
 
 
-def pair(comm: Communicator, way: str) -> tuple[Model, Model]:
-    torch.manual_seed(0)
+def partly_frozen() -> Model:
     model = Model().requires_grad_(False)
     model.blocks[1][0].requires_grad_(True)  # of this block a trained and a frozen unit
-    options = options_of(comm, way)
-    plain = copy.deepcopy(model)
-    return fully_shard(model, options.pop("mesh", comm), **options), plain
-
-
-def loss_of(model: nn.Module, step: int, rows: slice = slice(None)) -> torch.Tensor:
-    x = torch.randn(12, 5, generator=torch.Generator().manual_seed(step))
-    return model(x[rows]).square().mean()
-
-
-def mine(comm: Communicator) -> slice:
-    return slice(12 // comm.size * comm.rank, 12 // comm.size * (comm.rank + 1))
+    return model
 
 
 def head(model: Model) -> list[nn.Parameter]:
@@ -80,26 +67,17 @@ STAGES = [
 ]
 
 
-def assert_same(model: nn.Module, plain: nn.Module) -> None:
-    # The tolerances of test_parity.py.
-    for (name, shard), full in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert (shard.grad is None) == (full.grad is None), name
-        for got, want, rtol, atol in ((shard.grad, full.grad, 1e-3, 1e-5), (shard, full, 1e-3, 1e-4)):
-            if want is not None:
-                torch.testing.assert_close(
-                    got.detach(),
-                    rows_of(want.detach(), shard.shard_box),
-                    rtol=rtol,
-                    atol=atol,
-                    msg=lambda s, n=name: f"{n}: {s}",
-                )
+def assert_same_with_gradients(model: nn.Module, plain: nn.Module) -> None:
+    """The tolerances are those of test_parity.py."""
+    assert_same(model, plain, grads=True, rtol=1e-3, atol=1e-5)
+    assert_same(model, plain, grads=False, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     "way", [way for (way,) in spread(way for way in WAYS if way not in ("stage 1", "stage 2, private"))]
 )
 def test_gradual_unfreezing(comm: Communicator, way: str, shared_tmp: Path) -> None:
-    model, plain = pair(comm, way)
+    model, plain = pair_of(partly_frozen, comm, way)
     params = list(model.parameters())
     # One optimizer had all parameters from the start, and leaves those without a gradient alone.
     optimizers = [torch.optim.AdamW(each.parameters(), lr=3e-3, eps=1e-4) for each in (model, plain)]
@@ -117,7 +95,7 @@ def test_gradual_unfreezing(comm: Communicator, way: str, shared_tmp: Path) -> N
         torch.testing.assert_close(
             norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5).double(), rtol=1e-4, atol=1e-6
         )
-        assert_same(model, plain)
+        assert_same_with_gradients(model, plain)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -146,17 +124,14 @@ def test_gradual_unfreezing(comm: Communicator, way: str, shared_tmp: Path) -> N
     nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
     its.step()
     optimizers[1].step()
-    assert_same(other, plain)
+    assert_same_with_gradients(other, plain)
     del other, its
     alone.free()
 
 
 @pytest.mark.parametrize("way", ["stage 3", "stage 3, private"])
 def test_a_model_that_was_frozen_as_a_whole(comm: Communicator, way: str) -> None:
-    torch.manual_seed(0)
-    model = Model().requires_grad_(False)
-    plain = copy.deepcopy(model)
-    fully_shard(model, comm, **options_of(comm, way))
+    model, plain = pair_of(lambda: Model().requires_grad_(False), comm, way)
     assert not loss_of(model, 0, mine(comm)).requires_grad
     head_optimizer, reference = (torch.optim.SGD(head(each), lr=0.1) for each in (model, plain))
     model.requires_grad_(True)
@@ -165,18 +140,18 @@ def test_a_model_that_was_frozen_as_a_whole(comm: Communicator, way: str) -> Non
         optimizer.add_param_group({"params": a_block(each)})
     loss_of(model, 1, mine(comm)).backward()
     loss_of(plain, 1).backward()
-    assert_same(model, plain)
+    assert_same_with_gradients(model, plain)
     for optimizer in (head_optimizer, reference):
         optimizer.step()
         optimizer.zero_grad()
     model.zero_grad()
     plain.zero_grad()
-    assert_same(model, plain)
+    assert_same_with_gradients(model, plain)
 
 
 @pytest.mark.parametrize("way", ["stage 3", "stage 3, private", "stage 1, private"])
 def test_what_one_rank_alone_has_thawed_is_an_error_on_all(comm: Communicator, way: str) -> None:
-    model, plain = pair(comm, way)
+    model, plain = pair_of(partly_frozen, comm, way)
     if comm.rank == comm.size - 1:
         model.blocks[0].requires_grad_(True)
     if comm.size > 1:
@@ -189,12 +164,12 @@ def test_what_one_rank_alone_has_thawed_is_an_error_on_all(comm: Communicator, w
     plain.blocks[0].requires_grad_(True)
     loss_of(model, 0, mine(comm)).backward()
     loss_of(plain, 0).backward()
-    assert_same(model, plain)
+    assert_same_with_gradients(model, plain)
 
 
 @pytest.mark.parametrize("way", ["stage 3", "stage 3, private"])
 def test_flags_that_change_while_full_parameters_are_shown(comm: Communicator, way: str) -> None:
-    model, plain = pair(comm, way)
+    model, plain = pair_of(partly_frozen, comm, way)
     for choose, flag in ((a_block, True), (everything, True), (head, False)):
         with mpitrain.unshard(model):
             for each in (model, plain):
@@ -205,4 +180,4 @@ def test_flags_that_change_while_full_parameters_are_shown(comm: Communicator, w
             each.zero_grad()
         loss_of(model, 0, mine(comm)).backward()
         loss_of(plain, 0).backward()
-        assert_same(model, plain)
+        assert_same_with_gradients(model, plain)

@@ -11,8 +11,10 @@ import pytest
 import torch
 from parity_models import Residual
 from safetensors.torch import load_file, save_file
+from sharded_models import STORAGES, shard
+from some_tensors import forget_peak, peak_bytes
 from torch import nn
-from ways import WAYS, options_of
+from ways import WAYS
 
 import ckpt
 import mpitrain
@@ -42,11 +44,6 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.frozen(self.outward(x) * self.scale) + self.shift
-
-
-def sharded(comm: Communicator, way: str, seed: int = 1) -> nn.Module:
-    options = options_of(comm, way)
-    return fully_shard(Model(seed), options.pop("mesh", comm), **options)
 
 
 def untied(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -87,7 +84,7 @@ def assert_like(comm: Communicator, model: nn.Module, plain: nn.Module) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_file_is_loaded_between_steps(comm: Communicator, shared_tmp: Path, way: str) -> None:
-    model, plain = sharded(comm, way), Model(2)
+    model, plain = shard(Model(1), comm, way), Model(2)
     write(comm, shared_tmp / "w.safetensors", untied(plain))
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
     model(x).square().mean().backward()
@@ -108,7 +105,7 @@ def test_weights_that_were_not_freed_after_forward_are_not_used_again(
     comm: Communicator, shared_tmp: Path, way: str
 ) -> None:
     plain = Model(2)
-    model = fully_shard(Model(1), comm, reshard_after_forward=False, **options_of(comm, way))
+    model = shard(Model(1), comm, way, reshard_after_forward=False)
     with torch.no_grad():
         model(torch.zeros(3, 6))
     write(comm, shared_tmp / "w.safetensors", untied(plain))
@@ -118,7 +115,7 @@ def test_weights_that_were_not_freed_after_forward_are_not_used_again(
 
 @pytest.mark.parametrize("kind", ["folder of one", "folder of parts", "index", "list"])
 def test_what_a_path_may_be(comm: Communicator, shared_tmp: Path, kind: str) -> None:
-    model, plain = sharded(comm, "stage 3"), Model(2)
+    model, plain = shard(Model(1), comm, "stage 3"), Model(2)
     tensors = untied(plain)
     path: Any = shared_tmp / "there"
     if kind == "folder of one":
@@ -135,7 +132,7 @@ def test_what_a_path_may_be(comm: Communicator, shared_tmp: Path, kind: str) -> 
 
 def test_a_path_at_home(comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(shared_tmp))
-    model, other = sharded(comm, "stage 3", seed=2), sharded(comm, "stage 3", seed=3)
+    model, other = shard(Model(2), comm, "stage 3"), shard(Model(3), comm, "stage 3")
     mpitrain.export_weights(model, "~/out")
     mpitrain.export_weights(model, "~/one.safetensors")
     assert sorted(path.name for path in shared_tmp.iterdir()) == ["one.safetensors", "out"]
@@ -153,7 +150,7 @@ def test_a_torch_without_some_dtypes_of_the_format(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_values_are_cast_and_names_changed(comm: Communicator, shared_tmp: Path, dtype: torch.dtype) -> None:
-    model, plain = sharded(comm, "stage 3"), Model(2)
+    model, plain = shard(Model(1), comm, "stage 3"), Model(2)
     for value in (*plain.parameters(), plain.shift):
         value.data = value.data.to(dtype).float()  # to what the file can hold
     tensors = {
@@ -170,7 +167,7 @@ def test_values_are_cast_and_names_changed(comm: Communicator, shared_tmp: Path,
 
     mpitrain.load_weights(model, shared_tmp / "w.safetensors", rename=rename)
     assert_like(comm, model, plain)
-    other = sharded(comm, "stage 3")
+    other = shard(Model(1), comm, "stage 3")
     mpitrain.load_weights(
         other, shared_tmp / "w.safetensors", rename={name: rename(name) for name in (*tensors, "mask")}
     )
@@ -178,7 +175,7 @@ def test_values_are_cast_and_names_changed(comm: Communicator, shared_tmp: Path,
 
 
 def test_what_does_not_fit_changes_nothing(comm: Communicator, shared_tmp: Path) -> None:
-    model, before, plain = sharded(comm, "stage 3"), Model(1), Model(2)
+    model, before, plain = shard(Model(1), comm, "stage 3"), Model(1), Model(2)
     file = shared_tmp / "w.safetensors"
     tensors = untied(plain)
     tensors["new"] = tensors.pop("scale")
@@ -222,7 +219,7 @@ def test_what_does_not_fit_changes_nothing(comm: Communicator, shared_tmp: Path)
 
 
 def test_within_unshard_it_is_an_error(comm: Communicator, shared_tmp: Path) -> None:
-    model = sharded(comm, "stage 3")
+    model = shard(Model(1), comm, "stage 3")
     write(comm, shared_tmp / "w.safetensors", untied(Model(2)))
     with mpitrain.unshard(model), pytest.raises(RuntimeError, match="within unshard"):
         mpitrain.load_weights(model, shared_tmp / "w.safetensors")
@@ -246,7 +243,7 @@ def test_plain_models_and_models_on_the_meta_device(comm: Communicator, shared_t
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("max_file_bytes", [10**9, 300])
 def test_weights_are_exported(comm: Communicator, shared_tmp: Path, way: str, max_file_bytes: int) -> None:
-    model, plain = sharded(comm, way, seed=2), Model(2)
+    model, plain = shard(Model(2), comm, way), Model(2)
     folder = shared_tmp / "out"
     mpitrain.export_weights(model, folder, max_file_bytes=max_file_bytes)
     with pytest.raises(FileExistsError, match="exists already; overwrite=True"):
@@ -267,7 +264,7 @@ def test_weights_are_exported(comm: Communicator, shared_tmp: Path, way: str, ma
         )
     else:
         assert names == ["model.safetensors"]
-    other = sharded(comm, way, seed=3)
+    other = shard(Model(3), comm, way)
     mpitrain.load_weights(other, folder)
     assert_like(comm, other, plain)
     mpitrain.export_weights(other, folder, dtype=torch.bfloat16, overwrite=True)
@@ -276,7 +273,7 @@ def test_weights_are_exported(comm: Communicator, shared_tmp: Path, way: str, ma
 
 
 def test_an_export_that_fails_leaves_nothing_and_hangs_nobody(comm: Communicator, shared_tmp: Path) -> None:
-    model = sharded(comm, "stage 3", seed=2)
+    model = shard(Model(2), comm, "stage 3")
     with comm.together():
         if comm.rank == 0:
             (shared_tmp / ".out.safetensors.tmp").mkdir()  # where it would be written
@@ -299,21 +296,7 @@ def test_an_export_that_fails_leaves_nothing_and_hangs_nobody(comm: Communicator
     assert_like(comm, model, Model(2))
 
 
-def peak_bytes() -> int:
-    """The most that was resident since `forget_peak`, pages of mapped files included."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])  # type: ignore[index]
-
-
-def forget_peak() -> int:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError as error:
-        pytest.skip(f"the peak cannot be reset here: {error}")
-    return peak_bytes()
-
-
-@pytest.mark.parametrize("storage", ["resident", "private"])
+@pytest.mark.parametrize("storage", STORAGES)
 def test_no_rank_holds_the_whole(comm: Communicator, shared_tmp: Path, storage: Any) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))  # 4 MB each

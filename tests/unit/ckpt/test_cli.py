@@ -9,6 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoints import printed
 
 import ckpt
 from ckpt.cli import main
@@ -26,27 +27,20 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run(capsys, *args):
-    code = main([str(arg) for arg in args])
-    out, err = capsys.readouterr()
-    assert (code, err) == (0, "")
-    return out
-
-
 def test_ls(folder, capsys):
     (folder / "step-1" / "rank-00000.h5").unlink()
-    lines = run(capsys, "ls", folder).splitlines()
+    lines = printed(capsys, "ls", folder).splitlines()
     assert lines[0].split() == ["NAME", "STEP", "TENSORS", "SIZE", "AGE", "STATE"]
     assert lines[1].split()[:3] == ["step-1", "1", "3"] and "incomplete: rank-00000.h5 is missing" in lines[1]
     assert lines[2].split()[:3] == ["step-2", "2", "3"] and lines[2].rstrip().endswith("complete")
-    found = json.loads(run(capsys, "ls", folder, "--json"))
+    found = json.loads(printed(capsys, "ls", folder, "--json"))
     assert [(c["name"], c["step"], c["complete"]) for c in found] == [("step-1", 1, False), ("step-2", 2, True)]
     assert found[1]["bytes"] == sum(f.stat().st_size for f in (folder / "step-2").iterdir())
-    assert len(json.loads(run(capsys, "ls", folder / "step-2", "--json"))) == 1
+    assert len(json.loads(printed(capsys, "ls", folder / "step-2", "--json"))) == 1
 
 
 def test_show(folder, capsys):
-    out = run(capsys, "show", folder / "step-1")
+    out = printed(capsys, "show", folder / "step-1")
     assert "3 tensors, 110 B" in out and "  step: 1\n" in out and "x" * 300 not in out
     rows = [line.split() for line in out.splitlines()]
     assert ["model/", "2", "tensors", "102", "B"] in rows
@@ -54,7 +48,7 @@ def test_show(folder, capsys):
     assert ["model/b", "bfloat16", "3", "6", "B", "1", "rank-00000.h5"] in rows
     assert ["step", "int64", "scalar", "8", "B", "1", "rank-00000.h5"] in rows
     # a folder of checkpoints: its newest
-    found = json.loads(run(capsys, "show", folder, "--json"))
+    found = json.loads(printed(capsys, "show", folder, "--json"))
     assert found["path"] == str(folder / "step-2") and found["meta"] == {"step": 2, "text": "x" * 300}
     assert found["tensors"]["model/w"] == {
         "dtype": "float32",
@@ -66,10 +60,10 @@ def test_show(folder, capsys):
 
 
 def test_show_tensor(folder, capsys):
-    out = run(capsys, "show", folder / "step-1", "model/w")
+    out = printed(capsys, "show", folder / "step-1", "model/w")
     assert "model/w: float32 (4, 6), 96 B" in out and "rank-00000.h5: [0:4, 0:6]" in out
     assert "[[ 1.,  2.,  3.,  4.,  5.,  6.]," in out
-    assert json.loads(run(capsys, "show", folder, "step", "--json"))["shape"] == []
+    assert json.loads(printed(capsys, "show", folder, "step", "--json"))["shape"] == []
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """All or nothing: names, replacement, retention, what dead jobs leave, and a crash at every step of a save."""
 
-import json
 import os
 import re
 import resource
-import socket
 import stat
 import subprocess
 import sys
@@ -14,27 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import names, owner, printed, save, value_of
 
 import ckpt
-from ckpt.cli import main
 from ckpt.commit import atomic, leftovers, removal
 from ckpt.commit.owner import signature, start_time
 from ckpt.storage.catalog import LATEST_NAME
-
-
-def save(path, value=0, **options):
-    return ckpt.save(path, {"x": np.full(5, float(value))}, comm=None, **options)
-
-
-def load(path):
-    x = np.empty(5)
-    ckpt.load(path, {"x": x})
-    assert (x == x[0]).all()
-    return x[0]
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_save_leaves_the_checkpoint_and_the_hint(tmp_path):
@@ -71,9 +54,9 @@ def test_an_existing_name_is_refused_or_replaced(tmp_path):
     path = save(tmp_path / "a", 1)
     with pytest.raises(FileExistsError, match="pass overwrite=True"):
         save(path, 2)
-    assert load(path) == 1
+    assert value_of(path) == 1
     save(path, 2, overwrite=True)
-    assert load(path) == 2
+    assert value_of(path) == 2
     assert names(tmp_path) == ["a", LATEST_NAME]
 
 
@@ -82,15 +65,15 @@ def test_replacement_where_the_kernel_cannot_exchange(tmp_path, monkeypatch):
     monkeypatch.setattr(leftovers, "QUIET_S", 0.0)
     path = save(tmp_path / "a", 1)
     save(path, 2, overwrite=True)
-    assert load(path) == 2
+    assert value_of(path) == 2
     assert names(tmp_path) == ["a", LATEST_NAME]
     # a job that died between the two renames: the old one is found, and gets its name back at the next save
     path.rename(tmp_path / ".a.replaced")
-    assert load(ckpt.latest(tmp_path)) == 2
+    assert value_of(ckpt.latest(tmp_path)) == 2
     assert [c.name for c in ckpt.list_checkpoints(tmp_path)] == ["a"]
     save(tmp_path / "b", 3)
     assert names(tmp_path) == ["a", "b", LATEST_NAME]
-    assert load(path) == 2
+    assert value_of(path) == 2
 
 
 @pytest.mark.parametrize("name", [".hidden", "latest", "/", "step\n7", "step-7\n", "a\x1b[31m", "a\udcff"])
@@ -132,14 +115,13 @@ def test_keep_counts_names_with_a_step_alone(tmp_path, capsys):
     with pytest.warns(
         RuntimeWarning, match=r"^keep=1 neither counts nor removes 'best', whose name ends with no step; exp"
     ) as w:
-        save(tmp_path / "best", overwrite=True, keep=1)
+        ckpt.save(tmp_path / "best", {}, comm=None, overwrite=True, keep=1)
     assert [warning.filename for warning in w] == [__file__]
     assert names(tmp_path) == ["best", "final", LATEST_NAME, "step-4"]
     save(tmp_path / "step-5")
     save(tmp_path / "last")
     assert ckpt.latest(tmp_path).name == "last"  # the newest of all
-    assert main(["gc", str(tmp_path), "--keep", "1"]) == 0
-    assert "older than the newest one" in capsys.readouterr().out
+    assert "older than the newest one" in printed(capsys, "gc", tmp_path, "--keep", "1")
     assert names(tmp_path) == ["best", "final", "last", LATEST_NAME, "step-5"]
 
 
@@ -192,17 +174,13 @@ def test_a_failed_write_names_the_file_and_leaves_the_previous_one(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == ["a", LATEST_NAME]
-    assert load(ckpt.latest(tmp_path)) == 1
+    assert value_of(ckpt.latest(tmp_path)) == 1
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=str(tmp_path / "file")):
         save(tmp_path / "file" / "a")
-
-
-def owner(pid, host=None, start=None):
-    return json.dumps({"host": host or socket.gethostname(), "pid": pid, "start": start, "token": "t"})
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -262,7 +240,7 @@ def test_what_nobody_signed_may_be_a_living_job_s_for_a_minute(tmp_path, monkeyp
     assert names(tmp_path) == [".a.replaced", ".c.staging", ".d.board", "b", LATEST_NAME]
     monkeypatch.setattr(leftovers, "QUIET_S", 0.0)  # a minute later
     save(tmp_path / "e", 3)
-    assert names(tmp_path) == ["a", "b", "e", LATEST_NAME] and load(path) == 1
+    assert names(tmp_path) == ["a", "b", "e", LATEST_NAME] and value_of(path) == 1
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -293,7 +271,7 @@ def test_a_hidden_folder_with_somebody_s_file_is_not_ours_to_remove(
             raised.enter_context(pytest.raises(FileExistsError, match=re.escape(said)))
         save(tmp_path / "step-2", 2, overwrite=True, keep=1, background=True)
         ckpt.wait()
-    assert load(tmp_path / "step-2") == (0 if stands_in_the_way else 2)
+    assert value_of(tmp_path / "step-2") == (1 if stands_in_the_way else 2)
     kept = [f"the old checkpoint {tmp_path / 'step-1'} could not be removed: {said}"]
     assert [str(w.message) for w in warned] == (kept if name == "step-1" and kind == "removed" else [])
     assert (theirs / "notes.txt").read_text() == "mine"
@@ -306,7 +284,7 @@ def test_what_is_left_of_its_own_name_stands_in_no_save_s_way(tmp_path, monkeypa
         path.rename(tmp_path / ".a.replaced")
         save(path, value, overwrite=True)
         save(path, value, overwrite=True)
-        assert names(tmp_path) == ["a", LATEST_NAME] and load(path) == value
+        assert names(tmp_path) == ["a", LATEST_NAME] and value_of(path) == value
 
 
 def test_a_stage_that_was_taken_over_is_not_published(tmp_path):

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import flip_bit, names
 from thread_ranks import on_ranks
 
 import ckpt
 from ckpt.saving import copies as copying
 from ckpt.storage.catalog import LATEST_NAME
-from ckpt.storage.places import absolute, names_in, read_all
+from ckpt.storage.places import absolute, read_all
 
 
 @pytest.fixture(params=["folder", "memory", "local"])
@@ -43,17 +44,6 @@ def load(path, **options):
     ckpt.load(path, out, **options)
     assert (out["x"] == out["s"]).all()
     return int(out["s"])
-
-
-def names(place):
-    return sorted(names_in(absolute(place)))
-
-
-def spoil(path, file="rank-00000.h5"):
-    """Turn the last bit of a file."""
-    data = bytearray((path / file).read_bytes())
-    data[-1] ^= 1
-    (path / file).write_bytes(data)
 
 
 def test_a_copy_is_the_same_files_and_reads_as_a_checkpoint(tmp_path, place):
@@ -205,7 +195,7 @@ def test_a_copy_that_reads_back_otherwise_is_not_published(tmp_path, monkeypatch
     def rotten(target, source):
         plain(target, source)
         if target.name == "rank-00000.h5":
-            spoil(target.parent)
+            flip_bit(target.parent / "rank-00000.h5")
 
     monkeypatch.setattr(copying, "_write", rotten)
     with pytest.warns(
@@ -307,8 +297,8 @@ def test_a_checkpoint_that_another_save_removes_before_it_is_copied(tmp_path, mo
 
 def test_a_damaged_primary_is_replaced_by_the_next_good_copy(tmp_path, place):
     path = save(tmp_path / "home" / "a", 1, copies=[tmp_path / "second", place])
-    spoil(path)
-    spoil(tmp_path / "second" / "a")
+    flip_bit(path / "rank-00000.h5")
+    flip_bit(tmp_path / "second" / "a" / "rank-00000.h5")
     with pytest.raises(ckpt.CheckpointError, match="damaged"):
         load(path)
     with pytest.warns(RuntimeWarning) as caught:
@@ -329,7 +319,7 @@ def test_a_damaged_primary_is_replaced_by_the_next_good_copy(tmp_path, place):
 
 def test_all_damaged_is_an_error_that_names_all(tmp_path, place):
     path = save(tmp_path / "home" / "a", 1, copies=[tmp_path / "second"])
-    spoil(path, "manifest.jsonl")
+    flip_bit(path / "manifest.jsonl")
     (tmp_path / "second" / "a" / "rank-00000.h5").unlink()
     message = (
         r"none of 3 copies .*home/a: the manifest cannot .*second/a: rank-00000.h5 is missing.*copy/a does not exist"
@@ -349,7 +339,7 @@ def test_another_save_of_the_same_name_is_no_copy(tmp_path, harm):
     save(tmp_path / "home" / "a", 1, copies=[tmp_path / "copy"])
     path = save(tmp_path / "home" / "a", 2, overwrite=True)
     if harm == "spoil":
-        spoil(path)
+        flip_bit(path / "rank-00000.h5")
     else:
         (path / "rank-00000.h5").unlink()
     with pytest.warns(RuntimeWarning), pytest.raises(ckpt.CheckpointError, match="copy/a is from another save"):
@@ -385,7 +375,7 @@ def test_ranks_go_on_to_the_copy_together(tmp_path, place):
         )
         comm.barrier()
         if comm.rank == 1:
-            spoil(tmp_path / "home" / "a", "rank-00001.h5")
+            flip_bit(tmp_path / "home" / "a" / "rank-00001.h5")
         comm.barrier()
         out = np.zeros((4, 3))
         ckpt.load(tmp_path / "home" / "a", {"x": ckpt.Shard(out, x.shape, (low, 0))}, comm=comm, copies=[place])

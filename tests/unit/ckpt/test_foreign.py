@@ -9,16 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import printed, save
 from safetensors.numpy import save_file
 
 import ckpt
 from ckpt.cli import main
 from ckpt.commit import atomic, leftovers, removal
 from ckpt.storage.catalog import LATEST_NAME
-
-
-def save(path, value=1.0, **options):
-    return ckpt.save(path, {"x": np.full(5, value)}, comm=None, **options)
 
 
 def tree(folder):
@@ -155,7 +152,8 @@ def test_a_link_to_a_checkpoint_is_replaced_and_what_it_leads_to_stays(tmp_path,
         assert not (runs / "step-2").is_symlink() and ckpt.open(runs / "step-2")["x"][0] == value
         removal.remove(runs / "step-2")
     (runs / "step-0").symlink_to(real)
-    assert main(["gc", str(runs), "--keep", "1"]) == 0 and ckpt.open(real)["x"][0] == 1
+    printed(capsys, "gc", runs, "--keep", "1")
+    assert ckpt.open(real)["x"][0] == 1
     assert sorted(os.listdir(runs)) in ([LATEST_NAME, "step-0"], [LATEST_NAME, "step-1"])
 
 
@@ -166,8 +164,7 @@ def test_links_that_are_left_over_go(tmp_path, monkeypatch, capsys):
     for name in (".step-1.staging", ".step-1.removed", ".step-1.staging.removed", ".step-1.board"):
         (tmp_path / "runs" / name).symlink_to(real)
     (tmp_path / "runs" / ".step-2.staging").symlink_to(tmp_path / "nowhere")
-    assert main(["gc", str(tmp_path / "runs")]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "gc", tmp_path / "runs")
     assert len(re.findall(r"\.step-\S+ +removed +0 B ", out)) == 5 and out.endswith("freed 0 B\n")
     assert os.listdir(tmp_path / "runs") == [] and ckpt.verify(real) == []
 
@@ -180,11 +177,10 @@ def test_gc_leaves_what_has_more_in_it(tmp_path, make, option, capsys):
         (tmp_path / "step-1" / "rank-00000.h5").unlink()
     save(tmp_path / "step-2")
     before = tree(tmp_path)
-    assert main(["gc", str(tmp_path), *option, "--dry-run", "--json"]) == 0
-    steps = json.loads(capsys.readouterr().out)["steps"]
+    steps = json.loads(printed(capsys, "gc", tmp_path, *option, "--dry-run", "--json"))["steps"]
     assert all((step["action"], step["path"]) == ("keep", str(tmp_path / "step-1")) for step in steps)
     assert len(steps) == (0 if make is a_data_set and "--incomplete" not in option else 1)
-    assert main(["gc", str(tmp_path), *option]) == 0 and capsys.readouterr().out.endswith("nothing to remove\n")
+    assert printed(capsys, "gc", tmp_path, *option).endswith("nothing to remove\n")
     assert tree(tmp_path) == before
 
 
@@ -214,12 +210,11 @@ def test_what_is_write_protected_stays_and_stands_in_no_way(ordinary, capsys):
         assert tree(ordinary) == before
     with pytest.warns(RuntimeWarning, match="step-1 could not be removed: .*it is write-protected"):
         save(ordinary / "step-2", keep=1)
-    assert main(["gc", str(ordinary), "--keep", "1"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "gc", ordinary, "--keep", "1")
     assert re.search(r"step-1 +kept .* older than the newest one, but is write-protected", out)
     assert out.endswith("nothing to remove\n")
     path.chmod(0o755)
-    assert main(["gc", str(ordinary), "--keep", "1"]) == 0
+    printed(capsys, "gc", ordinary, "--keep", "1")
     assert sorted(os.listdir(ordinary)) == [LATEST_NAME, "step-2"]
 
 

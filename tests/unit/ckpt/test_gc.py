@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import xxhash
+from checkpoints import names, owner, printed, save
 
 import ckpt
 from ckpt.cli import main
@@ -19,28 +18,13 @@ from ckpt.format.manifest import VERSION
 from ckpt.storage.catalog import LATEST_NAME
 
 
-def save(path, value=0.0):
-    return ckpt.save(path, {"x": np.full(5, value)}, comm=None)
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def run(capsys, *args):
-    code = main(["gc", *(str(arg) for arg in args)])
-    out, err = capsys.readouterr()
-    assert (code, err) == (0, ""), out
-    return out
-
-
 def actions(capsys, *args):
     """What a dry run says, checked against what is done then: name -> action."""
     folder = args[0]
     before = names(folder)
-    said = json.loads(run(capsys, *args, "--dry-run", "--json"))
+    said = json.loads(printed(capsys, "gc", *args, "--dry-run", "--json"))
     assert said["dry_run"] and names(folder) == before
-    done = json.loads(run(capsys, *args, "--json"))
+    done = json.loads(printed(capsys, "gc", *args, "--json"))
     assert done["steps"] == said["steps"] and not done["dry_run"]
     found = {os.path.basename(step["path"]): step["action"] for step in done["steps"]}
     assert {name for name in before if name not in names(folder)} == {
@@ -58,9 +42,9 @@ def steps(tmp_path):
 
 def test_without_options_no_checkpoint_goes(steps, capsys):
     before = names(steps)
-    assert run(capsys, steps) == "nothing to remove\n"
+    assert printed(capsys, "gc", steps) == "nothing to remove\n"
     (steps / "step-300" / "index.h5").unlink()
-    assert run(capsys, steps) == "nothing to remove\n"
+    assert printed(capsys, "gc", steps) == "nothing to remove\n"
     assert names(steps) == before
 
 
@@ -95,13 +79,9 @@ def test_incomplete_ones_that_may_be_whole_stay(steps, capsys):
         "step-250": "keep",
         "step-300": "keep",
     }
-    out = run(capsys, steps, "--incomplete")
+    out = printed(capsys, "gc", steps, "--incomplete")
     assert "may be whole: the manifest cannot be used: it is of format version" in out
     assert "holds 'thesis.tex', which no save made" in out and out.endswith("nothing to remove\n")
-
-
-def owner(pid, host=None, start=None):
-    return json.dumps({"host": host or socket.gethostname(), "pid": pid, "start": start, "token": "t"})
 
 
 def test_what_dead_jobs_left_goes_what_living_ones_write_does_not(tmp_path, capsys, monkeypatch):
@@ -136,7 +116,7 @@ def test_what_dead_jobs_left_goes_what_living_ones_write_does_not(tmp_path, caps
             ".living.board": "keep",
             ".ended.board": "keep",
         }
-        out = run(capsys, tmp_path, "--dry-run")
+        out = printed(capsys, "gc", tmp_path, "--dry-run")
         assert "\x1b" not in out
         assert re.search(r"\.dead\.staging +would remove +[0-9]+ B +a save of process 1073741824 on .* is gone", out)
         assert actions(capsys, tmp_path) == expected
@@ -159,7 +139,7 @@ def test_what_dead_jobs_left_goes_what_living_ones_write_does_not(tmp_path, caps
 def test_a_checkpoint_that_a_dead_job_hid_gets_its_name_back(steps, capsys, monkeypatch):
     monkeypatch.setattr(leftovers, "QUIET_S", 0.0)
     (steps / "step-300").rename(steps / ".step-300.replaced")
-    found = json.loads(run(capsys, steps, "--keep", "1", "--json"))["steps"]
+    found = json.loads(printed(capsys, "gc", steps, "--keep", "1", "--json"))["steps"]
     assert [step["action"] for step in found] == ["restore", *["remove"] * 4]
     assert names(steps) == [LATEST_NAME, "step-300"]
     assert (ckpt.open(steps / "step-300")["x"][:] == 300).all()
@@ -169,7 +149,7 @@ def test_a_run_stands_for_its_checkpoints(tmp_path, capsys, monkeypatch):
     save(tmp_path / "checkpoints" / "step-1")
     save(tmp_path / "checkpoints" / "step-2")
     monkeypatch.chdir(tmp_path)
-    out = run(capsys, ".", "--keep", "1")
+    out = printed(capsys, "gc", ".", "--keep", "1")
     assert "older than the newest one" in out and "freed " in out
     assert names(tmp_path / "checkpoints") == [LATEST_NAME, "step-2"]
 

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from checkpoints import printed
 from safetensors.torch import save_file
 from some_tensors import SAFETENSORS, TORCH, as_torch, equal, everything, forget_peak, peak_bytes, random_array
 
@@ -230,11 +231,10 @@ def test_memory_is_bounded(tmp_path):
 def test_the_command(tmp_path, capsys):
     save_file({"w": torch.ones(2, 3), "b": torch.ones(2)}, tmp_path / "a.safetensors")
     args = ["import", str(tmp_path / "a.safetensors"), str(tmp_path / "run" / "checkpoints" / "start")]
-    assert main([*args, "--prefix", "model/", "--step", "0"]) == 0
-    assert "2 tensors, 32 B, in 1 data file; read back and whole" in capsys.readouterr().out
+    said = printed(capsys, *args, "--prefix", "model/", "--step", 0)
+    assert "2 tensors, 32 B, in 1 data file; read back and whole" in said
     assert ckpt.open(ckpt.find(tmp_path / "run")).names == ["model/b", "model/w"]
-    assert main([*args, "--overwrite", "--only", "w", "--files", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed(capsys, *args, "--overwrite", "--only", "w", "--files", 2, "--json"))
     assert (found["tensors"], found["meta"], list(found["files"])) == (
         1, {}, ["part-00000.h5", "part-00001.h5", "index.h5"]
     )  # fmt: skip
@@ -246,8 +246,7 @@ def test_the_command(tmp_path, capsys):
     assert "'-1'; expected a whole number of at least 0" in capsys.readouterr().err
     assert main([*args[:2], str(tmp_path / "step-00000009"), "--step", "7"]) == 2
     assert "--step 7, but the name 'step-00000009' says 9; expected the same" in capsys.readouterr().err
-    assert main([*args[:2], str(tmp_path / "step-00000009"), "--step", "9"]) == 0
-    capsys.readouterr()
+    printed(capsys, *args[:2], tmp_path / "step-00000009", "--step", 9)
     (tmp_path / "a.safetensors").write_bytes(b"x")
     assert main([*args, "--overwrite"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

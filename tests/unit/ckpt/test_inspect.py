@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import flip_bit, printed
 from thread_ranks import on_ranks
 
 import ckpt
@@ -47,59 +48,51 @@ def saved(tmp_path):
     return save_rows(tmp_path / "step-1", ARRAYS, meta={"step": 1, "mesh": {"dp_shard": 2}})
 
 
-def run(capsys, *args, code=0):
-    """What a command prints; without an error."""
-    found = main([str(arg) for arg in args])
-    out, err = capsys.readouterr()
-    assert (found, err) == (code, ""), out
-    return out
-
-
 def rows(out):
     return [line.split() for line in out.splitlines()]
 
 
 def test_show_tells_where_tensors_lie(saved, capsys):
-    found = rows(run(capsys, "show", saved))
+    found = rows(printed(capsys, "show", saved))
     assert ["TENSOR", "DTYPE", "SHAPE", "SIZE", "BLOCKS", "FILES", "AXES"] in found
     assert ["model/", "2", "tensors", "128", "B"] in found
     assert ["model/w", "float32", "4", "x", "6", "96", "B", "2", "rank-00000.h5", "+1", "dp_shard,", "-"] in found
     assert ["opt/state/none", "float16", "0", "x", "3", "0", "B", "0", "dp_shard,", "-"] in found
     starts = [row[0] for row in found if "/" in row[0]][1:]  # without the path
     assert starts == ["model/", "model/b", "model/w", "opt/", "opt/state/", "opt/state/count", "opt/state/none"]
-    assert "mesh axes: dp_shard, -\n  rank-00000.h5: [0:2, 0:6]\n" in run(capsys, "show", saved, "model/w")
-    assert json.loads(run(capsys, "show", saved, "model/w", "--json"))["axes"] == ["dp_shard", None]
+    assert "mesh axes: dp_shard, -\n  rank-00000.h5: [0:2, 0:6]\n" in printed(capsys, "show", saved, "model/w")
+    assert json.loads(printed(capsys, "show", saved, "model/w", "--json"))["axes"] == ["dp_shard", None]
     assert ckpt.open(saved)["model/w"].axes == ("dp_shard", None) and ckpt.open(saved)["opt/state/count"].axes is None
 
 
 def test_show_stats(saved, capsys):
-    found = rows(run(capsys, "show", saved, "--stats"))
+    found = rows(printed(capsys, "show", saved, "--stats"))
     std = f"{np.arange(24).std():.5g}"
     assert ["TENSOR", "DTYPE", "SHAPE", "MEAN", "STD", "MIN", "MAX", "NAN", "INF"] in found
     assert ["model/w", "float32", "4", "x", "6", "11.5", std, "0", "23", "0", "0"] in found
     assert ["model/b", "float64", "4", "1", "0", "1", "1", "1", "2"] in found
     assert ["opt/state/count", "int64", "scalar", "7", "0", "7", "7", "0", "0"] in found
     assert ["opt/state/none", "float16", "0", "x", "3", "0", "0"] in found
-    stats = json.loads(run(capsys, "show", saved, "--stats", "--json"))["tensors"]["model/b"]["stats"]
+    stats = json.loads(printed(capsys, "show", saved, "--stats", "--json"))["tensors"]["model/b"]["stats"]
     assert stats == {"num_finite": 1, "mean": 1.0, "std": 0.0, "min": 1.0, "max": 1.0, "num_nan": 1, "num_inf": 2}
 
 
 def test_show_stats_of_one_tensor_draws_a_histogram(saved, capsys):
-    out = run(capsys, "show", saved, "model/w", "--stats")
+    out = printed(capsys, "show", saved, "model/w", "--stats")
     assert f"mean 11.5, std {np.arange(24).std():.5g}, min 0, max 23, NaN 0, infinite 0\n" in out
     bars = [row for row in rows(out) if row[-1].startswith("\u2588")]
     assert len(bars) == 16 and sum(int(row[1]) for row in bars) == 24
     assert {(row[1], len(row[2])) for row in bars} == {("1", 25), ("2", 50)}
-    found = json.loads(run(capsys, "show", saved, "model/w", "--stats", "--json"))
+    found = json.loads(printed(capsys, "show", saved, "model/w", "--stats", "--json"))
     assert sum(found["histogram"]["counts"]) == 24 and found["histogram"]["edges"][-1] == 23.0
-    assert "NaN 0, infinite 0" in run(capsys, "show", saved, "opt/state/none", "--stats")
+    assert "NaN 0, infinite 0" in printed(capsys, "show", saved, "opt/state/none", "--stats")
 
 
 def test_show_writes_a_picture(saved, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     for name in ("model/w", "model/b", "opt/state/none"):
         picture = tmp_path / f"{name.rpartition('/')[2]}.png"
-        run(capsys, "show", saved, name, "--histogram", picture)
+        printed(capsys, "show", saved, name, "--histogram", picture)
         assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(["show", str(saved), "model/w", "--histogram", str(tmp_path / "x.unknown")]) == 2
     assert "--histogram" in capsys.readouterr().err
@@ -124,8 +117,8 @@ def test_a_picture_without_matplotlib_is_one_line(saved, tmp_path):
 
 def test_diff_of_the_same_values_however_they_are_cut(saved, capsys, tmp_path):
     other = save_rows(tmp_path / "other", ARRAYS, size=3, meta={"step": 1, "mesh": {"dp_shard": 2}})
-    assert run(capsys, "diff", saved, other) == "no difference in 4 tensors\n"
-    found = json.loads(run(capsys, "diff", saved, other, "--json"))
+    assert printed(capsys, "diff", saved, other) == "no difference in 4 tensors\n"
+    found = json.loads(printed(capsys, "diff", saved, other, "--json"))
     assert found["same"] is True and found["tensors"] == found["meta"] == []
 
 
@@ -135,21 +128,21 @@ def test_diff_says_what_and_by_how_much(saved, capsys, tmp_path):
     changed["opt/state/count"] = np.array([7.0, 8.0])
     del changed["opt/state/none"]
     other = save_rows(tmp_path / "step-2", changed, size=1, meta={"step": 2, "mesh": {"dp_shard": 1}})
-    out = run(capsys, "diff", saved, other, code=1)
+    out = printed(capsys, "diff", saved, other, code=1)
     assert "only in A: opt/state/none\nonly in B: model/new\nmeta step: 1 -> 2\nmeta mesh.dp_shard: 2 -> 1\n" in out
     assert ["model/w", "values", "4", "24", "1", "1", "0"] in rows(out)
     assert ["model/b", "values", "1", "4", "0", "0", "1"] in rows(out)
     assert ["opt/state/count", "int64", "->", "float64,", "scalar", "->", "2"] in rows(out)
     assert out.endswith("3 of 3 tensors differ\n")
-    found = json.loads(run(capsys, "diff", saved, other, "--json", code=1))
+    found = json.loads(printed(capsys, "diff", saved, other, "--json", code=1))
     assert not found["same"] and [tensor["name"] for tensor in found["tensors"]] == sorted(ARRAYS)[:3]
     assert found["meta"][0] == {"key": "step", "a": "1", "b": "2"}
     # what is to be looked at, and how closely
-    run(capsys, "diff", saved, other, "--only", "*/w", code=1)
-    assert run(capsys, "diff", saved, other, "--only", "*/w", "--atol", "1") == "no difference in 1 tensors\n"
-    run(capsys, "diff", saved, other, "--only", "*/w", "--rtol", "0.9", code=1)
-    run(capsys, "diff", saved, other, "--only", "*/w", "--rtol", "1")
-    run(capsys, "diff", saved, other, "--only", "*/w", "--only", "*/b", "--atol", "1", code=1)
+    printed(capsys, "diff", saved, other, "--only", "*/w", code=1)
+    assert printed(capsys, "diff", saved, other, "--only", "*/w", "--atol", "1") == "no difference in 1 tensors\n"
+    printed(capsys, "diff", saved, other, "--only", "*/w", "--rtol", "0.9", code=1)
+    printed(capsys, "diff", saved, other, "--only", "*/w", "--rtol", "1")
+    printed(capsys, "diff", saved, other, "--only", "*/w", "--only", "*/b", "--atol", "1", code=1)
     assert main(["diff", str(saved), str(other), "--only", "nothing"]) == 2
     assert "neither checkpoint has a tensor called 'nothing'" in capsys.readouterr().err
     assert main(["diff", str(saved), str(tmp_path / "nowhere")]) == 2
@@ -158,7 +151,7 @@ def test_diff_says_what_and_by_how_much(saved, capsys, tmp_path):
 def test_diff_shows_long_values_of_the_meta_where_they_differ(capsys, tmp_path):
     for name in ("a", "b"):
         ckpt.save(tmp_path / name, {}, comm=None, meta={"text": "x" * 500 + name + "y" * 500, "many": [name] * 30})
-    lines = run(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1).splitlines()
+    lines = printed(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1).splitlines()
     assert lines[0] == f"meta text: ... {'x' * 15}a{'y' * 44} ... -> ... {'x' * 15}b{'y' * 44} ..."
     assert lines[1] == 'meta many[0]: "a" -> "b"' and len([line for line in lines if line.startswith("meta ")]) == 20
     assert lines[20:] == ["... and 11 more (--json prints all)", "0 of 0 tensors differ"]
@@ -171,26 +164,20 @@ def test_tolerances_are_numbers(value, capsys):
     assert raised.value.code == 2 and "--atol" in capsys.readouterr().err
 
 
-def flip(file, pattern):
-    data = bytearray(file.read_bytes())
-    data[data.index(pattern)] ^= 1
-    file.write_bytes(data)
-
-
 def test_verify(saved, capsys, tmp_path):
     save_rows(tmp_path / "step-2", ARRAYS)
-    assert ": whole, " in run(capsys, "verify", saved)
-    assert len(run(capsys, "verify", tmp_path, "--all").splitlines()) == 2
-    flip(saved / "rank-00001.h5", ARRAYS["model/w"][2:].tobytes())
-    out = run(capsys, "verify", saved, code=1)
+    assert ": whole, " in printed(capsys, "verify", saved)
+    assert len(printed(capsys, "verify", tmp_path, "--all").splitlines()) == 2
+    flip_bit(saved / "rank-00001.h5", ARRAYS["model/w"][2:].tobytes())
+    out = printed(capsys, "verify", saved, code=1)
     assert "rank-00001.h5, bytes " in out and "of tensor 'model/w': its checksum does not match\n" in out
-    assert run(capsys, "verify", tmp_path).startswith(f"{tmp_path / 'step-2'}: whole")  # the newest
+    assert printed(capsys, "verify", tmp_path).startswith(f"{tmp_path / 'step-2'}: whole")  # the newest
     (tmp_path / "step-2" / "index.h5").unlink()
-    run(capsys, "verify", tmp_path / "step-2", code=1)
+    printed(capsys, "verify", tmp_path / "step-2", code=1)
     save_rows(tmp_path / "lost" / "a", ARRAYS)
     (tmp_path / "lost" / "a" / "manifest.jsonl").unlink()
-    assert "has no manifest.jsonl" in run(capsys, "verify", tmp_path / "lost" / "a", code=1)
-    first, second = json.loads(run(capsys, "verify", tmp_path, "--all", "--json", code=1))
+    assert "has no manifest.jsonl" in printed(capsys, "verify", tmp_path / "lost" / "a", code=1)
+    first, second = json.loads(printed(capsys, "verify", tmp_path, "--all", "--json", code=1))
     assert (first["path"], first["problem"]) == (str(saved), None)
     assert [damage["tensor"] for damage in first["damage"]] == ["model/w"]
     assert "index.h5 is missing" in second["problem"] and second["damage"] == []
@@ -220,7 +207,7 @@ def test_deeply_nested_meta_is_no_traceback(tmp_path, capsys):
         meta = {"x": meta}
     for name in ("a", "b"):
         ckpt.save(tmp_path / name, {}, comm=None, meta={"deep": meta, "name": name})
-    assert run(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1).startswith('meta name: "a" -> "b"\n')
+    assert printed(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1).startswith('meta name: "a" -> "b"\n')
     before = sys.getrecursionlimit()
     codes = []
     try:
@@ -250,9 +237,9 @@ def test_json_is_strict_also_with_nan_and_infinities(tmp_path, capsys):
         for name, x in (("a", -1e308), ("b", 1e308))
     )
     expected = {"loss": "NaN", "bounds": ["-Infinity", {"high": "Infinity"}, 1.5]}
-    assert strict(run(capsys, "show", a, "--json"))["meta"] == expected
-    assert strict(run(capsys, "reshard", a, tmp_path / "c", "--files", "one", "--json"))["meta"] == expected
-    assert strict(run(capsys, "diff", a, b, "--json", code=1))["tensors"][0]["max_abs"] == "Infinity"
+    assert strict(printed(capsys, "show", a, "--json"))["meta"] == expected
+    assert strict(printed(capsys, "reshard", a, tmp_path / "c", "--files", "one", "--json"))["meta"] == expected
+    assert strict(printed(capsys, "diff", a, b, "--json", code=1))["tensors"][0]["max_abs"] == "Infinity"
     assert np.isnan(ckpt.open(tmp_path / "c").meta["loss"])  # in Python they come back as they are
 
 

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from checkpoints import names, save
 
 import ckpt
 from ckpt.cli import main
@@ -18,14 +19,6 @@ from ckpt.storage import remote
 from ckpt.storage.catalog import LATEST_NAME
 from ckpt.storage.places import names_in
 from ckpt.storage.remote import Url
-
-
-def save(path, **options):
-    return ckpt.save(path, {"x": np.ones(5)}, comm=None, **options)
-
-
-def names(place):
-    return sorted(names_in(place))
 
 
 def test_a_remote_file_is_fetched_ahead_only_where_it_is_read_on(tmp_path, monkeypatch):
@@ -203,4 +196,4 @@ def test_commands_read_urls_and_change_nothing_there(tmp_path, capsys):
     assert (code, said) == (2, f"ckpt: {place}/nowhere does not exist\n")
     with pytest.raises(ValueError, match=r"out is local://.*; expected a file or a folder"):
         ckpt.export(home / "step-1", f"{place}/x.npz")
-    assert names(Url(place)) == [LATEST_NAME, "step-1"]
+    assert names(place) == [LATEST_NAME, "step-1"]

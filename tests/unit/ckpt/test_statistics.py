@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoints import flip_bit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -293,10 +294,7 @@ def test_progress_counts_every_byte(tmp_path: Path) -> None:
 
 def test_damage_is_found_on_the_way(tmp_path: Path) -> None:
     checkpoint = save_cut(tmp_path / "a", np.arange(8.0), 1, 0)
-    file = tmp_path / "a" / "rank-00000.h5"
-    data = bytearray(file.read_bytes())
-    data[data.index(np.arange(8.0).tobytes()) + 3] ^= 1
-    file.write_bytes(data)
+    flip_bit(tmp_path / "a" / "rank-00000.h5", np.arange(8.0).tobytes())
     for look in (lambda: statistics_of(checkpoint["x"]), lambda: compare(checkpoint, checkpoint)):
         with pytest.raises(ckpt.CheckpointError, match=r"tensor 'x': rank-00000\.h5 is damaged"):
             look()

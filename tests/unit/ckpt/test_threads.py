@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from checkpoints import names
 from thread_ranks import on_ranks
 
 import ckpt
@@ -21,10 +22,6 @@ def nothing_goes_on():
     yield
     ckpt.wait()
     assert not background._pending and gc.isenabled()
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def in_threads(count, act):
