@@ -18,7 +18,7 @@ NAMES_OF_PYTHON = {"_replace", "_fields", "_asdict"}  # of a NamedTuple
 STEP = {
     f"mpitrain.sharding.{name}"
     for name in (
-        *("setup.reach", "step.context", "step.gathers", "step.prefetch", "step.reductions", "step.state"),
+        *("setup.reach", "step.context", "step.prefetch", "step.reductions", "step.state"),
         *("unit.gradients", "unit.registry", "unit.rows", "unit.unit"),
     )
 }

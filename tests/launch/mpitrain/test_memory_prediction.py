@@ -75,7 +75,7 @@ def predicted_and_held(tmp_path: Path, which: str, allocator: dict[str, str]) ->
     return predicted, held
 
 
-@pytest.mark.parametrize("which", extent(["resident, fp32", "gathered, bf16", "computed again"], list(SETTINGS)))
+@pytest.mark.parametrize("which", extent(["resident, fp32", "gathered, bf16"], list(SETTINGS)))
 def test_a_run_holds_what_was_predicted(tmp_path: Path, which: str) -> None:
     predicted, held = predicted_and_held(tmp_path, which, NO_HEAP)
     counted = predicted["rank_total"] - predicted["rank"]["allocator"]

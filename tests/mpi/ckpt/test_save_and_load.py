@@ -113,6 +113,7 @@ def test_ranks_may_ask_for_different_parts(comm, shared_tmp):
 # Files and drivers
 
 
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("driver", ["posix", "mpio", "mpio-collective"])
 @pytest.mark.parametrize("files", ["rank", "node", "one", 2, 1000])
 def test_all_drivers_write_the_same_files(comm, shared_tmp, files, driver):

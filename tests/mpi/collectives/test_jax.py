@@ -47,6 +47,7 @@ REDUCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_values(comm: Communicator, wrap: Any) -> None:
     n, rank = comm.size, comm.rank
@@ -114,6 +115,7 @@ def test_control_flow(comm: Communicator) -> None:
     np.testing.assert_array_equal(jax.jit(branch)(-jnp.ones(3)), np.full(3, -2))
 
 
+@pytest.mark.ranks(1, 2, 3)
 def test_gradients_are_those_of_the_sum_of_all_ranks_results(comm: Communicator) -> None:
     """Rank r's result weighs the output with (r + 1) w."""
     n, rank, s = comm.size, comm.rank, 2

@@ -95,7 +95,7 @@ def behind(model: Any) -> int:
     return counts[0] + 1  # the one of this module was waited for
 
 
-@several_ranks
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("nodes", ["comm", "two_nodes", "two_nodes_flying"])
 @pytest.mark.parametrize("options", [{"storage": "resident"}, {"stage": 2, "storage": "private"}])
 def test_slow_ranks_change_nothing(
@@ -172,7 +172,7 @@ WRITERS = {
 }
 
 
-@several_ranks
+@pytest.mark.ranks(2)
 @pytest.mark.one_node
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_rank_writes_when_the_others_have_read(comm: Communicator, writer: str) -> None:

@@ -63,6 +63,7 @@ def factors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_sizes_compute_the_same(comm: Communicator, dtype: torch.dtype, recomputes: bool) -> None:
