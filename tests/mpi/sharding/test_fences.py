@@ -16,7 +16,6 @@ from collectives import Communicator
 from mpitrain.sharding import clip_grad_norm_, fully_shard, unshard
 
 STEPS = 6
-several_ranks = pytest.mark.ranks(2, 3, 4)  # one rank waits for nobody
 
 
 class Slow(nn.Module):
@@ -196,7 +195,7 @@ def test_a_rank_writes_when_the_others_have_read(comm: Communicator, writer: str
     late.remove()
 
 
-@several_ranks
+@pytest.mark.ranks(2, 3, 4)  # one rank waits for nobody
 @pytest.mark.one_node
 def test_an_average_is_swapped_in_when_the_others_have_read(comm: Communicator) -> None:
     model = two_linears(comm)
