@@ -374,6 +374,8 @@ class Communicator:
         ValueError on all ranks if it is no table, or not the same on all of them.
         """
         self._queue.flush()
+        if self.has_progress_thread:
+            self._queue.progress.drain()  # what was issued chooses by the table before, on every rank
         self._recorder.enter("use_table").leave()
         with self.together("use_table"):
             new = Table.from_dict(table.to_dict() if isinstance(table, Table) else table)

@@ -27,6 +27,7 @@ class Control:
     ) -> None:
         """`on_progress()`: what carries out asynchronous barriers, this one or its twin for the progress thread."""
         self._mpi, self._recorder, self._queue = mpi, recorder, queue
+        self._size: int = mpi.size  # asked once: a freed communicator has none
         self._transports, self._on_progress = transports, on_progress
 
     def barrier(self) -> None:
@@ -42,7 +43,7 @@ class Control:
         return self._queue.issue(self._on_progress().barrier, "barrier")
 
     def broadcast_object(self, obj: Any, root: int) -> Any:
-        root = rank_of("broadcast_object", root, self._mpi.size)
+        root = rank_of("broadcast_object", root, self._size)
         self._queue.flush()
         with self._recorder.enter("broadcast_object", root=root):
             return self._mpi.bcast(obj, root)

@@ -488,6 +488,15 @@ def test_soak_of_mixed_calls_on_two_communicators(flying: Communicator) -> None:
     other.free()
 
 
+def test_another_table_is_for_what_is_issued_after_it(flying: Communicator) -> None:
+    """Whatever was issued before has chosen by the old one, on all ranks."""
+    x = np.full(100_000, flying.rank + 1.0)
+    work = flying.all_reduce(x, async_op=True)
+    flying.use_table(flying.table)
+    assert work.done()
+    assert (work.wait() == ranks_sum(flying)).all()
+
+
 def test_freeing_a_communicator_waits_for_what_is_in_flight(flying: Communicator) -> None:
     group = flying.split(0)
     x = np.full(100_000, group.rank + 1.0)
@@ -500,6 +509,9 @@ def test_freeing_a_communicator_waits_for_what_is_in_flight(flying: Communicator
         lambda: group.all_reduce(x),
         lambda: group.all_reduce(x, async_op=True),
         lambda: group.barrier(),
+        lambda: group.broadcast_object(1),
+        lambda: group.all_gather_object(1),
+        lambda: group.use_table(flying.table),
         lambda: group.split(0),
         lambda: group.empty(3, np.float32),
     ):

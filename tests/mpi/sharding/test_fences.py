@@ -1,4 +1,4 @@
-"""No rank reads a parameter while another one writes it, however slow some are: see [Note: fences] in mpitrain/sharding/fences.py."""
+"""No rank reads a parameter while another one writes it, however slow some are: see [Note: fences] in sharding/step/fences.py."""
 
 import copy
 import random
