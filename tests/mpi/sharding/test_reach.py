@@ -10,7 +10,7 @@ from torch import nn
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
 
-pytestmark = pytest.mark.ranks(1, 2)
+pytestmark = pytest.mark.ranks(1, 2, 3)
 
 
 class Parent(nn.Module):
