@@ -1,6 +1,7 @@
 """The house rule: imports point down, mpitrain -> ckpt -> collectives, and each foreign library has one home."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,13 @@ ROOT = Path(__file__).parents[2]
 STOREYS = ["collectives", "ckpt", "mpitrain"]  # from the ground up
 
 
-def imports(package: str) -> Iterator[tuple[str, str, bool]]:
+@functools.cache
+def imports(package: str) -> list[tuple[str, str, bool]]:
     """(where, the imported top-level name, whether a mere `import package` runs it) of all import statements of a package."""
+    return list(found_imports(package))
+
+
+def found_imports(package: str) -> Iterator[tuple[str, str, bool]]:
     for path in sorted((ROOT / package).rglob("*.py")):
         tree = ast.parse(path.read_text())
         later = {
