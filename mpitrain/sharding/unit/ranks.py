@@ -26,8 +26,15 @@ class Ranks(NamedTuple):
         return self.replicate.size > 1
 
 
-# Splitting is collective and costs communicators, so once for all units of a model.
-_alone: "weakref.WeakKeyDictionary[Communicator, Communicator]" = weakref.WeakKeyDictionary()
+def is_within(inner: Communicator, outer: Communicator) -> bool:
+    """Whether `outer` has all ranks of `inner`."""
+    if inner is outer:
+        return True
+    group = inner.mpi.Get_group()
+    return bool(type(group).Intersection(group, outer.mpi.Get_group()).size == inner.size)
+
+
+# Splitting is collective and costs communicators, so once for all units of a model. Weak: a communicator goes with its last user.
 _groups: "weakref.WeakKeyDictionary[Communicator, dict[int, Communicator]]" = weakref.WeakKeyDictionary()
 
 
@@ -45,9 +52,7 @@ def ranks_of(mesh: Mesh | Communicator | None, *, whole: bool = False) -> Ranks:
     `whole`: every rank holds a copy of its own. Collective. ValueError if the mesh has other axes longer than 1.
     """
     comm = mesh.comm if isinstance(mesh, Mesh) else mesh or collectives.world()
-    if comm not in _alone:
-        _alone[comm] = comm.split(comm.rank)
-    alone = _alone[comm]
+    alone = group_of(comm, 1)
     if isinstance(mesh, Mesh):
         others = [f"{name}={size}" for name, size in mesh.axes.items() if size > 1 and name not in AXES]
         if others:
