@@ -1,20 +1,28 @@
 """`python -m collectives bench`: every algorithm beside the MPI library's own and Gloo."""
 
 import argparse
+from contextlib import ExitStack
 
 from collectives.arrays.dtypes import TABLE, number_of
-from collectives.bench.contestants import ARRAYS, OPERATIONS
+from collectives.bench.calls import Entrants
 from collectives.bench.gloo import Gloo
+from collectives.bench.kit.arguments import add_json, add_plot, names_of, positive_seconds
+from collectives.bench.kit.contestants import CannotTakePart
+from collectives.bench.kit.running import measure_and_show
+from collectives.bench.kit.torch_group import need_torch, torch_group
+from collectives.bench.library import OPERATIONS, Library
 from collectives.bench.overhead import overhead
-from collectives.bench.plot import NoMatplotlibError, need_matplotlib, plot
-from collectives.bench.results import PEERS, Launch, Measurement, Skipped
+from collectives.bench.plain_mpi import PlainMpi
+from collectives.bench.plot import plot
+from collectives.bench.results import GLOO, CollectivesLaunch, Measurement, Skipped
 from collectives.bench.show import tables
 from collectives.bench.timing import LEAST_ROUNDS, Limits, measure
 from collectives.bench.units import parse_sizes
-from collectives.commands.measuring import names_of, positive_seconds, several_ranks, writable
-from collectives.commands.terminal import Commands, UsageError, console, or_usage_error, positive
+from collectives.commands.terminal import Commands, or_usage_error, positive, several_ranks
 from collectives.communicator.communicator import Communicator
 
+ARRAYS = ("numpy", "torch")
+PEERS = ("mpi", "gloo")
 SIZES = "1KiB..256MiB"
 
 
@@ -28,7 +36,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--op",
-        type=names_of(OPERATIONS, all_of_them=True),
+        type=names_of(OPERATIONS, or_all=True),
         default=["all_reduce"],
         metavar="OP,OP,..",
         help=f"of {', '.join(OPERATIONS)}, or all (default: all_reduce)",
@@ -48,7 +56,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--peers",
-        type=lambda text: names_of(list(PEERS))(text) if text else [],
+        type=names_of(PEERS, or_none=True),
         default=["mpi"],
         metavar="mpi,gloo",
         help="mpi: the library called through plain mpi4py; gloo: torch.distributed's (default: mpi)",
@@ -74,60 +82,36 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--overhead", action="store_true", help="also Python's time a call over raw mpi4py at 1 KiB, NumPy and torch"
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
-    parser.add_argument("--plot", metavar="FILE.png", help="also draw busbw against size (needs matplotlib)")
+    add_json(parser)
+    add_plot(parser, "busbw against size")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print the tables, and write the files."""
     comm = several_ranks("bench")
-    if options.plot:
-        try:
-            need_matplotlib()
-        except NoMatplotlibError as error:
-            raise UsageError(str(error)) from None
-    writable(comm, options.json, options.plot)
-    launch = _measure(comm, options)
-    with comm.together():
-        if comm.rank == 0:
-            if options.json:
-                launch.write(options.json)
-            if options.plot:
-                plot(options.plot, launch)
-            console().print(*tables(launch), sep="\n")
+    measure_and_show(comm, lambda: _measure(comm, options), tables, json=options.json, plot=options.plot, draw=plot)
     return 0
 
 
-def _measure(comm: Communicator, options: argparse.Namespace) -> Launch:
-    gloo = None
+def _measure(comm: Communicator, options: argparse.Namespace) -> CollectivesLaunch:
     results: list[Measurement] = []
     skipped: list[Skipped] = []
-    peers = list(options.peers)
-    if "gloo" in peers:
-        try:
-            gloo = Gloo(comm)
-        except RuntimeError as error:
-            peers.remove("gloo")
-            skipped += [
-                Skipped(op, dtype, PEERS["gloo"], "private", str(error)) for op in options.op for dtype in options.dtype
-            ]
-    for operation in options.op:
-        for dtype in options.dtype:
+    peers: list[Library] = [PlainMpi(comm)] if "mpi" in options.peers else []
+    cases = [(operation, dtype) for operation in options.op for dtype in options.dtype]
+    with ExitStack() as ended:
+        if "gloo" in options.peers:
+            try:
+                need_torch(comm)
+                ended.enter_context(torch_group(comm))
+                peers.append(Gloo(comm))
+            except (CannotTakePart, RuntimeError) as error:
+                skipped += [Skipped(*case, GLOO, "private", str(error)) for case in cases]
+        entrants = Entrants(options.memory, peers, options.arrays)
+        for operation, dtype in cases:
             for size in options.sizes:
-                rows, left_out = measure(
-                    comm,
-                    operation,
-                    size,
-                    number_of(dtype),
-                    limits=Limits(options.rounds, options.seconds),
-                    memories=options.memory,
-                    arrays=options.arrays,
-                    peers=[PEERS[name] for name in peers],
-                    gloo=gloo,
-                )
+                limits = Limits(options.rounds, options.seconds)
+                rows, left_out = measure(comm, operation, size, number_of(dtype), entrants, limits)
                 results += rows
                 skipped += left_out
-    over = overhead(comm, options.op, seconds_each=options.seconds) if options.overhead else []
-    if gloo is not None:
-        gloo.close()
-    return Launch(comm.machine(), comm.size, comm.num_nodes, options.arrays, results, skipped, over)
+        over = overhead(comm, options.op, seconds_each=options.seconds) if options.overhead else []
+    return CollectivesLaunch(comm.machine(), comm.size, comm.num_nodes, options.arrays, results, skipped, over)

@@ -97,8 +97,8 @@ comm = collectives.world()
 def test_a_traceback_is_seen_where_torch_distributed_has_started() -> None:
     # Its own hook keeps what is written to stderr until ours returns, which ends the job.
     script = """
-from collectives.bench.gloo import start_process_group
-store = start_process_group(comm, "gloo")
+from collectives.bench.kit.torch_group import start_torch_group
+store = start_torch_group(comm)
 if comm.rank == 1:
     raise LookupError("no such column")
 comm.barrier()

@@ -1,0 +1,59 @@
+"""All that one job has measured, as a JSON file."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+import msgspec
+
+from collectives.bench.kit.tables import plural
+
+L = TypeVar("L", bound="Launch")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one job was measured on; the figures are fields of the subclasses.
+
+    `FORMAT`: the version of the file. `COMMAND`: it writes such files. `ALIKE`: launches in which these fields
+    are equal can be put together.
+    """
+
+    FORMAT: ClassVar[int]
+    COMMAND: ClassVar[str]
+    ALIKE: ClassVar[tuple[str, ...]]
+
+    machine: dict[str, Any]  # see Communicator.machine
+    ranks: int
+    nodes: int
+
+    @property
+    def ranks_on_nodes(self) -> str:
+        """'2 ranks on 1 node'."""
+        return f"{plural(self.ranks, 'rank')} on {plural(self.nodes, 'node')}"
+
+    def write(self, path: str) -> None:
+        """As a JSON object. OSError."""
+        Path(path).write_text(json.dumps({"format": self.FORMAT, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: str) -> Self:
+        """A file of `write`. OSError; ValueError, which names the file and the command, for any other file."""
+        try:
+            data = json.loads(Path(path).read_text())
+            if not isinstance(data, dict) or data.get("format") != cls.FORMAT:
+                raise ValueError(f"expected format {cls.FORMAT}")
+            return msgspec.convert(data, cls)
+        except (ValueError, msgspec.ValidationError) as error:
+            raise ValueError(f"{path} is no file of `{cls.COMMAND}`: {error}") from None
+
+
+def alike(launches: Sequence[L]) -> list[list[L]]:
+    """The launches in groups that can be put together, in the order in which they came."""
+    found: dict[str, list[L]] = {}
+    for launch in launches:
+        kind = json.dumps([getattr(launch, name) for name in launch.ALIKE], sort_keys=True)
+        found.setdefault(kind, []).append(launch)
+    return list(found.values())

@@ -1,0 +1,72 @@
+"""The rounds: each contestant takes its turn in each round, in an order that is drawn anew."""
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+
+from collectives.communicator.communicator import Communicator
+
+K = TypeVar("K", bound=Hashable)
+Seconds = dict[str, float]
+"""Of one rank and one turn, by what was done."""
+Series = dict[tuple[K, str], np.ndarray]
+"""The seconds of all counted rounds, by contestant and by what was done."""
+
+
+class Contestant(Protocol):
+    """A library, an algorithm or a layout that is measured."""
+
+    def turn(self, round_: int) -> Seconds:
+        """Do once all that is measured. Collective. The same names on all ranks and in all rounds."""
+
+
+def take_turns(contestants: Mapping[K, Contestant], *, rounds: int, warm_up: int = 0) -> Series[K]:
+    """Let each contestant take its turn in each round; `warm_up` more rounds come first and do not count. Collective.
+
+    Returns this rank's seconds; see `slowest`.
+    """
+    names = list(contestants)
+    taken: dict[K, list[Seconds]] = {name: [] for name in names}
+    for round_ in range(warm_up + rounds):
+        for i in drawn_order(round_, len(names)):
+            seconds = contestants[names[i]].turn(round_)
+            if round_ >= warm_up:
+                taken[names[i]].append(seconds)
+    return {
+        (name, action): np.array([seconds[action] for seconds in turns])
+        for name, turns in taken.items()
+        for action in turns[0]
+    }
+
+
+def drawn_order(round_: int, num: int) -> list[int]:
+    """The order of `num` contestants in a round: drawn, the same on all ranks.
+
+    So no contestant has a fixed neighbour, also not one with another between them: the traces of a slow one, in the cache and in the
+    scheduler, reach further than to the next turn.
+    """
+    return np.random.default_rng([round_, num]).permutation(num).tolist()
+
+
+def timed(comm: Communicator, call: Callable[[], Any]) -> float:
+    """This rank's seconds in `call`, which all ranks begin at the same time. Collective."""
+    comm.mpi.Barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def slowest(
+    comm: Communicator, series: Mapping[K, np.ndarray], op: Literal["max", "avg"] = "max"
+) -> dict[K, np.ndarray]:
+    """The slowest rank's seconds in each round; with "avg" the mean rank's. Collective: the same on all ranks."""
+    seconds = np.array(list(series.values()))
+    comm.all_reduce(seconds, op)
+    return dict(zip(series, seconds, strict=True))
+
+
+def spread(seconds: np.ndarray) -> tuple[float, float, float]:
+    """The median, the least and the most."""
+    return float(np.median(seconds)), float(seconds.min()), float(seconds.max())

@@ -1,0 +1,26 @@
+"""A library whose collectives are measured, and the arrays on which it works."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+OPERATIONS = (
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
+)  # fmt: skip
+Call = Callable[[], Any]
+
+
+class Arrays(NamedTuple):
+    """What an operation works on: the whole array, one rank's part, and a second whole array for all_to_all (else empty)."""
+
+    whole: Any
+    part: Any
+    other: Any
+
+
+class Library(Protocol):
+    """Another library that has collectives. A new one is a class of this form, and a line in commands/bench.py."""
+
+    name: str
+
+    def call(self, operation: str, arrays: Arrays) -> Call:
+        """A call of `operation` on the memory of `arrays`. Collective. CannotTakePart on all ranks if the library has no such call."""
