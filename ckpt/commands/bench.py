@@ -4,10 +4,12 @@ import argparse
 from typing import Any
 
 import collectives
+from ckpt.bench.report import tables
+from ckpt.bench.results import CheckpointLaunch
 from ckpt.commands.terminal import Commands, UsageError, complain
+from collectives.bench.kit.arguments import add_json, add_report, names_of
 from collectives.bench.units import parse_size
-from collectives.commands.measuring import names_of
-from collectives.commands.terminal import or_usage_error, positive
+from collectives.commands.terminal import console, or_usage_error, positive
 
 PEERS = ("posix", "dcp")
 DRIVERS = ("posix", "mpio", "mpio-collective")
@@ -23,7 +25,7 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument(
         "--peers",
-        type=lambda text: names_of(PEERS)(text) if text else [],
+        type=names_of(PEERS, or_none=True),
         default=list(PEERS),
         metavar="posix,dcp",
         help="posix: a file for each rank, by write and fsync; dcp: torch.distributed.checkpoint (default: both)",
@@ -52,10 +54,8 @@ def add_to(commands: Commands) -> None:
         action="store_true",
         help="drop the files from the page cache before each load, instead of reading from it",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
-    parser.add_argument(
-        "--report", nargs="+", metavar="FILE", help="instead: the medians over the launches of these --json (no mpirun)"
-    )
+    add_json(parser)
+    add_report(parser)
     parser.set_defaults(run=_run)
 
 
@@ -65,15 +65,16 @@ def _layouts(text: str) -> list[Any]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from ckpt.bench.command import main, report
-
     if args.report:
         if collectives.launched_rank() <= 0:  # one process is enough, also under mpirun
             try:
-                report(args.report)
+                launches = [CheckpointLaunch.read(file) for file in args.report]
             except ValueError as error:
                 raise UsageError(str(error)) from error
+            console().print(*tables(launches), sep="\n")
         return 0
+    from ckpt.bench.command import main
+
     comm = collectives.world()
     try:
         main(args, comm)
