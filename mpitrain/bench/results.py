@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from collectives.bench.records import Record
+from collectives.bench.kit.launch import Launch
 from mpitrain.models.sizes import GPTConfig, num_parameters
 
 
@@ -43,7 +42,7 @@ class Phases:
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """One contestant in one case."""
 
     name: str
@@ -61,7 +60,7 @@ class Row:
     state_bytes: int
     """Parameters, gradients and the optimizer's state between two steps, on the rank that holds most."""
     peak_rss_bytes: int | None = None
-    """Of the process, from its start to its end, of the rank that needs most. As the next three known only of who takes part alone."""
+    """Of the process, from its start to its end, of the rank that needs most. Like the next three known only of a contestant alone."""
     peak_pss_bytes: int | None = None
     """While it trains, with pages that ranks share divided among them."""
     added_pss_bytes: int | None = None
@@ -72,15 +71,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """The rows of a case, ours first, and who was skipped and why."""
+    """The rows of a case, ours first, and the contestants that were skipped and why."""
 
     case: Case
-    rows: Sequence[Row]
+    rows: Sequence[StepRow]
     skipped: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Overhead:
+class HookOverhead:
     """Medians over the steps of each rank alone, the slowest rank's: a sharded model of many small units beside the plain one."""
 
     units: int
@@ -93,15 +92,13 @@ class Overhead:
 
 
 @dataclass(frozen=True)
-class Launch(Record):
-    """All that one job has measured, and on what."""
+class TrainingLaunch(Launch):
+    """The figures of one job."""
 
     FORMAT = 1
     COMMAND = "python -m mpitrain bench --json"
+    ALIKE = ("machine", "ranks", "nodes", "threads", "device", "dtype")
 
-    machine: dict[str, Any]  # see Communicator.machine
-    ranks: int
-    nodes: int
     threads: int
     device: str
     """"cpu", or the GPU's name."""
@@ -109,4 +106,4 @@ class Launch(Record):
     """What forward and backward compute in."""
     steps: int
     measured: Sequence[Measured] = ()
-    overhead: Overhead | None = None
+    overhead: HookOverhead | None = None

@@ -58,10 +58,17 @@ def timed(comm: Communicator, call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def slowest(
-    comm: Communicator, series: Mapping[K, np.ndarray], op: Literal["max", "avg"] = "max"
-) -> dict[K, np.ndarray]:
-    """The slowest rank's seconds in each round; with "avg" the mean rank's. Collective: the same on all ranks."""
+def slowest(comm: Communicator, series: Mapping[K, np.ndarray]) -> dict[K, np.ndarray]:
+    """The slowest rank's seconds in each round. Collective: the same on all ranks."""
+    return _over_ranks(comm, series, "max")
+
+
+def mean_rank(comm: Communicator, series: Mapping[K, np.ndarray]) -> dict[K, np.ndarray]:
+    """The ranks' mean in each round. Collective: the same on all ranks."""
+    return _over_ranks(comm, series, "avg")
+
+
+def _over_ranks(comm: Communicator, series: Mapping[K, np.ndarray], op: Literal["max", "avg"]) -> dict[K, np.ndarray]:
     seconds = np.array(list(series.values()))
     comm.all_reduce(seconds, op)
     return dict(zip(series, seconds, strict=True))
