@@ -18,10 +18,9 @@ from ckpt.bench.stored import CkptFiles, PosixFiles
 from ckpt.bench.testbed import Testbed
 from ckpt.saving.placement import files_error
 from collectives import Communicator
-from collectives.bench.kit.contestants import make_each
 from collectives.bench.kit.running import measure_and_show
 from collectives.bench.kit.torch_group import need_torch, torch_group
-from collectives.bench.kit.turns import Contestant, slowest, spread, take_turns
+from collectives.bench.kit.turns import Contestant, make_each, slowest, spread, take_turns
 from collectives.bench.units import show_bytes
 
 _TIMEOUT_S = 600.0  # of torch.distributed, which waits while the others have their turns
@@ -67,17 +66,9 @@ def _measure(args: argparse.Namespace, comm: Communicator) -> CheckpointLaunch:
         makers[BACKGROUND] = partial(Background, BACKGROUND, bed, cuts)
         contestants, skipped = make_each(makers)
         series = slowest(comm, take_turns(contestants, rounds=args.rounds, warm_up=1))
-    return CheckpointLaunch(
-        machine=comm.machine(),
-        ranks=comm.size,
-        nodes=comm.num_nodes,
-        nbytes=source.nbytes,
-        tensors=len(cuts),
-        rounds=args.rounds,
-        cold=args.cold,
-        rows=[ActionRow(*key, *spread(seconds)) for key, seconds in series.items()],
-        skipped=skipped,
-    )
+    rows = [ActionRow(*key, *spread(seconds)) for key, seconds in series.items()]
+    sizes = {"nbytes": source.nbytes, "tensors": len(cuts), "rounds": args.rounds, "cold": args.cold}
+    return CheckpointLaunch.of(comm, **sizes, rows=rows, skipped=skipped)
 
 
 def _check_arguments(args: argparse.Namespace, comm: Communicator) -> None:

@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, CheckpointLaunch, ours
-from collectives.bench.kit.launch import alike
-from collectives.bench.kit.medians import median_known, median_ratio
+from collectives.bench.kit.launches import alike, median_known, median_ratio
 from collectives.bench.kit.tables import new_table, plural
 from collectives.bench.units import show_seconds
 

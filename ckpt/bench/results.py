@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from collectives.bench.kit.launch import Launch
+from collectives.bench.kit.launches import Launch
 
 # Names of contestants.
 POSIX, DCP, BACKGROUND = "POSIX", "DCP", "ckpt in the background"

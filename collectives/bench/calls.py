@@ -12,10 +12,8 @@ import numpy as np
 
 from collectives.arrays.buffer import as_numpy
 from collectives.arrays.dtypes import DType
-from collectives.bench.kit.contestants import make_each
-from collectives.bench.kit.turns import Seconds, timed
+from collectives.bench.kit.turns import Seconds, make_each, timed
 from collectives.bench.library import Arrays, Call, Library
-from collectives.bench.ours import our_call
 from collectives.communicator.communicator import Communicator
 from collectives.diagnosis import on_all_ranks
 from collectives.selection.selector import NODE_OPERATIONS
@@ -70,7 +68,7 @@ def timed_calls(
     auto = [] if entrants.fixed_only else ["auto"]
 
     def add(name: str, memory: str, arrays: Arrays) -> None:
-        calls[name, memory] = _timed(comm, operation, our_call(comm, operation, name, arrays), arrays)
+        calls[name, memory] = _timed(comm, operation, _ours(comm, operation, name, arrays), arrays)
 
     if "private" in entrants.memories:
         for name in (*auto, *names):
@@ -92,6 +90,21 @@ def timed_calls(
 
 def _timed(comm: Communicator, operation: str, call: Call, arrays: Arrays) -> TimedCall:
     return TimedCall(comm, call, as_numpy(arrays.part if operation in ("all_gather", "gather") else arrays.whole))
+
+
+def _ours(comm: Communicator, operation: str, algorithm: str, arrays: Arrays) -> Call:
+    whole, part, other = arrays
+    at_root = whole if comm.rank == 0 else None
+    return {
+        "all_reduce": lambda: comm.all_reduce(whole, algorithm=algorithm),
+        "all_gather": lambda: comm.all_gather(whole, part, algorithm=algorithm),
+        "reduce_scatter": lambda: comm.reduce_scatter(part, whole, algorithm=algorithm),
+        "broadcast": lambda: comm.broadcast(whole, algorithm=algorithm),
+        "reduce": lambda: comm.reduce(whole, algorithm=algorithm),
+        "gather": lambda: comm.gather(at_root, part, algorithm=algorithm),
+        "scatter": lambda: comm.scatter(part, at_root, algorithm=algorithm),
+        "all_to_all": lambda: comm.all_to_all(other, whole, algorithm=algorithm),
+    }[operation]
 
 
 def _empty(count: int, dtype: DType, library: str) -> Any:

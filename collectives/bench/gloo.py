@@ -4,7 +4,7 @@ from typing import Any
 
 from collectives.arrays.buffer import is_torch, like
 from collectives.arrays.dtypes import dtype_of
-from collectives.bench.kit.contestants import CannotTakePart
+from collectives.bench.kit.turns import CannotTakePart
 from collectives.bench.library import Arrays, Call
 from collectives.bench.results import GLOO
 from collectives.communicator.communicator import Communicator
@@ -21,22 +21,17 @@ class Gloo:
 
         torch.set_num_threads(1)
         self._comm, self._torch, self._dist = comm, torch, dist
-        self._refused: dict[tuple[str, str], str] = {}
 
     def call(self, operation: str, arrays: Arrays) -> Call:
         dtype = dtype_of(arrays.whole.dtype).name
-        key = (operation, dtype)
-        if key not in self._refused:
-            size = self._comm.size
-            small = (self._torch.zeros(n, dtype=getattr(self._torch, dtype)) for n in (size, 1, size))
-            try:
-                with self._comm.together():
-                    self._make(operation, *small)()
-                self._refused[key] = ""
-            except Exception as error:
-                self._refused[key] = f"gloo has no {operation} of {dtype}: {str(error).splitlines()[0]}"
-        if self._refused[key]:
-            raise CannotTakePart(self._refused[key])
+        size = self._comm.size
+        try:
+            with self._comm.together():
+                self._make(
+                    operation, *(self._torch.zeros(n, dtype=getattr(self._torch, dtype)) for n in (size, 1, size))
+                )()
+        except Exception as error:
+            raise CannotTakePart(f"gloo has no {operation} of {dtype}: {str(error).splitlines()[0]}") from None
         return self._make(operation, *map(self._tensor, arrays))
 
     def _tensor(self, array: Any) -> Any:

@@ -36,10 +36,7 @@ class _Loop(NamedTuple):
 
 
 def overhead(
-    comm: Communicator,
-    operations: Sequence[str],
-    arrays: Sequence[str] = ("numpy", "torch"),
-    seconds_each: float = 2.0,
+    comm: Communicator, operations: Sequence[str], arrays: Sequence[str] = ("numpy", "torch"), seconds_each: float = 2.0
 ) -> list[CallOverhead]:
     """Time LOOPS loops of CALLS calls of each, in turn, on private float32 arrays of NBYTES. Collective.
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from collectives.arrays.buffer import as_numpy
 from collectives.arrays.dtypes import dtype_of
-from collectives.bench.kit.contestants import CannotTakePart
+from collectives.bench.kit.turns import CannotTakePart
 from collectives.bench.library import Arrays, Call
 from collectives.bench.results import RAW
 from collectives.communicator.communicator import Communicator
@@ -35,7 +35,7 @@ class PlainMpi:
         return {
             "all_reduce": lambda: mpi.Allreduce(MPI.IN_PLACE, all_of, MPI.SUM),
             "all_gather": lambda: mpi.Allgather(part_of, parts),
-            "reduce_scatter": lambda: mpi.Reduce_scatter_block(all_of, part_of, MPI.SUM),
+            "reduce_scatter": lambda: mpi.Reduce_scatter_block(parts, part_of, MPI.SUM),
             "broadcast": lambda: mpi.Bcast(all_of, 0),
             "reduce": lambda: mpi.Reduce(MPI.IN_PLACE if is_root else all_of, all_of if is_root else None, MPI.SUM, 0),
             "gather": lambda: mpi.Gather(part_of, parts if is_root else None, 0),

@@ -4,16 +4,14 @@ A ratio is formed within each launch, where both sides met the same disturbances
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
 from rich.table import Table
 
-from collectives.bench.kit.launch import alike
-from collectives.bench.kit.medians import median_ratio
+from collectives.bench.kit.launches import alike, median_ratio
 from collectives.bench.kit.tables import markdown_table, new_table, plural
-from collectives.bench.results import GLOO, RAW, CollectivesLaunch
+from collectives.bench.results import GLOO, RAW, CallOverhead, CollectivesLaunch
 from collectives.bench.units import show_bytes
 
 HEADINGS = ("size", "auto µs", "busbw GB/s", "MPI / auto", "Gloo / auto", "best fixed", "auto / best")
@@ -87,32 +85,31 @@ def _line(launches: Sequence[CollectivesLaunch], operation: str, dtype: str, mem
 
 def sections(launches: Sequence[CollectivesLaunch]) -> Iterator[Section]:
     """The tables of launches that can be put together (see `alike`)."""
-    on = f"{launches[0].ranks_on_nodes}, {plural(len(launches), 'launch')}"
     rows = (row for launch in launches for row in launch.results if row.algorithm == "auto")
     for operation, dtype, memory in dict.fromkeys((row.operation, row.dtype, row.memory) for row in rows):
         where = memory if memory == "in place" else f"{memory} memory"
         shown = [_shown(line) for line in lines(launches, operation, dtype, memory)]
-        yield Section(f"{operation}, {dtype}, {where}, {on}", HEADINGS, shown)
-    overheads = overhead_rows(launches)
-    if overheads:
-        headings = ("call", "ours µs", "raw mpi4py µs", "over raw µs")
-        yield Section(f"Python's time a call, {on}", headings, overheads)
+        yield Section(f"{operation}, {dtype}, {where}, {_on(launches)}", HEADINGS, shown)
+    if any(launch.overhead for launch in launches):
+        yield overhead(launches)
 
 
-def overhead_rows(launches: Sequence[CollectivesLaunch]) -> list[tuple[str, ...]]:
+def overhead(launches: Sequence[CollectivesLaunch]) -> Section:
     """The medians over the launches of each measured overhead."""
-    rows = [row for launch in launches for row in launch.overhead]
-    shown = []
-    for key in dict.fromkeys(replace(row, seconds=0.0, raw_seconds=0.0) for row in rows):
-        group = [row for row in rows if replace(row, seconds=0.0, raw_seconds=0.0) == key]
-        figures = (
-            median(row.seconds for row in group),
-            median(row.raw_seconds for row in group),
-            median(row.seconds - row.raw_seconds for row in group),
-        )
-        name = f"{key.operation}, {show_bytes(key.nbytes)}, {key.arrays}, {key.algorithm}"
-        shown.append((name, *(f"{seconds * 1e6:.2f}" for seconds in figures)))
-    return shown
+    calls: dict[str, list[CallOverhead]] = {}
+    for row in (row for launch in launches for row in launch.overhead):
+        calls.setdefault(f"{row.operation}, {show_bytes(row.nbytes)}, {row.arrays}, {row.algorithm}", []).append(row)
+    rows: list[tuple[str, ...]] = []
+    for call, group in calls.items():
+        sides = ([row.seconds for row in group], [row.raw_seconds for row in group])
+        seconds = (*map(median, sides), median(ours - raw for ours, raw in zip(*sides, strict=True)))
+        rows.append((call, *(f"{figure * 1e6:.2f}" for figure in seconds)))
+    headings = ("call", "ours µs", "raw mpi4py µs", "over raw µs")
+    return Section(f"Python's time a call over raw mpi4py, {_on(launches)}", headings, rows)
+
+
+def _on(launches: Sequence[CollectivesLaunch]) -> str:
+    return f"{launches[0].ranks_on_nodes}, {plural(len(launches), 'launch')}"
 
 
 def _shown(line: Line) -> tuple[str, ...]:

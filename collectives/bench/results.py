@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from collectives.bench.kit.launch import Launch
+from collectives.bench.kit.launches import Launch
 
 RAW, GLOO = "raw mpi4py", "gloo"  # the peers, in the place of an algorithm's name
 

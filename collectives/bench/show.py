@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from collectives.bench.kit.tables import new_table
+from collectives.bench.report import overhead
 from collectives.bench.results import RAW, CollectivesLaunch, Measurement, Skipped
 from collectives.bench.units import show_bytes
 
@@ -24,7 +25,7 @@ def tables(launches: Sequence[CollectivesLaunch]) -> Iterator[RenderableType]:
             for name, memory, reason in dict.fromkeys((row.algorithm, row.memory, row.reason) for row in skipped):
                 yield Text(f"  {operation}, {dtype}: skipped {name} on {memory} memory: {reason}")
         if launch.overhead:
-            yield _overhead(launch)
+            yield overhead([launch]).rich()
 
 
 def _table(title: str, group: Sequence[Measurement]) -> Table:
@@ -46,14 +47,4 @@ def _table(title: str, group: Sequence[Measurement]) -> Table:
                 style="bold" if row.seconds == fastest else "",
             )
         shown.add_section()
-    return shown
-
-
-def _overhead(launch: CollectivesLaunch) -> Table:
-    headings = ("operation", "size", "arrays", "algorithm", "ours µs", "raw µs", "over raw µs")
-    shown = new_table(headings, title=f"Python's time a call over raw mpi4py, {launch.ranks_on_nodes}", left=4)
-    for row in launch.overhead:
-        figures = (row.seconds, row.raw_seconds, row.seconds - row.raw_seconds)
-        microseconds = (f"{seconds * 1e6:.2f}" for seconds in figures)
-        shown.add_row(row.operation, show_bytes(row.nbytes), row.arrays, row.algorithm, *microseconds)
     return shown

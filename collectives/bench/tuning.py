@@ -72,11 +72,7 @@ def cases(comm: Communicator, operations: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def tune(
-    comm: Communicator,
-    *,
-    operations: Sequence[str] = OPERATIONS,
-    sizes: Sequence[int] = SIZES,
-    seconds: float = 90.0,
+    comm: Communicator, *, operations: Sequence[str] = OPERATIONS, sizes: Sequence[int] = SIZES, seconds: float = 90.0
 ) -> Iterator[tuple[Entry, list[Measurement]]]:
     """Measure every algorithm in each case, one after the other, and choose: the entry for this `comm`, and what it follows from.
 

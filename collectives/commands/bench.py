@@ -7,9 +7,9 @@ from collectives.arrays.dtypes import TABLE, number_of
 from collectives.bench.calls import Entrants
 from collectives.bench.gloo import Gloo
 from collectives.bench.kit.arguments import add_json, add_plot, names_of, positive_seconds
-from collectives.bench.kit.contestants import CannotTakePart
 from collectives.bench.kit.running import measure_and_show
 from collectives.bench.kit.torch_group import need_torch, torch_group
+from collectives.bench.kit.turns import CannotTakePart
 from collectives.bench.library import OPERATIONS, Library
 from collectives.bench.overhead import overhead
 from collectives.bench.plain_mpi import PlainMpi
@@ -114,4 +114,4 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> CollectivesLaun
                 results += rows
                 skipped += left_out
         over = overhead(comm, options.op, seconds_each=options.seconds) if options.overhead else []
-    return CollectivesLaunch(comm.machine(), comm.size, comm.num_nodes, options.arrays, results, skipped, over)
+    return CollectivesLaunch.of(comm, arrays=options.arrays, results=results, skipped=skipped, overhead=over)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from collectives.bench.kit.launch import alike
+from collectives.bench.kit.launches import alike
 from collectives.bench.report import LEGEND, heading, markdown, sections
 from collectives.bench.results import CollectivesLaunch
 from collectives.commands.terminal import Commands, UsageError, print_once

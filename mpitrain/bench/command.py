@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from collectives import Communicator
-from collectives.bench.kit.contestants import make_each
 from collectives.bench.kit.running import measure_and_show
+from collectives.bench.kit.turns import make_each
 from collectives.commands.terminal import console
 from mpitrain.bench.options import parse
 from mpitrain.bench.plot import plot
@@ -48,10 +48,8 @@ def _measure(options: argparse.Namespace, comm: Communicator) -> TrainingLaunch:
     taken = place(comm, ParallelConfig(threads=options.threads, bind=False))
     on_gpu = taken.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    launch = TrainingLaunch(
-        machine=comm.machine(),
-        ranks=comm.size,
-        nodes=comm.num_nodes,
+    launch = TrainingLaunch.of(
+        comm,
         threads=taken.threads,
         device=torch.cuda.get_device_name(taken.device) if on_gpu else "cpu",
         dtype=str(dtype).removeprefix("torch."),
@@ -68,9 +66,9 @@ def _measure(options: argparse.Namespace, comm: Communicator) -> TrainingLaunch:
 
 def _measured(options: argparse.Namespace, case: Case, setup: "TrainingSetup", flops_per_s: float) -> Measured:
     """Make the contestants of a case, measure them, and let go of them. ValueError on all ranks if the only one cannot be made."""
-    from mpitrain.bench.memory import peak_of, pss
+    from mpitrain.bench.memory import peaks, pss
     from mpitrain.bench.models import MAKERS
-    from mpitrain.bench.timing import largest, measure, sampled_steps
+    from mpitrain.bench.timing import measure, sampled_steps
 
     before = pss()
     models, skipped = make_each({name: partial(MAKERS[name], case.config(), setup) for name in options.contestants})
@@ -80,7 +78,7 @@ def _measured(options: argparse.Namespace, case: Case, setup: "TrainingSetup", f
     sampler = sampled_steps(next(iter(models.values())), case, setup) if len(models) == 1 else None
     rows = measure(models, case, setup, steps=options.steps, flops_per_s=flops_per_s)
     if sampler is not None:
-        rows = [replace(rows[0], **largest(peak_of(sampler, before, setup.device), setup.comm))]
+        rows = [replace(rows[0], **peaks(sampler, before, setup.device, setup.comm))]
     for model in models.values():
         model.close()
     models.clear()

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from collectives.bench.kit.contestants import CannotTakePart
 from collectives.bench.kit.torch_group import torch_group
+from collectives.bench.kit.turns import CannotTakePart
 from mpitrain.bench.model import TrainedModel, TrainingSetup
 from mpitrain.bench.options import NO_DEEPSPEED, OURS, has_deepspeed
 from mpitrain.init import fill_, initialize

@@ -52,8 +52,7 @@ def overhead(setup: TrainingSetup, *, steps: int, units: int = UNITS) -> HookOve
     # Each rank is alone: its own median, not the slowest rank's in each round.
     medians = slowest(setup.comm, {key: np.array(spread(seconds)[0]) for key, seconds in series.items()})
     return HookOverhead(
-        units,
-        *(float(medians[name, part]) for part in ("passes", "step") for name in ("sharded", "plain")),
+        units, *(float(medians[name, part]) for part in ("passes", "step") for name in ("sharded", "plain"))
     )
 
 

@@ -14,8 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from collectives.bench.kit.launch import alike
-from collectives.bench.kit.medians import median_known, median_ratio
+from collectives.bench.kit.launches import alike, median_known, median_ratio
 from collectives.bench.kit.tables import new_table, plural
 from mpitrain.bench.options import OURS, PEERS
 from mpitrain.bench.results import Case, HookOverhead, Phases, StepRow, TrainingLaunch

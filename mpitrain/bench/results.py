@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from collectives.bench.kit.launch import Launch
+from collectives.bench.kit.launches import Launch
 from mpitrain.models.sizes import GPTConfig, num_parameters
 
 

@@ -2,14 +2,12 @@
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 
-from collectives import Communicator
 from collectives.bench.kit.turns import Seconds, Series, mean_rank, slowest, spread, take_turns
-from mpitrain.bench.memory import Peak, PssSampler, state_bytes
+from mpitrain.bench.memory import PssSampler, state_bytes
 from mpitrain.bench.model import TrainedModel, TrainingSetup
 from mpitrain.bench.results import Case, Phases, StepRow
 from mpitrain.models import flops_per_token
@@ -146,11 +144,3 @@ def phases(means: Mapping[str, np.ndarray], slowest: np.ndarray, *, knows_commun
         optimizer_s=float(np.median(means["update"])),
         other_s=float(np.median(slowest - means["forward"] - means["backward"] - means["update"])),
     )
-
-
-def largest(peak: Peak, comm: Communicator) -> dict[str, Any]:
-    """The fields of a `Row` that tell of memory: of the rank that needs most. Collective."""
-    peaks = comm.all_gather_object(peak)
-    columns = zip(*peaks, strict=True)
-    names = ("peak_rss_bytes", "peak_pss_bytes", "added_pss_bytes", "peak_gpu_bytes")
-    return {name: None if None in column else max(column) for name, column in zip(names, columns, strict=True)}

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from socket import gethostname
 from typing import Any
 
-from collectives.bench.kit.contestants import CannotTakePart
+from collectives.bench.kit.turns import CannotTakePart
 from collectives.communicator.communicator import Communicator
 
 TIMEOUT_S = 60
@@ -20,36 +20,8 @@ def torch_group(
 ) -> Iterator[None]:
     """torch.distributed over the ranks of `comm` in this block. Collective. RuntimeError on all ranks if it does not start.
 
-    `device`: the GPU of this rank, for NCCL.
-    """
-    import torch.distributed as dist
-
-    store = start_torch_group(comm, backend, device=device, timeout_s=timeout_s)
-    yield
-    # Not after an error, which may be of this rank alone: the barrier is collective.
-    dist.barrier()
-    dist.destroy_process_group()
-    del store
-
-
-def need_torch(comm: Communicator) -> None:
-    """CannotTakePart on all ranks where torch or its Gloo is missing. Collective."""
-    with comm.together():
-        if find_spec("torch") is None:
-            raise CannotTakePart("torch is not installed")
-        import torch.distributed as dist
-
-        if not dist.is_available() or not dist.is_gloo_available():
-            raise CannotTakePart("this build of torch has no Gloo")
-
-
-def start_torch_group(
-    comm: Communicator, backend: str = "gloo", *, device: Any = None, timeout_s: float = TIMEOUT_S
-) -> Any:
-    """Start torch.distributed. Returns the store by which the ranks find each other, to be kept as long as the group. Collective.
-
-    Rank 0 keeps the store, at a port that the system chooses and MPI passes on. On several nodes its address is MASTER_ADDR or the
-    host's name.
+    Rank 0 keeps the store by which the ranks find each other, at a port that the system chooses and MPI passes on. On several nodes its
+    address is MASTER_ADDR or the host's name. `device`: the GPU of this rank, for NCCL.
     """
     import torch.distributed as dist
 
@@ -69,4 +41,18 @@ def start_torch_group(
         dist.init_process_group(
             backend, store=store, rank=comm.rank, world_size=comm.size, timeout=timeout, device_id=device
         )
-    return store
+    yield
+    # Not after an error, which may be of this rank alone: the barrier is collective.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def need_torch(comm: Communicator) -> None:
+    """CannotTakePart on all ranks where torch or its Gloo is missing. Collective."""
+    with comm.together():
+        if find_spec("torch") is None:
+            raise CannotTakePart("torch is not installed")
+        import torch.distributed as dist
+
+        if not dist.is_available() or not dist.is_gloo_available():
+            raise CannotTakePart("this build of torch has no Gloo")

@@ -1,4 +1,4 @@
-"""The rounds: each contestant takes its turn in each round, in an order that is drawn anew."""
+"""Contestants, and the rounds: each contestant takes its turn in each round, in an order that is drawn anew."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -8,6 +8,7 @@ import numpy as np
 
 from collectives.communicator.communicator import Communicator
 
+C = TypeVar("C")
 K = TypeVar("K", bound=Hashable)
 Seconds = dict[str, float]
 """Of one rank and one turn, by what was done."""
@@ -20,6 +21,22 @@ class Contestant(Protocol):
 
     def turn(self, round_: int) -> Seconds:
         """Do once all that is measured. Collective. The same names on all ranks and in all rounds."""
+
+
+class CannotTakePart(Exception):  # noqa: N818  (it is no error of the job)
+    """A contestant cannot be made on these ranks; the text is the reason. Raised on all ranks."""
+
+
+def make_each(makers: Mapping[K, Callable[[], C]]) -> tuple[dict[K, C], dict[K, str]]:
+    """Each contestant by its maker, and the reasons of those that cannot take part. Collective."""
+    made: dict[K, C] = {}
+    skipped: dict[K, str] = {}
+    for name, make in makers.items():
+        try:
+            made[name] = make()
+        except CannotTakePart as reason:
+            skipped[name] = str(reason)
+    return made, skipped
 
 
 def take_turns(contestants: Mapping[K, Contestant], *, rounds: int, warm_up: int = 0) -> Series[K]:

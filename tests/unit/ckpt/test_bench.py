@@ -14,7 +14,7 @@ from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, ActionRow, C
 from ckpt.bench.state import NUM_TINY, UNIT, Cut, Memory, large, tiny, training
 from ckpt.cli import main
 from ckpt.commands import bench
-from collectives.bench.kit.launch import alike
+from collectives.bench.kit.launches import alike
 
 # Arguments
 

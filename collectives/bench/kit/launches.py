@@ -1,15 +1,18 @@
-"""All that one job has measured, as a JSON file."""
+"""All that one job has measured, as a JSON file; and medians over several launches."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 
 from collectives.bench.kit.tables import plural
+from collectives.communicator.communicator import Communicator
 
+K = TypeVar("K", bound=Hashable)
 L = TypeVar("L", bound="Launch")
 
 
@@ -28,6 +31,11 @@ class Launch:
     machine: dict[str, Any]  # see Communicator.machine
     ranks: int
     nodes: int
+
+    @classmethod
+    def of(cls, comm: Communicator, **figures: Any) -> Self:
+        """On the ranks of `comm`."""
+        return cls(machine=comm.machine(), ranks=comm.size, nodes=comm.num_nodes, **figures)
 
     @property
     def ranks_on_nodes(self) -> str:
@@ -57,3 +65,17 @@ def alike(launches: Sequence[L]) -> list[list[L]]:
         kind = json.dumps([getattr(launch, name) for name in launch.ALIKE], sort_keys=True)
         found.setdefault(kind, []).append(launch)
     return list(found.values())
+
+
+def median_known(values: Iterable[float | None]) -> float | None:
+    """The median of the values that are known; None if there is none."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def median_ratio(launches: Iterable[Mapping[K, float]], one: K, other: K) -> float | None:
+    """The median over the launches of the first one's seconds over the other's; None if no launch has both.
+
+    The ratio is formed within each launch, where both sides met the same disturbances.
+    """
+    return median_known(seconds[one] / seconds[other] for seconds in launches if one in seconds and other in seconds)
