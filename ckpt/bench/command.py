@@ -19,7 +19,7 @@ from ckpt.bench.testbed import Testbed
 from ckpt.saving.placement import files_error
 from collectives import Communicator
 from collectives.bench.kit.running import measure_and_show
-from collectives.bench.kit.torch_group import need_torch, torch_group
+from collectives.bench.kit.torch_group import torch_group
 from collectives.bench.kit.turns import Contestant, make_each, slowest, spread, take_turns
 from collectives.bench.units import show_bytes
 
@@ -48,7 +48,6 @@ def _measure(args: argparse.Namespace, comm: Communicator) -> CheckpointLaunch:
         bed = Testbed(comm, folder, source, target, args.cold)
 
         def dcp() -> Dcp:
-            need_torch(comm)
             ended.enter_context(torch_group(comm, timeout_s=_TIMEOUT_S))
             return Dcp(DCP, bed, cuts)
 

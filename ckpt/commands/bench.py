@@ -24,12 +24,9 @@ def add_to(commands: Commands) -> None:
         "the rounds of the slowest rank's time. For figures that can be compared: several launches with --json, then --report.",
     )
     parser.add_argument(
-        "--peers",
-        type=names_of(PEERS, or_none=True),
-        default=list(PEERS),
-        metavar="posix,dcp",
+        "--peers", type=names_of(PEERS, or_none=True), default=list(PEERS), metavar="posix,dcp",
         help="posix: a file for each rank, by write and fsync; dcp: torch.distributed.checkpoint (default: both)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--drivers", type=names_of(DRIVERS), default=["posix"], metavar="NAME,..",
         help=f"of {', '.join(DRIVERS)} (default: posix)",
@@ -39,11 +36,9 @@ def add_to(commands: Commands) -> None:
         help="of rank, node, one, or numbers: the argument `files` of ckpt.save (default: rank,one)",
     )  # fmt: skip
     parser.add_argument(
-        "--size",
-        type=or_usage_error(parse_size),
-        default="1.2GB",
+        "--size", type=or_usage_error(parse_size), default="1.2GB",
         help="of the state, on all ranks together (default: 1.2GB)",
-    )
+    )  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=5, help="counted ones, after one that is not (default: 5)")
     parser.add_argument(
         "--dir",

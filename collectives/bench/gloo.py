@@ -1,9 +1,11 @@
 """The peer Gloo: torch.distributed's backend for host memory. Only here and in the kit's torch_group.py is torch imported."""
 
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, ClassVar
 
 from collectives.arrays.buffer import is_torch, like
 from collectives.arrays.dtypes import dtype_of
+from collectives.bench.kit.torch_group import torch_group
 from collectives.bench.kit.turns import CannotTakePart
 from collectives.bench.library import Arrays, Call
 from collectives.bench.results import GLOO
@@ -11,11 +13,12 @@ from collectives.communicator.communicator import Communicator
 
 
 class Gloo:
-    """Calls of torch.distributed, which is started (see `torch_group`), with one thread a rank."""
+    """Calls of torch.distributed, with one thread a rank."""
 
-    name = GLOO
+    name: ClassVar[str] = GLOO
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, ended: ExitStack) -> None:
+        ended.enter_context(torch_group(comm))
         import torch
         import torch.distributed as dist
 

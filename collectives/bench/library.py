@@ -1,7 +1,10 @@
 """A library whose collectives are measured, and the arrays on which it works."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from contextlib import ExitStack
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from collectives.communicator.communicator import Communicator
 
 OPERATIONS = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
@@ -18,9 +21,12 @@ class Arrays(NamedTuple):
 
 
 class Library(Protocol):
-    """Another library that has collectives. A new one is a class of this form, and a line in commands/bench.py."""
+    """Another library that has collectives. A new one is a class of this form, and a name in commands/bench.py."""
 
-    name: str
+    name: ClassVar[str]
+
+    def __init__(self, comm: Communicator, ended: ExitStack) -> None:
+        """Collective. CannotTakePart on all ranks if the library cannot be used. `ended`: what is to be ended after the measurement."""
 
     def call(self, operation: str, arrays: Arrays) -> Call:
         """A call of `operation` on the memory of `arrays`. Collective. CannotTakePart on all ranks if the library has no such call."""

@@ -5,6 +5,7 @@ difference is what our layer adds. "auto" stands beside it: it may take another 
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from collectives.arrays.dtypes import TABLE
@@ -46,7 +47,7 @@ def overhead(
     found = []
     for operation in operations:
         for library in arrays:
-            entrants = Entrants(("private",), [PlainMpi(comm)], library)
+            entrants = Entrants(("private",), [PlainMpi(comm, ExitStack())], library)
             made, _ = timed_calls(comm, operation, count, TABLE["float32"], entrants)
             calls = {name: made[name, "private"].call for name in NAMES}
             few = {name: _Loop(comm, call, CALLS // 10) for name, call in calls.items()}

@@ -1,5 +1,8 @@
 """The peer MPI: the library's own collectives in plain mpi4py, as its user would write them."""
 
+from contextlib import ExitStack
+from typing import ClassVar
+
 import numpy as np
 
 from collectives.arrays.buffer import as_numpy
@@ -13,9 +16,9 @@ from collectives.communicator.communicator import Communicator
 class PlainMpi:
     """Calls of mpi4py on the communicator that `comm` uses."""
 
-    name = RAW
+    name: ClassVar[str] = RAW
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, ended: ExitStack) -> None:
         self._mpi, self._is_root = comm.mpi, comm.rank == 0
 
     def call(self, operation: str, arrays: Arrays) -> Call:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from collectives.bench.kit.launches import alike, median_ratio
 from collectives.bench.kit.tables import markdown_table, new_table, plural
-from collectives.bench.results import GLOO, RAW, CallOverhead, CollectivesLaunch
+from collectives.bench.results import GLOO, RAW, CallOverhead, CollectivesLaunch, Measurement
 from collectives.bench.units import show_bytes
 
 HEADINGS = ("size", "auto µs", "busbw GB/s", "MPI / auto", "Gloo / auto", "best fixed", "auto / best")
@@ -21,16 +21,7 @@ LEGEND = (
 )
 
 
-class Line(NamedTuple):
-    """One size. `seconds`, `busbw`: of "auto". None: that contestant did not take part."""
-
-    nbytes: int
-    seconds: float
-    busbw: float
-    mpi_over_auto: float | None
-    gloo_over_auto: float | None
-    best: str | None
-    auto_over_best: float | None
+Key = tuple[str, str]  # algorithm (or a peer's name) and memory
 
 
 class Section(NamedTuple):
@@ -50,36 +41,41 @@ class Section(NamedTuple):
         return f"### {self.title}\n\n{markdown_table(self.headings, self.rows)}"
 
 
-def lines(launches: Sequence[CollectivesLaunch], operation: str, dtype: str, memory: str) -> list[Line]:
-    """A line for each size at which "auto" was measured in that memory."""
-    rows = [row for launch in launches for row in launch.results if (row.operation, row.dtype) == (operation, dtype)]
-    sizes = sorted({row.nbytes for row in rows if (row.algorithm, row.memory) == ("auto", memory)})
-    return [_line(launches, operation, dtype, memory, nbytes) for nbytes in sizes]
-
-
-def _line(launches: Sequence[CollectivesLaunch], operation: str, dtype: str, memory: str, nbytes: int) -> Line:
-    case = (operation, dtype, nbytes)
-    at = [
-        {(row.algorithm, row.memory): row for row in launch.results if (row.operation, row.dtype, row.nbytes) == case}
-        for launch in launches
+def lines(launches: Sequence[CollectivesLaunch], operation: str, dtype: str, memory: str) -> list[tuple[str, ...]]:
+    """A line under HEADINGS for each size at which "auto" was measured in that memory."""
+    by_size: dict[int, list[dict[Key, Measurement]]] = {}
+    for i, launch in enumerate(launches):
+        for row in launch.results:
+            if (row.operation, row.dtype) == (operation, dtype):
+                at = by_size.setdefault(row.nbytes, [{} for _ in launches])
+                at[i][row.algorithm, row.memory] = row
+    return [
+        _line(nbytes, at, memory) for nbytes, at in sorted(by_size.items()) if any(("auto", memory) in of for of in at)
     ]
-    seconds = [{key: row.seconds for key, row in group.items()} for group in at]
+
+
+def _line(nbytes: int, at: Sequence[dict[Key, Measurement]], memory: str) -> tuple[str, ...]:
     auto = ("auto", memory)
+    seconds = [{key: row.seconds for key, row in group.items()} for group in at]
     fixed = {
         name: median(group[name, memory] for group in seconds if (name, memory) in group)
         for name, where in dict.fromkeys(key for group in at for key in group)
         if where == memory and name not in ("auto", RAW, GLOO)
     }
-    best = min(fixed, key=lambda name: fixed[name]) if fixed else None
-    to_best = None if best is None else median_ratio(seconds, (best, memory), auto)
-    return Line(
-        nbytes,
-        median(group[auto] for group in seconds if auto in group),
-        median(group[auto].busbw for group in at if auto in group),
-        median_ratio(seconds, (RAW, "private"), auto),
-        median_ratio(seconds, (GLOO, "private"), auto),
+    best = min(fixed, key=lambda name: fixed[name], default="")
+
+    def times(one: Key, other: Key) -> str:
+        ratio = median_ratio(seconds, one, other)
+        return "" if ratio is None else f"{ratio:.2f}x"
+
+    return (
+        show_bytes(nbytes),
+        f"{median(group[auto] for group in seconds if auto in group) * 1e6:.1f}",
+        f"{median(group[auto].busbw for group in at if auto in group) / 1e9:.3f}",
+        times((RAW, "private"), auto),
+        times((GLOO, "private"), auto),
         best,
-        None if to_best is None else 1 / to_best,
+        times(auto, (best, memory)),
     )
 
 
@@ -88,8 +84,8 @@ def sections(launches: Sequence[CollectivesLaunch]) -> Iterator[Section]:
     rows = (row for launch in launches for row in launch.results if row.algorithm == "auto")
     for operation, dtype, memory in dict.fromkeys((row.operation, row.dtype, row.memory) for row in rows):
         where = memory if memory == "in place" else f"{memory} memory"
-        shown = [_shown(line) for line in lines(launches, operation, dtype, memory)]
-        yield Section(f"{operation}, {dtype}, {where}, {_on(launches)}", HEADINGS, shown)
+        title = f"{operation}, {dtype}, {where}, {_on(launches)}"
+        yield Section(title, HEADINGS, lines(launches, operation, dtype, memory))
     if any(launch.overhead for launch in launches):
         yield overhead(launches)
 
@@ -110,21 +106,6 @@ def overhead(launches: Sequence[CollectivesLaunch]) -> Section:
 
 def _on(launches: Sequence[CollectivesLaunch]) -> str:
     return f"{launches[0].ranks_on_nodes}, {plural(len(launches), 'launch')}"
-
-
-def _shown(line: Line) -> tuple[str, ...]:
-    def times(ratio: float | None) -> str:
-        return "" if ratio is None else f"{ratio:.2f}x"
-
-    return (
-        show_bytes(line.nbytes),
-        f"{line.seconds * 1e6:.1f}",
-        f"{line.busbw / 1e9:.3f}",
-        times(line.mpi_over_auto),
-        times(line.gloo_over_auto),
-        line.best or "",
-        times(line.auto_over_best),
-    )
 
 
 def heading(launch: CollectivesLaunch) -> str:

@@ -2,19 +2,19 @@
 
 import argparse
 from contextlib import ExitStack
+from functools import partial
 
 from collectives.arrays.dtypes import TABLE, number_of
 from collectives.bench.calls import Entrants
 from collectives.bench.gloo import Gloo
 from collectives.bench.kit.arguments import add_json, add_plot, names_of, positive_seconds
 from collectives.bench.kit.running import measure_and_show
-from collectives.bench.kit.torch_group import need_torch, torch_group
-from collectives.bench.kit.turns import CannotTakePart
+from collectives.bench.kit.turns import make_each
 from collectives.bench.library import OPERATIONS, Library
 from collectives.bench.overhead import overhead
 from collectives.bench.plain_mpi import PlainMpi
 from collectives.bench.plot import plot
-from collectives.bench.results import GLOO, CollectivesLaunch, Measurement, Skipped
+from collectives.bench.results import CollectivesLaunch, Measurement, Skipped
 from collectives.bench.show import tables
 from collectives.bench.timing import LEAST_ROUNDS, Limits, measure
 from collectives.bench.units import parse_sizes
@@ -22,7 +22,7 @@ from collectives.commands.terminal import Commands, or_usage_error, positive, se
 from collectives.communicator.communicator import Communicator
 
 ARRAYS = ("numpy", "torch")
-PEERS = ("mpi", "gloo")
+PEERS: dict[str, type[Library]] = {"mpi": PlainMpi, "gloo": Gloo}
 SIZES = "1KiB..256MiB"
 
 
@@ -35,18 +35,13 @@ def add_parser(commands: Commands) -> None:
         "rank's time. For figures that can be compared take --json of several launches, and python -m collectives report.",
     )
     parser.add_argument(
-        "--op",
-        type=names_of(OPERATIONS, or_all=True),
-        default=["all_reduce"],
-        metavar="OP,OP,..",
+        "--op", type=names_of(OPERATIONS, or_all=True), default=["all_reduce"], metavar="OP,OP,..",
         help=f"of {', '.join(OPERATIONS)}, or all (default: all_reduce)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--sizes",
-        type=or_usage_error(parse_sizes),
-        default=SIZES,
+        "--sizes", type=or_usage_error(parse_sizes), default=SIZES,
         help=f"bytes of the whole array: a range in steps of 4, or a list such as 1KiB,3MiB (default: {SIZES})",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--dtype",
         type=or_usage_error(lambda text: [number_of(name.strip()).name for name in text.split(",")]),
@@ -55,27 +50,18 @@ def add_parser(commands: Commands) -> None:
         help=f"of {', '.join(TABLE)} (default: float32)",
     )
     parser.add_argument(
-        "--peers",
-        type=names_of(PEERS, or_none=True),
-        default=["mpi"],
-        metavar="mpi,gloo",
+        "--peers", type=names_of(list(PEERS), or_none=True), default=["mpi"], metavar="mpi,gloo",
         help="mpi: the library called through plain mpi4py; gloo: torch.distributed's (default: mpi)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--memory",
-        type=names_of(("private", "node")),
-        default=["private", "node"],
-        metavar="KIND,KIND",
+        "--memory", type=names_of(("private", "node")), default=["private", "node"], metavar="KIND,KIND",
         help="private: ordinary arrays; node: the whole array from empty() or node.shared() (default: private,node)",
-    )
+    )  # fmt: skip
     parser.add_argument("--arrays", choices=ARRAYS, default="numpy", help="of which library (default: numpy)")
     parser.add_argument(
-        "--seconds",
-        type=positive_seconds,
-        default=2.0,
-        metavar="S",
+        "--seconds", type=positive_seconds, default=2.0, metavar="S",
         help=f"time for each operation, dtype and size: decides the rounds, {LEAST_ROUNDS} at least (default: 2)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--rounds", type=positive, default=200, help="timed calls of each at most, however fast they are (default: 200)"
     )
@@ -95,21 +81,14 @@ def run(options: argparse.Namespace) -> int:
 
 def _measure(comm: Communicator, options: argparse.Namespace) -> CollectivesLaunch:
     results: list[Measurement] = []
-    skipped: list[Skipped] = []
-    peers: list[Library] = [PlainMpi(comm)] if "mpi" in options.peers else []
     cases = [(operation, dtype) for operation in options.op for dtype in options.dtype]
+    limits = Limits(options.rounds, options.seconds)
     with ExitStack() as ended:
-        if "gloo" in options.peers:
-            try:
-                need_torch(comm)
-                ended.enter_context(torch_group(comm))
-                peers.append(Gloo(comm))
-            except (CannotTakePart, RuntimeError) as error:
-                skipped += [Skipped(*case, GLOO, "private", str(error)) for case in cases]
-        entrants = Entrants(options.memory, peers, options.arrays)
+        peers, reasons = make_each({PEERS[name].name: partial(PEERS[name], comm, ended) for name in options.peers})
+        skipped = [Skipped(*case, name, "private", reason) for name, reason in reasons.items() for case in cases]
+        entrants = Entrants(options.memory, list(peers.values()), options.arrays)
         for operation, dtype in cases:
             for size in options.sizes:
-                limits = Limits(options.rounds, options.seconds)
                 rows, left_out = measure(comm, operation, size, number_of(dtype), entrants, limits)
                 results += rows
                 skipped += left_out

@@ -31,12 +31,9 @@ def add_parser(commands: Commands) -> None:
         f"that is less than {CLEARLY:.0%} faster does not take over.",
     )
     parser.add_argument(
-        "--op",
-        type=names_of(OPERATIONS, or_all=True),
-        default=list(OPERATIONS),
-        metavar="OP,OP,..",
+        "--op", type=names_of(OPERATIONS, or_all=True), default=list(OPERATIONS), metavar="OP,OP,..",
         help="only these operations; what is known of the others stays (default: all)",
-    )
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help=f"half of the sizes, and {QUICK_SECONDS:g} s in all")
     parser.add_argument(
         "--sizes",

@@ -53,13 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--peers",
-        type=names_of(PEERS, or_none=True),
-        default=list(PEERS[:3]),
-        metavar="NAME,..",
+        "--peers", type=names_of(PEERS, or_none=True), default=list(PEERS[:3]), metavar="NAME,..",
         help="none: each rank alone on an unsharded copy; ddp, fsdp: torch's, on Gloo, or NCCL; deepspeed: ZeRO stage 3, if it is "
         "installed (default: none,ddp,fsdp)",
-    )
+    )  # fmt: skip
     what.add_argument(
         "--only", choices=(OURS, *PEERS), help="this one alone, and the peak of its memory: of a process of its own"
     )
@@ -78,11 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     for name, (default, text) in numbers.items():
         parser.add_argument(f"--{name}", type=positive, default=default, help=f"{text} (default: {default})")
     parser.add_argument(
-        "--shapes",
-        type=parse_shapes,
-        metavar="WxLxB,..",
+        "--shapes", type=parse_shapes, metavar="WxLxB,..",
         help="several models, one after the other, by width, layers and batch, such as 1024x8x1,512x6x4",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--steps",
         type=positive,

@@ -1,4 +1,4 @@
-"""torch.distributed within an MPI job, for the peers that are built on it. Only here is torch imported."""
+"""torch.distributed within an MPI job, for the peers that are built on it. Only here and in these peers is torch imported."""
 
 import os
 from collections.abc import Iterator
@@ -10,23 +10,48 @@ from typing import Any
 
 from collectives.bench.kit.turns import CannotTakePart
 from collectives.communicator.communicator import Communicator
+from collectives.diagnosis import on_all_ranks
 
-TIMEOUT_S = 60
+START_S = 60
 
 
 @contextmanager
 def torch_group(
-    comm: Communicator, backend: str = "gloo", *, device: Any = None, timeout_s: float = TIMEOUT_S
+    comm: Communicator, backend: str = "gloo", *, device: Any = None, timeout_s: float = START_S
 ) -> Iterator[None]:
-    """torch.distributed over the ranks of `comm` in this block. Collective. RuntimeError on all ranks if it does not start.
+    """torch.distributed over the ranks of `comm` in this block. Collective. CannotTakePart on all ranks if it does not start.
 
-    Rank 0 keeps the store by which the ranks find each other, at a port that the system chooses and MPI passes on. On several nodes its
-    address is MASTER_ADDR or the host's name. `device`: the GPU of this rank, for NCCL.
+    `device`: the GPU of this rank, for NCCL. `timeout_s`: also of each of its operations.
     """
+    try:
+        store = _start(comm, backend, device, timedelta(seconds=timeout_s))
+    except Exception as error:
+        if not on_all_ranks(error):
+            raise
+        raise CannotTakePart(str(error)) from None
     import torch.distributed as dist
 
+    yield
+    # Not after an error, which may be of this rank alone: the barrier is collective.
+    dist.barrier()
+    dist.destroy_process_group()
+    del store
+
+
+def _start(comm: Communicator, backend: str, device: Any, timeout: timedelta) -> Any:
+    """Returns the store by which the ranks find each other, to be kept as long as the group.
+
+    Rank 0 keeps it, at a port that the system chooses and MPI passes on. On several nodes its address is MASTER_ADDR
+    or the host's name.
+    """
+    with comm.together():
+        if find_spec("torch") is None:
+            raise RuntimeError("torch is not installed")
+        import torch.distributed as dist
+
+        if backend == "gloo" and not (dist.is_available() and dist.is_gloo_available()):
+            raise RuntimeError("this build of torch has no Gloo")
     make_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch does not list it
-    timeout = timedelta(seconds=timeout_s)
     if comm.num_nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may lead nowhere
     host = "127.0.0.1" if comm.num_nodes == 1 else os.environ.get("MASTER_ADDR") or gethostname()
@@ -41,18 +66,4 @@ def torch_group(
         dist.init_process_group(
             backend, store=store, rank=comm.rank, world_size=comm.size, timeout=timeout, device_id=device
         )
-    yield
-    # Not after an error, which may be of this rank alone: the barrier is collective.
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def need_torch(comm: Communicator) -> None:
-    """CannotTakePart on all ranks where torch or its Gloo is missing. Collective."""
-    with comm.together():
-        if find_spec("torch") is None:
-            raise CannotTakePart("torch is not installed")
-        import torch.distributed as dist
-
-        if not dist.is_available() or not dist.is_gloo_available():
-            raise CannotTakePart("this build of torch has no Gloo")
+    return store
