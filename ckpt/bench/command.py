@@ -25,13 +25,13 @@ from collectives.bench.units import show_bytes
 
 _TIMEOUT_S = 600.0  # of torch.distributed, which waits while the others have their turns
 _COPIES = 5
-"""Of the state in memory: itself, what is loaded, the buffer of a save in the background and what is measured beside it, files in the
+"""Of the state in memory: itself, what is loaded, the buffer of a save in the background and the copy measured beside it, files in the
 page cache."""
-_MARGIN_BYTES = 64 << 20  # on the disk, beside the state: nobody's files are much larger than that
+_MARGIN_BYTES = 64 << 20  # on the disk, beside the state: no contestant's files are much larger than that
 
 
 def main(args: argparse.Namespace, comm: Communicator) -> None:
-    """Measure, and print on rank 0. An error of all ranks for what cannot be done. Collective."""
+    """Measure, and print on rank 0. Errors are raised on all ranks. Collective."""
     with comm.together("bench"):
         _check_arguments(args, comm)
     measure_and_show(comm, lambda: _measure(args, comm), tables, json=args.json)

@@ -1,4 +1,4 @@
-"""Tables, of one launch or of several, and what is to be reached. Pure: neither torch nor MPI.
+"""Tables, of one launch or of several, and the goals. Pure: neither torch nor MPI.
 
 Of several: each figure's median over the launches. A ratio is formed within each launch, where both sides met the same disturbances;
 shown is the median of these ratios.

@@ -1,4 +1,4 @@
-"""What a launch has measured, and the JSON file. Pure: neither torch nor MPI."""
+"""The figures of a launch, and the JSON file. Pure: neither torch nor MPI."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

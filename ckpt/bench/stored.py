@@ -32,7 +32,7 @@ class Stored(ABC):
         """The ways to load, by the name of the action."""
 
     def turn(self, round_: int) -> Seconds:
-        """Save, load in each way, and remove what was saved. In the first round what was loaded is compared with what was saved."""
+        """Save, load in each way, and remove the files. The first round compares the loaded values with the saved ones."""
         bed = self.bed
         bed.warm()
         seconds = {"save": bed.timed(self.save, f"{self.name}: save")}

@@ -1,4 +1,4 @@
-"""What each contestant needs in its turn: the ranks, the memory that it saves and loads, and folders in known condition."""
+"""The ranks, the memory that each contestant saves and loads, and folders in known condition."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ class Testbed(NamedTuple):
             return timed(self.comm, call)
 
     def warm(self) -> None:
-        """Write the source to a file in the page cache alone, and remove it: what is saved next finds memory as all others do.
+        """Write the source to a file in the page cache alone, and remove it: the next save finds memory as all other saves do.
 
         A virtual machine gives free memory back to its host, and the next process that needs it waits for half a second.
         """

@@ -1,7 +1,7 @@
 """The contestants: calls of one operation by each algorithm and by each peer, all on the same memory.
 
-The contestants on private memory share one set of arrays, whichever library sees them: what pages lie under an array (huge ones or
-not) and whether they were touched is then the same for all. The arrays hold zeros, which stay zeros however often they are added.
+The contestants on private memory share one set of arrays, whichever library sees them: the pages under an array (huge ones or not)
+are then the same for all, and touched for all. The arrays hold zeros, which stay zeros however often they are added.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,7 +13,7 @@ import numpy as np
 from collectives.arrays.buffer import as_numpy
 from collectives.arrays.dtypes import DType
 from collectives.bench.kit.turns import Seconds, make_each, timed
-from collectives.bench.library import Arrays, Call, Library
+from collectives.bench.peer import Arrays, Call, Peer
 from collectives.communicator.communicator import Communicator
 from collectives.diagnosis import on_all_ranks
 from collectives.selection.selector import NODE_OPERATIONS
@@ -29,7 +29,7 @@ class Entrants(NamedTuple):
     """
 
     memories: Sequence[str] = ("private", "node")
-    peers: Sequence[Library] = ()
+    peers: Sequence[Peer] = ()
     arrays: str = "numpy"
     """The library of the arrays."""
     fixed_only: bool = False

@@ -7,7 +7,7 @@ from collectives.arrays.buffer import is_torch, like
 from collectives.arrays.dtypes import dtype_of
 from collectives.bench.kit.torch_group import torch_group
 from collectives.bench.kit.turns import CannotTakePart
-from collectives.bench.library import Arrays, Call
+from collectives.bench.peer import Arrays, Call
 from collectives.bench.results import GLOO
 from collectives.communicator.communicator import Communicator
 

@@ -1,7 +1,7 @@
 """Python's time a call: our call of the MPI library's own algorithm beside raw mpi4py, in tight loops on a small array.
 
-One call after a barrier would measure how ranks wake up. In a loop of many the ranks keep each other's pace, and what is left of the
-difference is what our layer adds. "auto" stands beside it: it may take another algorithm, and be faster than raw.
+One call after a barrier would measure how ranks wake up. In a loop of many the ranks keep each other's pace, and the rest of the
+difference is the time of our layer. "auto" stands beside it: it may take another algorithm, and be faster than raw.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from collectives.arrays.dtypes import TABLE
 from collectives.bench.calls import Entrants, timed_calls
 from collectives.bench.kit.turns import Seconds, slowest, spread, take_turns, timed
-from collectives.bench.library import Call
+from collectives.bench.peer import Call
 from collectives.bench.plain_mpi import PlainMpi
 from collectives.bench.results import RAW, CallOverhead
 from collectives.communicator.communicator import Communicator

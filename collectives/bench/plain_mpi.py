@@ -8,7 +8,7 @@ import numpy as np
 from collectives.arrays.buffer import as_numpy
 from collectives.arrays.dtypes import dtype_of
 from collectives.bench.kit.turns import CannotTakePart
-from collectives.bench.library import Arrays, Call
+from collectives.bench.peer import Arrays, Call
 from collectives.bench.results import RAW
 from collectives.communicator.communicator import Communicator
 

@@ -1,4 +1,4 @@
-"""What a launch has measured, what counts as bandwidth, and the JSON file."""
+"""The figures of a launch, the definition of bandwidth, and the JSON file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from time import monotonic
 
 from collectives.arrays.dtypes import TABLE, DType
 from collectives.bench.calls import Entrants
-from collectives.bench.library import OPERATIONS
+from collectives.bench.peer import OPERATIONS
 from collectives.bench.results import Measurement
 from collectives.bench.timing import Limits, measure
 from collectives.communicator.communicator import Communicator

@@ -10,8 +10,8 @@ from collectives.bench.gloo import Gloo
 from collectives.bench.kit.arguments import add_json, add_plot, names_of, positive_seconds
 from collectives.bench.kit.running import measure_and_show
 from collectives.bench.kit.turns import make_each
-from collectives.bench.library import OPERATIONS, Library
 from collectives.bench.overhead import overhead
+from collectives.bench.peer import OPERATIONS, Peer
 from collectives.bench.plain_mpi import PlainMpi
 from collectives.bench.plot import plot
 from collectives.bench.results import CollectivesLaunch, Measurement, Skipped
@@ -22,7 +22,7 @@ from collectives.commands.terminal import Commands, or_usage_error, positive, se
 from collectives.communicator.communicator import Communicator
 
 ARRAYS = ("numpy", "torch")
-PEERS: dict[str, type[Library]] = {"mpi": PlainMpi, "gloo": Gloo}
+PEERS: dict[str, type[Peer]] = {"mpi": PlainMpi, "gloo": Gloo}
 SIZES = "1KiB..256MiB"
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from collectives.bench.kit.arguments import names_of, positive_seconds
 from collectives.bench.kit.running import writable
 from collectives.bench.kit.tables import new_table, plural
-from collectives.bench.library import OPERATIONS
+from collectives.bench.peer import OPERATIONS
 from collectives.bench.tuning import CLEARLY, QUICK_SIZES, SIZES, tune
 from collectives.bench.units import parse_sizes, show_bytes
 from collectives.commands.terminal import Commands, UsageError, or_usage_error, print_once, several_ranks

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(words: Sequence[str], comm: Communicator) -> None:
-    """Measure, and print on rank 0. An error of all ranks for what cannot be done."""
+    """Measure, and print on rank 0. Errors are raised on all ranks."""
     with comm.together():
         options = parse(words)
     measure_and_show(comm, lambda: _measure(options, comm), tables, json=options.json, plot=options.plot, draw=plot)

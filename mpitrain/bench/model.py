@@ -14,7 +14,7 @@ LEARNING_RATE = 1e-3
 
 
 class TrainingSetup(NamedTuple):
-    """The ranks, and the device and dtype in which this rank computes. `ended`: what is to be ended after the measurement."""
+    """The ranks, and the device and dtype in which this rank computes. `ended` ends resources after the measurement."""
 
     comm: Communicator
     device: torch.device

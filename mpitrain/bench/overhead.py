@@ -1,6 +1,6 @@
 """What hooks and bookkeeping cost: a model of many small units, each sharded over one rank, beside the same model plain.
 
-One rank has nobody to talk to, so nothing but our layer is left of the difference. All ranks do it at once, each alone, as in training.
+One rank has no other to talk to, so the difference is the time of our layer alone. All ranks do it at once, each alone, as in training.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What a launch has measured, and the JSON file. Pure: neither torch nor MPI."""
+"""The figures of a launch, and the JSON file. Pure: neither torch nor MPI."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from mpitrain.models.sizes import GPTConfig, num_parameters
 
 @dataclass(frozen=True)
 class Case:
-    """The model, and what a rank's step trains it on: `batch` sequences of `context` tokens."""
+    """The model, and the batch of a rank's step: `batch` sequences of `context` tokens."""
 
     width: int
     layers: int
@@ -54,7 +54,7 @@ class StepRow:
     tokens_per_s: float
     """Of all ranks."""
     mfu: float
-    """The model's operations per second, as a share of what a large matrix product reaches on the same ranks at once."""
+    """The model's operations per second, as a share of those that a large matrix product reaches on the same ranks at once."""
     loss: float
     """After the last step, mean over the ranks: those that train together agree."""
     state_bytes: int
@@ -64,7 +64,7 @@ class StepRow:
     peak_pss_bytes: int | None = None
     """While it trains, with pages that ranks share divided among them."""
     added_pss_bytes: int | None = None
-    """That peak less what the process had before the model was made."""
+    """That peak less the PSS of the process before the model was made."""
     peak_gpu_bytes: int | None = None
     """What torch held at most on the GPU."""
 

@@ -1,4 +1,4 @@
-"""All that one job has measured, as a JSON file; and medians over several launches."""
+"""All figures of one job, as a JSON file; and medians over several launches."""
 
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ L = TypeVar("L", bound="Launch")
 
 @dataclass(frozen=True)
 class Launch:
-    """What one job was measured on; the figures are fields of the subclasses.
+    """The machine and the ranks of one job; its figures are fields of the subclasses.
 
     `FORMAT`: the version of the file. `COMMAND`: it writes such files. `ALIKE`: launches in which these fields
     are equal can be put together.

@@ -11,16 +11,16 @@ from collectives.communicator.communicator import Communicator
 C = TypeVar("C")
 K = TypeVar("K", bound=Hashable)
 Seconds = dict[str, float]
-"""Of one rank and one turn, by what was done."""
+"""Of one rank and one turn, by the action."""
 Series = dict[tuple[K, str], np.ndarray]
-"""The seconds of all counted rounds, by contestant and by what was done."""
+"""The seconds of all counted rounds, by contestant and action."""
 
 
 class Contestant(Protocol):
     """A library, an algorithm or a layout that is measured."""
 
     def turn(self, round_: int) -> Seconds:
-        """Do once all that is measured. Collective. The same names on all ranks and in all rounds."""
+        """Perform the measured actions once. Collective. The actions are the same on all ranks and in all rounds."""
 
 
 class CannotTakePart(Exception):  # noqa: N818  (it is no error of the job)
