@@ -16,29 +16,12 @@ NUM_ALONE = 20  # steps without a save
 _NUM_PRODUCTS, _WIDTH = 1024, 64
 
 
-class Products:
-    """A fixed computation: products of small matrices that together are larger than caches.
-
-    Each is too small for BLAS to start threads, of which a rank has one core's worth, whatever the environment says.
-    """
-
-    def __init__(self) -> None:
-        shape = (_NUM_PRODUCTS, _WIDTH, _WIDTH)
-        self._a = np.random.default_rng(0).random(shape, dtype=np.float32)
-        self._b, self._out = self._a.copy(), np.zeros(shape, np.float32)
-
-    def __call__(self) -> float:
-        """Its seconds."""
-        start = time.perf_counter()
-        np.matmul(self._a, self._b, out=self._out)
-        return time.perf_counter() - start
-
-
 class Background:
     """A contestant that saves with `background=True`; a copy of the same memory is the yardstick of the time that takes.
 
-    It goes to memory of its own, left alone as long as the buffer of such a save: a virtual machine makes the first use after a
-    minute up to three times as long.
+    The copy goes to memory of its own, left alone as long as the buffer of such a save: a virtual machine makes the first use after a
+    minute up to three times as long. A step is a fixed computation: products of small matrices that together are larger than caches.
+    Each is too small for BLAS to start threads, of which a rank has one core's worth, whatever the environment says.
     """
 
     def __init__(self, name: str, bed: Testbed, cuts: list[Cut]) -> None:
@@ -46,7 +29,8 @@ class Background:
         self._tensors = bed.source.shards(cuts)
         target = Memory(bed.source.nbytes, bed.source.rank, bed.source.size)
         self._pairs = list(zip(target.arrays(cuts).values(), bed.source.arrays(cuts).values(), strict=True))
-        self._step = Products()
+        matrices = np.random.default_rng(0).random((_NUM_PRODUCTS, _WIDTH, _WIDTH), dtype=np.float32)
+        self._factors, self._products = (matrices, matrices.copy()), np.zeros_like(matrices)
 
     def turn(self, round_: int) -> Seconds:
         """Copy, step alone, begin to save, step until it is done; in every other round the copy comes last."""
@@ -68,6 +52,11 @@ class Background:
     def _copy(self) -> None:
         for target, source in self._pairs:
             np.copyto(target, source)
+
+    def _step(self) -> float:
+        start = time.perf_counter()
+        np.matmul(*self._factors, out=self._products)
+        return time.perf_counter() - start
 
     def _steps(self, go_on: Callable[[int], bool]) -> float:
         """The mean seconds of a step: with a few very slow ones among them a training loses as much time as it does with all slow."""

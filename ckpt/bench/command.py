@@ -13,17 +13,18 @@ from ckpt.bench.beside import Background
 from ckpt.bench.dcp import Dcp
 from ckpt.bench.report import tables
 from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, ActionRow, CheckpointLaunch, ours
-from ckpt.bench.state import Memory, large, tiny, training
-from ckpt.bench.stored import CkptFiles, PosixFiles
+from ckpt.bench.state import Cut, Memory, large, tiny, training
+from ckpt.bench.stored import CkptFiles, PosixFiles, Stored
 from ckpt.bench.testbed import Testbed
 from ckpt.saving.placement import files_error
 from collectives import Communicator
 from collectives.bench.kit.running import measure_and_show
-from collectives.bench.kit.torch_group import torch_group
 from collectives.bench.kit.turns import Contestant, make_each, slowest, spread, take_turns
 from collectives.bench.units import show_bytes
 
-_TIMEOUT_S = 600.0  # of torch.distributed, which waits while the others have their turns
+PEERS: dict[str, tuple[str, Callable[[str, Testbed, list[Cut]], Stored]]] = {
+    "posix": (POSIX, PosixFiles), "dcp": (DCP, Dcp),
+}  # fmt: skip
 _COPIES = 5
 """Of the state in memory: itself, what is loaded, the buffer of a save in the background and the copy measured beside it, files in the
 page cache."""
@@ -45,21 +46,13 @@ def _measure(args: argparse.Namespace, comm: Communicator) -> CheckpointLaunch:
         source.fill()
     cuts = training()
     with _folder(args.dir, args.size, comm) as folder, ExitStack() as ended:
-        bed = Testbed(comm, folder, source, target, args.cold)
-
-        def dcp() -> Dcp:
-            ended.enter_context(torch_group(comm, timeout_s=_TIMEOUT_S))
-            return Dcp(DCP, bed, cuts)
-
+        bed = Testbed(comm, folder, source, target, args.cold, ended)
         makers: dict[str, Callable[[], Contestant]] = {
             ours(files, driver): partial(CkptFiles, ours(files, driver), bed, cuts, files, driver)
             for driver in args.drivers
             for files in args.layouts
         }
-        if "posix" in args.peers:
-            makers[POSIX] = partial(PosixFiles, POSIX, bed, cuts)
-        if "dcp" in args.peers:
-            makers[DCP] = dcp
+        makers |= {name: partial(peer, name, bed, cuts) for word, (name, peer) in PEERS.items() if word in args.peers}
         makers[TINY] = partial(CkptFiles, TINY, bed, tiny())
         makers[LARGE] = partial(CkptFiles, LARGE, bed, large())
         makers[BACKGROUND] = partial(Background, BACKGROUND, bed, cuts)

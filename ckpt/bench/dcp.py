@@ -9,13 +9,15 @@ import numpy as np
 from ckpt.bench.state import Cut
 from ckpt.bench.stored import Stored
 from ckpt.bench.testbed import Testbed
+from collectives.bench.kit.torch_group import torch_group
 
 
 class Dcp(Stored):
-    """torch's, with DTensors over the same memory, cut along their rows. torch.distributed is started (see `torch_group`)."""
+    """torch's, with DTensors over the same memory, cut along their rows."""
 
     def __init__(self, name: str, bed: Testbed, cuts: list[Cut]) -> None:
         super().__init__(name, bed)
+        bed.ended.enter_context(torch_group(bed.comm))
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Shard

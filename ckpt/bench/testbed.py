@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,13 +15,17 @@ _PIECE = 1 << 20  # elements that are written at a time
 
 
 class Testbed(NamedTuple):
-    """`source`: the memory that all contestants save. `target`: where they load it. `cold`: loads find nothing in the page cache."""
+    """`source`: the memory that all contestants save. `target`: their memory to load into. `cold`: loads find no page in the cache.
+
+    `ended` ends resources after the measurement.
+    """
 
     comm: Communicator
     folder: Path
     source: Memory
     target: Memory
     cold: bool
+    ended: ExitStack
 
     def timed(self, call: Callable[[], Any], doing: str) -> float:
         """This rank's seconds in `call`, which all ranks begin at the same time. An error of one rank is one of all. Collective."""

@@ -15,8 +15,6 @@ from mpitrain.init import fill_, initialize
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.sharding import MixedPrecisionPolicy, communication_s, fully_shard
 
-_TIMEOUT_S = 600.0  # of torch.distributed, which waits while the other contestants are at work
-
 
 class Ours(TrainedModel):
     """Ours, which knows its communication on CPUs. On GPUs that runs beside the computation, unseen by the host."""
@@ -95,7 +93,7 @@ def _need_torch_distributed(setup: TrainingSetup) -> None:
         raise CannotTakePart("NCCL needs a GPU for each rank")
     if not torch.distributed.is_initialized():
         backend, device = ("nccl", setup.device) if on_gpu else ("gloo", None)
-        setup.ended.enter_context(torch_group(comm, backend, device=device, timeout_s=_TIMEOUT_S))
+        setup.ended.enter_context(torch_group(comm, backend, device))
 
 
 def _plain(config: GPTConfig, setup: TrainingSetup) -> GPT:

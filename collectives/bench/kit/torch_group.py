@@ -12,19 +12,18 @@ from collectives.bench.kit.turns import CannotTakePart
 from collectives.communicator.communicator import Communicator
 from collectives.diagnosis import on_all_ranks
 
-START_S = 60
+START_S = 60  # for the ranks to find each other
+TIMEOUT_S = 600  # of an operation, which waits while other contestants are at work
 
 
 @contextmanager
-def torch_group(
-    comm: Communicator, backend: str = "gloo", *, device: Any = None, timeout_s: float = START_S
-) -> Iterator[None]:
+def torch_group(comm: Communicator, backend: str = "gloo", device: Any = None) -> Iterator[None]:
     """torch.distributed over the ranks of `comm` in this block. Collective. CannotTakePart on all ranks if it does not start.
 
-    `device`: the GPU of this rank, for NCCL. `timeout_s`: also of each of its operations.
+    `device`: the GPU of this rank, for NCCL.
     """
     try:
-        store = _start(comm, backend, device, timedelta(seconds=timeout_s))
+        store = _start(comm, backend, device)
     except Exception as error:
         if not on_all_ranks(error):
             raise
@@ -38,7 +37,7 @@ def torch_group(
     del store
 
 
-def _start(comm: Communicator, backend: str, device: Any, timeout: timedelta) -> Any:
+def _start(comm: Communicator, backend: str, device: Any) -> Any:
     """Returns the store by which the ranks find each other, to be kept as long as the group.
 
     Rank 0 keeps it, at a port that the system chooses and MPI passes on. On several nodes its address is MASTER_ADDR
@@ -51,6 +50,7 @@ def _start(comm: Communicator, backend: str, device: Any, timeout: timedelta) ->
 
         if backend == "gloo" and not (dist.is_available() and dist.is_gloo_available()):
             raise RuntimeError("this build of torch has no Gloo")
+    start, timeout = timedelta(seconds=START_S), timedelta(seconds=TIMEOUT_S)
     make_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch does not list it
     if comm.num_nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may lead nowhere
@@ -58,11 +58,11 @@ def _start(comm: Communicator, backend: str, device: Any, timeout: timedelta) ->
     store: Any = None
     with comm.together(backend):
         if comm.rank == 0:
-            store = make_store(host, 0, comm.size, True, timeout, wait_for_workers=False)
+            store = make_store(host, 0, comm.size, True, start, wait_for_workers=False)
     host, port = comm.broadcast_object((host, store.port if store is not None else None))
     with comm.together(backend):
         if store is None:
-            store = make_store(host, port, comm.size, False, timeout)
+            store = make_store(host, port, comm.size, False, start)
         dist.init_process_group(
             backend, store=store, rank=comm.rank, world_size=comm.size, timeout=timeout, device_id=device
         )
