@@ -182,9 +182,9 @@ def test_bytes_that_do_not_arrive_are_noticed_on_all_ranks(comm: Communicator, a
 
 
 def test_addresses_go_through_mpi(comm: Communicator) -> None:
-    from collectives.transports.mpi import Peer
+    from collectives.transports.mpi import Library
 
-    library = Peer(comm.mpi)
+    library = Library(comm.mpi)
 
     n, rank = comm.size, comm.rank
     for row in TABLE.values():
