@@ -116,12 +116,12 @@ def _sample(words: list[str]) -> int:
 def _report(words: list[str]) -> int:
     if collectives.launched_rank() > 0:
         return 0
-    from collectives.bench.plot import NoMatplotlibError
+    from collectives.commands.terminal import UsageError
     from mpitrain.bench.command import report
 
     try:
         report(words)
-    except (ValueError, OSError, NoMatplotlibError) as error:
+    except (ValueError, OSError, UsageError) as error:
         print(f"mpitrain: error: {error}", file=sys.stderr)
         return 1
     return 0

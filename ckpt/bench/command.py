@@ -4,88 +4,63 @@ import argparse
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from ckpt.bench.beside import Background
-from ckpt.bench.contestants import Ckpt, Posix
-from ckpt.bench.dcp import Dcp, missing
+from ckpt.bench.dcp import Dcp
 from ckpt.bench.report import tables
-from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, Launch, ours
-from ckpt.bench.state import Memory, large, tiny, training
-from ckpt.bench.timing import Contestant, measure
+from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, ActionRow, CheckpointLaunch, ours
+from ckpt.bench.state import Cut, Memory, large, tiny, training
+from ckpt.bench.stored import CkptFiles, PosixFiles, Stored
+from ckpt.bench.testbed import Testbed
 from ckpt.saving.placement import files_error
 from collectives import Communicator
+from collectives.bench.kit.running import measure_and_show
+from collectives.bench.kit.turns import Contestant, make_each, slowest, spread, take_turns
 from collectives.bench.units import show_bytes
-from collectives.commands.measuring import writable
-from collectives.commands.terminal import console
 
+PEERS: dict[str, tuple[str, Callable[[str, Testbed, list[Cut]], Stored]]] = {
+    "posix": (POSIX, PosixFiles), "dcp": (DCP, Dcp),
+}  # fmt: skip
 _COPIES = 5
-"""Of the state in memory: itself, what is loaded, the buffer of a save in the background and what is measured beside it, files in the
+"""Of the state in memory: itself, what is loaded, the buffer of a save in the background and the copy measured beside it, files in the
 page cache."""
-_MARGIN_BYTES = 64 << 20  # on the disk, beside the state: nobody's files are much larger than that
+_MARGIN_BYTES = 64 << 20  # on the disk, beside the state: no contestant's files are much larger than that
 
 
 def main(args: argparse.Namespace, comm: Communicator) -> None:
-    """Measure, and print on rank 0. An error of all ranks for what cannot be done. Collective."""
+    """Measure, and print on rank 0. Errors are raised on all ranks. Collective."""
     with comm.together("bench"):
         _check_arguments(args, comm)
-    writable(comm, args.json)
+    measure_and_show(comm, lambda: _measure(args, comm), tables, json=args.json)
+
+
+def _measure(args: argparse.Namespace, comm: Communicator) -> CheckpointLaunch:
     with comm.together("bench"):
         _check_memory(args.size, comm)
         source = Memory(args.size, comm.rank, comm.size)
         target = Memory(args.size, comm.rank, comm.size)
         source.fill()
-    with _folder(args.dir, args.size, comm) as folder:
-        launch = _measure(args, comm, folder, source, target)
-    with comm.together():
-        if comm.rank == 0:
-            if args.json:
-                launch.write(args.json)
-            console().print(*tables([launch]), sep="\n")
-
-
-def report(files: Sequence[str]) -> None:
-    """Print the tables of several launches. ValueError, OSError."""
-    console().print(*tables([Launch.read(file) for file in files]), sep="\n")
-
-
-def _measure(args: argparse.Namespace, comm: Communicator, folder: Path, source: Memory, target: Memory) -> Launch:
-    cuts, both = training(), (source, target)
-    contestants: list[Contestant] = [
-        Ckpt(ours(files, driver), folder / f"{driver}-{files}", *both, cuts, comm, files=files, driver=driver)
-        for driver in args.drivers
-        for files in args.layouts
-    ]
-    skipped = {}
-    with ExitStack() as ended:
-        if "posix" in args.peers:
-            contestants.append(Posix(POSIX, folder / "peer", *both, cuts, comm))
-        if "dcp" in args.peers:
-            reason = missing(comm)
-            if reason is None:
-                contestants.append(dcp := Dcp(DCP, folder / "dcp", *both, cuts, comm))
-                ended.callback(dcp.close)
-            else:
-                skipped[DCP] = reason
-        contestants += [
-            Ckpt(TINY, folder / "tiny", *both, tiny(), comm),
-            Ckpt(LARGE, folder / "large", *both, large(), comm),
-            Background(BACKGROUND, folder / "background", source, cuts),
-        ]
-        rows = measure(contestants, comm, rounds=args.rounds, cold=args.cold)
-    return Launch(
-        machine=comm.machine(),
-        ranks=comm.size,
-        nodes=comm.num_nodes,
-        nbytes=source.nbytes,
-        tensors=len(cuts),
-        rounds=args.rounds,
-        cold=args.cold,
-        rows=rows,
-        skipped=skipped,
-    )
+    cuts = training()
+    with _folder(args.dir, args.size, comm) as folder, ExitStack() as ended:
+        bed = Testbed(comm, folder, source, target, args.cold, ended)
+        makers: dict[str, Callable[[], Contestant]] = {
+            ours(files, driver): partial(CkptFiles, ours(files, driver), bed, cuts, files, driver)
+            for driver in args.drivers
+            for files in args.layouts
+        }
+        makers |= {name: partial(peer, name, bed, cuts) for word, (name, peer) in PEERS.items() if word in args.peers}
+        makers[TINY] = partial(CkptFiles, TINY, bed, tiny())
+        makers[LARGE] = partial(CkptFiles, LARGE, bed, large())
+        makers[BACKGROUND] = partial(Background, BACKGROUND, bed, cuts)
+        contestants, skipped = make_each(makers)
+        series = slowest(comm, take_turns(contestants, rounds=args.rounds, warm_up=1))
+    rows = [ActionRow(*key, *spread(seconds)) for key, seconds in series.items()]
+    sizes = {"nbytes": source.nbytes, "tensors": len(cuts), "rounds": args.rounds, "cold": args.cold}
+    return CheckpointLaunch.of(comm, **sizes, rows=rows, skipped=skipped)
 
 
 def _check_arguments(args: argparse.Namespace, comm: Communicator) -> None:

@@ -1,20 +1,19 @@
-"""Tables, of one launch or of several, and what is to be reached. Pure: neither torch nor MPI.
+"""Tables, of one launch or of several, and the goals. Pure: neither torch nor MPI.
 
 Of several: each figure's median over the launches. A ratio is formed within each launch, where both sides met the same disturbances;
 shown is the median of these ratios.
 """
 
 from collections.abc import Iterator, Sequence
-from statistics import median
 from typing import NamedTuple
 
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, Launch, ours
-from collectives.bench.records import alike
+from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, CheckpointLaunch, ours
+from collectives.bench.kit.launches import alike, median_known, median_ratio
+from collectives.bench.kit.tables import new_table, plural
 from collectives.bench.units import show_seconds
 
 ACTIONS = ("save", "load", "load unverified")
@@ -34,14 +33,10 @@ class Goal(NamedTuple):
     bound: float | None
     at_least: bool = True
 
-    def ratio(self, launches: Sequence[Launch]) -> float | None:
-        """The median over the launches that have both; None if none has."""
-        found = []
-        for launch in launches:
-            mine_s, other_s = launch.seconds(*self.mine), launch.seconds(*self.other)
-            if mine_s is not None and other_s is not None:
-                found.append(other_s / mine_s if self.at_least else mine_s / other_s)
-        return median(found) if found else None
+    def ratio(self, launches: Sequence[CheckpointLaunch]) -> float | None:
+        """The median over the launches that have both; None if no launch has."""
+        sides = (self.other, self.mine) if self.at_least else (self.mine, self.other)
+        return median_ratio([launch.seconds() for launch in launches], *sides)
 
     def is_reached(self, ratio: float) -> bool | None:
         """None if nothing is asked."""
@@ -65,12 +60,7 @@ GOALS = (
 )  # fmt: skip
 
 
-def groups(launches: Sequence[Launch]) -> list[list[Launch]]:
-    """The launches that can be put together: on the same machine, as many ranks and nodes, the same bytes, and page cache alike."""
-    return alike(launches, "machine", "ranks", "nodes", "nbytes", "tensors", "cold")
-
-
-def goals(launches: Sequence[Launch]) -> list[Goal]:
+def goals(launches: Sequence[CheckpointLaunch]) -> list[Goal]:
     """Those of which something was measured, with a line for each further layout and driver."""
     known = {POSIX, DCP, *(name for goal in GOALS for name, _ in (goal.mine, goal.other))}
     others = dict.fromkeys(row.contestant for launch in launches for row in launch.rows)
@@ -83,38 +73,34 @@ def goals(launches: Sequence[Launch]) -> list[Goal]:
     return [goal for goal in (*GOALS, *more) if goal.ratio(launches) is not None]
 
 
-def seconds(launches: Sequence[Launch], key: Key) -> float | None:
+def seconds(launches: Sequence[CheckpointLaunch], key: Key) -> float | None:
     """The median over the launches that have it."""
-    found = [value for launch in launches if (value := launch.seconds(*key)) is not None]
-    return median(found) if found else None
+    return median_known(launch.seconds().get(key) for launch in launches)
 
 
-def heading(group: Sequence[Launch]) -> str:
+def heading(group: Sequence[CheckpointLaunch]) -> str:
     """What a group was measured on, in a line."""
     first = group[0]
-    nodes = f"{first.nodes} node{'s' * (first.nodes > 1)}"
     cache = "dropped from the page cache" if first.cold else "in the page cache"
-    rounds = f"{len(group)} launch{'es' * (len(group) > 1)} of {first.rounds} round{'s' * (first.rounds > 1)}"
     return (
-        f"{first.ranks} rank{'s' * (first.ranks > 1)} on {nodes}, {first.machine.get('cpu', '?')}; {first.nbytes / 1e9:.3g} GB "
-        f"in {first.tensors} tensors; loads with the files {cache}; {rounds}"
+        f"{first.ranks_on_nodes}, {first.machine.get('cpu', '?')}; {first.nbytes / 1e9:.3g} GB in {first.tensors} tensors; loads with "
+        f"the files {cache}; {plural(len(group), 'launch')} of {plural(first.rounds, 'round')}"
     )
 
 
-def tables(launches: Sequence[Launch]) -> Iterator[RenderableType]:
+def tables(launches: Sequence[CheckpointLaunch]) -> Iterator[RenderableType]:
     """What to print of launches of any kinds."""
-    for group in groups(launches):
+    for group in alike(launches):
         yield Text(heading(group), style="bold")
         yield _times(group)
         yield _goals(group)
         skipped = {name: why for launch in group for name, why in launch.skipped.items()}
-        for name, reason in skipped.items():
-            yield Text(f"  skipped {name}: {reason}")
+        yield from (Text(f"  skipped {name}: {reason}") for name, reason in skipped.items())
     yield Text(LEGEND, style="dim")
 
 
-def _times(group: Sequence[Launch]) -> Table:
-    table = _table("", *(heading for action in ACTIONS for heading in (f"{action} s", "GB/s")))
+def _times(group: Sequence[CheckpointLaunch]) -> Table:
+    table = new_table(("", *(heading for action in ACTIONS for heading in (f"{action} s", "GB/s"))))
     for name in dict.fromkeys(row.contestant for launch in group for row in launch.rows):
         cells = []
         for action in ACTIONS:
@@ -124,8 +110,8 @@ def _times(group: Sequence[Launch]) -> Table:
     return table
 
 
-def _goals(group: Sequence[Launch]) -> Table:
-    table = _table("", "ours", "other", "ratio", "to reach", "")
+def _goals(group: Sequence[CheckpointLaunch]) -> Table:
+    table = new_table(("", "ours", "other", "ratio", "to reach", ""))
     for goal in goals(group):
         ratio = goal.ratio(group)
         mine_s, other_s = seconds(group, goal.mine), seconds(group, goal.other)
@@ -133,11 +119,4 @@ def _goals(group: Sequence[Launch]) -> Table:
         reached = {True: Text("reached", "green"), False: Text("missed", "red"), None: Text()}[goal.is_reached(ratio)]
         wanted = "" if goal.bound is None else f"at {'least' if goal.at_least else 'most'} {goal.bound:g}x"
         table.add_row(goal.what, show_seconds(mine_s), show_seconds(other_s), f"{ratio:.2f}x", wanted, reached)
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
     return table

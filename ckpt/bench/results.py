@@ -1,10 +1,9 @@
-"""What a launch has measured, and the JSON file. Pure: neither torch nor MPI."""
+"""The figures of a launch, and the JSON file. Pure: neither torch nor MPI."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from collectives.bench.records import Record
+from collectives.bench.kit.launches import Launch
 
 # Names of contestants.
 POSIX, DCP, BACKGROUND = "POSIX", "DCP", "ckpt in the background"
@@ -17,7 +16,7 @@ def ours(files: str | int, driver: str = "posix") -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class ActionRow:
     """What one contestant took for one thing."""
 
     contestant: str
@@ -31,26 +30,23 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Launch(Record):
-    """All that one job has measured, and on what."""
+class CheckpointLaunch(Launch):
+    """The figures of one job."""
 
     FORMAT = 1
     COMMAND = "python -m ckpt bench --json"
+    ALIKE = ("machine", "ranks", "nodes", "nbytes", "tensors", "cold")
 
-    machine: dict[str, Any]  # see Communicator.machine
-    ranks: int
-    nodes: int
     nbytes: int
     """What each contestant saves and loads, of all ranks."""
     tensors: int
     rounds: int
     cold: bool
     """Whether the files were dropped from the page cache before each load."""
-    rows: Sequence[Row] = ()
+    rows: Sequence[ActionRow] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """Who did not take part, and why."""
+    """The contestants that did not take part, and why."""
 
-    def seconds(self, contestant: str, action: str) -> float | None:
-        """The median, or None if that was not measured."""
-        found = (row.seconds for row in self.rows if (row.contestant, row.action) == (contestant, action))
-        return next(found, None)
+    def seconds(self) -> dict[tuple[str, str], float]:
+        """The medians, by contestant and action."""
+        return {(row.contestant, row.action): row.seconds for row in self.rows}

@@ -4,10 +4,12 @@ import argparse
 from typing import Any
 
 import collectives
+from ckpt.bench.report import tables
+from ckpt.bench.results import CheckpointLaunch
 from ckpt.commands.terminal import Commands, UsageError, complain
+from collectives.bench.kit.arguments import add_json, add_report, names_of
 from collectives.bench.units import parse_size
-from collectives.commands.measuring import names_of
-from collectives.commands.terminal import or_usage_error, positive
+from collectives.commands.terminal import console, or_usage_error, positive
 
 PEERS = ("posix", "dcp")
 DRIVERS = ("posix", "mpio", "mpio-collective")
@@ -22,12 +24,9 @@ def add_to(commands: Commands) -> None:
         "the rounds of the slowest rank's time. For figures that can be compared: several launches with --json, then --report.",
     )
     parser.add_argument(
-        "--peers",
-        type=lambda text: names_of(PEERS)(text) if text else [],
-        default=list(PEERS),
-        metavar="posix,dcp",
+        "--peers", type=names_of(PEERS, or_none=True), default=list(PEERS), metavar="posix,dcp",
         help="posix: a file for each rank, by write and fsync; dcp: torch.distributed.checkpoint (default: both)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--drivers", type=names_of(DRIVERS), default=["posix"], metavar="NAME,..",
         help=f"of {', '.join(DRIVERS)} (default: posix)",
@@ -37,11 +36,9 @@ def add_to(commands: Commands) -> None:
         help="of rank, node, one, or numbers: the argument `files` of ckpt.save (default: rank,one)",
     )  # fmt: skip
     parser.add_argument(
-        "--size",
-        type=or_usage_error(parse_size),
-        default="1.2GB",
+        "--size", type=or_usage_error(parse_size), default="1.2GB",
         help="of the state, on all ranks together (default: 1.2GB)",
-    )
+    )  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=5, help="counted ones, after one that is not (default: 5)")
     parser.add_argument(
         "--dir",
@@ -52,10 +49,8 @@ def add_to(commands: Commands) -> None:
         action="store_true",
         help="drop the files from the page cache before each load, instead of reading from it",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
-    parser.add_argument(
-        "--report", nargs="+", metavar="FILE", help="instead: the medians over the launches of these --json (no mpirun)"
-    )
+    add_json(parser)
+    add_report(parser)
     parser.set_defaults(run=_run)
 
 
@@ -65,15 +60,16 @@ def _layouts(text: str) -> list[Any]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from ckpt.bench.command import main, report
-
     if args.report:
         if collectives.launched_rank() <= 0:  # one process is enough, also under mpirun
             try:
-                report(args.report)
+                launches = [CheckpointLaunch.read(file) for file in args.report]
             except ValueError as error:
                 raise UsageError(str(error)) from error
+            console().print(*tables(launches), sep="\n")
         return 0
+    from ckpt.bench.command import main
+
     comm = collectives.world()
     try:
         main(args, comm)

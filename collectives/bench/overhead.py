@@ -1,55 +1,64 @@
 """Python's time a call: our call of the MPI library's own algorithm beside raw mpi4py, in tight loops on a small array.
 
-One call after a barrier would measure how ranks wake up. In a loop of many the ranks keep each other's pace, and what is left of the
-difference is what our layer adds. "auto" stands beside it: it may take another algorithm, and be faster than raw.
+One call after a barrier would measure how ranks wake up. In a loop of many the ranks keep each other's pace, and the rest of the
+difference is the time of our layer. "auto" stands beside it: it may take another algorithm, and be faster than raw.
 """
 
-import time
 from collections.abc import Sequence
-
-import numpy as np
+from contextlib import ExitStack
+from typing import NamedTuple
 
 from collectives.arrays.dtypes import TABLE
-from collectives.bench.contestants import contestants
-from collectives.bench.results import RAW, Overhead
+from collectives.bench.calls import Entrants, timed_calls
+from collectives.bench.kit.turns import Seconds, slowest, spread, take_turns, timed
+from collectives.bench.peer import Call
+from collectives.bench.plain_mpi import PlainMpi
+from collectives.bench.results import RAW, CallOverhead
 from collectives.communicator.communicator import Communicator
 
 NBYTES = 1 << 10
 LOOPS, CALLS = 40, 250
+NAMES = ("mpi", "auto", RAW)
+
+
+class _Loop(NamedTuple):
+    """A contestant (see kit/turns.py): `calls` calls, one behind the other."""
+
+    comm: Communicator
+    call: Call
+    calls: int
+
+    def turn(self, round_: int) -> Seconds:
+        def loop() -> None:
+            for _ in range(self.calls):
+                self.call()
+
+        return {"call": timed(self.comm, loop) / self.calls}
 
 
 def overhead(
-    comm: Communicator,
-    operations: Sequence[str],
-    arrays: Sequence[str] = ("numpy", "torch"),
-    seconds_each: float = 2.0,
-) -> list[Overhead]:
+    comm: Communicator, operations: Sequence[str], arrays: Sequence[str] = ("numpy", "torch"), seconds_each: float = 2.0
+) -> list[CallOverhead]:
     """Time LOOPS loops of CALLS calls of each, in turn, on private float32 arrays of NBYTES. Collective.
 
     Fewer calls where these would take more than `seconds_each` for an operation on one library's arrays.
     """
+    count = max(1, NBYTES // (4 * comm.size)) * comm.size
     found = []
     for operation in operations:
         for library in arrays:
-            count = max(1, NBYTES // (4 * comm.size)) * comm.size
-            made = contestants(comm, operation, count, TABLE["float32"], memories=("private",), arrays=library)
-            names = [RAW, "mpi", "auto"]
-            seconds = np.empty((LOOPS, len(names)))
-            calls = CALLS // 10  # in the loops before the first that counts
-            for loop in range(-2, LOOPS):
-                if loop == 0:
-                    a_call = comm.broadcast_object(float(seconds[0].sum()))
-                    calls = max(10, min(CALLS, int(seconds_each / (LOOPS * a_call))))
-                for turn in range(len(names)):
-                    i = (turn + loop) % len(names)
-                    call = made.calls[names[i], "private"].call
-                    comm.mpi.Barrier()
-                    start = time.perf_counter()
-                    for _ in range(calls):
-                        call()
-                    seconds[max(loop, 0), i] = (time.perf_counter() - start) / calls
-            comm.all_reduce(seconds, "max")
-            raw, *ours = np.median(seconds, axis=0).tolist()
-            for name, median in zip(names[1:], ours, strict=True):
-                found.append(Overhead(operation, count * 4, library, name, median, raw))
+            entrants = Entrants(("private",), [PlainMpi(comm, ExitStack())], library)
+            made, _ = timed_calls(comm, operation, count, TABLE["float32"], entrants)
+            calls = {name: made[name, "private"].call for name in NAMES}
+            few = {name: _Loop(comm, call, CALLS // 10) for name, call in calls.items()}
+            a_call = comm.broadcast_object(
+                sum(float(taken[0]) for taken in take_turns(few, rounds=1, warm_up=1).values())
+            )
+            num = max(10, min(CALLS, int(seconds_each / (LOOPS * a_call))))
+            series = take_turns({name: _Loop(comm, call, num) for name, call in calls.items()}, rounds=LOOPS)
+            *ours, raw = (spread(seconds)[0] for seconds in slowest(comm, series).values())
+            found += [
+                CallOverhead(operation, count * 4, library, name, median, raw)
+                for name, median in zip(NAMES, ours, strict=False)
+            ]
     return found

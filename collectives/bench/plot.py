@@ -1,39 +1,24 @@
-"""Bandwidth against size as a picture. Needs matplotlib, which is imported only here and only when asked for."""
+"""Bandwidth against size as a picture."""
 
+from collections.abc import Sequence
 from math import ceil
 
-from collectives.bench.results import GLOO, RAW, Launch
-from collectives.bench.show import ranks_on
+from collectives.bench.kit.pictures import new_figure
+from collectives.bench.results import GLOO, RAW, CollectivesLaunch
 from collectives.bench.units import show_bytes
 
 
-class NoMatplotlibError(Exception):
-    """matplotlib is not installed."""
-
-    def __init__(self) -> None:
-        super().__init__("--plot needs matplotlib: pip install 'mpitrain[plot]', or leave out --plot")
-
-
-def need_matplotlib() -> None:
-    """NoMatplotlibError if it cannot be imported: found before anything is measured."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise NoMatplotlibError from None
-
-
-def plot(path: str, launch: Launch) -> None:
-    """Write a picture to `path`: for each operation and dtype busbw of each contestant against the size. OSError, NoMatplotlibError."""
-    need_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    cases = list(dict.fromkeys((row.operation, row.dtype) for row in launch.results))
+def plot(path: str, launches: Sequence[CollectivesLaunch]) -> None:
+    """Write a picture to `path`: busbw against the size, for each launch, operation and dtype. OSError, UsageError."""
+    cases = [
+        (launch, case)
+        for launch in launches
+        for case in dict.fromkeys((row.operation, row.dtype) for row in launch.results)
+    ]
     num_columns = min(2, len(cases))
     num_rows = ceil(len(cases) / num_columns)
-    figure = Figure(figsize=(7 * num_columns, 4.5 * num_rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    for place, case in enumerate(cases, 1):
+    figure = new_figure(7 * num_columns, 4.5 * num_rows)
+    for place, (launch, case) in enumerate(cases, 1):
         axes = figure.add_subplot(num_rows, num_columns, place)
         group = [row for row in launch.results if (row.operation, row.dtype) == case]
         for algorithm, memory in dict.fromkeys((row.algorithm, row.memory) for row in group):
@@ -53,7 +38,7 @@ def plot(path: str, launch: Launch) -> None:
         axes.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("busbw GB/s")
-        axes.set_title(f"{case[0]}, {case[1]}, {ranks_on(launch)}")
+        axes.set_title(f"{case[0]}, {case[1]}, {launch.ranks_on_nodes}")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(path, format="png", dpi=120)

@@ -1,13 +1,11 @@
-"""What a launch has measured, what counts as bandwidth, and the JSON file."""
+"""The figures of a launch, the definition of bandwidth, and the JSON file."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from collectives.bench.records import Record
+from collectives.bench.kit.launches import Launch
 
 RAW, GLOO = "raw mpi4py", "gloo"  # the peers, in the place of an algorithm's name
-PEERS = {"mpi": RAW, "gloo": GLOO}  # as the command line names them
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Overhead:
+class CallOverhead:
     """Python's time of one call. `seconds`, `raw_seconds`: of a call in a tight loop, ours and raw mpi4py's, in the median."""
 
     operation: str
@@ -49,19 +47,17 @@ class Overhead:
 
 
 @dataclass(frozen=True)
-class Launch(Record):
-    """All that one job has measured, and on what."""
+class CollectivesLaunch(Launch):
+    """The figures of one job. `arrays`: the library of the arrays."""
 
     FORMAT = 1
     COMMAND = "python -m collectives bench --json"
+    ALIKE = ("machine", "ranks", "nodes", "arrays")
 
-    machine: dict[str, Any]  # see table_cache.this_machine
-    ranks: int
-    nodes: int
     arrays: str
     results: Sequence[Measurement] = ()
     skipped: Sequence[Skipped] = ()
-    overhead: Sequence[Overhead] = field(default=())
+    overhead: Sequence[CallOverhead] = ()
 
 
 def bus_factor(operation: str, num_ranks: int) -> float:

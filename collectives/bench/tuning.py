@@ -10,7 +10,8 @@ from math import inf, log, sqrt
 from time import monotonic
 
 from collectives.arrays.dtypes import TABLE, DType
-from collectives.bench.contestants import OPERATIONS
+from collectives.bench.calls import Entrants
+from collectives.bench.peer import OPERATIONS
 from collectives.bench.results import Measurement
 from collectives.bench.timing import Limits, measure
 from collectives.communicator.communicator import Communicator
@@ -20,10 +21,9 @@ from collectives.selection.table import KINDS, Entry
 CLEARLY = 0.05
 SIZES = tuple(256 << 2 * i for i in range(10))  # 256 B .. 64 MiB
 QUICK_SIZES = SIZES[1::2]
-HOPELESS = (
-    2.0  # who takes so many times the best one's time is out at this size, and from SETTLED on at all larger ones
-)
-SETTLED = 1 << 20  # bytes: from here on bandwidth decides, and who lags behind stays behind
+# An algorithm that takes so many times the best one's time is out at this size, and from SETTLED on at all larger ones.
+HOPELESS = 2.0
+SETTLED = 1 << 20  # bytes: from here on bandwidth decides, and an algorithm that lags behind stays behind
 LEAST_ROUNDS = 3
 # Of the rounds' times the lower quartile: a disturbance only ever adds, and thresholds are to outlast it.
 QUANTILE = 0.25
@@ -72,11 +72,7 @@ def cases(comm: Communicator, operations: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def tune(
-    comm: Communicator,
-    *,
-    operations: Sequence[str] = OPERATIONS,
-    sizes: Sequence[int] = SIZES,
-    seconds: float = 90.0,
+    comm: Communicator, *, operations: Sequence[str] = OPERATIONS, sizes: Sequence[int] = SIZES, seconds: float = 90.0
 ) -> Iterator[tuple[Entry, list[Measurement]]]:
     """Measure every algorithm in each case, one after the other, and choose: the entry for this `comm`, and what it follows from.
 
@@ -92,11 +88,9 @@ def tune(
         for size in sizes:
             share = comm.broadcast_object(max(0.0, deadline - monotonic()) / cells_left)
             cells_left -= 1
-            results, _ = measure(
-                comm, operation, size, dtype,
-                memories=(memory,), peers=(), fixed_only=True, without=behind,
-                limits=Limits(200, share, HOPELESS, LEAST_ROUNDS, QUANTILE),
-            )  # fmt: skip
+            entrants = Entrants((memory,), fixed_only=True, without=behind)
+            limits = Limits(200, share, HOPELESS, LEAST_ROUNDS, QUANTILE)
+            results, _ = measure(comm, operation, size, dtype, entrants, limits)
             fixed = {row.algorithm: row.seconds for row in results}
             if fixed:  # none where the node's memory is too small
                 fixed |= dict.fromkeys(behind, inf)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 import collectives
 from collectives.arrays.dtypes import MOVED, TABLE
-from collectives.bench.contestants import OPERATIONS
+from collectives.bench.peer import OPERATIONS
 from collectives.bench.units import show_bytes
 from collectives.commands.terminal import Commands, console
 

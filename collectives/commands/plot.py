@@ -1,7 +1,8 @@
-"""Draws time against size. The one place that imports matplotlib, and only when a picture is asked for."""
+"""Draws time against size."""
 
 from collections.abc import Mapping, Sequence
 
+from collectives.bench.kit.pictures import new_figure
 from collectives.bench.units import show_bytes, show_seconds
 from collectives.commands.terminal import UsageError
 
@@ -11,14 +12,9 @@ def draw(path: str, title: str, subtitle: str, lines: Mapping[str, Sequence[tupl
 
     UsageError where matplotlib is missing or cannot write such a file.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter, NullFormatter
-    except ImportError as error:
-        raise UsageError(f"--plot needs matplotlib ({error}): pip install 'mpitrain[plot]'") from None
-    figure = Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 5.5)
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
     axes = figure.add_subplot()
     for (name, points), marker in zip(lines.items(), "os^vDPX*<>" * len(lines), strict=False):
         nbytes, seconds = zip(*points, strict=True)
@@ -38,6 +34,6 @@ def draw(path: str, title: str, subtitle: str, lines: Mapping[str, Sequence[tupl
     axes.text(0.5, 1.02, subtitle, transform=axes.transAxes, ha="center", fontsize=8, color="dimgray")
     axes.legend(frameon=False)
     try:
-        figure.savefig(path)
+        figure.savefig(path, dpi=150)
     except ValueError as error:
         raise UsageError(f"--plot {path}: {error}") from None

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from rich.text import Text
 
-from collectives.bench.report import LEGEND, groups, heading, markdown, sections
-from collectives.bench.results import Launch
+from collectives.bench.kit.launches import alike
+from collectives.bench.report import LEGEND, heading, markdown, sections
+from collectives.bench.results import CollectivesLaunch
 from collectives.commands.terminal import Commands, UsageError, print_once
 
 
@@ -22,13 +23,13 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Read the files, and print or write a table for each operation, dtype and memory."""
     try:
-        launches = [Launch.read(file) for file in options.files]
+        launches = [CollectivesLaunch.read(file) for file in options.files]
     except ValueError as error:
         raise UsageError(str(error)) from None
     if options.markdown:
         Path(options.markdown).write_text(markdown(launches))
         return 0
-    for group in groups(launches):
+    for group in alike(launches):
         print_once(Text(heading(group[0])), *(section.rich() for section in sections(group)))
     print_once(Text(LEGEND))
     return 0

@@ -38,6 +38,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def several_ranks(command: str) -> collectives.Communicator:
+    """The world communicator; UsageError if it has one rank alone."""
+    comm = collectives.world()
+    if comm.size == 1:
+        raise UsageError(f"{command} needs at least two ranks: mpirun -np 2 python -m collectives {command}")
+    return comm
+
+
 def print_once(*shown: RenderableType, stderr: bool = False) -> None:
     """Print on rank 0. Collective where a launcher has started several ranks, and else done without MPI.
 

@@ -4,15 +4,16 @@ import argparse
 import json
 from pathlib import Path
 
-from rich import box
 from rich.table import Table as Shown
 from rich.text import Text
 
-from collectives.bench.contestants import OPERATIONS
+from collectives.bench.kit.arguments import names_of, positive_seconds
+from collectives.bench.kit.running import writable
+from collectives.bench.kit.tables import new_table, plural
+from collectives.bench.peer import OPERATIONS
 from collectives.bench.tuning import CLEARLY, QUICK_SIZES, SIZES, tune
 from collectives.bench.units import parse_sizes, show_bytes
-from collectives.commands.measuring import names_of, positive_seconds, several_ranks, writable
-from collectives.commands.terminal import Commands, UsageError, or_usage_error, print_once
+from collectives.commands.terminal import Commands, UsageError, or_usage_error, print_once, several_ranks
 from collectives.communicator.communicator import Communicator
 from collectives.selection import table_cache
 from collectives.selection.table import Entry, Table
@@ -30,12 +31,9 @@ def add_parser(commands: Commands) -> None:
         f"that is less than {CLEARLY:.0%} faster does not take over.",
     )
     parser.add_argument(
-        "--op",
-        type=names_of(OPERATIONS, all_of_them=True),
-        default=list(OPERATIONS),
-        metavar="OP,OP,..",
+        "--op", type=names_of(OPERATIONS, or_all=True), default=list(OPERATIONS), metavar="OP,OP,..",
         help="only these operations; what is known of the others stays (default: all)",
-    )
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help=f"half of the sizes, and {QUICK_SECONDS:g} s in all")
     parser.add_argument(
         "--sizes",
@@ -92,10 +90,9 @@ def _before(comm: Communicator, output: str | None) -> tuple[Table, Path]:
 
 
 def _shown(entries: list[Entry], comm: Communicator) -> Shown:
-    nodes = f"{comm.num_nodes} node{'s' * (comm.num_nodes > 1)}"
-    shown = Shown(title=f"what auto takes, {comm.size} ranks on {nodes}", box=box.SIMPLE_HEAD)
-    for name in ("operation", "dtypes", "memory", "algorithm"):
-        shown.add_column(name, no_wrap=name != "algorithm")
+    title = f"what auto takes, {comm.size} ranks on {plural(comm.num_nodes, 'node')}"
+    shown = new_table(("operation", "dtypes", "memory", "algorithm"), title=title, left=4)
+    shown.columns[-1].no_wrap = False
     for entry in entries:
         parts = [f"{name} up to {show_bytes(up_to)}" for up_to, name in entry.choices[:-1] if up_to is not None]
         last = entry.choices[-1][1]

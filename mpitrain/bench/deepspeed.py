@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.bench.contestant import LEARNING_RATE, Contestant, Place
+from mpitrain.bench.model import LEARNING_RATE, TrainedModel, TrainingSetup
 
 
-class DeepSpeed(Contestant):
+class DeepSpeed(TrainedModel):
     """Its engine: optimizer and gradients are its own."""
 
-    def __init__(self, model: nn.Module, place: Place) -> None:
-        if place.device.type == "cpu":
+    def __init__(self, model: nn.Module, setup: TrainingSetup) -> None:
+        if setup.device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
         # The number of its GPU, by torchrun's variable. It insists that Open MPI's, where there is one, says the same; that counts
         # the ranks as it placed them, which need not be in our order.
-        number = str(place.comm.node.rank if place.device.index is None else place.device.index)
+        number = str(setup.comm.node.rank if setup.device.index is None else setup.device.index)
         os.environ |= dict.fromkeys({"LOCAL_RANK"} | {"OMPI_COMM_WORLD_LOCAL_RANK"} & set(os.environ), number)
         # It calls functions of torch.distributed by names that newer releases of torch warn of, at each call.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -36,9 +36,8 @@ class DeepSpeed(Contestant):
             logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
             self._engine: Any
             self._engine, *_ = deepspeed.initialize(
-                model=model, model_parameters=model.parameters(), config=_settings(place)
+                model=model, model_parameters=model.parameters(), config=_settings(setup)
             )
-        self.name = "deepspeed"
         self.model = model
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -73,7 +72,7 @@ class DeepSpeed(Contestant):
         self._engine.destroy()
 
 
-def _settings(place: Place) -> dict[str, Any]:
+def _settings(setup: TrainingSetup) -> dict[str, Any]:
     params = {"lr": LEARNING_RATE, "torch_adam": True, "fused": True}
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # it counts tokens by it, and nothing else
@@ -81,6 +80,6 @@ def _settings(place: Place) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "optimizer": {"type": "AdamW", "params": params},
     }
-    if place.dtype == torch.bfloat16:
+    if setup.dtype == torch.bfloat16:
         settings["bf16"] = {"enabled": True}
     return settings

@@ -4,20 +4,13 @@ import resource
 import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
+from collectives import Communicator
+
 SAMPLES_EVERY_S = 0.01
-
-
-class Peak(NamedTuple):
-    """Of this rank; see `Row`. None: not to be had on this system."""
-
-    rss: int
-    pss: int | None
-    added_pss: int | None
-    gpu: int | None
 
 
 def state_bytes(held: Iterable[torch.Tensor]) -> int:
@@ -74,8 +67,18 @@ class PssSampler:
                 return
 
 
-def peak_of(sampler: PssSampler, before: int | None, device: torch.device) -> Peak:
-    """What there is to say at the end. `before`: the PSS before the model was made."""
-    added = None if before is None or sampler.peak is None else sampler.peak - before
-    gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Peak(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, sampler.peak, added, gpu)
+def peaks(sampler: PssSampler, before: int | None, device: torch.device, comm: Communicator) -> dict[str, Any]:
+    """The fields of a `StepRow` that tell of memory: of the rank that needs most. Collective.
+
+    `before`: the PSS before the model was made.
+    """
+    of_rank: dict[str, int | None] = {
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_pss_bytes": sampler.peak,
+        "added_pss_bytes": None if before is None or sampler.peak is None else sampler.peak - before,
+        "peak_gpu_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+    }
+    ranks = comm.all_gather_object(of_rank)
+    return {
+        name: max((rank[name] for rank in ranks), key=lambda value: (value is None, value or 0)) for name in of_rank
+    }

@@ -2,32 +2,17 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import NoReturn
 
-from collectives.commands.measuring import names_of
+from collectives.bench.kit.arguments import add_json, add_plot, add_report, names_of
 from collectives.commands.terminal import positive
 from mpitrain.bench.results import Case
 
 PEERS = ("none", "ddp", "fsdp", "deepspeed")
 OURS = "mpitrain"
+NO_DEEPSPEED = "it is not installed (pip install deepspeed)"
 STEPS, OVERHEAD_STEPS = 8, 50
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to measure, on what, and where to write it."""
-
-    contestants: tuple[str, ...]
-    """Ours first. One alone: its memory is measured too."""
-    cases: tuple[Case, ...]
-    steps: int
-    threads: int
-    overhead: bool
-    report: tuple[str, ...]
-    """Files to put together, instead of measuring."""
-    json: str | None
-    plot: str | None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,33 +20,29 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"bench: {message}")
 
 
-def parse(words: Sequence[str]) -> Options:
-    """ValueError for wrong arguments."""
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments; `contestants` (ours first; one alone: its memory is measured too) and `cases` come of them. ValueError."""
     given = _parser().parse_args(list(words))
+    given.contestants = [given.only] if given.only else [OURS, *given.peers]
+    given.steps = given.steps or (OVERHEAD_STEPS if given.overhead else STEPS)
     shapes = given.shapes or [(given.width, given.layers, given.batch)]
-    cases = tuple(
-        Case(width=width, layers=layers, heads=given.heads, context=given.context, batch=batch)
-        for width, layers, batch in shapes
-    )
-    for case in cases:
+    given.cases = [Case(width, layers, given.heads, given.context, batch) for width, layers, batch in shapes]
+    for case in given.cases:
         try:
             case.config()
         except ValueError as error:
             raise ValueError(f"bench: {error}") from None
-    if given.only and len(cases) > 1:
+    if given.only and len(shapes) > 1:
         raise ValueError(
             "bench: --only measures the peak of a process, which one model alone can have; pass one shape with it"
         )
-    return Options(
-        contestants=(given.only,) if given.only else (OURS, *given.peers),
-        cases=cases,
-        steps=given.steps or (OVERHEAD_STEPS if given.overhead else STEPS),
-        threads=given.threads,
-        overhead=given.overhead,
-        report=tuple(given.report or ()),
-        json=given.json,
-        plot=given.plot,
-    )
+    if given.only == "deepspeed" and not has_deepspeed():
+        raise ValueError(f"bench: --only deepspeed: {NO_DEEPSPEED}")
+    return given
+
+
+def has_deepspeed() -> bool:
+    return find_spec("deepspeed") is not None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,22 +53,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--peers",
-        type=lambda text: names_of(PEERS)(text) if text else [],
-        default=list(PEERS[:3]),
-        metavar="NAME,..",
+        "--peers", type=names_of(PEERS, or_none=True), default=list(PEERS[:3]), metavar="NAME,..",
         help="none: each rank alone on an unsharded copy; ddp, fsdp: torch's, on Gloo, or NCCL; deepspeed: ZeRO stage 3, if it is "
         "installed (default: none,ddp,fsdp)",
-    )
+    )  # fmt: skip
     what.add_argument(
         "--only", choices=(OURS, *PEERS), help="this one alone, and the peak of its memory: of a process of its own"
     )
     what.add_argument(
         "--overhead", action="store_true", help="instead: what hooks and bookkeeping add to a step of 200 small units"
     )
-    what.add_argument(
-        "--report", nargs="+", metavar="FILE", help="instead: the medians over the launches of these --json (no mpirun)"
-    )
+    add_report(what)
     numbers = {
         "width": (1024, "of the model"),
         "layers": (8, "of the model"),
@@ -99,22 +75,16 @@ def _parser() -> argparse.ArgumentParser:
     for name, (default, text) in numbers.items():
         parser.add_argument(f"--{name}", type=positive, default=default, help=f"{text} (default: {default})")
     parser.add_argument(
-        "--shapes",
-        type=parse_shapes,
-        metavar="WxLxB,..",
+        "--shapes", type=parse_shapes, metavar="WxLxB,..",
         help="several models, one after the other, by width, layers and batch, such as 1024x8x1,512x6x4",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--steps",
         type=positive,
         help=f"that are timed (default: {STEPS}; of --overhead, which are short, {OVERHEAD_STEPS})",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
-    parser.add_argument(
-        "--plot",
-        metavar="FILE.png",
-        help="also draw where a step's time goes (needs matplotlib, pip install mpitrain[plot])",
-    )
+    add_json(parser)
+    add_plot(parser, "where a step's time goes")
     return parser
 
 

@@ -1,6 +1,6 @@
 """What hooks and bookkeeping cost: a model of many small units, each sharded over one rank, beside the same model plain.
 
-One rank has nobody to talk to, so nothing but our layer is left of the difference. All ranks do it at once, each alone, as in training.
+One rank has no other to talk to, so the difference is the time of our layer alone. All ranks do it at once, each alone, as in training.
 """
 
 from typing import NamedTuple
@@ -9,47 +9,51 @@ import numpy as np
 import torch
 from torch import nn
 
-from collectives.bench.timing import turns
-from mpitrain.bench.contestant import LEARNING_RATE, Place
-from mpitrain.bench.results import Overhead
-from mpitrain.bench.timing import WARM_UP, Clock
+from collectives.bench.kit.turns import Seconds, slowest, spread, take_turns
+from mpitrain.bench.model import LEARNING_RATE, TrainingSetup
+from mpitrain.bench.results import HookOverhead
+from mpitrain.bench.timing import WARM_UP, StepClock
 from mpitrain.sharding import fully_shard
 
 UNITS, WIDTH, BATCH = 200, 256, 32
 
 
-class _Trained(NamedTuple):
+class _Units(NamedTuple):
+    """A contestant (see collectives/bench/kit/turns.py)."""
+
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    x: torch.Tensor
+    setup: TrainingSetup
 
-    def step(self, x: torch.Tensor, place: Place) -> tuple[float, float]:
-        """Seconds of forward and backward, and of the whole step."""
-        place.comm.barrier()
-        clock = Clock(place.device)
-        self.model(x).square().mean().backward()
+    def turn(self, round_: int) -> Seconds:
+        self.setup.comm.barrier()
+        clock = StepClock(self.setup.device)
+        self.model(self.x).square().mean().backward()
         clock.mark()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        first, whole = clock.seconds()
-        return first, whole
+        passes, step = clock.seconds()
+        return {"passes": passes, "step": step}
 
 
-def overhead(place: Place, *, steps: int, units: int = UNITS) -> Overhead:
+def overhead(setup: TrainingSetup, *, steps: int, units: int = UNITS) -> HookOverhead:
     """Time `steps` steps of each, in turn. Collective."""
-    alone = place.comm.split(place.comm.rank)
-    plain, sharded = _model(units, place.device), _model(units, place.device)
-    for module in (*sharded, sharded):
+    alone = setup.comm.split(setup.comm.rank)
+    models = {"sharded": _model(units, setup.device), "plain": _model(units, setup.device)}
+    for module in (*models["sharded"], models["sharded"]):
         fully_shard(module, alone, units="one")
-    both = [_Trained(m, torch.optim.AdamW(m.parameters(), lr=LEARNING_RATE, fused=True)) for m in (sharded, plain)]
-    x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(0)).to(place.device)
-    seconds = np.empty((WARM_UP + steps, 2, 2))
-    for round_ in range(WARM_UP + steps):
-        for i in turns(round_, 2):
-            seconds[round_, i] = both[i].step(x, place)
-    medians = np.median(seconds[WARM_UP:], axis=0)
-    place.comm.all_reduce(medians, "max")
-    (sharded_s, sharded_step_s), (plain_s, plain_step_s) = medians.tolist()
-    return Overhead(units, sharded_s, plain_s, sharded_step_s, plain_step_s)
+    x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(0)).to(setup.device)
+    contestants = {
+        name: _Units(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True), x, setup)
+        for name, model in models.items()
+    }
+    series = take_turns(contestants, rounds=steps, warm_up=WARM_UP)
+    # Each rank is alone: its own median, not the slowest rank's in each round.
+    medians = slowest(setup.comm, {key: np.array(spread(seconds)[0]) for key, seconds in series.items()})
+    return HookOverhead(
+        units, *(float(medians[name, part]) for part in ("passes", "step") for name in ("sharded", "plain"))
+    )
 
 
 def _model(units: int, device: torch.device) -> nn.Sequential:

@@ -1,27 +1,30 @@
-"""Where a step's time goes as a picture. Needs matplotlib, which is imported only here and only when asked for."""
+"""Where a step's time goes as a picture."""
 
 from collections.abc import Sequence
 
-from collectives.bench.plot import need_matplotlib
+from collectives.bench.kit.launches import alike
+from collectives.bench.kit.pictures import new_figure
 from mpitrain.bench.report import PHASES, cases, heading, merged
-from mpitrain.bench.results import Launch
+from mpitrain.bench.results import TrainingLaunch
 
 COLOURS = ("#4c78a8", "#72b7b2", "#e45756", "#f2a541", "#bab0ac")
 
 
-def plot(path: str, group: Sequence[Launch]) -> None:
-    """Write a picture to `path`: for each case a stacked bar a contestant, medians over the launches. OSError, NoMatplotlibError."""
-    need_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def plot(path: str, launches: Sequence[TrainingLaunch]) -> None:
+    """Write a picture to `path`: for each case a stacked bar a contestant, medians over the launches; without steps, no picture.
 
-    all_cases = cases(group)
-    figure = Figure(figsize=(max(6.5, 5.5 * len(all_cases)), 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(heading(group), fontsize="medium")
+    OSError, UsageError; ValueError for launches that cannot be put together.
+    """
+    if alike(launches)[1:]:
+        raise ValueError("bench: --plot draws launches on one kind of machine and ranks; these are on several")
+    all_cases = cases(launches)
+    if not all_cases:
+        return
+    figure = new_figure(max(6.5, 5.5 * len(all_cases)), 4.5)
+    figure.suptitle(heading(launches), fontsize="medium")
     for place, case in enumerate(all_cases, 1):
         axes = figure.add_subplot(1, len(all_cases), place)
-        rows = merged(group, case)
+        rows = merged(launches, case)
         bottom = [0.0] * len(rows)
         for (name, of), colour in zip(PHASES.items(), COLOURS, strict=True):
             heights = [max(0.0, getattr(row.phases, of) or 0.0) * 1e3 for row in rows]

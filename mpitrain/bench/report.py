@@ -10,14 +10,14 @@ from dataclasses import fields, replace
 from statistics import median
 from typing import Any
 
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from collectives.bench.records import alike
+from collectives.bench.kit.launches import alike, median_known, median_ratio
+from collectives.bench.kit.tables import new_table, plural
 from mpitrain.bench.options import OURS, PEERS
-from mpitrain.bench.results import Case, Launch, Overhead, Phases, Row
+from mpitrain.bench.results import Case, HookOverhead, Phases, StepRow, TrainingLaunch
 
 PHASES = {
     "forward": "forward_s", "backward": "backward_s", "comm": "comm_s", "optimizer": "optimizer_s", "other": "other_s",
@@ -28,17 +28,12 @@ LEGEND = (
 )
 
 
-def groups(launches: Sequence[Launch]) -> list[list[Launch]]:
-    """The launches that can be put together: on the same machine, as many ranks, nodes and threads, the same device and dtype."""
-    return alike(launches, "machine", "ranks", "nodes", "threads", "device", "dtype")
-
-
-def cases(launches: Sequence[Launch]) -> list[Case]:
+def cases(launches: Sequence[TrainingLaunch]) -> list[Case]:
     """All that were measured, each once."""
     return list(dict.fromkeys(part.case for launch in launches for part in launch.measured))
 
 
-def merged(launches: Sequence[Launch], case: Case) -> list[Row]:
+def merged(launches: Sequence[TrainingLaunch], case: Case) -> list[StepRow]:
     """A row for each contestant, in the order of the command line's list, ours first."""
     everything = [list(part.rows) for launch in launches for part in launch.measured if part.case == case]
     names = list(dict.fromkeys(row.name for rows in everything for row in rows))
@@ -50,50 +45,43 @@ def _place(name: str) -> int:
     return order.index(name) if name in order else len(order)
 
 
-def ratio(launches: Sequence[Launch], case: Case, name: str) -> float | None:
+def ratio(launches: Sequence[TrainingLaunch], case: Case, name: str) -> float | None:
     """The median over the launches of our step's time over that of `name`; None if no launch has both."""
-    found = []
-    for launch in launches:
-        for part in launch.measured:
-            seconds = {row.name: row.step_s for row in part.rows}
-            if part.case == case and {OURS, name} <= set(seconds):
-                found.append(seconds[OURS] / seconds[name])
-    return median(found) if found else None
+    measured = (part for launch in launches for part in launch.measured if part.case == case)
+    return median_ratio([{row.name: row.step_s for row in part.rows} for part in measured], OURS, name)
 
 
-def _median_row(everything: Sequence[Sequence[Row]], name: str) -> Row:
+def _median_row(everything: Sequence[Sequence[StepRow]], name: str) -> StepRow:
     every = [row for rows in everything for row in rows if row.name == name]
     common = [row for rows in everything for row in rows if row.name == name and len(rows) > 1] or every
-    values: dict[str, Any] = {item.name: _median(every, item.name) for item in fields(Row) if "_bytes" in item.name}
-    times: dict[str, Any] = {of: _median(common, of) for of in ("step_s", "tokens_per_s", "mfu", "loss")}
+    bytes_ = {item.name: _median(every, item.name) for item in fields(StepRow) if "_bytes" in item.name}
+    times = {of: _median(common, of) for of in ("step_s", "tokens_per_s", "mfu", "loss")}
     parts = {item.name: _median([row.phases for row in common], item.name) for item in fields(Phases)}
+    merged: dict[str, Any] = {
+        **times,
+        **{name: None if value is None else int(value) for name, value in bytes_.items()},
+    }
     return replace(
         common[0],
         fastest_s=min(row.fastest_s for row in common),
         slowest_s=max(row.slowest_s for row in common),
         phases=Phases(**parts),  # type: ignore[arg-type]
-        **times,
-        **values,
+        **merged,
     )
 
 
 def _median(rows: Sequence[Any], name: str) -> float | None:
-    values = [getattr(row, name) for row in rows if getattr(row, name) is not None]
-    if not values:
-        return None
-    found = median(values)
-    return int(found) if isinstance(values[0], int) else found
+    return median_known(getattr(row, name) for row in rows)
 
 
-def tables(launches: Sequence[Launch]) -> Iterator[RenderableType]:
+def tables(launches: Sequence[TrainingLaunch]) -> Iterator[RenderableType]:
     """What to print of launches of any kinds."""
-    for group in groups(launches):
+    for group in alike(launches):
         yield Text(heading(group), style="bold")
         for case in cases(group):
             yield _table(group, case)
             skipped = {name: why for launch in group for part in launch.measured for name, why in part.skipped.items()}
-            for name, reason in skipped.items():
-                yield Text(f"  skipped {name}: {reason}")
+            yield from (Text(f"  skipped {name}: {reason}") for name, reason in skipped.items())
         if any(launch.measured for launch in group):
             yield Text(LEGEND, style="dim")
         found = [launch.overhead for launch in group if launch.overhead is not None]
@@ -101,21 +89,20 @@ def tables(launches: Sequence[Launch]) -> Iterator[RenderableType]:
             yield Text(overhead_line(found))
 
 
-def heading(group: Sequence[Launch]) -> str:
+def heading(group: Sequence[TrainingLaunch]) -> str:
     """What a group was measured on, in a line."""
     first = group[0]
-    nodes = f"{first.nodes} node{'s' * (first.nodes > 1)}"
     where = first.machine.get("cpu", "?") if first.device == "cpu" else first.device
-    ranks = f"{first.ranks} rank{'s' * (first.ranks > 1)} x {first.threads} thread{'s' * (first.threads > 1)}"
-    return f"{ranks} on {nodes}, {where}, {first.dtype}"
+    ranks = f"{plural(first.ranks, 'rank')} x {plural(first.threads, 'thread')}"
+    return f"{ranks} on {plural(first.nodes, 'node')}, {where}, {first.dtype}"
 
 
-def _title(group: Sequence[Launch], case: Case) -> str:
+def _title(group: Sequence[TrainingLaunch], case: Case) -> str:
     together = [part for launch in group for part in launch.measured if part.case == case and len(part.rows) > 1]
     return f"{case}, medians of {len(together)} launches" if len(together) > 1 else str(case)
 
 
-def overhead_line(found: Sequence[Overhead]) -> str:
+def overhead_line(found: Sequence[HookOverhead]) -> str:
     """The ratios' medians over the launches."""
     units = found[0].units
     passes = median(one.sharded_s / one.plain_s for one in found)
@@ -127,9 +114,9 @@ def overhead_line(found: Sequence[Overhead]) -> str:
     )
 
 
-def _table(group: Sequence[Launch], case: Case) -> Table:
+def _table(group: Sequence[TrainingLaunch], case: Case) -> Table:
     rows = merged(group, case)
-    columns: list[tuple[str, Callable[[Row], str]]] = [
+    columns: list[tuple[str, Callable[[StepRow], str]]] = [
         ("", lambda row: row.name),
         ("step ms", lambda row: _ms(row.step_s)),
         ("fastest .. slowest", lambda row: f"{_ms(row.fastest_s)} .. {_ms(row.slowest_s)}"),
@@ -143,17 +130,15 @@ def _table(group: Sequence[Launch], case: Case) -> Table:
         ("PSS added", lambda row: _megabytes(row.added_pss_bytes)),
         ("peak GPU", lambda row: _megabytes(row.peak_gpu_bytes)),
     ]
-    shown = [(name, [show(row) for row in rows]) for name, show in columns]
-    shown = [(name, cells) for name, cells in shown if any(cells)]
-    table = Table(title=_title(group, case), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name, _ in shown:
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for cells in zip(*(cells for _, cells in shown), strict=True):
+    shown = {name: [show(row) for row in rows] for name, show in columns}
+    shown = {name: cells for name, cells in shown.items() if any(cells)}
+    table = new_table(list(shown), title=_title(group, case))
+    for cells in zip(*shown.values(), strict=True):
         table.add_row(*cells)
     return table
 
 
-def _phase(of: str) -> Callable[[Row], str]:
+def _phase(of: str) -> Callable[[StepRow], str]:
     return lambda row: _ms(getattr(row.phases, of))
 
 

@@ -1,16 +1,15 @@
-"""What a launch has measured, and the JSON file. Pure: neither torch nor MPI."""
+"""The figures of a launch, and the JSON file. Pure: neither torch nor MPI."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from collectives.bench.records import Record
+from collectives.bench.kit.launches import Launch
 from mpitrain.models.sizes import GPTConfig, num_parameters
 
 
 @dataclass(frozen=True)
 class Case:
-    """The model, and what a rank's step trains it on: `batch` sequences of `context` tokens."""
+    """The model, and the batch of a rank's step: `batch` sequences of `context` tokens."""
 
     width: int
     layers: int
@@ -43,7 +42,7 @@ class Phases:
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """One contestant in one case."""
 
     name: str
@@ -55,32 +54,32 @@ class Row:
     tokens_per_s: float
     """Of all ranks."""
     mfu: float
-    """The model's operations per second, as a share of what a large matrix product reaches on the same ranks at once."""
+    """The model's operations per second, as a share of those that a large matrix product reaches on the same ranks at once."""
     loss: float
     """After the last step, mean over the ranks: those that train together agree."""
     state_bytes: int
     """Parameters, gradients and the optimizer's state between two steps, on the rank that holds most."""
     peak_rss_bytes: int | None = None
-    """Of the process, from its start to its end, of the rank that needs most. As the next three known only of who takes part alone."""
+    """Of the process, from its start to its end, of the rank that needs most. Like the next three known only of a contestant alone."""
     peak_pss_bytes: int | None = None
     """While it trains, with pages that ranks share divided among them."""
     added_pss_bytes: int | None = None
-    """That peak less what the process had before the model was made."""
+    """That peak less the PSS of the process before the model was made."""
     peak_gpu_bytes: int | None = None
     """What torch held at most on the GPU."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The rows of a case, ours first, and who was skipped and why."""
+    """The rows of a case, ours first, and the contestants that were skipped and why."""
 
     case: Case
-    rows: Sequence[Row]
+    rows: Sequence[StepRow]
     skipped: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Overhead:
+class HookOverhead:
     """Medians over the steps of each rank alone, the slowest rank's: a sharded model of many small units beside the plain one."""
 
     units: int
@@ -93,15 +92,13 @@ class Overhead:
 
 
 @dataclass(frozen=True)
-class Launch(Record):
-    """All that one job has measured, and on what."""
+class TrainingLaunch(Launch):
+    """The figures of one job."""
 
     FORMAT = 1
     COMMAND = "python -m mpitrain bench --json"
+    ALIKE = ("machine", "ranks", "nodes", "threads", "device", "dtype")
 
-    machine: dict[str, Any]  # see Communicator.machine
-    ranks: int
-    nodes: int
     threads: int
     device: str
     """"cpu", or the GPU's name."""
@@ -109,4 +106,4 @@ class Launch(Record):
     """What forward and backward compute in."""
     steps: int
     measured: Sequence[Measured] = ()
-    overhead: Overhead | None = None
+    overhead: HookOverhead | None = None

@@ -97,11 +97,11 @@ comm = collectives.world()
 def test_a_traceback_is_seen_where_torch_distributed_has_started() -> None:
     # Its own hook keeps what is written to stderr until ours returns, which ends the job.
     script = """
-from collectives.bench.gloo import start_process_group
-store = start_process_group(comm, "gloo")
-if comm.rank == 1:
-    raise LookupError("no such column")
-comm.barrier()
+from collectives.bench.kit.torch_group import torch_group
+with torch_group(comm):
+    if comm.rank == 1:
+        raise LookupError("no such column")
+    comm.barrier()
 """
     result = job(2, script)
     assert result.returncode == 1, str(result)

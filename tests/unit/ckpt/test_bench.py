@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ckpt.bench.report import GOALS, Goal, goals, groups, tables
-from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, Launch, Row, ours
+from ckpt.bench.report import GOALS, Goal, goals, tables
+from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, ActionRow, CheckpointLaunch, ours
 from ckpt.bench.state import NUM_TINY, UNIT, Cut, Memory, large, tiny, training
 from ckpt.cli import main
 from ckpt.commands import bench
+from collectives.bench.kit.launches import alike
 
 # Arguments
 
@@ -87,12 +88,13 @@ SECONDS = {
 }
 
 
-def launch(factors: dict[str, float], **fields: object) -> Launch:
+def launch(factors: dict[str, float], **fields: object) -> CheckpointLaunch:
     """With `SECONDS`, those of a contestant times its factor."""
     rows = [
-        Row(name, action, seconds * factors.get(name, 1.0), 0.1, 9.0) for (name, action), seconds in SECONDS.items()
+        ActionRow(name, action, seconds * factors.get(name, 1.0), 0.1, 9.0)
+        for (name, action), seconds in SECONDS.items()
     ]
-    made = Launch(
+    made = CheckpointLaunch(
         machine={"cpu": "a CPU", "cores": 2},
         ranks=2,
         nodes=1,
@@ -105,7 +107,7 @@ def launch(factors: dict[str, float], **fields: object) -> Launch:
     return replace(made, **fields)  # type: ignore[arg-type]
 
 
-def by_words(launches: list[Launch]) -> dict[str, Goal]:
+def by_words(launches: list[CheckpointLaunch]) -> dict[str, Goal]:
     return {goal.what: goal for goal in goals(launches)}
 
 
@@ -134,7 +136,7 @@ def test_reached_is_no_less_and_no_more() -> None:
 
 def test_what_cannot_be_compared_is_not_put_together() -> None:
     launches = [launch({}), launch({}, cold=True), launch({}, ranks=4), launch({POSIX: 2.0})]
-    assert groups(launches) == [[launches[0], launches[3]], [launches[1]], [launches[2]]]
+    assert alike(launches) == [[launches[0], launches[3]], [launches[1]], [launches[2]]]
 
 
 def test_tables() -> None:
@@ -154,7 +156,7 @@ def test_tables() -> None:
 def test_the_file_is_read_back_and_another_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, broken = tmp_path / "a.json", tmp_path / "b.json"
     launch({}, skipped={DCP: "no"}).write(str(file))
-    assert Launch.read(str(file)) == launch({}, skipped={DCP: "no"})
+    assert CheckpointLaunch.read(str(file)) == launch({}, skipped={DCP: "no"})
     assert main(["bench", "--report", str(file), str(file)]) == 0
     assert "2 launches of 3 rounds" in capsys.readouterr().out
     broken.write_text("{}")

@@ -15,7 +15,7 @@ from mpitrain.bench import report
 from mpitrain.bench.memory import PssSampler, pss, state_bytes
 from mpitrain.bench.options import parse
 from mpitrain.bench.plot import plot
-from mpitrain.bench.results import Case, Launch, Measured, Overhead, Phases, Row
+from mpitrain.bench.results import Case, HookOverhead, Measured, Phases, StepRow, TrainingLaunch
 from mpitrain.bench.timing import phases
 
 CASE = Case(width=64, layers=2, heads=2, context=16, batch=1)
@@ -26,15 +26,15 @@ CASE = Case(width=64, layers=2, heads=2, context=16, batch=1)
 
 def test_arguments() -> None:
     options = parse([])
-    assert options.contestants == ("mpitrain", "none", "ddp", "fsdp")
-    assert options.cases == (Case(width=1024, layers=8, heads=8, context=128, batch=1),)
+    assert options.contestants == ["mpitrain", "none", "ddp", "fsdp"]
+    assert options.cases == [Case(width=1024, layers=8, heads=8, context=128, batch=1)]
     options = parse(["--shapes", "64x2x1, 32x1x3", "--heads", "4", "--context", "8", "--peers", ""])
-    assert options.contestants == ("mpitrain",)
+    assert options.contestants == ["mpitrain"]
     assert [(c.width, c.layers, c.heads, c.context, c.batch) for c in options.cases] == [
         (64, 2, 4, 8, 1),
         (32, 1, 4, 8, 3),
     ]
-    assert parse(["--only", "fsdp"]).contestants == ("fsdp",)
+    assert parse(["--only", "fsdp"]).contestants == ["fsdp"]
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_wrong_arguments(words: list[str], message: str) -> None:
 
 
 def test_phases_are_medians_of_the_mean_and_other_is_the_rest_up_to_the_slowest() -> None:
-    # forward, backward, update, whole, communication within the first and within the second
-    means = np.array([[1.0, 2.0, 0.5, 4.0, 0.25, 0.5], [1.0, 2.0, 0.5, 4.0, 0.25, 0.5], [9.0, 9.0, 9.0, 9.0, 9.0, 9.0]])
+    parts = {"forward": 1.0, "backward": 2.0, "update": 0.5, "forward comm": 0.25, "backward comm": 0.5}
+    means = {part: np.array([seconds, seconds, 9.0]) for part, seconds in parts.items()}
     slowest = np.array([4.5, 4.5, 90.0])
     assert phases(means, slowest, knows_communication=True) == Phases(0.75, 1.5, 0.75, 0.5, 1.0)
-    means[:, 4:] = 0
-    assert phases(means, slowest, knows_communication=False) == Phases(1.0, 2.0, None, 0.5, 1.0)
+    silent = {**means, "forward comm": np.zeros(3), "backward comm": np.zeros(3)}
+    assert phases(silent, slowest, knows_communication=False) == Phases(1.0, 2.0, None, 0.5, 1.0)
 
 
 def test_state_counts_memory_once() -> None:
@@ -88,20 +88,20 @@ def test_a_peak_between_two_looks_at_memory_is_seen_by_the_sampler() -> None:
 # Files and reports
 
 
-def row(name: str, step_s: float, **options: Any) -> Row:
+def row(name: str, step_s: float, **options: Any) -> StepRow:
     parts = Phases(0.2 * step_s, 0.4 * step_s, 0.1 * step_s if name == "mpitrain" else None, 0.2 * step_s, 0.1 * step_s)
-    return Row(name, step_s, 0.9 * step_s, 2 * step_s, parts, 16 / step_s, 0.25, 5.5, 12_345_678, **options)
+    return StepRow(name, step_s, 0.9 * step_s, 2 * step_s, parts, 16 / step_s, 0.25, 5.5, 12_345_678, **options)
 
 
-def launch(*rows: Row, **options: Any) -> Launch:
+def launch(*rows: StepRow, **options: Any) -> TrainingLaunch:
     measured = [Measured(CASE, rows, {"deepspeed": "it is not installed"})] if rows else []
     settings: dict[str, Any] = {
         "machine": {"cpu": "A"}, "ranks": 2, "nodes": 1, "threads": 1, "device": "cpu", "dtype": "float32", "steps": 8,
     }  # fmt: skip
-    return Launch(**{**settings, "measured": measured, **options})
+    return TrainingLaunch(**{**settings, "measured": measured, **options})
 
 
-def text_of(launches: list[Launch]) -> str:
+def text_of(launches: list[TrainingLaunch]) -> str:
     console = Console(width=240, highlight=False, force_terminal=False)
     with console.capture() as capture:
         console.print(*report.tables(launches), sep="\n")
@@ -112,11 +112,11 @@ def test_a_launch_comes_back_from_its_file(tmp_path: Path) -> None:
     file = str(tmp_path / "a.json")
     for made in (
         launch(row("mpitrain", 1.0, peak_rss_bytes=7), row("ddp", 2)),
-        launch(overhead=Overhead(200, 2, 1, 4, 3)),
+        launch(overhead=HookOverhead(200, 2, 1, 4, 3)),
     ):
         made.write(file)
-        assert report.merged([Launch.read(file)], CASE) == report.merged([made], CASE)
-        assert Launch.read(file).overhead == made.overhead
+        assert report.merged([TrainingLaunch.read(file)], CASE) == report.merged([made], CASE)
+        assert TrainingLaunch.read(file).overhead == made.overhead
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_another_file_is_refused_by_name(
     launch(row("mpitrain", 1.0)).write(str(file))
     file.write_text(json.dumps(damage(json.loads(file.read_text()))))
     with pytest.raises(ValueError, match=r"a\.json is no file of `python -m mpitrain bench --json`: "):
-        Launch.read(str(file))
+        TrainingLaunch.read(str(file))
     monkeypatch.setattr("collectives.launched_rank", lambda: -1)
     assert cli.main(["bench", "--report", str(file)]) == 1
     assert "mpitrain: error: " in capsys.readouterr().err
@@ -165,7 +165,7 @@ def test_a_report_gives_medians_of_ratios_within_each_launch_and_memory_of_those
 
 
 def test_the_tables() -> None:
-    over = [launch(overhead=Overhead(200, s, 1e-2, 2 * s, 1e-2)) for s in (0.01, 0.012, 0.5)]
+    over = [launch(overhead=HookOverhead(200, s, 1e-2, 2 * s, 1e-2)) for s in (0.01, 0.012, 0.5)]
     launches = [launch(row("mpitrain", 0.05), row("ddp", 0.1)), launch(row("mpitrain", 1.0), row("ddp", 2.0)), *over]
     text = text_of([*launches, launch(row("mpitrain", 1.0), ranks=4)])
     assert "2 ranks x 1 thread on 1 node, A, float32\n" in text and "4 ranks x 1 thread on 1 node" in text

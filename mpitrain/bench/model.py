@@ -1,7 +1,7 @@
-"""What takes part in a comparison of training steps: a model with its optimizer."""
+"""A model with its optimizer, as the comparison of training steps calls ours and the peers'."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,19 +13,19 @@ from mpitrain.bench.memory import local
 LEARNING_RATE = 1e-3
 
 
-class Place(NamedTuple):
-    """Where this rank computes, and in what."""
+class TrainingSetup(NamedTuple):
+    """The ranks, and the device and dtype in which this rank computes. `ended` ends resources after the measurement."""
 
     comm: Communicator
     device: torch.device
     dtype: torch.dtype
+    ended: ExitStack
 
 
-class Contestant:
+class TrainedModel:
     """A model with its optimizer. The four parts of a step are called in turn."""
 
-    def __init__(self, name: str, model: nn.Module, *, autocast: AbstractContextManager[Any] | None = None) -> None:
-        self.name = name
+    def __init__(self, model: nn.Module, *, autocast: AbstractContextManager[Any] | None = None) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
         self._autocast = autocast or nullcontext()
@@ -48,7 +48,7 @@ class Contestant:
         self.optimizer.zero_grad()
 
     def communication_s(self) -> float | None:
-        """Seconds in communication and in waiting since the beginning; None: nobody counts them."""
+        """Seconds in communication and in waiting since the beginning; None: they are not counted."""
         return None
 
     def held(self) -> Iterator[torch.Tensor]:
@@ -59,4 +59,4 @@ class Contestant:
             yield from (value for value in self.optimizer.state.get(param, {}).values() if torch.is_tensor(value))
 
     def close(self) -> None:
-        """End what it has started. Collective."""
+        """End what the constructor has started. Collective."""

@@ -1,0 +1,24 @@
+"""Pictures need matplotlib, which is imported only here, and only when a picture is asked for."""
+
+from typing import TYPE_CHECKING
+
+from collectives.commands.terminal import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def need_matplotlib() -> None:
+    """UsageError if it cannot be imported: found before anything is measured."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise UsageError("--plot needs matplotlib: pip install 'mpitrain[plot]', or leave out --plot") from None
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """A figure of this size in inches. UsageError if matplotlib is missing."""
+    need_matplotlib()
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")

@@ -1,0 +1,108 @@
+"""Ours and the peers': the same GPT, sharded or not."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from collectives.bench.kit.torch_group import torch_group
+from collectives.bench.kit.turns import CannotTakePart
+from mpitrain.bench.model import TrainedModel, TrainingSetup
+from mpitrain.bench.options import NO_DEEPSPEED, OURS, has_deepspeed
+from mpitrain.init import fill_, initialize
+from mpitrain.models import GPT, GPTConfig
+from mpitrain.sharding import MixedPrecisionPolicy, communication_s, fully_shard
+
+
+class Ours(TrainedModel):
+    """Ours, which knows its communication on CPUs. On GPUs that runs beside the computation, unseen by the host."""
+
+    def communication_s(self) -> float | None:
+        is_seen = next(self.model.parameters()).device.type == "cpu"
+        return communication_s(self.model) if is_seen else None
+
+
+def ours(config: GPTConfig, setup: TrainingSetup) -> TrainedModel:
+    """`fully_shard`, block by block."""
+    with torch.device("meta"):
+        model = GPT(config)
+    policy = MixedPrecisionPolicy(param_dtype=setup.dtype)
+    for module in (*model.blocks, model):
+        fully_shard(module, setup.comm, mp_policy=policy, device=setup.device)
+    initialize(model)
+    return Ours(model)
+
+
+def none(config: GPTConfig, setup: TrainingSetup) -> TrainedModel:
+    """Each rank alone on an unsharded copy."""
+    return TrainedModel(_plain(config, setup), autocast=_autocast(setup))
+
+
+def ddp(config: GPTConfig, setup: TrainingSetup) -> TrainedModel:
+    """torch's DistributedDataParallel."""
+    _need_torch_distributed(setup)
+    ids = None if setup.device.type == "cpu" else [setup.device.index]
+    model = nn.parallel.DistributedDataParallel(_plain(config, setup), device_ids=ids)
+    return TrainedModel(model, autocast=_autocast(setup))
+
+
+def fsdp(config: GPTConfig, setup: TrainingSetup) -> TrainedModel:
+    """torch's FSDP2, which is also made on the meta device: no rank ever holds the whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    _need_torch_distributed(setup)
+    with torch.device("meta"):
+        model = GPT(config)
+    mesh = init_device_mesh(setup.device.type, (setup.comm.size,))
+    policy = TorchPolicy(param_dtype=setup.dtype)
+    for module in (*model.blocks, model):
+        torch_fully_shard(module, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=setup.device)
+    for name, param in model.named_parameters():
+        rows: torch.Tensor = param.to_local()  # type: ignore[attr-defined]  # a DTensor, cut as torch.chunk cuts
+        first = min(-(-param.shape[0] // setup.comm.size) * setup.comm.rank, param.shape[0])
+        offset = (first, *[0] * (param.ndim - 1))
+        fill_(rows, model.init_rule(name), seed=0, name=name, shape=param.shape, offset=offset)
+    return TrainedModel(model)
+
+
+def deepspeed(config: GPTConfig, setup: TrainingSetup) -> TrainedModel:
+    """DeepSpeed's ZeRO stage 3."""
+    if not all(setup.comm.all_gather_object(has_deepspeed())):
+        raise CannotTakePart(NO_DEEPSPEED)
+    _need_torch_distributed(setup)
+    from mpitrain.bench.deepspeed import DeepSpeed
+
+    return DeepSpeed(_plain(config, setup), setup)
+
+
+MAKERS: dict[str, Callable[[GPTConfig, TrainingSetup], TrainedModel]] = {
+    OURS: ours, "none": none, "ddp": ddp, "fsdp": fsdp, "deepspeed": deepspeed,
+}  # fmt: skip
+"""By the names of the command line (see options.py). All are collective, and raise CannotTakePart on all ranks."""
+
+
+def _need_torch_distributed(setup: TrainingSetup) -> None:
+    """Start torch.distributed if no other peer has: by Gloo, or NCCL on GPUs."""
+    comm, on_gpu = setup.comm, setup.device.type == "cuda"
+    if on_gpu and not all(comm.all_gather_object(comm.node.size <= torch.cuda.device_count())):
+        raise CannotTakePart("NCCL needs a GPU for each rank")
+    if not torch.distributed.is_initialized():
+        backend, device = ("nccl", setup.device) if on_gpu else ("gloo", None)
+        setup.ended.enter_context(torch_group(comm, backend, device))
+
+
+def _plain(config: GPTConfig, setup: TrainingSetup) -> GPT:
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device=setup.device)
+    initialize(model)
+    return model
+
+
+def _autocast(setup: TrainingSetup) -> AbstractContextManager[Any] | None:
+    return None if setup.dtype == torch.float32 else torch.autocast(setup.device.type, setup.dtype)
