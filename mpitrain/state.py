@@ -22,7 +22,7 @@ from collectives import Communicator
 from mpitrain.sharding import EMA, sharded_over, sharded_params
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.unit.layout import Box
-from mpitrain.sharding.unit.ranks import AXES
+from mpitrain.sharding.unit.ranks import SHARD
 
 
 def save(
@@ -210,7 +210,7 @@ def _held(value: torch.Tensor, param: nn.Parameter | None, scalars: set[nn.Param
     if param in scalars:
         return _Scalar(data)
     rows = next((dim for dim, n in enumerate(box.full_shape) if n > 1), 0)
-    axes = [AXES[1] if dim == rows else None for dim in range(len(box.full_shape))]
+    axes = [SHARD[0] if dim == rows else None for dim in range(len(box.full_shape))]
     return ckpt.Shard(data[:0] if is_copy else data, box.full_shape, box.offset, axes)
 
 
