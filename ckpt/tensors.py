@@ -15,7 +15,8 @@ class Shard:
     """This rank's box of a tensor: `data`, a NumPy array or torch CPU tensor, at `offset` in a tensor of full `shape`.
 
     A rank that holds several boxes of one tensor passes a list of them, and one that holds nothing may pass an empty list.
-    `data` may be empty (0 rows) but has as many dimensions as the tensor. What the box must satisfy is checked when it is used.
+    `data` has as many dimensions as the tensor. It may be empty (0 rows); of a scalar any empty array holds nothing. What the box must
+    satisfy is checked when it is used.
     `axes`: for people and tools, the name of the mesh axis that each dimension is cut along, None for a whole one.
     """
 
@@ -62,7 +63,7 @@ class LocalBox(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What this rank holds of one tensor: one box, several or none. `description`: None if it holds none, which tells nothing."""
+    """What this rank holds of one tensor: its filled boxes. `description`: None for an empty list of Shards, which tells nothing."""
 
     name: str
     description: Description | None
@@ -93,8 +94,7 @@ def inspect(tensors: Mapping[str, Any], *, writable: bool = False) -> list[Local
 
 def _local(name: str, value: Any, writable: bool) -> Local:
     if not isinstance(value, list | tuple) or (value and not any(isinstance(shard, Shard) for shard in value)):
-        description, box = _described(name, value, writable)
-        return Local(name, description, (box,))
+        return Local(name, *_described(name, value, writable))
     for shard in value:
         if not isinstance(shard, Shard):
             raise TypeError(
@@ -106,10 +106,10 @@ def _local(name: str, value: Any, writable: bool) -> Local:
             raise ValueError(
                 f"tensor {name!r}: a list with shards of {found[0][0]} and of {description}; expected shards of one tensor"
             )
-    return Local(name, found[0][0] if found else None, tuple(box for _, box in found))
+    return Local(name, found[0][0] if found else None, tuple(box for _, boxes in found for box in boxes))
 
 
-def _described(name: str, value: Any, writable: bool) -> tuple[Description, LocalBox]:
+def _described(name: str, value: Any, writable: bool) -> tuple[Description, tuple[LocalBox, ...]]:
     data = value.data if isinstance(value, Shard) else value
     # Some library's part of a tensor, which in a dict of arrays would stand for the whole: this raises, and says what to do.
     if not writable and (refuse := getattr(value, "refuse_as_whole", None)) is not None:
@@ -130,7 +130,7 @@ def _described(name: str, value: Any, writable: bool) -> tuple[Description, Loca
     shape = value.shape if isinstance(value, Shard) else array.shape
     offset = value.offset if isinstance(value, Shard) else (0,) * array.ndim
     box = Box(offset, array.shape)
-    if not box.inside(shape):
+    if not (box.inside(shape) or (shape == () and array.size == 0)):
         raise ValueError(
             f"tensor {name!r}: a shard of shape {array.shape} at offset {offset} does not lie inside the full shape {shape}"
         )
@@ -139,4 +139,5 @@ def _described(name: str, value: Any, writable: bool) -> tuple[Description, Loca
     axes = value.axes if isinstance(value, Shard) else None
     if axes is not None and (problem := axes_error(axes, len(shape))):
         raise ValueError(f"tensor {name!r}: {problem}")
-    return Description(name, dtype, shape, not isinstance(value, Shard), axes), LocalBox(name, dtype, box, array)
+    held = (LocalBox(name, dtype, box, array),) if array.size else ()
+    return Description(name, dtype, shape, not isinstance(value, Shard), axes), held

@@ -50,8 +50,7 @@ def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> A
     boxes: dict[str, list[Box]] = {}
     scalars: dict[str, bytes] = {}  # HDF5 cannot make a scalar virtual: the index, which rank 0 writes, has its value
     for name, _, box, array in (part for local in held if not local.whole for part in local.boxes):
-        if box.size:
-            boxes.setdefault(name, []).append(box)
+        boxes.setdefault(name, []).append(box)
         if not box.shape:
             scalars[name] = array.tobytes()
     plain = [(local.name, local.description and tuple(local.description)) for local in held]  # whose text is soon made

@@ -165,6 +165,27 @@ def test_slices_of_one_matrix_on_each_rank(tmp_path, capsys):
     assert "no difference" in printed(capsys, "diff", tmp_path / "step-1", tmp_path / "one")
 
 
+def test_a_scalar_that_one_rank_holds(tmp_path):
+    """The index has its value in itself: rank 0 writes it, which need not hold it. Elsewhere an empty array stands for nothing."""
+
+    def act(comm):
+        held = np.array(2.5) if comm.rank == 1 else np.zeros(0)
+        ckpt.save(tmp_path / "a", {"x": Shard(held, (), ()), "y": [Shard(held, (), ())]}, comm=comm)
+        held[...] = 0
+        ckpt.load(tmp_path / "a", {"x": Shard(held, (), ()), "y": [Shard(held, (), ())]}, comm=comm)
+        assert held.tolist() == (2.5 if comm.rank == 1 else [])
+        with pytest.raises(
+            ValueError, match=r"a shard of shape \(1,\) at offset \(\) does not lie inside .* shape \(\)"
+        ):
+            ckpt.save(tmp_path / "b", {"x": Shard(np.ones(1), (), ())}, comm=comm)
+        with pytest.raises(ValueError, match=r"tensor 'x': no rank holds element \(\) of the shape \(\)"):
+            ckpt.save(tmp_path / "b", {"x": Shard(np.zeros(0), (), ())}, comm=comm)
+
+    on_ranks(3, act)
+    with h5py.File(tmp_path / "a" / "index.h5") as index:
+        assert index["x"][()] == index["y"][()] == 2.5
+
+
 def test_an_empty_list_asks_for_a_name_and_nothing_of_it(tmp_path):
     path = ckpt.save(tmp_path / "a", {"x": np.ones(3), "y": np.ones(2)}, comm=None)
     ckpt.load(path, {"x": [], "y": []})
