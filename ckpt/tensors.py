@@ -93,26 +93,29 @@ def inspect(tensors: Mapping[str, Any], *, writable: bool = False) -> list[Local
 
 
 def _local(name: str, value: Any, writable: bool) -> Local:
-    if not isinstance(value, list | tuple) or (value and not any(isinstance(shard, Shard) for shard in value)):
-        return Local(name, *_described(name, value, writable))
+    if isinstance(value, Shard):
+        return _of_one(name, value.data, value, writable)
+    if not isinstance(value, (list, tuple)) or (value and not any(isinstance(shard, Shard) for shard in value)):
+        return _of_one(name, value, None, writable)
+    found = []
     for shard in value:
         if not isinstance(shard, Shard):
             raise TypeError(
                 f"tensor {name!r} is a {type(value).__name__} of Shards with a {type(shard).__name__} in it; expected Shards alone"
             )
-    found = [_described(name, shard, writable) for shard in value]
-    for description, _ in found:
-        if description != found[0][0]:
+        found.append(_of_one(name, shard.data, shard, writable))
+        if found[-1].description != found[0].description:
             raise ValueError(
-                f"tensor {name!r}: a list with shards of {found[0][0]} and of {description}; expected shards of one tensor"
+                f"tensor {name!r}: a list with shards of {found[0].description} and of {found[-1].description}; "
+                "expected shards of one tensor"
             )
-    return Local(name, found[0][0] if found else None, tuple(box for _, boxes in found for box in boxes))
+    return Local(name, found[0].description if found else None, tuple(box for local in found for box in local.boxes))
 
 
-def _described(name: str, value: Any, writable: bool) -> tuple[Description, tuple[LocalBox, ...]]:
-    data = value.data if isinstance(value, Shard) else value
+def _of_one(name: str, data: Any, shard: Shard | None, writable: bool) -> Local:
+    """An array: all of the tensor, or what `shard` says."""
     # Some library's part of a tensor, which in a dict of arrays would stand for the whole: this raises, and says what to do.
-    if not writable and (refuse := getattr(value, "refuse_as_whole", None)) is not None:
+    if shard is None and not writable and (refuse := getattr(data, "refuse_as_whole", None)) is not None:
         refuse()
     if writable and is_jax(data):
         raise TypeError(
@@ -127,17 +130,18 @@ def _described(name: str, value: Any, writable: bool) -> tuple[Description, tupl
             f"tensor {name!r}: dtype {kind} is not supported; expected one of {', '.join(DTYPES)}, or a view as one of them, such as "
             "uint8"
         ) from None
-    shape = value.shape if isinstance(value, Shard) else array.shape
-    offset = value.offset if isinstance(value, Shard) else (0,) * array.ndim
-    box = Box(offset, array.shape)
-    if not (box.inside(shape) or (shape == () and array.size == 0)):
-        raise ValueError(
-            f"tensor {name!r}: a shard of shape {array.shape} at offset {offset} does not lie inside the full shape {shape}"
-        )
+    filled = array.size > 0
+    if shard is None:
+        shape, axes, box = array.shape, None, Box.full(array.shape)
+    else:
+        shape, axes, box = shard.shape, shard.axes, Box(shard.offset, array.shape)
+        if not (box.inside(shape) or (shape == () and not filled)):
+            raise ValueError(
+                f"tensor {name!r}: a shard of shape {array.shape} at offset {shard.offset} does not lie inside the full shape {shape}"
+            )
     if len(shape) > MAX_NDIM:
         raise ValueError(f"tensor {name!r} has {len(shape)} dimensions; HDF5 knows at most {MAX_NDIM}")
-    axes = value.axes if isinstance(value, Shard) else None
     if axes is not None and (problem := axes_error(axes, len(shape))):
         raise ValueError(f"tensor {name!r}: {problem}")
-    held = (LocalBox(name, dtype, box, array),) if array.size else ()
-    return Description(name, dtype, shape, not isinstance(value, Shard), axes), held
+    held = (LocalBox(name, dtype, box, array),) if filled else ()
+    return Local(name, Description(name, dtype, shape, shard is None, axes), held)

@@ -57,17 +57,16 @@ def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> A
     digest = xxhash.xxh3_128_hexdigest(repr((arguments, plain)).encode())
     gathered = comm.all_gather_object((digest, boxes, scalars, socket.gethostname()))
     all_boxes = [boxes for _, boxes, *_ in gathered]
-    everyone = [(arguments, said)]
+    everyone: Sequence[Said] = [said]
+    problem: str | None = None
     if len({digest for digest, *_ in gathered}) > 1:
-        everyone = comm.all_gather_object((arguments, said))
-    all_said = [said for _, said in everyone]
-    tensors = _known(all_said)
+        all_arguments, everyone = zip(*comm.all_gather_object((arguments, said)), strict=True)
+        problem = _argument_difference(all_arguments)
+    tensors = _known(everyone)
+    if len(everyone) > 1 or len(tensors) < len(said):
+        problem = problem or _tensor_difference(everyone, tensors)
     # All ranks find the same, so that nobody has to tell the others; but it is to be raised as one.
-    if problem := (
-        _argument_difference([arguments for arguments, _ in everyone])
-        or _tensor_difference(all_said, tensors)
-        or _cover_problem(tensors.values(), all_boxes)
-    ):
+    if problem := problem or _cover_problem(tensors.values(), all_boxes):
         with comm.together(doing):
             raise ValueError(problem)
     values = {local.name: part.array for local in held if local.whole for part in local.boxes if not part.array.ndim}
@@ -76,7 +75,7 @@ def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> A
     return Agreed([tensors[name] for name in said], all_boxes, values, [host for *_, host in gathered])
 
 
-def _argument_difference(everyone: list[Arguments]) -> str | None:
+def _argument_difference(everyone: Sequence[Arguments]) -> str | None:
     """In which argument the ranks differ first, or None."""
     for rank, theirs in enumerate(everyone):
         for name, first, other in zip(Arguments._fields, everyone[0], theirs, strict=True):
@@ -89,12 +88,12 @@ Said = dict[str, Description | None]
 """What a rank says of each tensor. None: it passes an empty list, which tells nothing."""
 
 
-def _known(everyone: list[Said]) -> dict[str, Description]:
+def _known(everyone: Sequence[Said]) -> dict[str, Description]:
     """Each tensor as the first rank describes it that does."""
     return {name: said for theirs in reversed(everyone) for name, said in theirs.items() if said is not None}
 
 
-def _tensor_difference(everyone: list[Said], known: Mapping[str, Description]) -> str | None:
+def _tensor_difference(everyone: Sequence[Said], known: Mapping[str, Description]) -> str | None:
     """In which tensor the ranks differ first, or None. `known`: of `everyone`."""
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
