@@ -9,6 +9,7 @@ from torch import nn
 from mpitrain.sharding import sharded_over, sharded_params
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.unit.layout import Box, rows_of
+from mpitrain.sharding.unit.marks import box_of
 from mpitrain.weights.files import some
 from mpitrain.weights.targets import begin
 
@@ -25,7 +26,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     shards = dict(model.named_parameters(remove_duplicate=False))
     shapes = {id(param.shard): param.full.shape for param in sharded_params(model)}
     for name, value in model.state_dict().items():
-        box: Box | None = getattr(shards.get(name), "shard_box", None)
+        box: Box | None = box_of(shards.get(name))
         whole = value.detach().cpu().contiguous()
         if box is not None:
             boxes = over.shard.all_gather_object(box)
@@ -68,7 +69,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, str
         target = targets[name]
         if target.is_meta and name not in params:
             target = with_memory(model, name)
-        box: Box | None = getattr(target, "shard_box", None)
+        box: Box | None = box_of(target)
         shape = shapes.get(id(target), tuple(target.shape))
         whole = torch.empty(shape, dtype=dtype)
         if comm.rank == 0:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from mpitrain.sharding.buffers import with_memory
+from mpitrain.sharding.unit.marks import box_of
 
 BLOCK = 1 << 16
 """Elements per generator. Part of what defines the values: another size gives other values."""
@@ -132,7 +133,7 @@ def initialize(model: nn.Module, rule: Callable[[str], Init] | None = None, *, s
     if rule is None:
         raise TypeError(f"{type(model).__name__} has no init_rule(name); pass rule=, a function of a parameter's name")
     for name, parameter in model.named_parameters():
-        box = getattr(parameter, "shard_box", None)
+        box = box_of(parameter)
         shape, offset = (None, None) if box is None else (box.full_shape, box.offset)
         fill_(parameter, rule(name), seed=seed, name=name, shape=shape, offset=offset)
     for path, module in model.named_modules():

@@ -21,6 +21,7 @@ from collectives import Communicator
 from mpitrain.sharding import EMA, sharded_over, sharded_params
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.ranks import SHARD
 
 
@@ -103,7 +104,7 @@ def load(
             _check_optimizer(path, there.optimizer, optimizer, hyperparameters)
         for param, name in names.items():
             for key, shape, dtype, has_rows in there.state.get(name, ()):
-                box: Box | None = getattr(param, "shard_box", None) if has_rows else None
+                box: Box | None = box_of(param) if has_rows else None
                 value = torch.zeros(shape if box is None else box.shape, dtype=getattr(torch, dtype))
                 state.setdefault(param, {})[key] = value
                 wanted[f"optimizer/{key}/{name}"] = _held(value, param, scalars)
@@ -183,7 +184,7 @@ def _held(value: torch.Tensor, param: nn.Parameter | None, scalars: set[nn.Param
 
     `is_copy`: another rank saves this one's boxes, so they are empty here.
     """
-    box: Box | None = getattr(param, "shard_box", None)
+    box: Box | None = box_of(param)
     data = value.detach()
     if box is None or tuple(value.shape) != box.shape:
         return data

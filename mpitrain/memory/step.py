@@ -182,7 +182,7 @@ def _gather(model: GPT, tracker: Tracker, *, again: bool) -> None:
 
 
 def _reduce(model: GPT, tracker: Tracker, config: Config, num_ranks: int) -> None:
-    """Free full gradients when they are reduced: see [Note: order] and [Note: gradient buffers] in sharding/step/reductions.py."""
+    """Free full gradients when they are reduced: see [Note: order] and [Note: gradient buffers] in sharding/step/reducer.py."""
     *blocks, root = units_of(model)
     order = [*reversed(blocks), root]
     missing = [len(unit) for unit in order]

@@ -6,7 +6,6 @@ and copies, follow torch's FSDP (Zhao et al., VLDB 2023).
 """
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from torch import nn
 
 from collectives import Communicator, Mesh, launched_rank
 from mpitrain.heap import keep_freed_memory
-from mpitrain.sharding.module import ShardedModule, states_of
+from mpitrain.sharding.module import ShardedModule, units_of
 from mpitrain.sharding.optim.step_hooks import watch_optimizers
 from mpitrain.sharding.optim.torch_calls import watch_calls
 from mpitrain.sharding.setup.agreement import check_alike
@@ -24,10 +23,13 @@ from mpitrain.sharding.setup.blocks import stacked_blocks
 from mpitrain.sharding.setup.foreign import refuse_methods
 from mpitrain.sharding.setup.options import Options, check_dense, check_dtypes, check_module
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from mpitrain.sharding.setup.readiness import check_names, kind_of, promise
-from mpitrain.sharding.step.state import State
+from mpitrain.sharding.setup.readiness import check_names, kind_of
+from mpitrain.sharding.unit.flat import FlatParameters
+from mpitrain.sharding.unit.marks import box_of, is_ignored, mark_ignored, mark_replaced, name_before, unmark_replaced
 from mpitrain.sharding.unit.ranks import Ranks, group_of, ranks_of
-from mpitrain.sharding.unit.unit import Unit
+from mpitrain.sharding.unit.registry import enter
+from mpitrain.sharding.unit.rows import guard_shards
+from mpitrain.sharding.unit.unit import Promise, Unit
 from mpitrain.sharding.unit.unsharding import Gathered, Kept, Resident, Shapes, Storage
 
 _log = logging.getLogger("mpitrain")
@@ -101,9 +103,8 @@ def fully_shard(
     reshards, num_group = _resharding(reshard_after_forward, ranks.shard.size if stage == 3 else None)
     policy = options.policy
     blocks = _automatic_blocks(module) if units == "auto" else []
-    if blocks or states_of(module):  # a part alone cannot tell, as its names may be another's
+    if blocks or units_of(module):  # a part alone cannot tell, as its names may be another's
         check_names(module, policy.keep_fp32)
-    promise(module, policy.keep_fp32, options.ignored_params or ())
 
     names = {id(part): name for name, part in module.named_modules()}
     kept = [part for name, part in module.named_modules() if name and policy.keeps(name, kind_of(part))]
@@ -118,19 +119,21 @@ def fully_shard(
             its = replace(policy.of_kept(), output_dtype=None)  # between modules that compute in fp32, too
         elif id(part) in are_kept:
             its = policy.of_kept()
-        made = _units(part, names[id(part)], ranks, its, options, num_group)
-        state = State(ranks, made, its, stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes)
+        unit = Unit(
+            ranks, _flats(part, names[id(part)], ranks, its, options, num_group), its,
+            stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes, is_automatic=part is not module,
+        )  # fmt: skip
+        enter(unit)
+        guard_shards(unit)
         kind = type(part)
         part.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
-        part._sharding = state  # type: ignore[assignment]
+        part._unit = unit  # type: ignore[assignment]
 
     for whole in (*blocks, module):
         for part in _left_among(kept, whole):
             shard_part(part)
-            _made_here.add(part)
         shard_part(whole)
-        if whole is not module:
-            _made_here.add(whole)
+    units_of(module)[0].promise = Promise(policy.keep_fp32, tuple(options.ignored_params or ()))
     _name_in_full(module, names)
     refuse_methods(module, is_cut=ranks.shard.size > 1)
     return module
@@ -139,14 +142,11 @@ def fully_shard(
 Group = list[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]]
 """Parameters of one unit: of each its name, the modules that use it and how they call it, itself."""
 
-_made_here: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Blocks and modules kept in fp32 that were sharded for a module around them, not by a call of their own."""
-
 
 def _automatic_blocks(module: nn.Module) -> list[nn.Module]:
     """The blocks that are sharded first; none where the user has sharded parts of the module."""
     blocks = [block for block in stacked_blocks(module) if not isinstance(block, ShardedModule)]
-    if _made_here.issuperset(_sharded(module)):
+    if all(unit.is_automatic for unit in units_of(module)):
         return blocks
     if blocks:
         _log.log(
@@ -167,24 +167,23 @@ def _left_among(kept: list[nn.Module], whole: nn.Module) -> Iterator[nn.Module]:
     for part in kept:
         if id(part) not in inside or isinstance(part, ShardedModule):
             continue
-        if any(not hasattr(param, "shard_box") for param in part.parameters()):
+        if any(box_of(param) is None for param in part.parameters()):
             yield part
 
 
 def _name_in_full(module: nn.Module, names: dict[int, str]) -> None:
     """Errors name parameters as they are called from the outermost module."""
-    for state in states_of(module):
-        for unit in state.units:
-            for param in unit.params:
-                owner, name = param.users[0]
-                param.name = f"{names[id(owner)]}.{name}" if names.get(id(owner)) else name
+    for unit in units_of(module):
+        for param in unit.params:
+            owner, name = param.users[0]
+            param.name = f"{names[id(owner)]}.{name}" if names.get(id(owner)) else name
 
 
-def _units(
+def _flats(
     part: nn.Module, prefix: str, ranks: Ranks, policy: MixedPrecisionPolicy, options: Options, num_group: int | None
-) -> list[Unit]:
-    """The units of a part's own parameters. If one cannot be made, the part is as it was."""
-    made: list[Unit] = []
+) -> list[FlatParameters]:
+    """A part's own parameters, each kind in one flat buffer. If one cannot be made, the part is as it was."""
+    made: list[FlatParameters] = []
     newly_ignored: list[nn.Parameter] = []
     groups: list[Group] = []
     try:
@@ -200,15 +199,15 @@ def _units(
             if where.type == "cpu":
                 keep_freed_memory()
             store = _storage(ranks, where, options, num_group)
-            made.append(Unit(params, ranks, policy, where, store, options.offload_policy))
+            made.append(FlatParameters(params, ranks, policy, where, store, options.offload_policy))
     except BaseException:
         for params in groups:
             for _, users, original in params:
-                del original._sharded_as  # type: ignore[attr-defined]
+                unmark_replaced(original)
                 for owner, name in users:
                     owner._parameters[name] = original
         for param in newly_ignored:
-            del param._ignored_by_sharding  # type: ignore[attr-defined]
+            mark_ignored(param, ignored=False)
         raise
     return made
 
@@ -276,17 +275,17 @@ def _groups(module: nn.Module, path: str, ignored: set[int], newly_ignored: list
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, owner in module.named_modules(prefix=path):
         for name, param in owner._parameters.items():
-            if param is None or hasattr(param, "shard_box") or hasattr(param, "_ignored_by_sharding"):
+            if param is None or box_of(param) is not None or is_ignored(param):
                 continue
             if id(param) in ignored:
-                param._ignored_by_sharding = True  # by the units around this one, too
+                mark_ignored(param)  # by the units around this one, too
                 newly_ignored.append(param)
                 continue
             full_name = f"{prefix}.{name}" if prefix else name
-            if hasattr(param, "_sharded_as") or id(owner) in inside:
+            if name_before(param) is not None or id(owner) in inside:
                 raise ValueError(
                     f"fully_shard: {full_name} is tied to, or was added to, a unit that exists already "
-                    f"({getattr(param, '_sharded_as', 'a sharded module')}); "
+                    f"({name_before(param) or 'a sharded module'}); "
                     "apply fully_shard to the lowest module that contains all users of a parameter, and to none of them alone"
                 )
             users.setdefault(id(param), []).append((owner, name))
@@ -294,5 +293,5 @@ def _groups(module: nn.Module, path: str, ignored: set[int], newly_ignored: list
     groups: dict[tuple[torch.dtype, bool, torch.device], Group] = {}
     for key, (name, param) in found.items():
         groups.setdefault((param.dtype, param.requires_grad, param.device), []).append((name, users[key], param))
-        param._sharded_as = name  # type: ignore[attr-defined]
+        mark_replaced(param, name)
     return list(groups.values())

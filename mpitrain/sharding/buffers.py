@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from mpitrain.sharding.module import sharded_over, states_of
+from mpitrain.sharding.module import sharded_over, units_of
 
 
 def with_memory(model: nn.Module, name: str) -> torch.Tensor:
@@ -16,8 +16,8 @@ def with_memory(model: nn.Module, name: str) -> torch.Tensor:
     buffer = owner._buffers[last]
     assert buffer is not None
     if buffer.is_meta:
-        units = [unit for state in states_of(model) for unit in state.units]
-        device = units[0].device if units else torch.device("cpu")
+        flats = [flat for unit in units_of(model) for flat in unit.flats]
+        device = flats[0].device if flats else torch.device("cpu")
         buffer = owner._buffers[last] = torch.empty_like(buffer, device=device)
     return buffer
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from mpitrain.sharding.module import context_of, outermost, sharded_params, states_of
-from mpitrain.sharding.step.context import Phase
+from mpitrain.sharding.module import outermost, sharded_modules, sharded_params, step_of
+from mpitrain.sharding.step.step import Phase
 
 
 @contextmanager
@@ -18,21 +18,21 @@ def unshard(model: nn.Module) -> Iterator[nn.Module]:
     those live. Write to the shards, outside. RuntimeError within a forward, where parameters are full already. On a model without
     sharded parts it does nothing.
     """
-    states = states_of(model)
-    contexts = list(dict.fromkeys(context_of(part) for part in outermost(model)))
-    for context in contexts:
-        if context.phase is not Phase.IDLE:
+    steps = list(dict.fromkeys(step_of(part) for part in outermost(model)))
+    for step in steps:
+        if step.phase is not Phase.IDLE:
             raise RuntimeError("unshard: the model is in the middle of a step, where its parameters are full already")
-    for context in contexts:
-        context.open()
-    for state in states:
-        state.hold()
+    parts = sharded_modules(model)
+    for step in steps:
+        step.open()
+    for part in parts:
+        step_of(part).hold(part._unit)
     try:
         yield model
     finally:
         for param in sharded_params(model):
             param.shard.requires_grad_(param.full.requires_grad)  # which may have been frozen or thawed within
-        for state in states:
-            state.let_go()
-        for context in contexts:
-            context.close()
+        for part in parts:
+            step_of(part).let_go(part._unit)
+        for step in steps:
+            step.close()

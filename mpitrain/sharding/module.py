@@ -10,18 +10,19 @@ from torch import nn
 from collectives import Communicator
 from mpitrain.sharding.setup.foreign import refuse_wrapping
 from mpitrain.sharding.setup.readiness import check_ready, kind_of
-from mpitrain.sharding.setup.tree import Tree
-from mpitrain.sharding.step.context import Context
-from mpitrain.sharding.step.state import State
+from mpitrain.sharding.step.step import Step
+from mpitrain.sharding.step.tree import check_added
+from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import Ranks
 from mpitrain.sharding.unit.rows import mark_model
-from mpitrain.sharding.unit.unit import Sharded
+from mpitrain.sharding.unit.unit import Unit, UnitState
 
 
 class ShardedModule(nn.Module):
     """What `fully_shard` adds to a module: its class becomes a subclass of this and of what it was."""
 
-    _sharding: State
+    _unit: Unit
+    _step: Step | None = None  # of the outermost sharded module around this one; made at its first forward
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A module of the class that was sharded: torch makes a slice of a Sequential by the class of the whole."""
@@ -29,31 +30,31 @@ class ShardedModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with full parameters in place."""
-        return self._sharding.forward(super().__call__, args, kwargs, context_of(self))
+        return step_of(self).forward(self._unit, super().__call__, args, kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; the shards, but within forward and backward."""
-        self._sharding.tidy()
+        self._tidy()
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module: the shards, which refuse to be written into a file as if they were whole (`Rows`)."""
-        self._sharding.tidy()
+        self._tidy()
         found = super().state_dict(*args, **kwargs)
-        mark_model(self, self._sharding, found, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
+        mark_model(self, self._unit, found, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
         return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; drops what waits to be reduced after `no_sync` as well, which an optimizer's `zero_grad` cannot."""
         super().zero_grad(set_to_none)
-        if self._sharding.context is not None:
-            self._sharding.context.drop_grads()
+        if self._step is not None:
+            self._step.drop_gradients()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether a backward reduces gradients over the ranks. Without, each rank keeps its full gradients, which takes as much memory
         as the unsharded model's, and the next backward with it reduces the sum."""
-        for state in states_of(self) if recurse else [self._sharding]:
-            state.sync_gradients = requires_gradient_sync
+        for unit in units_of(self) if recurse else [self._unit]:
+            unit.sync_gradients = requires_gradient_sync
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -62,21 +63,27 @@ class ShardedModule(nn.Module):
         What they leave is not in `param.grad`: until a backward outside has reduced it, clipping and an optimizer's step raise, and
         `model.zero_grad()` drops it, where an optimizer's `zero_grad` would not.
         """
-        before = [(state, state.sync_gradients) for state in states_of(self)]
+        before = [(unit, unit.sync_gradients) for unit in units_of(self)]
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            for state, synced in before:
-                state.sync_gradients = synced
+            for unit, synced in before:
+                unit.sync_gradients = synced
 
     def unshard(self) -> None:
         """Fill and show the full parameters of this module (not of modules sharded within it). Collective."""
-        self._sharding.unshard()
+        if self._unit.state is UnitState.SHARDED:
+            self._unit.expire()
+        self._unit.unshard()
 
     def reshard(self) -> None:
         """Show the shards again and give the memory back."""
-        self._sharding.reshard()
+        self._unit.reshard()
+
+    def _tidy(self) -> None:
+        if self._step is not None:
+            self._step.tidy()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """`to`, `double`, `cuda` and the like end here. The full parameters would not follow the shards."""
@@ -111,23 +118,21 @@ class ShardedModule(nn.Module):
         )
 
 
-def sharded_params(model: nn.Module) -> Iterator[Sharded]:
+def sharded_params(model: nn.Module) -> Iterator[ShardedParameter]:
     """Every sharded parameter of a model, in the order of its modules."""
-    for state in states_of(model):
-        for unit in state.units:
-            yield from unit.params
+    for unit in units_of(model):
+        yield from unit.params
 
 
 def sharded_over(model: nn.Module) -> Ranks | None:
     """The ranks a model is sharded over; None if it is not sharded."""
-    states = states_of(model)
-    return states[0].ranks if states else None
+    units = units_of(model)
+    return units[0].ranks if units else None
 
 
 def communication_s(model: nn.Module) -> float:
     """Seconds that this rank's forwards and backwards have spent in communication, waiting for other ranks included."""
-    contexts = {id(state.context): state.context for state in states_of(model) if state.context is not None}
-    return sum(context.comm_s for context in contexts.values())
+    return sum({part._step: part._step.comm_s for part in sharded_modules(model) if part._step is not None}.values())
 
 
 def outermost(model: nn.Module) -> Iterator[ShardedModule]:
@@ -139,9 +144,14 @@ def outermost(model: nn.Module) -> Iterator[ShardedModule]:
             yield from outermost(child)
 
 
-def states_of(model: nn.Module) -> list[State]:
-    """The states of all sharded modules of a model."""
-    return [module._sharding for module in model.modules() if isinstance(module, ShardedModule)]
+def sharded_modules(model: nn.Module) -> list[ShardedModule]:
+    """All sharded modules of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, ShardedModule)]
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units of all sharded modules of a model, in order."""
+    return [module._unit for module in sharded_modules(model)]
 
 
 @torch.no_grad()
@@ -160,23 +170,23 @@ def _broadcast_buffers(module: nn.Module, comm: Communicator) -> None:
                 owner._buffers[name] = values  # an expanded or conjugated buffer cannot be written to
 
 
-def context_of(module: "ShardedModule") -> Context:
-    """The context of a module; made at the first forward, by the outermost module. Collective then."""
-    state = module._sharding
-    if state.context is None:
-        states = states_of(module)
-        if any(other.context is not None for other in states):
-            raise RuntimeError(
-                f"a part of this {type(module).__name__} was run alone before the whole; call the whole model first"
-            )
-        tree = Tree(module)
-        check_ready(module, state.ranks.all)
-        # What is allocated now outlives this forward, which may be one of an evaluation in inference mode.
-        with torch.inference_mode(False):
-            _broadcast_buffers(module, state.ranks.all)
-            Context(states, state.ranks, tree)
-        for name, part in module.named_modules():
-            if isinstance(part, ShardedModule):
-                part._sharding.name = f"{name} ({kind_of(part).__name__})" if name else kind_of(part).__name__
-    assert state.context is not None
-    return state.context
+def step_of(module: ShardedModule) -> Step:
+    """The step that a module is part of; made at the first forward, by the outermost module. Collective then."""
+    if module._step is not None:
+        return module._step
+    parts, ranks = sharded_modules(module), module._unit.ranks
+    if any(part._step is not None for part in parts):
+        raise RuntimeError(
+            f"a part of this {type(module).__name__} was run alone before the whole; call the whole model first"
+        )
+    check_added(module)
+    check_ready(module, [part._unit for part in parts], ranks.all)
+    # What is allocated now outlives this forward, which may be one of an evaluation in inference mode.
+    with torch.inference_mode(False):
+        _broadcast_buffers(module, ranks.all)
+        step = Step(module, [part._unit for part in parts], ranks)
+    for name, part in module.named_modules():
+        if isinstance(part, ShardedModule):
+            part._step = step
+            part._unit.name = f"{name} ({kind_of(part).__name__})" if name else kind_of(part).__name__
+    return step

@@ -8,6 +8,7 @@ from torch import nn
 
 from collectives.bench.units import show_bytes
 from mpitrain.sharding.module import ShardedModule, sharded_params
+from mpitrain.sharding.unit.marks import box_of
 
 
 def num_parameters(model: nn.Module, *, trained_only: bool = False) -> int:
@@ -28,21 +29,21 @@ def summary(model: nn.Module) -> str:
     ):  # fmt: skip
         table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for name, module in model.named_modules():
-        for unit in module._sharding.units if isinstance(module, ShardedModule) else ():
-            dtypes = [str(dtype).removeprefix("torch.") for dtype in (unit.dtype, unit.full_dtype, unit.reduce_dtype)]
-            if not unit.trained:
+        for flat in module._unit.flats if isinstance(module, ShardedModule) else ():
+            dtypes = [str(dtype).removeprefix("torch.") for dtype in (flat.dtype, flat.full_dtype, flat.reduce_dtype)]
+            if not flat.trained:
                 dtypes[2] = "frozen"
-            mine = sum(param.shard.numel() for param in unit.params)
-            whole = sum(param.full.numel() for param in unit.params)
+            mine = sum(param.shard.numel() for param in flat.params)
+            whole = sum(param.full.numel() for param in flat.params)
             table.add_row(
                 name or "(root)",
                 f"{whole:,}",
                 f"{mine:,}",
-                show_bytes(mine * unit.dtype.itemsize),
-                unit.storage.kind,
+                show_bytes(mine * flat.dtype.itemsize),
+                flat.storage.kind,
                 *dtypes,
             )
-    others = [param for param in model.parameters() if not hasattr(param, "shard_box")]
+    others = [param for param in model.parameters() if box_of(param) is None]
     if others:
         count = sum(param.numel() for param in others)
         nbytes = sum(param.numel() * param.itemsize for param in others)

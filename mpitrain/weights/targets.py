@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from mpitrain.sharding import sharded_over
-from mpitrain.sharding.module import states_of
-from mpitrain.sharding.step.context import Phase
+from mpitrain.sharding.module import sharded_modules, units_of
+from mpitrain.sharding.step.step import Phase
 from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.ranks import Ranks
 
 
@@ -32,11 +33,11 @@ def targets_of(model: nn.Module) -> list[Target]:
     sharded = {
         id(param.shard): (
             tuple(param.full.shape),
-            [unit.layout.box(index, rank) for rank in range(unit.ranks.shard.size)],
+            [flat.layout.box(index, rank) for rank in range(flat.ranks.shard.size)],
         )
-        for state in states_of(model)
-        for unit in state.units
-        for index, param in enumerate(unit.params)
+        for unit in units_of(model)
+        for flat in unit.flats
+        for index, param in enumerate(flat.params)
     }
     params = dict(model.named_parameters(remove_duplicate=False))
     found: dict[int, Target] = {}
@@ -49,7 +50,7 @@ def targets_of(model: nn.Module) -> list[Target]:
             continue
         owner = None if name in params else model.get_submodule(name.rpartition(".")[0])
         shape, boxes = sharded.get(id(tensor), (tuple(tensor.shape), []))
-        found[id(tensor)] = Target([name], tensor, shape, getattr(tensor, "shard_box", None), boxes, owner)
+        found[id(tensor)] = Target([name], tensor, shape, box_of(tensor), boxes, owner)
     return list(found.values())
 
 
@@ -59,16 +60,16 @@ def begin(model: nn.Module, doing: str) -> Ranks | None:
     RuntimeError on all ranks in the middle of a step. Collective.
     """
     over = sharded_over(model)
-    states = states_of(model)
+    steps = {part._step for part in sharded_modules(model) if part._step is not None}
     with together(over, doing):
-        for state in states:
-            state.tidy()
-            if state.context is not None and state.context.phase is not Phase.IDLE:
+        for step in steps:
+            step.tidy()
+            if step.phase is not Phase.IDLE:
                 raise RuntimeError(
                     "the model is in the middle of a step, or within unshard, where its parameters are full"
                 )
-    for state in states:
-        state.reshard()
+    for unit in units_of(model):
+        unit.reshard()
     return over
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from collectives import Communicator
-from mpitrain.sharding.module import sharded_over
-from mpitrain.sharding.step.reductions import check_reduced
+from mpitrain.sharding.module import units_of
+from mpitrain.sharding.step.step import living_steps
 
 
 @torch.no_grad()
@@ -19,21 +19,25 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     norm does not depend on how many there are (but for rounding). What is on every rank alike (`ignored_params`) counts once. A
     plain model works too. The norm is a float64 scalar on the host; a non-finite norm scales nothing.
     """
-    over = sharded_over(model)
-    shards = [p for p in model.parameters() if hasattr(p, "shard_box")]
-    others = [p for p in model.parameters() if not hasattr(p, "shard_box")]
-    check_reduced(shards, "clip_grad_norm_")
-    norm = norm_of({None if over is None else over.shard: grads_of(shards), None: grads_of(others)})
+    over = _cut_over(model)
+    params = list(model.parameters())
+    spread: dict[Communicator | None, list[torch.Tensor]] = {comm: [] for comm in (*over.values(), None)}
+    for param in params:
+        if param.grad is not None:
+            spread.setdefault(over.get(id(param)), []).append(param.grad)
+    for step in living_steps():
+        step.reducer.check_reduced(params, "clip_grad_norm_")
+    norm = norm_of(spread)
     scale = max_norm / (norm.item() + 1e-6)
-    grads = [param.grad for param in (*shards, *others) if param.grad is not None]
+    grads = [grad for of_comm in spread.values() for grad in of_comm]
     if grads and norm.isfinite() and scale < 1:
         torch._foreach_mul_(grads, scale)
     return norm
 
 
-def grads_of(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Their gradients, those that are there."""
-    return [param.grad for param in params if param.grad is not None]
+def _cut_over(model: nn.Module) -> dict[int, Communicator]:
+    """The ranks that each shard's parameter is cut over, by the shard's identity."""
+    return {id(param.shard): unit.ranks.shard for unit in units_of(model) for param in unit.params}
 
 
 def norm_of(spread: Mapping[Communicator | None, Sequence[torch.Tensor]], order: float = 2.0) -> torch.Tensor:
@@ -102,20 +106,20 @@ def all_finite(grads: Iterable[torch.Tensor]) -> bool:
 
 @torch.no_grad()
 def grad_norms(model: nn.Module) -> dict[str, float]:
-    """The 2-norm of each parameter's whole gradient, by name; parameters without one are left out. Collective, one message."""
+    """The 2-norm of each parameter's whole gradient, by name; parameters without one are left out. Collective."""
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     names = [name for name, _ in trained]
-    sharded = [hasattr(param, "shard_box") for _, param in trained]
     grads = {name: param.grad for name, param in trained if param.grad is not None}
     found = {name: norm * norm for name, norm in zip(grads, _norms(list(grads.values())), strict=True)}
     total = torch.tensor(
         [[found.get(name, 0.0) for name in names], [float(name in grads) for name in names]], dtype=torch.float64
     )
-    over = sharded_over(model)
-    if over is not None:
-        alone = total.clone()
-        over.shard.all_reduce(total)
-        keep = ~torch.tensor(sharded)
-        total[:, keep] = alone[:, keep]  # on every rank alike
+    over = _cut_over(model)
+    cut = [over.get(id(param)) for _, param in trained]
+    for comm in dict.fromkeys(over.values()):
+        columns = torch.tensor([each is comm for each in cut])
+        part = total[:, columns]
+        comm.all_reduce(part)
+        total[:, columns] = part
     norms, anywhere = total[0].sqrt().tolist(), total[1].tolist()
     return {name: norm for name, norm, there in zip(names, norms, anywhere, strict=True) if there}

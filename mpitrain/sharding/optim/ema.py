@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from mpitrain.sharding.step.fences import finish_forwards
+from mpitrain.sharding.step.step import living_steps
 
 
 class EMA:
@@ -46,7 +46,8 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        finish_forwards()
+        for step in living_steps():
+            step.settle()
         for name, param in self._params.items():
             kept = param.detach().clone()
             param.copy_(self.tensors[name])

@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-import weakref
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,8 +10,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collectives import launched_rank
 from mpitrain.sharding.setup.foreign import check_caller
-from mpitrain.sharding.step.fences import finish_forwards
-from mpitrain.sharding.step.reductions import check_reduced
+from mpitrain.sharding.step.step import living_steps
+from mpitrain.sharding.unit.marks import box_of, name_before
 
 # By name, as most live in packages of their own. They take norms, means or products of a whole matrix, or of all parameters.
 NOT_ELEMENTWISE = (
@@ -30,36 +29,27 @@ ELEMENTWISE_NAMES = frozenset(
     {"AdEMAMix", "AdaBelief", "AdamWScheduleFree", "DeepSpeedCPUAdam", "FusedAdam", "FusedSGD", "Lion"}
 )
 
-_checked: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()
-_told: "weakref.WeakSet[type[torch.optim.Optimizer]]" = weakref.WeakSet()
-
 
 @functools.cache
 def watch_optimizers() -> None:
-    """From now on look at every optimizer before its first step, and whenever it has got parameters since."""
+    """From now on look at every optimizer before each step."""
     register_optimizer_step_pre_hook(_check)
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    finish_forwards()
-    check_reduced(
-        (param for group in optimizer.param_groups for param in group["params"]), f"{type(optimizer).__name__}.step"
-    )
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _checked.get(optimizer) == count:
-        return
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    for step in living_steps():
+        step.before_writes(params, f"{type(optimizer).__name__}.step")
     for param in params:
-        if hasattr(param, "_sharded_as") and not hasattr(param, "shard_box"):
+        if name_before(param) is not None and box_of(param) is None:
             raise RuntimeError(
-                f"this {type(optimizer).__name__} holds {param._sharded_as} as it was before fully_shard, so it would train nothing; "
+                f"this {type(optimizer).__name__} holds {name_before(param)} as it was before fully_shard, so it would train nothing; "
                 "make the optimizer after fully_shard, from model.parameters()"
             )
     cut = next((param for param in params if _is_cut(param)), None)
     if cut is not None:
         check_caller(cut)
-        _check_kind(optimizer, cut)
-    _checked[optimizer] = count
+        _check_kind(optimizer, box_of(cut))
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, cut: Any) -> None:
@@ -69,18 +59,22 @@ def _check_kind(optimizer: torch.optim.Optimizer, cut: Any) -> None:
     if is_elementwise is False:
         raise TypeError(
             f"{kind.__name__} looks at whole matrices, or at all parameters at once, and this rank holds {tuple(cut.shape)} of one of "
-            f"shape {cut.shard_box.full_shape}; take an element-wise optimizer (SGD, Adam, AdamW), or stage=0, which cuts nothing"
+            f"shape {cut.full_shape}; take an element-wise optimizer (SGD, Adam, AdamW), or stage=0, which cuts nothing"
         )
-    if is_elementwise is None and kind not in _told:
-        _told.add(kind)
-        if launched_rank() <= 0:
-            warnings.warn(
-                f"each rank steps its own rows of the parameters alone: if {kind.__name__} takes norms, means or products of whole "
-                f"matrices, or of all parameters, its steps are wrong; if it is element-wise, say so by {kind.__name__}.is_elementwise "
-                "= True (False: refuse it)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    if is_elementwise is None:
+        _warn_of(kind.__name__)
+
+
+@functools.cache  # once
+def _warn_of(kind: str) -> None:
+    if launched_rank() <= 0:
+        warnings.warn(
+            f"each rank steps its own rows of the parameters alone: if {kind} takes norms, means or products of whole "
+            f"matrices, or of all parameters, its steps are wrong; if it is element-wise, say so by {kind}.is_elementwise "
+            "= True (False: refuse it)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool | None:
@@ -97,5 +91,5 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool | None:
 
 
 def _is_cut(param: torch.Tensor) -> bool:
-    box = getattr(param, "shard_box", None)
+    box = box_of(param)
     return box is not None and tuple(box.shape) != tuple(box.full_shape)

@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad
 from collectives import Communicator
 from mpitrain.sharding.optim.clip import norm_of
 from mpitrain.sharding.unit import rows
+from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.registry import all_sharded
 
 
@@ -99,7 +100,7 @@ def _unscale(
 
 def _run_backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Of a backward that is asked for the gradients of certain tensors (`torch.autograd.grad`): RuntimeError for shards."""
-    asked = {id(tensor) for tensor in (args[3] if len(args) > 3 else ()) if hasattr(tensor, "shard_box")}
+    asked = {id(tensor) for tensor in (args[3] if len(args) > 3 else ()) if box_of(tensor) is not None}
     param = next((param for param, _ in all_sharded() if id(param.shard) in asked), None) if asked else None
     if param is not None:
         raise RuntimeError(

@@ -7,6 +7,7 @@ from torch import nn
 from collectives import Communicator
 from mpitrain.sharding.setup.options import Options
 from mpitrain.sharding.setup.readiness import kind_of
+from mpitrain.sharding.unit.marks import box_of
 
 
 def check_alike(module: nn.Module, options: Options, comm: Communicator) -> None:
@@ -37,7 +38,7 @@ def _described(module: nn.Module, options: Options) -> list[str]:
         tied = names.setdefault(id(param), name)
         if tied != name:
             lines.append(f"parameter {name}, tied to {tied}")
-        elif hasattr(param, "shard_box"):
+        elif box_of(param) is not None:
             lines.append(f"parameter {name}, sharded already")
         else:
             how = ", ignored" if id(param) in ignored else "" if param.requires_grad else ", frozen"

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from collectives import Communicator, Mesh
 from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from mpitrain.sharding.unit.marks import box_of, name_before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class Options:
     reshard_after_forward: bool | int
     mp_policy: MixedPrecisionPolicy | None
     offload_policy: CPUOffloadPolicy | None
-    ignored_params: Iterable[nn.Parameter] | None
+    ignored_params: Iterable[nn.Parameter] | None  # a tuple, once made
     units: str
     storage: str
     prefetch_bytes: int | None
@@ -99,9 +100,9 @@ def _ignored(params: Any) -> tuple[nn.Parameter, ...]:
             raise TypeError(
                 f"fully_shard: ignored_params has {_shown(param)}; expected parameters themselves, as in [model.head.weight]"
             )
-        if hasattr(param, "shard_box") or hasattr(param, "_sharded_as"):
+        if box_of(param) is not None or name_before(param) is not None:
             raise ValueError(
-                f"fully_shard: ignored_params has a parameter that is sharded already, {getattr(param, '_sharded_as', 'a shard')}; "
+                f"fully_shard: ignored_params has a parameter that is sharded already, {name_before(param) or 'a shard'}; "
                 "pass it to the call that shards it"
             )
     return params
@@ -151,7 +152,7 @@ def check_dtypes(module: nn.Module, options: Options) -> None:
     """TypeError for parameters, or a dtype to reduce them in, that no rank could reduce."""
     policy, ignored = options.policy, options.ignored
     for param in module.parameters():
-        if not hasattr(param, "shard_box") and id(param) not in ignored:
+        if box_of(param) is None and id(param) not in ignored:
             policy.dtypes_of(param.dtype)
 
 
@@ -160,7 +161,7 @@ def check_dense(module: nn.Module, options: Options) -> None:
     for name, part in module.named_modules():
         if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or not part.sparse:
             continue
-        if not hasattr(part.weight, "shard_box") and id(part.weight) not in options.ignored:
+        if box_of(part.weight) is None and id(part.weight) not in options.ignored:
             weight = f"{name}.weight" if name else "weight"
             raise ValueError(
                 f"fully_shard: the gradient of {weight} is sparse ({type(part).__name__}(sparse=True)), and sparse ones are not "

@@ -5,34 +5,18 @@ A part does not know the model around it: a name in `keep_fp32` that means nothi
 """
 
 import difflib
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from collectives import Communicator
 from mpitrain.sharding.setup.policy import names
-
-
-class _Promise(NamedTuple):
-    """What a call of `fully_shard` took for granted."""
-
-    keep_fp32: tuple[str, ...]
-    ignored_params: Sequence[nn.Parameter]
-
-
-_promises: "weakref.WeakKeyDictionary[nn.Module, _Promise]" = weakref.WeakKeyDictionary()
-
-
-def promise(module: nn.Module, keep_fp32: tuple[str, ...], ignored_params: Iterable[nn.Parameter]) -> None:
-    """Remember arguments of `fully_shard(module)` until the first forward."""
-    _promises[module] = _Promise(keep_fp32, tuple(ignored_params))
+from mpitrain.sharding.unit.unit import Unit
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
     """A module's own class, sharded or not."""
-    return type(module).__mro__[2 if "_sharding" in vars(module) else 0]
+    return type(module).__mro__[2 if "_unit" in vars(module) else 0]
 
 
 def check_names(module: nn.Module, keep_fp32: Iterable[str]) -> None:
@@ -42,7 +26,7 @@ def check_names(module: nn.Module, keep_fp32: Iterable[str]) -> None:
         return
     known: set[str] = set()
     for part in module.modules():
-        if part is module or "_sharding" in vars(part):
+        if part is module or "_unit" in vars(part):
             for name, inner in part.named_modules():
                 kind = kind_of(inner)
                 known |= {name, kind.__name__}
@@ -55,9 +39,9 @@ def check_names(module: nn.Module, keep_fp32: Iterable[str]) -> None:
         )
 
 
-def check_ready(model: nn.Module, comm: Communicator) -> None:
-    """At the first forward of the outermost module: ValueError, RuntimeError on all ranks for what was never right. Collective."""
-    asked = [_promises.pop(part) for part in model.modules() if part in _promises]
+def check_ready(model: nn.Module, units: Sequence[Unit], comm: Communicator) -> None:
+    """At the first forward of the outermost module: ValueError, RuntimeError on all ranks for arguments without a part. Collective."""
+    asked = [unit.promise for unit in units if unit.promise is not None]
     check_names(model, {pattern for promise in asked for pattern in promise.keep_fp32})
     inside = {id(param) for param in model.parameters()}
     for param in (param for promise in asked for param in promise.ignored_params):
@@ -67,11 +51,11 @@ def check_ready(model: nn.Module, comm: Communicator) -> None:
                 "not have"
             )
     with comm.together():
-        _check_values(model)
+        _check_values(model, units)
 
 
-def _check_values(model: nn.Module) -> None:
-    without = [param.name for param in _sharded_params(model) if param.lacks_values]
+def _check_values(model: nn.Module, units: Sequence[Unit]) -> None:
+    without = [param.name for unit in units for param in unit.params if param.lacks_values]
     if without:
         raise RuntimeError(
             f"{_some(without)} came from the meta device and never got values; before the first forward call mpitrain.initialize, "
@@ -84,14 +68,6 @@ def _check_values(model: nn.Module) -> None:
             "(module.buffer = torch...), or put a part made on the CPU in place of the one that has them; mpitrain.load and "
             "mpitrain.load_weights fill those of the state dict, mpitrain.initialize BatchNorm's: see docs/sharding.md"
         )
-
-
-def _sharded_params(model: nn.Module) -> Iterator[Any]:
-    for part in model.modules():
-        if "_sharding" in vars(part):
-            state: Any = part._sharding
-            for unit in state.units:
-                yield from unit.params
 
 
 def _some(names: Sequence[str]) -> str:

@@ -12,24 +12,16 @@ reads what is new. Units whose module did not run in the last forward are waited
 
 [Note: fence put off] After a forward that a backward will follow a rank passes the closing fence without waiting: it comes to the
 barrier, and goes on. The fence that closes the backward stands for it. Whatever else could write shards before that (an optimizer,
-an EMA, whoever asks the model for its parameters) first waits until all have come: `finish_forwards`. Who kept a shard from
+an EMA, whoever asks the model for its parameters) first waits until all have come: `before_writes` in step.py. Who kept a shard from
 before and writes to it meanwhile gets an error, by its version counter.
 """
 
-import weakref
 from collections.abc import Sequence
 
 import torch
 
 from collectives import Communicator, Work
-
-_put_off: "weakref.WeakSet[Fence]" = weakref.WeakSet()
-
-
-def finish_forwards() -> None:
-    """Before shards are written: see [Note: fence put off]. Not collective: the other ranks come to it by themselves."""
-    for fence in list(_put_off):
-        fence.settle()
+from mpitrain.sharding.torch_internals import count_writes
 
 
 class Fence:
@@ -38,7 +30,7 @@ class Fence:
     def __init__(self, node: Communicator | None, shards: Sequence[torch.Tensor]) -> None:
         self._node, self._shards = node, shards
         self._barrier: Work | None = None  # put off
-        self._versions = 0  # of the shards at that time
+        self._writes = 0  # to the shards until then
 
     @property
     def num_ranks(self) -> int:
@@ -53,8 +45,7 @@ class Fence:
     def put_off(self) -> None:
         """Come to it and go on: see [Note: fence put off]."""
         if self._node is not None:
-            self._barrier, self._versions = self._node.barrier(async_op=True), self._count_versions()
-            _put_off.add(self)
+            self._barrier, self._writes = self._node.barrier(async_op=True), count_writes(self._shards)
 
     def settle(self) -> None:
         """Wait for the fence that was put off, if one was. Not collective."""
@@ -67,7 +58,7 @@ class Fence:
         if self._barrier is None:
             return
         self.forget()
-        if self._count_versions() != self._versions:
+        if count_writes(self._shards) != self._writes:
             raise RuntimeError(
                 "parameters were written between a forward that recorded a graph and what came next, while other ranks may have been "
                 "reading them; run a forward without backward under torch.no_grad(), or get the parameters to write to anew from "
@@ -77,7 +68,3 @@ class Fence:
     def forget(self) -> None:
         """The one that was put off."""
         self._barrier = None
-        _put_off.discard(self)
-
-    def _count_versions(self) -> int:
-        return sum(shard._version for shard in self._shards)

@@ -5,7 +5,7 @@ by hand. What is begun when follows from the recorded order and from which units
 from time: so all ranks issue the same collectives in the same order.
 """
 
-from mpitrain.sharding.unit.unit import Unit
+from mpitrain.sharding.unit.unit import Unit, UnitState
 
 
 class Prefetch:
@@ -47,11 +47,11 @@ class Prefetch:
     def _look_ahead(self) -> None:
         while self._next < len(self._expected):
             unit = self._expected[self._next]
-            if not (unit.storage.is_empty and unit.storage.overlaps):  # in use still, or nothing would be won
+            if unit.state is not UnitState.SHARDED or not unit.overlaps:  # in use still, or nothing would be won
                 return
-            if sum(each.storage.nbytes for each in self._ahead) + unit.storage.nbytes > self._limit:
+            if sum(each.nbytes for each in self._ahead) + unit.nbytes > self._limit:
                 return
-            unit.begin_gather()
+            unit.begin_unshard()
             self._ahead[unit] = None
             self._next += 1
 
@@ -77,5 +77,5 @@ class Prefetch:
 
     def _drop(self) -> None:
         for unit in self._ahead:
-            unit.release()
+            unit.reshard()
         self._ahead.clear()

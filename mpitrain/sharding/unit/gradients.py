@@ -1,63 +1,74 @@
-"""The gradients of one unit's parameters that are reduced together, and their reduction.
+"""The gradients of parameters that are reduced together, and their reduction.
 
-[Note: thawed] A unit's parameters are all trained or all frozen when it is made. Those thawed later (`requires_grad_(True)`) get
-a gradient buffer and a reduction of their own, while shards, full parameters and the cut between ranks stay where they are. So
-optimizers, averages and checkpoints need not know of it. Each rank has the gradients of the rows that it holds: where a part of a
-unit was thawed, these may be many on one rank and none on another.
+[Note: thawed] All parameters of a flat buffer are trained, or all are frozen, when it is made. Those thawed later
+(`requires_grad_(True)`) get a gradient buffer and a reduction of their own. Shards, full parameters and the cut between ranks stay
+where they are, so optimizers, averages and checkpoints need not know of it. Each rank has the gradients of the rows that it holds:
+where a part of a buffer was thawed, these may be many on one rank and none on another.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
 from collectives import Work
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy
-
-if TYPE_CHECKING:
-    from mpitrain.sharding.unit.unit import Sharded, Unit
+from mpitrain.sharding.unit.layout import Layout
+from mpitrain.sharding.unit.parameter import ShardedParameter
+from mpitrain.sharding.unit.ranks import Ranks
 
 
 def where_shards_live(
     count: int, dtype: torch.dtype, device: torch.device, offload: CPUOffloadPolicy | None
 ) -> torch.Tensor:
-    """So many zeros, on the device of the full parameters, or in host memory where shards are offloaded."""
+    """Memory for so many elements: on the device of the full parameters, or in host memory where shards are offloaded."""
     if offload is None:
-        return torch.zeros(count, dtype=dtype, device=device)
-    return torch.zeros(count, dtype=dtype, pin_memory=offload.pin_memory and device.type == "cuda")
+        return torch.empty(count, dtype=dtype, device=device)
+    return torch.empty(count, dtype=dtype, pin_memory=offload.pin_memory and device.type == "cuda")
 
 
 def numbers(elements: torch.Tensor) -> torch.Tensor:
-    """A 1-D tensor as what MPI and NCCL reduce: complex elements as pairs of their parts, in the same memory."""
+    """A 1-D tensor as MPI and NCCL reduce it: complex elements as pairs of their parts, in the same memory."""
     return torch.view_as_real(elements).view(-1) if elements.is_complex() else elements
 
 
 class Gradients:
-    """Of the parameters `indices` of a unit. Made on all ranks alike."""
+    """The gradients of `params`, which lie in the gradient buffer as `layout` says. Made on all ranks alike."""
 
-    def __init__(self, unit: "Unit", indices: Sequence[int]) -> None:
-        self.params = [unit.params[index] for index in indices]
-        self.layout = unit.layout.only(indices)
-        self.adopts, self.on_host = unit.adopts, unit.on_host
-        self.device, self.dtype, self.reduce_dtype = unit.device, unit.dtype, unit.reduce_dtype
-        self._ranks, self._offload = unit.ranks, unit.offload
-        width = 2 if self.reduce_dtype.is_complex else 1
-        self._counts = [count * width for count in self.layout.counts]  # of the numbers of each rank's part
-        rank = self._ranks.shard.rank
-        self._count, first = self.layout.counts[rank], self.layout.bounds[rank]
-        self._begins = [self.layout.box(index, rank).start - first for index in range(len(self.params))]
-        self._shard_grad: torch.Tensor | None = None
+    def __init__(
+        self,
+        params: Sequence[ShardedParameter],
+        layout: Layout,
+        ranks: Ranks,
+        device: torch.device,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        offload: CPUOffloadPolicy | None,
+    ) -> None:
+        self.params, self.layout = params, layout
+        self.device, self.dtype, self.reduce_dtype = device, dtype, reduce_dtype
+        self.on_host = device.type == "cpu"
+        self.adopts = ranks.all.size == 1
+        """Whether the full gradients become the shards', cast and moved at most: those of one rank alone."""
+        self.was_used = [False] * len(params)
+        """Of each parameter: whether this rank had a gradient when it was last reduced."""
+        self.was_fresh = [False] * len(params)
+        """Of each parameter: whether its shard had no gradient before that."""
+        self.ranks, self._offload = ranks, offload
+        width = 2 if reduce_dtype.is_complex else 1
+        self._counts = [count * width for count in layout.counts]  # of the numbers of each rank's part
+        rank = ranks.shard.rank
+        self._count, first = layout.counts[rank], layout.bounds[rank]
+        self._begins = [layout.box(index, rank).start - first for index in range(len(params))]
         self._reduction: Work | None = None  # under way
-        self._mean: torch.Tensor | None = None  # what it gives
+        self._mean: torch.Tensor | None = None  # its result
         self._stream: torch.cuda.Stream | None = None  # on which gradients leave the GPU
         self._placed: set[int] = set()  # parameters whose gradient stands in the gradient buffer already
 
     @torch.no_grad()
     def place_grad(self, index: int, buffer: torch.Tensor) -> None:
         """Move the full gradient of parameter `index` to its place in the gradient buffer."""
-        grad, part = self.params[index].full.grad, self._part(buffer, index)
+        grad, part = self.params[index].full.grad, self._place(buffer, index)
         assert grad is not None
         if index in self._placed:
             part += grad.reshape(-1)
@@ -66,7 +77,7 @@ class Gradients:
         self._placed.add(index)
         self.params[index].full.grad = None
 
-    def _part(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+    def _place(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         place = self.layout.places[index]
         return buffer[place.start : place.stop]
 
@@ -74,61 +85,35 @@ class Gradients:
     def begin_reduction(self, buffer: torch.Tensor) -> None:
         """Begin to average the full parameters' gradients over the ranks, and drop them. Collective.
 
-        `buffer`: 1-D, of `reduce_dtype`, at least `layout.numel` long; not to be written before `end_reduction`. Sets `had_grad` and
-        `was_fresh` of each parameter.
+        `buffer`: 1-D, of `reduce_dtype`, at least `layout.numel` long; not to be written before `end_reduction`.
         """
         for index, param in enumerate(self.params):
-            param.had_grad = index in self._placed or param.full.grad is not None
-            param.was_fresh = param.shard.grad is None
+            self.was_used[index] = index in self._placed or param.full.grad is not None
+            self.was_fresh[index] = param.shard.grad is None
             if param.full.grad is not None:
                 self.place_grad(index, buffer)
             elif index not in self._placed:
-                self._part(buffer, index).zero_()  # unused here; other ranks may have used it
+                self._place(buffer, index).zero_()  # unused here; other ranks may have used it
         self._placed.clear()
 
-        self._make_room()
         grads = buffer[: self.layout.numel]
-        shard, replicate = self._ranks.shard, self._ranks.replicate
+        shard, replicate = self.ranks.shard, self.ranks.replicate
         if shard.size == 1:
             # Reduced where the other ranks can read it, in the gradient buffer.
             self._mean = grads
             self._reduction = replicate.all_reduce(numbers(grads), "avg", async_op=True)
             return
-        out = self._shard_grad
-        adding = any(param.shard.grad is not None for param in self.params)
-        if adding or self.reduce_dtype != self.dtype or self._offload is not None:
-            out = torch.empty(self._count, dtype=self.reduce_dtype, device=self.device)
-        assert out is not None
-        self._mean = out
+        self._mean = out = torch.empty(self._count, dtype=self.reduce_dtype, device=self.device)
         self._reduction = shard.reduce_scatter(numbers(out), numbers(grads), "avg", counts=self._counts, async_op=True)
 
-    def _make_room(self) -> None:
-        """For the shards' gradients: what holds those of the last step, unless somebody keeps them."""
-        if self._shard_grad is None or self._is_held():
-            self._shard_grad = where_shards_live(self._count, self.dtype, self.device, self._offload)
-            for param, begin in zip(self.params, self._begins, strict=True):
-                param.grad = self._shard_grad[begin : begin + param.box.numel].view(param.box.shape)
-            self._num_views = torch._C._storage_Use_Count(self._shard_grad.untyped_storage()._cdata)
-
-    def _is_held(self) -> bool:
-        """Whether somebody keeps gradients of the shards that the next ones would overwrite: then those get memory of their own."""
-        assert self._shard_grad is not None
-        if torch._C._storage_Use_Count(self._shard_grad.untyped_storage()._cdata) > self._num_views:
-            return True  # by a view of one
-        # The getter's argument, and the attribute.
-        return any(sys.getrefcount(param.grad) > 2 for param in self.params if param.shard.grad is not param.grad)
-
     def progress(self) -> None:
-        """Carry a reduction on that has begun, without waiting for anyone."""
+        """Carry a reduction on that has begun, without waiting for other ranks."""
         if self._reduction is not None and self.on_host:
             self._reduction.done()
 
     @torch.no_grad()
     def end_reduction(self) -> None:
-        """Wait for the reduction that has begun, if any, and take its result for the shards' gradients. Collective.
-
-        A shard's gradient is added to what `zero_grad` left of it.
-        """
+        """Wait for the reduction that has begun, if any; its result becomes the shards' gradients, or is added to them. Collective."""
         if self._reduction is None:
             return
         with self._beside():
@@ -137,23 +122,29 @@ class Gradients:
             assert mean is not None
             if self._stream is not None:
                 mean.record_stream(self._stream)
-            if self._ranks.shard.size > 1 and self._ranks.replicate.size > 1:
-                self._ranks.replicate.all_reduce(numbers(mean), "avg")
+            if self.ranks.shard.size > 1 and self.ranks.replicate.size > 1:
+                self.ranks.replicate.all_reduce(numbers(mean), "avg")
+            fresh = self._of_shards(mean) if any(self.was_fresh) else mean
             for param, begin in zip(self.params, self._begins, strict=True):
-                assert param.grad is not None
-                part = mean[begin : begin + param.box.numel].view(param.box.shape)
-                if param.shard.grad is not None:
-                    param.shard.grad += part.to(param.shard.device)
-                    continue
-                if mean is not self._shard_grad:
-                    param.grad.copy_(part, non_blocking=True)
-                param.shard.grad = param.grad
+                mine = slice(begin, begin + param.box.numel)
+                if param.shard.grad is None:
+                    param.shard.grad = fresh[mine].view(param.box.shape)
+                else:
+                    param.shard.grad += mean[mine].view(param.box.shape).to(param.shard.device)
+
+    def _of_shards(self, mean: torch.Tensor) -> torch.Tensor:
+        """The result of a reduction in memory of its own, in the dtype and in the place of the shards."""
+        is_own = self.ranks.shard.size > 1  # and not the gradient buffer
+        if is_own and self.reduce_dtype == self.dtype and self._offload is None:
+            return mean
+        there = where_shards_live(self._count, self.dtype, self.device, self._offload)
+        return there.copy_(mean[: self._count], non_blocking=True)
 
     @contextmanager
     def _beside(self, *, after_all: bool = False) -> Iterator[None]:
         """Gradients that leave a GPU for the host do so beside what it computes, by a stream of their own; see `finish_offload`.
 
-        `after_all`: they come after all that is queued now. Else what brings them has to order that stream (`Work.wait`).
+        `after_all`: they come after all that is queued now. Else their source has to order that stream (`Work.wait`).
         """
         if self._offload is None or self.device.type != "cuda":
             yield
@@ -178,17 +169,14 @@ class Gradients:
 
     def adopt_grads(self) -> None:
         """In place of a reduction: the full gradients are those of the shards, which are whole."""
-        if self._offload is not None:
-            self._make_room()
         with self._beside(after_all=True):
-            for param in self.params:
-                self._adopt(param)
+            for index, param in enumerate(self.params):
+                self.was_used[index], self.was_fresh[index] = param.full.grad is not None, param.shard.grad is None
+                grad, param.full.grad = param.full.grad, None
+                self._adopt(param, grad)
 
-    def _adopt(self, param: "Sharded") -> None:
-        full, shard = param.full, param.shard
-        grad, before = full.grad, shard.grad
-        full.grad = None
-        param.had_grad, param.was_fresh = grad is not None, before is None
+    def _adopt(self, param: ShardedParameter, grad: torch.Tensor | None) -> None:
+        shard = param.shard
         if grad is None:
             grad = torch.zeros_like(shard)
         else:
@@ -197,13 +185,13 @@ class Gradients:
             grad = grad.to(self.reduce_dtype).resolve_conj()  # optimizers cannot step by one that is a view
             if not grad.ndim:
                 grad = grad.view(param.box.shape)  # of a scalar
-        if before is not None:
+        if shard.grad is not None:
             with torch.no_grad():
-                before += grad.to(before.device)
+                shard.grad += grad.to(shard.device)
         elif self._offload is not None:
-            assert param.grad is not None
+            there = where_shards_live(shard.numel(), self.dtype, self.device, self._offload)
             with torch.no_grad():
-                shard.grad = param.grad.copy_(grad, non_blocking=True)
+                shard.grad = there.view(shard.shape).copy_(grad, non_blocking=True)
         else:
             shard.grad = grad.to(self.dtype)
 

@@ -27,8 +27,15 @@ class Ranks(NamedTuple):
         return self.replicate.size > 1
 
 
-# Splitting is collective and costs communicators, so once for all units of a model.
-_alone: "weakref.WeakKeyDictionary[Communicator, Communicator]" = weakref.WeakKeyDictionary()
+def is_within(inner: Communicator, outer: Communicator) -> bool:
+    """Whether `outer` has all ranks of `inner`."""
+    if inner is outer:
+        return True
+    group = inner.mpi.Get_group()
+    return bool(type(group).Intersection(group, outer.mpi.Get_group()).size == inner.size)
+
+
+# Splitting is collective and costs communicators, so once for all units of a model. Weak: a communicator goes with its last user.
 _groups: "weakref.WeakKeyDictionary[Communicator, dict[int, Communicator]]" = weakref.WeakKeyDictionary()
 
 
@@ -55,9 +62,7 @@ def ranks_of(mesh: Mesh | Communicator | None, *, whole: bool = False) -> Ranks:
         everyone, replicate, shard, alone = (_along(mesh, role) for role in (REPLICATE + SHARD, REPLICATE, SHARD, ()))
     else:
         everyone = shard = mesh or collectives.world()
-        if everyone not in _alone:
-            _alone[everyone] = everyone.split(everyone.rank)
-        replicate = alone = _alone[everyone]
+        replicate = alone = group_of(everyone, 1)
     return Ranks(everyone, alone, everyone) if whole else Ranks(everyone, shard, replicate)
 
 

@@ -9,17 +9,16 @@ how safetensors begins to write. What is computed from them in the same shape (`
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from mpitrain.sharding.torch_internals import without_overrides
 from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import all_sharded, find
-
-if TYPE_CHECKING:
-    from mpitrain.sharding.step.state import State
-    from mpitrain.sharding.unit.unit import Sharded
+from mpitrain.sharding.unit.unit import Unit
 
 
 class Rows(torch.Tensor):
@@ -43,7 +42,7 @@ class Rows(torch.Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = (*args, *(kwargs or {}).values())
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_overrides():
             result = func(*args, **(kwargs or {}))
             rows = next((value for value in given if isinstance(value, Rows)), None)
             is_new = type(result) is torch.Tensor and not any(result is value for value in given)
@@ -80,10 +79,13 @@ def _refuse(name: str, box: Box) -> NoReturn:
     )
 
 
-def guard_shard(shard: nn.Parameter) -> None:
-    """Let a shard refuse to be written; copies of it do not. Not by a class of its own, which optimizers and hooks would notice."""
-    shard.__reduce_ex__ = partial(_refuse_shard, id(shard))  # type: ignore[method-assign]
-    shard.refuse_as_whole = partial(_refuse_shard, id(shard))  # type: ignore[attr-defined]
+def guard_shards(unit: Unit) -> None:
+    """Let shards refuse to be written; copies of them do not. Not by a class of their own, which optimizers and hooks would notice."""
+    if unit.ranks.shard.size == 1:
+        return
+    for shard in (param.shard for param in unit.params):
+        shard.__reduce_ex__ = partial(_refuse_shard, id(shard))  # type: ignore[method-assign]
+        shard.refuse_as_whole = partial(_refuse_shard, id(shard))  # type: ignore[attr-defined]
 
 
 def _refuse_shard(key: int, protocol: Any = None) -> NoReturn:
@@ -92,11 +94,11 @@ def _refuse_shard(key: int, protocol: Any = None) -> NoReturn:
     _refuse(param.name, param.box)
 
 
-def mark_model(module: nn.Module, state: "State", state_dict: dict[str, Any], prefix: str) -> None:
+def mark_model(module: nn.Module, unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
     """Let the shards of a sharded module be `Rows` in a state dict, where its names begin with `prefix`; modules within mark theirs."""
-    if state.ranks.shard.size == 1:
+    if unit.ranks.shard.size == 1:
         return
-    own = {id(param.shard): param for unit in state.units for param in unit.params}
+    own = {id(param.shard): param for param in unit.params}
     for name, shown in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
         param = own.get(id(shown))
         if param is not None and name in state_dict:
@@ -129,9 +131,9 @@ def load_state_dict(original: Callable[..., None], optimizer: torch.optim.Optimi
                     kept[what] = value.as_subclass(torch.Tensor)
 
 
-def _marked(value: Any, param: "Sharded") -> Any:
+def _marked(value: Any, param: ShardedParameter) -> Any:
     return Rows.of(value, param.name, param.box) if _has_rows(value, param) else value
 
 
-def _has_rows(value: Any, param: "Sharded") -> bool:
+def _has_rows(value: Any, param: ShardedParameter) -> bool:
     return type(value) is torch.Tensor and value.shape == param.shard.shape

@@ -19,6 +19,7 @@ import torch
 
 from collectives import Communicator, Work
 from collectives.arrays.dtypes import dtype_of
+from mpitrain.sharding.torch_internals import with_own_counter
 from mpitrain.sharding.unit.layout import lay_out
 
 Kind = Literal["resident", "kept", "gathered"]
@@ -42,11 +43,11 @@ class Storage:
         self.layout = layout = lay_out(shapes, comm.size, equal=self.kind != "resident")
         self._mine = slice(layout.bounds[comm.rank], layout.bounds[comm.rank + 1])  # this rank's rows
         self._work: Work | None = None  # an all-gather that was begun
-        self._sent: torch.Tensor | None = None  # what it sends, which has to stay
+        self._sent: torch.Tensor | None = None  # its input, which has to stay
 
     @property
     def nbytes(self) -> int:
-        """Of the full parameters, there or not."""
+        """Of the full parameters, whether they have memory or not."""
         return self.layout.numel * self.flat.itemsize
 
     @property
@@ -55,14 +56,30 @@ class Storage:
         return self._comm.overlaps(on_device=self.flat.device.type != "cpu")
 
     @property
+    def is_full(self) -> bool:
+        """Whether the full parameters have the values of the shards, without an all-gather under way."""
+        raise NotImplementedError
+
+    @property
     def is_under_way(self) -> bool:
         """Whether an all-gather was begun and not finished."""
         return self._work is not None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are no full parameters, and none under way."""
-        return False
+    def begin_fill(self, shard: torch.Tensor, *, ahead: bool = True) -> None:
+        """Begin to fill the full parameters, unless they are full. Collective.
+
+        `ahead`: `fill` or `finish` ends it, where it overlaps. Else it has ended on return.
+        """
+        raise NotImplementedError
+
+    def fill(self, shard: torch.Tensor) -> bool:
+        """Fill the full parameters, unless they are full. Returns whether they were not. Collective where they were not."""
+        if self.is_full:
+            return False
+        if not self.is_under_way:
+            self.begin_fill(shard, ahead=False)
+        self.finish()
+        return True
 
     def finish(self) -> None:
         """Wait for the all-gather that was begun, if one was. Its errors are raised here."""
@@ -70,6 +87,12 @@ class Storage:
             work, self._work = self._work, None
             work.wait()
             self._sent = None
+
+    def expire(self) -> None:
+        """The shards may have changed, and full parameters that last may hold old values."""
+
+    def empty(self, *, for_backward: bool = False) -> None:
+        """Give the memory back of full parameters that do not last."""
 
     def _all_gather(
         self, comm: Communicator, out: Any, mine: torch.Tensor, counts: Sequence[int], *, ahead: bool
@@ -79,33 +102,8 @@ class Storage:
             self._work, self._sent = work, mine
 
     def part(self, start: int, stop: int) -> torch.Tensor:
-        """Elements of the buffer as a tensor with a version counter of its own.
-
-        Autograd compares the counters of what it saved. Views of one tensor share theirs, so that the optimizer's step on a shard, or
-        a gather, would look like a change of every full parameter in the buffer.
-        """
-        return self.flat[start:stop].data
-
-    @property
-    def needs_refresh(self) -> bool:
-        """Whether lasting full parameters do not change with the shards by themselves."""
-        return False
-
-    def refresh(self, shard: torch.Tensor, *, ahead: bool = False) -> None:
-        """The shards have changed: bring the full parameters up to date, those that last. Collective.
-
-        `ahead`: up to date after `finish`, where that overlaps.
-        """
-
-    def gather(self, shard: torch.Tensor) -> bool:
-        """Fill the full parameters, unless they are. Collective where they are not lasting. Returns whether something was gathered."""
-        return False
-
-    def begin_gather(self, shard: torch.Tensor) -> None:
-        """Begin to fill the empty full parameters, which `gather` then ends. Collective."""
-
-    def release(self, *, for_backward: bool = False) -> None:
-        """Give the memory back of those that do not last. `for_backward`: they are gathered again before the shards change."""
+        """Elements of the buffer as a tensor with a version counter of its own: autograd compares the counters of saved tensors."""
+        return with_own_counter(self.flat[start:stop])
 
 
 class Kept(Storage):
@@ -116,22 +114,28 @@ class Kept(Storage):
     def __init__(self, shapes: Shapes, comm: Communicator, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shapes, comm)
         self.flat = self._allocate(dtype, device)
+        self._is_stale = True
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(self.layout.numel, dtype=dtype, device=device)
 
     @property
-    def needs_refresh(self) -> bool:
-        return self._moves or not self.in_place
+    def is_full(self) -> bool:
+        return not self._is_stale and not self.is_under_way
 
     @torch.no_grad()
-    def refresh(self, shard: torch.Tensor, *, ahead: bool = False) -> None:
-        self.finish()
+    def begin_fill(self, shard: torch.Tensor, *, ahead: bool = True) -> None:
+        if self.is_full:
+            return
         mine = self.flat[self._mine]
         if not self.in_place:
             mine.copy_(shard, non_blocking=True)
         if self._moves:
             self._all_gather(self._comm, self.flat, mine, self.layout.counts, ahead=ahead and self.overlaps)
+        self._is_stale = False
+
+    def expire(self) -> None:
+        self._is_stale = self._moves or not self.in_place
 
     @property
     def _moves(self) -> bool:
@@ -140,7 +144,7 @@ class Kept(Storage):
 
 
 class Resident(Kept):
-    """A copy on each node, in memory that its ranks share. What is written there when: see [Note: fences] in fences.py."""
+    """A copy on each node, in memory that its ranks share. [Note: fences] in fences.py says when a rank may write it."""
 
     kind: Kind = "resident"
 
@@ -157,7 +161,7 @@ class Gathered(Storage):
     """Filled before use and emptied after it.
 
     The storage stays the same object: autograd saves views of it (a Linear keeps `weight.t()`), which see the values again after the
-    next `gather`. A buffer lent to several units in turn would give such views another unit's values.
+    next fill. A buffer lent to several units in turn would give these views another unit's values.
     """
 
     kind: Kind = "gathered"
@@ -178,23 +182,11 @@ class Gathered(Storage):
         self._piece: torch.Tensor | None = None  # this rank's of the group's
 
     @property
-    def is_empty(self) -> bool:
-        return not self.is_under_way and not self.flat.untyped_storage().size()
+    def is_full(self) -> bool:
+        return not self.is_under_way and self.flat.untyped_storage().size() > 0
 
     @torch.no_grad()
-    def gather(self, shard: torch.Tensor) -> bool:
-        if self.is_empty:
-            self._fill(shard, ahead=False)
-        elif not self.is_under_way:
-            return False
-        self.finish()
-        return True
-
-    @torch.no_grad()
-    def begin_gather(self, shard: torch.Tensor) -> None:
-        self._fill(shard, ahead=True)
-
-    def _fill(self, shard: torch.Tensor, *, ahead: bool) -> None:
+    def begin_fill(self, shard: torch.Tensor, *, ahead: bool = True) -> None:
         self.flat.untyped_storage().resize_(self.nbytes)
         if self._piece is None:
             mine = shard.to(self.flat.device, self.flat.dtype, non_blocking=True)
@@ -204,18 +196,19 @@ class Gathered(Storage):
             self._all_gather(self._group, _raw(self.flat), self._piece, self._cuts(self._group)[1], ahead=ahead)
 
     @torch.no_grad()
-    def release(self, *, for_backward: bool = False) -> None:
-        with suppress(Exception):  # of an all-gather whose result nobody wants
+    def empty(self, *, for_backward: bool = False) -> None:
+        """Give the memory back. `for_backward`: the full parameters are filled again before the shards change."""
+        with suppress(Exception):  # of an all-gather whose result is not needed
             self.finish()
         if not for_backward or self._group is None:
             self._piece = None
-        elif self._piece is None and not self.is_empty:
+        elif self._piece is None and self.is_full:
             starts, counts = self._cuts(self._group)
             self._piece = self.flat[starts[self._group.rank] :][: counts[self._group.rank]].clone()
         self.flat.untyped_storage().resize_(0)
 
     def _cuts(self, group: Communicator) -> tuple[list[int], list[int]]:
-        """Where each rank's piece of the full parameters starts, and how long it is: anywhere, since nobody looks at a piece."""
+        """Where each rank's piece of the full parameters starts, and its length: anywhere, since no rank computes with a piece."""
         bounds = [self.layout.numel * rank // group.size for rank in range(group.size + 1)]
         return bounds[:-1], [bounds[i + 1] - bounds[i] for i in range(group.size)]
 

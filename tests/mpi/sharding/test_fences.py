@@ -14,6 +14,7 @@ from torch import nn
 import mpitrain
 from collectives import Communicator
 from mpitrain.sharding import clip_grad_norm_, fully_shard, unshard
+from mpitrain.sharding.module import units_of
 
 STEPS = 6
 
@@ -83,14 +84,12 @@ def run(model: nn.Module, comm: Communicator, rows: slice, folder: Path, pause, 
 def behind(model: Any) -> int:
     """How many units are being refreshed still when the first module runs, in a forward that changes nothing."""
     counts: list[int] = []
-    units = model._sharding.context.units
-    handle = model[0][0].register_forward_hook(
-        lambda *_: counts.append(sum(unit.storage.is_under_way for unit in units))
-    )
+    units = units_of(model)
+    handle = model[0][0].register_forward_hook(lambda *_: counts.append(sum(unit.is_under_way for unit in units)))
     with torch.no_grad():
         model(torch.zeros(1, 17))
     handle.remove()
-    assert not any(unit.storage.is_under_way for unit in units)
+    assert not any(unit.is_under_way for unit in units)
     return counts[0] + 1  # the one of this module was waited for
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from parity_models import Odd, Tied, language_loss, tokens
+from parity_models import Odd, Tied, language_loss, regression_loss, tokens
 from sharded_models import STORAGES, assert_same, mine, pair_of, shard
 from torch import nn
 from ways import WAYS
 
 from collectives import Communicator, Mesh
-from mpitrain.sharding import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, sharded_params
+from mpitrain.sharding import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, sharded_over, sharded_params
 
 
 def tied_pair(comm: Communicator, way: str | None = None, **more: Any) -> tuple[Tied, Tied]:
@@ -234,7 +234,7 @@ def test_data_parallel_ranks_have_roles_in_a_mesh(comm) -> None:
     ]:
         mesh = Mesh(comm, axes)
         model, plain = pair_of(lambda: nn.Linear(4, 12), comm, mesh=mesh)
-        ranks = model._sharding.ranks  # type: ignore[attr-defined]
+        ranks = sharded_over(model)
         assert (ranks.all, ranks.shard.size, ranks.replicate.size) == (comm, cut, comm.size // cut)
         for each in (model, plain):
             each(torch.arange(12.0).view(3, 4)).square().sum().backward()
@@ -328,3 +328,38 @@ def test_changes_that_the_full_parameters_would_not_follow_are_refused(comm) -> 
     with pytest.raises(TypeError, match="cannot be cast or moved"):
         model.double()
     assert model.to("cpu") is model
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_units_over_two_meshes_of_the_same_ranks(comm, storage: str) -> None:
+    """Blocks in two copies, the rest in one: as experts have a mesh of their own."""
+    copies, one = Mesh(comm, {"dp_replicate": 2, "dp_shard": -1}), Mesh(comm, {"dp_shard": -1})
+    for inner, outer in ((copies, one), (one, copies)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        plain = copy.deepcopy(model)
+        fully_shard(model[0], inner, storage=storage)
+        fully_shard(model, outer, storage=storage)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+        for step in range(3):
+            regression_loss(model, step, mine(comm)).backward()
+            regression_loss(plain, step, slice(None)).backward()
+            norms = clip_grad_norm_(model, 0.3), nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+            torch.testing.assert_close(norms[0].float(), norms[1], rtol=1e-4, atol=1e-6)
+            assert_same(model, plain, grads=True, rtol=1e-3, atol=1e-5)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_a_part_over_other_ranks_than_the_whole(comm) -> None:
+    if comm.size == 1:
+        pytest.skip("needs ranks to leave out")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0], comm)
+    fully_shard(model, comm.split(comm.rank))
+    with pytest.raises(
+        ValueError, match=f"sharded over {comm.size} ranks that are not all among the 1 ranks of the whole"
+    ):
+        model(torch.ones(1, 2))

@@ -135,7 +135,7 @@ def test_a_module_cannot_return_what_is_given_back(comm: Communicator, what: str
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_that_somebody_keeps_stay_as_they_are(comm: Communicator, way: str) -> None:
     model = shard(Blocks(), comm, way)
-    kept, views, memory = [], [], set()
+    kept, views = [], []
     for number in range(4):
         (model(X + number)).square().mean().backward()
         grads = [param.grad for param in model.parameters()]
@@ -146,14 +146,6 @@ def test_gradients_that_somebody_keeps_stay_as_they_are(comm: Communicator, way:
         del grads
         model.zero_grad()
     assert all(torch.equal(*pair) for pair in (*kept, *views))
-    kept.clear()
-    views.clear()
-    if comm.size > 1:  # and else they are the same memory, for which nobody has to wait
-        for _ in range(4):
-            loss_of(model).backward()
-            memory.add(max(param.grad.data_ptr() for param in model.parameters()))
-            model.zero_grad()
-        assert len(memory) == 1
 
 
 @pytest.mark.parametrize("way", ["stage 1", "stage 3", "stage 3, private"])

@@ -48,7 +48,7 @@ def test_the_same_values(comm: Communicator, way: str, accumulate: int) -> None:
 def test_shards_lie_apart_and_go_into_checkpoints(comm: Communicator, shared_tmp: Any) -> None:
     model = fully_shard(model_of(), comm, stage=2, storage="private", offload_policy=Parted())
     optimizer = train(model, accumulate=1, rows=slice(comm.rank, comm.rank + 1))
-    for unit in (unit for state in [model._sharding] for unit in state.units):
+    for unit in model._unit.flats:
         begin, end = unit.storage.flat.data_ptr(), unit.storage.flat.data_ptr() + unit.storage.nbytes
         assert not any(begin <= param.shard.data_ptr() < end for param in unit.params if param.shard.numel())
     kept = [param.detach().clone() for param in model.parameters()]
@@ -60,7 +60,7 @@ def test_shards_lie_apart_and_go_into_checkpoints(comm: Communicator, shared_tmp
 
 def test_on_cpus_it_changes_nothing(comm: Communicator) -> None:
     model = fully_shard(model_of(), comm, offload_policy=mpitrain.CPUOffloadPolicy())
-    assert all(unit.storage.in_place for unit in model._sharding.units if unit.storage.lasts)
+    assert all(unit.storage.in_place for unit in model._unit.flats if unit.storage.lasts)
     with pytest.raises(ValueError, match="offload_policy"):
         fully_shard(model_of(), comm, offload_policy=True)  # type: ignore[arg-type]
 

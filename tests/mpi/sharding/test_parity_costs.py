@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from collectives import Communicator
 from collectives.diagnosis.record import last_operations
 from mpitrain.sharding import fully_shard
+from mpitrain.sharding.module import units_of
 from mpitrain.sharding.unit.layout import rows_of
 
 pytestmark = pytest.mark.ranks(1, 2)
@@ -68,7 +69,7 @@ def test_accumulation_without_sync_reduces_once(comm: Communicator, storage: str
 @pytest.mark.parametrize("storage", STORAGES)
 def test_what_is_frozen_costs_neither_gradients_nor_reductions(comm: Communicator, storage: str) -> None:
     model = fully_shard(low_rank_gpt(), comm, storage=storage)
-    units = [unit for part in model.modules() if hasattr(part, "_sharding") for unit in part._sharding.units]
+    units = [flat for unit in units_of(model) for flat in unit.flats]
     trained = [unit for unit in units if unit.trained]
     assert len(trained) == 2 and len(units) == 5  # of each block the differences and the rest; all of the rest
     language_loss(model, 0, mine(comm)).backward()
@@ -78,7 +79,7 @@ def test_what_is_frozen_costs_neither_gradients_nor_reductions(comm: Communicato
         for param in unit.params:
             assert param.full.grad is None
             assert (param.shard.grad is not None) == unit.trained
-    buffers = [buffer for of_dtype in model._sharding.context._reductions._buffers.values() for buffer in of_dtype]
+    buffers = [buffer for of_dtype in model._step.reducer._buffers.values() for buffer in of_dtype]
     expected = [max(unit.layout.numel for unit in trained)] * min(len(trained), 2)
     assert [buffer.numel() for buffer in buffers] == (expected if comm.size > 1 else [])
 

@@ -12,6 +12,7 @@ from torch import nn
 from collectives import Communicator
 from collectives.progress.work import Deferred, Thread
 from mpitrain.sharding import MixedPrecisionPolicy, unshard
+from mpitrain.sharding.module import units_of
 from mpitrain.sharding.unit.unsharding import Gathered
 
 WIDTHS = [9, 12, 7, 15]
@@ -51,11 +52,11 @@ def sharded(comm: Communicator, **options: Any) -> Any:
 
 
 def storages(model: Any) -> list[Any]:
-    return [unit.storage for state in model._sharding.context.states for unit in state.units]
+    return [flat.storage for unit in units_of(model) for flat in unit.flats]
 
 
 def step(model: nn.Module, number: int, optimizer: torch.optim.Optimizer) -> float:
-    rank = model._sharding.ranks.all.rank
+    rank = model._unit.ranks.all.rank
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
     loss = model(x).square().mean()
     loss.backward()
@@ -97,26 +98,27 @@ class Log:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
     log = Log()
-    begin, gather, release = Gathered.begin_gather, Gathered.gather, Gathered.release
+    begin, fill, empty = Gathered.begin_fill, Gathered.fill, Gathered.empty
 
-    def begin_gather(self: Gathered, shard: torch.Tensor) -> None:
-        log.begun(self)
-        begin(self, shard)
+    def begin_fill(self: Gathered, shard: torch.Tensor, *, ahead: bool = True) -> None:
+        if ahead:
+            log.begun(self)
+        begin(self, shard, ahead=ahead)
 
-    def gather_(self: Gathered, shard: torch.Tensor) -> bool:
-        done = gather(self, shard)
+    def fill_(self: Gathered, shard: torch.Tensor) -> bool:
+        done = fill(self, shard)
         if done:
             log.used(self)
         return done
 
-    def release_(self: Gathered, **options: Any) -> None:
+    def empty_(self: Gathered, **options: Any) -> None:
         if log.ahead.pop(self, 0):
             log.events.append(("in vain", self.nbytes))
-        release(self, **options)
+        empty(self, **options)
 
-    monkeypatch.setattr(Gathered, "begin_gather", begin_gather)
-    monkeypatch.setattr(Gathered, "gather", gather_)
-    monkeypatch.setattr(Gathered, "release", release_)
+    monkeypatch.setattr(Gathered, "begin_fill", begin_fill)
+    monkeypatch.setattr(Gathered, "fill", fill_)
+    monkeypatch.setattr(Gathered, "empty", empty_)
     return log
 
 
@@ -230,9 +232,9 @@ def test_a_model_that_goes_while_it_is_gathered(flying: Communicator) -> None:
     for _ in range(8 if flying.size == 2 else 3):
         model = sharded(flying)
         train(model, 1)
-        for state in model._sharding.context.states:
-            state.units[0].begin_gather()
-        del model, state
+        for unit in units_of(model):
+            unit.begin_unshard()
+        del model, unit
         gc.collect()
         garbage = [torch.full((200,), 3.0) for _ in range(50)]
         flying.barrier()

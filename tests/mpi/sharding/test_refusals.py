@@ -184,7 +184,7 @@ def test_a_call_that_failed_leaves_the_module_as_it_was(comm: Communicator, monk
             fully_shard(model, comm, storage="resident", ignored_params=[model.blocks[2].norm.bias])
     assert type(model) is Net and type(model.blocks[2]) is Block
     fully_shard(model, comm, storage="private")
-    kinds = [{unit.storage.kind for unit in block._sharding.units} for block in model.blocks]
+    kinds = [{flat.storage.kind for flat in block._unit.flats} for block in model.blocks]
     assert kinds == [{"resident"}, {"resident"}, {"gathered"} if comm.size > 1 else {"kept"}]
     assert all(hasattr(param, "shard_box") for param in model.parameters())
     model(X).sum().backward()

@@ -43,7 +43,7 @@ def train(model: Any, steps: int = 4) -> list[Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     losses = []
     for number in range(steps):
-        seed = 10 * number + model._sharding.ranks.all.rank
+        seed = 10 * number + model._unit.ranks.all.rank
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
         model(x)  # a forward whose backward never comes
         loss = model(x).square().mean()
@@ -56,7 +56,7 @@ def train(model: Any, steps: int = 4) -> list[Any]:
 
 
 def inner(model: Any) -> list[Gathered]:
-    return [unit.storage for block in model.blocks for unit in block._sharding.units]
+    return [flat.storage for block in model.blocks for flat in block._unit.flats]
 
 
 def factors(n: int) -> list[int]:
@@ -112,10 +112,10 @@ def test_what_ranks_hold_and_whom_they_gather_from(
     loss.backward()
     assert sizes == ([] if num_ranks == 1 else [num_ranks] * len(sizes))
     assert num_ranks == 1 or len(sizes) >= 3
-    assert all(storage.is_empty and storage._piece is None for storage in inner(model))
+    assert all(not storage.is_full and storage._piece is None for storage in inner(model))
     with torch.no_grad():
         model(torch.ones(2, 5))
-    assert num_ranks == 1 or all(storage.is_empty and storage._piece is None for storage in inner(model))
+    assert num_ranks == 1 or all(not storage.is_full and storage._piece is None for storage in inner(model))
 
 
 def test_wrong_numbers(comm: Communicator) -> None:

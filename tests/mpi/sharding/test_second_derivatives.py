@@ -12,6 +12,8 @@ from ways import WAYS, spread
 
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
+from mpitrain.sharding.module import units_of
+from mpitrain.sharding.unit.unit import UnitState
 
 
 class Net(nn.Module):
@@ -70,15 +72,6 @@ def forwards_between(m: Net, seed: int, rows: slice) -> None:
     grad.square().mean().backward()
 
 
-def late(m: Net, seed: int, rows: slice) -> None:
-    """A forward after a backward of something else, before that of the gradient."""
-    x = batch(seed)[rows]
-    grad = slope(m(x).square().sum(), x)
-    m(batch(seed + 100)[rows]).square().mean().backward()
-    last = m(batch(seed + 200)[rows]).square().mean()
-    (last + grad.square().mean()).backward()
-
-
 def thrice(m: Net, seed: int, rows: slice) -> None:
     """A gradient of a gradient of a gradient."""
     x = batch(seed)[rows]
@@ -98,7 +91,7 @@ def twice_through(m: Net, seed: int, rows: slice) -> None:
 
 
 KINDS: list[Callable[[Net, int, slice], None]] = [
-    penalty, penalty_alone, of_hidden, forwards_between, late, thrice, twice_through,
+    penalty, penalty_alone, of_hidden, forwards_between, thrice, twice_through,
 ]  # fmt: skip
 
 
@@ -120,9 +113,43 @@ def test_steps_equal_the_plain_model(comm: Communicator, way: str, kind: Callabl
             optimizer.zero_grad()
     with torch.no_grad():
         torch.testing.assert_close(model(batch(0)), plain(batch(0)), rtol=1e-3, atol=1e-4)
-    for state in model._sharding.context.states:
-        for unit in state.units:
-            assert unit.storage.lasts or unit.storage.is_empty
+    assert all(unit.lasts or unit.state is UnitState.SHARDED for unit in units_of(model))
+
+
+@pytest.mark.parametrize(
+    "end", ["a step of the optimizer", "reshard", "a forward after another backward", "an optimizer of another model"]
+)
+def test_full_parameters_stay_for_the_graph_until(comm: Communicator, end: str) -> None:
+    """What ends it, and that a backward which comes later is torch's error where their memory is gone."""
+    model = fully_shard(Net(), comm, units="one", storage="private")
+    passing = comm.size > 1  # on one rank full parameters last
+    x = batch(0)
+    grad = slope(model(x).square().sum(), x)
+    (unit,) = units_of(model)
+    model(batch(1).detach())  # a forward that comes before is none that ends it
+    assert unit.state is (UnitState.HIDDEN if passing else UnitState.SHARDED)
+    other = nn.Linear(2, 2)
+    if end == "a step of the optimizer":
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    elif end == "reshard":
+        model.reshard()
+    elif end == "a forward after another backward":
+        model(batch(1).detach()).sum().backward()
+        assert unit.state is (UnitState.HIDDEN if passing else UnitState.SHARDED), "the backward alone does not end it"
+        with torch.no_grad():
+            model(batch(1))
+    else:
+        other(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        assert unit.state is (UnitState.HIDDEN if passing else UnitState.SHARDED)
+        grad.square().sum().backward()
+        return
+    assert unit.state is UnitState.SHARDED
+    if passing:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            grad.square().sum().backward()
 
 
 class Inner(nn.Module):

@@ -10,7 +10,8 @@ from torch import nn
 from ways import WAYS
 
 from collectives import Communicator
-from mpitrain.sharding import fully_shard
+from mpitrain.sharding import fully_shard, sharded_params
+from mpitrain.sharding.module import sharded_modules
 
 
 class Choice(nn.Module):
@@ -65,7 +66,7 @@ def test_experts_are_in_the_unit_of_their_layer(comm: Communicator, storage: str
     for by_layers in (True, False):
         model = Mixture()
         shard(model, comm, blocks=model.layers if by_layers else (), storage=storage)
-        assert [type(m).__name__ for m in model.modules() if hasattr(m, "_sharding")] == [
+        assert [type(m).__name__ for m in sharded_modules(model)] == [
             "ShardedMixture",
             "ShardedExperts",
             "ShardedExperts",
@@ -98,10 +99,7 @@ def test_an_exception_while_activations_are_computed_again(comm: Communicator, s
         regression_loss(model, 0, mine(comm)).backward()
     model.zero_grad()  # tidies up
     if storage == "private" and comm.size > 1:
-        params = [
-            param for m in model.modules() if hasattr(m, "_sharding") for u in m._sharding.units for param in u.params
-        ]
-        assert all(param.full.untyped_storage().size() == 0 for param in params)
+        assert all(param.full.untyped_storage().size() == 0 for param in sharded_params(model))
     regression_loss(model, 1, mine(comm)).backward()
     regression_loss(plain, 1, slice(None)).backward()
     assert_same(model, plain, grads=True, rtol=1e-4, atol=1e-6)

@@ -2,6 +2,18 @@
 
 from torch import nn
 
+from mpitrain.sharding.unit.marks import box_of, is_ignored
+
+
+def check_added(module: nn.Module) -> None:
+    """RuntimeError if a parameter of a sharded model is neither sharded nor ignored."""
+    for name, param in module.named_parameters():
+        if box_of(param) is None and not is_ignored(param):
+            raise RuntimeError(
+                f"parameter {name} was added or replaced after fully_shard: no rank would shard it or reduce its gradient; "
+                "change the model before fully_shard, or keep the parameter out of the model"
+            )
+
 
 class Tree:
     """The parts of a module. `check()`, before each forward, has to be quick: 20 us for a hundred modules."""
@@ -12,12 +24,7 @@ class Tree:
 
     def take(self) -> None:
         """Remember the parts as they are. RuntimeError if a parameter among them is neither sharded nor ignored."""
-        for name, param in self.module.named_parameters():
-            if not hasattr(param, "shard_box") and not hasattr(param, "_ignored_by_sharding"):
-                raise RuntimeError(
-                    f"parameter {name} was added or replaced after fully_shard: no rank would shard it or reduce its gradient; "
-                    "change the model before fully_shard, or keep the parameter out of the model"
-                )
+        check_added(self.module)
         modules = list(self.module.modules())
         self._children = [(part._modules, tuple(part._modules.values())) for part in modules]
         self._counts = [(part._parameters, len(part._parameters)) for part in modules]

@@ -12,7 +12,8 @@ from torch import nn
 
 from mpitrain.sharding.setup.readiness import kind_of
 from mpitrain.sharding.step.arguments import tensors_in
-from mpitrain.sharding.unit.unit import Sharded, Unit
+from mpitrain.sharding.unit.parameter import ShardedParameter
+from mpitrain.sharding.unit.unit import Unit
 
 
 def check_graph(output: Any, units: Sequence[Unit], root: nn.Module) -> None:
@@ -50,11 +51,9 @@ def _run(traceback: TracebackType | None) -> Iterator[nn.Module]:
         traceback = traceback.tb_next
 
 
-def _said(param: Sharded, root: nn.Module) -> str:
+def _said(param: ShardedParameter, root: nn.Module) -> str:
     name, module = next(
-        (name, part)
-        for name, part in root.named_modules()
-        if "_sharding" in vars(part) and any(each is param for unit in part._sharding.units for each in unit.params)
+        (name, part) for name, part in root.named_modules() if "_unit" in vars(part) and param in part._unit.params
     )
     return (
         f"parameter {param.name} was used outside the forward of {name or 'the model'} (a {kind_of(module).__name__}), around "

@@ -1,0 +1,225 @@
+"""The reductions of a backward: in which order, in which buffers, and how they overlap with the computation.
+
+[Note: complete] A unit is complete when a backward has brought all its gradients. Where full parameters last, that is when autograd has
+added up the gradient of each parameter. Where they are freed, or where some parameter got no gradient in the last backward, it is when
+the gradients of the module's inputs are there (calls.py): a unit with frozen parameters needs its full parameters until then. At the
+latest it is the end of the backward.
+
+[Note: order] Reductions are collective, so all ranks issue them in one order: the modules' order, backwards. A unit that is complete
+earlier waits for those before it. A unit that this rank did not use is reduced, as zeros, at the end of the backward.
+
+[Note: agreement] Whether a parameter is trained is the user's flag on each rank, `requires_grad`, but a reduction needs all ranks. So
+where parameters are frozen, a forward that records a graph begins with a byte by which each rank says whether it has thawed some. If
+one has, the ranks compare which, and reduce the gradients of those from this step on. A parameter frozen later stays in the order, as
+zeros, so that to freeze and thaw in turn, as adversarial training does, costs nothing.
+
+[Note: gradient buffers] The unit that is next in order moves each gradient into a buffer as soon as autograd has it, while it is in
+the core's cache; any other unit (the root's head, whose gradient comes first and is reduced last) keeps its gradients where autograd
+put them until its turn comes. So a buffer never holds gradients of two units. There are two in turn: while the gradients of a unit are
+reduced, those of the next come into the other. A reduction that has begun is carried on, where no thread does that, whenever a
+gradient comes, and its end is waited for before the next one begins: a rank that is ahead of the others by less than a unit does not
+wait.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from collectives import Communicator
+from mpitrain.sharding.unit.flat import FlatParameters
+from mpitrain.sharding.unit.gradients import Gradients
+from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.unit import Unit
+
+
+class Reducer:
+    """The reductions of one model. `units`: in the order of its modules. Making it is collective."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
+        self.done: list[Gradients] = []
+        """Those reduced in this backward."""
+        self.by_inputs = {unit for unit in units if not unit.lasts}
+        """Units that are complete when the gradients of their modules' inputs are there; the others when all their gradients are."""
+        self.groups: list[tuple[Unit, Gradients]] = []
+        """All gradients that are reduced, as they were added. A number in this list stays."""
+        self._complete: set[Unit] = set()
+        self._missing: dict[
+            Unit, set[tuple[Gradients, int]]
+        ] = {}  # parameters whose gradients have not come in this backward
+        self._next = 0  # in the order: the gradients to reduce next
+        self._left_some = False  # this backward, without a reduction
+        self._waits = False  # for a backward outside of `no_sync`: full gradients are left of one within
+        self._reducing: Gradients | None = None  # whose reduction has begun
+        self._buffers: dict[
+            tuple[Communicator, torch.dtype], deque[torch.Tensor]
+        ] = {}  # in host memory; the first is free
+        self._take_order()
+
+    def _take_order(self) -> None:
+        self.order = [(unit, group) for unit in reversed(self.units) for flat in unit.flats for group in flat.gradients]
+        self._frozen = [(flat, index) for unit in self.units for flat in unit.flats for index in flat.frozen]
+        self._at = {group: place for place, (_, group) in enumerate(self.order)}
+        self.groups += [each for each in self.order if each not in self.groups]
+        self._trained: dict[Unit, set[tuple[Gradients, int]]] = {unit: set() for unit in self.units}
+        for unit, group in self.order:
+            self._trained[unit] |= {(group, index) for index in range(len(group.params))}
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """In host memory two buffers for each dtype, as long as its longest gradients, where peers can read them."""
+        lengths: dict[tuple[Communicator, torch.dtype], list[int]] = {}
+        for unit, group in self.order:
+            if group.on_host and not group.adopts:
+                lengths.setdefault(self._kind(unit.ranks, group), []).append(group.layout.numel)
+        for kind, of_groups in lengths.items():
+            (peers, dtype), longest, count = kind, max(of_groups), min(len(of_groups), 2)
+            there = self._buffers.get(kind)
+            if there is None or len(there) < count or there[0].numel() < longest:
+                self._buffers[kind] = deque(peers.node.empty(longest, dtype) for _ in range(count))
+
+    @staticmethod
+    def _kind(ranks: Ranks, group: Gradients) -> tuple[Communicator, torch.dtype]:
+        """The ranks that read a gradient buffer, and its dtype."""
+        return ranks.shard if ranks.shard.size > 1 else ranks.replicate, group.reduce_dtype
+
+    # From autograd's hook to the shards: `take`, then `begin_reduction` and `end_reduction` in unit/gradients.py
+
+    def take(self, number: int, index: int) -> None:
+        """Autograd has added up the gradient of parameter `index` of `groups[number]`."""
+        if self._reducing is not None:
+            self._reducing.progress()
+        unit, group = self.groups[number]
+        place = self._at[group]
+        if place < self._next and unit.sync_gradients:
+            raise RuntimeError(
+                f"parameter {group.params[index].name} got a second gradient in one backward, after the first was reduced: its module "
+                "ran twice under reentrant activation checkpointing; pass use_reentrant=False"
+            )
+        if place == self._next and unit.sync_gradients and group.on_host and not group.adopts:
+            group.place_grad(index, self._buffer(unit, group))
+        missing = self._missing[unit]
+        missing.discard((group, index))
+        if not missing and unit not in self.by_inputs:
+            self.complete(unit)
+
+    def complete(self, unit: Unit) -> None:
+        """All gradients of a unit are there: see [Note: complete]. Reduce those that are complete and next in order."""
+        if not unit.reduces_early:
+            return
+        self._complete.add(unit)
+        while self._next < len(self.order) and self.order[self._next][0] in self._complete:
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        unit, group = self.order[self._next]
+        self._next += 1
+        if not unit.sync_gradients:
+            self._left_some = True
+            return
+        self.done.append(group)
+        if group.adopts:
+            group.adopt_grads()
+            return
+        self._end_one()
+        group.begin_reduction(self._buffer(unit, group))
+        if group.on_host:
+            self._buffers[self._kind(unit.ranks, group)].rotate()
+        self._reducing = group
+
+    def _buffer(self, unit: Unit, group: Gradients) -> torch.Tensor:
+        if not group.on_host:
+            return torch.empty(group.layout.numel, dtype=group.reduce_dtype, device=group.device)
+        return self._buffers[self._kind(unit.ranks, group)][0]
+
+    @property
+    def reducing(self) -> str:
+        """The name of the unit whose gradients are being reduced."""
+        return next(unit.name for unit, group in self.order if group is self._reducing)
+
+    def _end_one(self) -> None:
+        if self._reducing is not None:
+            self._reducing.end_reduction()
+            self._reducing = None
+
+    # A backward
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self._next = 0
+        self._left_some = False
+        self._complete.clear()
+        self._missing = {unit: set(trained) for unit, trained in self._trained.items()}
+        self.done.clear()
+
+    def end(self, *, makes_graph: bool) -> None:
+        """The backward ends: the shards have their gradients. `makes_graph`: a later backward goes through it."""
+        if not makes_graph:
+            self.by_inputs |= {unit for unit, left in self._missing.items() if 0 < len(left) < len(self._trained[unit])}
+        while self._next < len(self.order):
+            self._reduce_next()
+        self._end_one()
+        for group in self.done:
+            group.finish_offload()
+        if self._left_some or self._waits:
+            self._waits = any(flat.has_full_grads for unit in self.units for flat in unit.flats)
+
+    def check_reduced(self, params: Iterable[torch.Tensor], doing: str) -> None:
+        """RuntimeError if gradients of these shards wait to be reduced still, of which `doing` would know nothing."""
+        if not self._waits:
+            return
+        asked = {id(param) for param in params}
+        for flat in (flat for unit in self.units for flat in unit.flats):
+            if flat.has_full_grads and any(id(param.shard) in asked for param in flat.params):
+                raise RuntimeError(
+                    f"{doing}: gradients of backwards under no_sync wait to be reduced; run a backward outside of no_sync first, "
+                    "or drop them by model.zero_grad()"
+                )
+
+    def drop(self) -> None:
+        """Forget gradients of backwards that reduced nothing."""
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.drop_grads()
+        self._waits = False
+
+    def give_up(self) -> None:
+        """A reduction that has begun before an exception ends, and its result is forgotten."""
+        if self._reducing is not None:
+            self._reducing.give_up_reduction()
+            self._reducing = None
+
+    # Parameters thawed since they were sharded: see [Note: agreement]
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether there are parameters whose gradients are not reduced. The same on all ranks."""
+        return bool(self._frozen)
+
+    def agree(self, comm: Communicator) -> bool:
+        """Reduce from now on the gradients of parameters that the ranks have thawed. Not within a backward. Collective.
+
+        Returns whether there were some. RuntimeError on all ranks if they did not all thaw the same.
+        """
+        thawed = [n for n, (flat, index) in enumerate(self._frozen) if flat.params[index].shard.requires_grad]
+        anywhere = torch.tensor([bool(thawed)])
+        comm.all_reduce(anywhere, "max")
+        if not anywhere:
+            return False
+        of_ranks = [set(numbers) for numbers in comm.all_gather_object(thawed)]
+        if differing := set.union(*of_ranks) - set.intersection(*of_ranks):
+            flags = [min(differing) in numbers for numbers in of_ranks]
+            flat, index = self._frozen[min(differing)]
+            raise RuntimeError(
+                f"parameter {flat.params[index].name} was frozen when it was sharded; now its requires_grad is True on rank "
+                f"{flags.index(True)} and False on rank {flags.index(False)}, and the ranks could not reduce its gradient; set it on "
+                "all ranks alike"
+            )
+        of_flats: dict[FlatParameters, list[int]] = {}
+        for flat, index in (self._frozen[number] for number in thawed):
+            of_flats.setdefault(flat, []).append(index)
+        for flat, indices in of_flats.items():
+            flat.thaw(indices)
+        self._take_order()
+        return True

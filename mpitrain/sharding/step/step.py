@@ -1,0 +1,406 @@
+"""The step of one sharded model: its phase, and the order in which its units are unsharded, resharded and reduced.
+
+Three passes make a step, and each is one section below: a forward (`forward`), a backward (`_begin_backward` to `_end_backward`), and
+the time between, in which shards may be written (`before_writes`). The step calls the units; a unit knows nothing of the step. autograd
+calls the step: by a hook on each output of a module (`_before_backward`), by one on each parameter (`_on_gradient`), and at the end.
+
+[Note: second derivatives] A backward with create_graph=True makes a graph whose nodes use full parameters. After such a backward full
+parameters stay, until an optimizer steps them, until `reshard()`, or until the next forward after another backward, which is taken for
+the one that the graph was made for. A backward through the graph after that raises torch's error for tensors that were modified.
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from collectives import Communicator
+from mpitrain.sharding.step.arguments import cast, tensors_in
+from mpitrain.sharding.step.calls import Calls
+from mpitrain.sharding.step.fences import Fence
+from mpitrain.sharding.step.gather_order import Gathers
+from mpitrain.sharding.step.prefetch import Prefetch
+from mpitrain.sharding.step.reach import check_error, check_graph
+from mpitrain.sharding.step.reducer import Reducer
+from mpitrain.sharding.step.tree import Tree
+from mpitrain.sharding.torch_internals import (
+    at_end_of_backward,
+    count_writes,
+    in_backward,
+    run_accumulation_hooks,
+)
+from mpitrain.sharding.unit.gradients import Gradients
+from mpitrain.sharding.unit.ranks import Ranks, is_within
+from mpitrain.sharding.unit.unit import Unit, UnitState
+
+
+class Phase(Enum):
+    """Where a model is in a step."""
+
+    IDLE = "shards may be written"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Graph(Enum):
+    """Whether full parameters stay for a graph that a backward made: see [Note: second derivatives]."""
+
+    NONE = "no such graph"
+    LIVE = "a backward made one, and full parameters stay"
+    USED = "another backward came since: the next forward ends it"
+
+
+class Step:
+    """Of the units under one outermost module, in the order of `modules()`. Made on all ranks alike (collective)."""
+
+    def __init__(self, root: nn.Module, units: list[Unit], ranks: Ranks) -> None:
+        for unit in units:
+            if not is_within(unit.ranks.all, ranks.all):
+                raise ValueError(
+                    f"a part of a model is sharded over {unit.ranks.all.size} ranks that are not all among the {ranks.all.size} ranks "
+                    "of the whole; pass the mesh of the whole, or another mesh of the same ranks"
+                )
+        self.ranks = ranks
+        self.units = units
+        self.phase = Phase.IDLE
+        self.comm_s = 0.0
+        """Seconds spent in communication and in waiting for other ranks, since the beginning."""
+        self._tree = Tree(root)
+        self._graph = Graph.NONE
+        self._makes_graph = False  # this backward
+        self._held: set[Unit] = set()  # full until `let_go`
+        self._ran: set[Unit] = set()  # units whose modules ran in this forward, or in the last one
+        self._calls = {unit: Calls(partial(self._all_back, unit)) for unit in units}
+        self._lasting = [unit for unit in units if unit.lasts]
+        self._passing = [unit for unit in units if not unit.lasts]
+        self._compares = bool(self._passing) and ranks.shard.size > 1
+        self._is_reach_checked = not self._compares
+        limit = units[0].prefetch_bytes
+        self._prefetch = Prefetch(max((unit.nbytes for unit in units[1:]), default=0) if limit is None else limit)
+        self._gathers = Gathers(units)
+        self._shards = [param.shard for unit in units for param in unit.params]
+        shared = any(flat.storage.kind == "resident" for unit in units for flat in unit.flats)
+        readers = ranks.shard if all(is_within(unit.ranks.shard, ranks.shard) for unit in units) else ranks.all
+        self._fence = Fence(
+            readers.node if shared and readers.node.size > 1 else None,
+            [param.shard for unit in self._lasting for param in unit.params],
+        )
+        self.reducer = Reducer(units)
+        self._num_watched = 0  # of the reducer's groups
+        self._watch_gradients()
+        _living.add(self)
+
+    @contextmanager
+    def _communicating(self) -> Iterator[None]:
+        """Count the time of the block as communication."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.comm_s += time.perf_counter() - start
+
+    def _unshard(self, unit: Unit) -> None:
+        """Full parameters, filled and shown. Collective where they were not full."""
+        if unit.state is UnitState.UNSHARDED:
+            return
+        with self._communicating():
+            gathered = unit.unshard()
+        if gathered and not unit.lasts:
+            self._gathers.note(unit)
+            self._prefetch.used(unit)
+
+    def _reshard(self, unit: Unit, *, keep: bool = False, for_backward: bool = False) -> None:
+        """Shards shown, and the memory of full parameters given back, unless it is needed still or to `keep`."""
+        if unit in self._held or unit.state in (UnitState.SHARDED, UnitState.UNSHARDING):
+            return  # what the prefetch has begun it gives back itself
+        if keep or self._graph is not Graph.NONE:
+            unit.hide()
+        else:
+            unit.reshard(for_backward=for_backward)
+
+    # Forward
+
+    def forward(self, unit: Unit, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module's own forward, `call`, with the full parameters of its unit in place."""
+        if in_backward():
+            # Activation checkpointing recomputes: not a new forward, and the backward that follows needs the parameters.
+            self._begin_backward()  # a reentrant one may be the first call of this backward
+            self._unshard(unit)
+            args, kwargs = self._cast_inputs(unit, args, kwargs)
+            return self._cast_outputs(unit, call(*args, **kwargs))
+        is_root, with_grad = self.phase is not Phase.FORWARD, torch.is_grad_enabled()
+        try:
+            if is_root:
+                self.open()
+            written = count_writes(self._shards) if is_root else None
+            self._ran.add(unit)
+            self._unshard(unit)
+            args, kwargs = self._cast_inputs(unit, args, kwargs)
+            if with_grad and unit in self.reducer.by_inputs:
+                args, kwargs = self._calls[unit].watch(args, kwargs)
+            output = self._cast_outputs(unit, call(*args, **kwargs))
+            unit.check_output(tensors_in(output))
+            if with_grad and (is_root or not unit.lasts):
+                for tensor in tensors_in(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(partial(self._before_backward, unit, written))
+            if is_root and with_grad and not self._is_reach_checked:
+                # Code that reaches into other modules does so in each forward: the first one with a graph tells.
+                check_graph(output, self._passing, self._tree.module)
+                self._is_reach_checked = True
+        except BaseException as error:
+            if is_root:
+                try:
+                    if isinstance(error, Exception) and self._compares:  # and not Ctrl-C
+                        check_error(error, self._passing, self._tree.module)
+                finally:
+                    self.reset()  # no fence: the other ranks may be anywhere
+            raise
+        if not unit.lasts:
+            # The outermost module's backward comes first: its unit stays full for it.
+            self._reshard(unit, keep=not unit.reshard_after_forward or (is_root and with_grad), for_backward=with_grad)
+        if is_root:
+            self.close(before_backward=with_grad)
+        return output
+
+    @staticmethod
+    def _cast_inputs(
+        unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
+        return (args, kwargs) if dtype is None else (cast(args, dtype), cast(kwargs, dtype))
+
+    @staticmethod
+    def _cast_outputs(unit: Unit, output: Any) -> Any:
+        dtype = unit.policy.output_dtype
+        return output if dtype is None else cast(output, dtype)
+
+    def open(self) -> None:
+        """Before the outermost forward: see [Note: fences] in fences.py. What an exception left behind goes first."""
+        if self.phase is not Phase.IDLE:
+            self.reset()
+        self.reducer.give_up()
+        self._fence.go_on()
+        self._tree.check()
+        graph, self._graph = self._graph, Graph.NONE
+        for unit in self.units:
+            unit.check_shown()  # before the shards are shown again in place of something that the user has put there
+            was_full = unit.state is not UnitState.SHARDED
+            unit.reshard()  # full parameters hold the values of an earlier forward
+            unit.expire()
+            if graph is Graph.LIVE and was_full and not unit.lasts:
+                unit.unshard()
+                unit.hide()
+        self._graph = Graph.LIVE if graph is Graph.LIVE else Graph.NONE
+        self.phase = Phase.FORWARD
+        with self._communicating():
+            for unit in self._lasting:
+                unit.begin_unshard()
+            if not (torch.is_grad_enabled() and self.reducer.has_frozen and self._agree()):
+                self._fence.wait()
+        ran, self._ran = self._ran, set()
+        for unit in self._lasting:
+            if unit not in ran or not unit.is_under_way:  # other modules may use its parameters; or it costs no wait
+                self._unshard(unit)
+        with self._communicating():
+            self._prefetch.begin("forward")
+
+    def _agree(self) -> bool:
+        """Let the reducer learn what was thawed. Returns whether the message was a fence: none is past it before all came to it."""
+        if self.reducer.agree(self.ranks.all):
+            self._watch_gradients()
+        return self._fence.num_ranks == self.ranks.all.size
+
+    def close(self, *, before_backward: bool = False, is_compared: bool = False) -> None:
+        """After the outermost forward, which a backward may follow, and after a backward. `is_compared`: the order of gathers is."""
+        with self._communicating():
+            self._prefetch.end()
+        for unit in self._lasting:
+            if unit.state is UnitState.UNSHARDING:
+                self._unshard(unit)
+            unit.reshard()
+        self.phase = Phase.IDLE
+        if before_backward:
+            self._fence.put_off()
+            return
+        with self._communicating():
+            if self._compares and not is_compared:
+                # Among the shards of one copy: other copies of the shards may run other modules.
+                order = torch.tensor(self._gathers.both_ways(), dtype=torch.uint8)
+                self.ranks.shard.all_reduce(order, "max")
+                self._check_gathers(order)
+            self._fence.wait()
+
+    # Backward
+
+    def _watch_gradients(self) -> None:
+        # Weak, and by a number: torch keeps hooks where Python's garbage collector does not look, so that a model whose hooks refer
+        # back to it would stay for ever.
+        this = weakref.ref(self)
+        for number, (_, group) in enumerate(self.reducer.groups[self._num_watched :], self._num_watched):
+            for index, param in enumerate(group.params):
+                param.full.register_post_accumulate_grad_hook(partial(_on_gradient, this, number, index))
+        self._num_watched = len(self.reducer.groups)
+
+    def _before_backward(self, unit: Unit, written: int | None, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient is about to flow into a module by its output. `written`: the writes to the shards up to the root's forward."""
+        if written is not None and written != count_writes(self._shards):
+            self._fence.forget()
+            raise RuntimeError(
+                "parameters were written between a forward and its backward (by an optimizer, an EMA, a load), which would compute the "
+                "gradients of neither; run the backward first, or the forward again"
+            )
+        self._begin_backward()
+        if torch.is_grad_enabled():
+            self._graph = Graph.LIVE
+            self._makes_graph = True
+        self._unshard(unit)
+        return grad
+
+    def _begin_backward(self) -> None:
+        """At the first sign of a backward."""
+        if self.phase is Phase.BACKWARD:
+            return
+        self._fence.go_on()
+        self.phase = Phase.BACKWARD
+        self._makes_graph = False
+        self.reducer.begin()
+        for unit in self._lasting:
+            self._unshard(unit)
+        with self._communicating():
+            self._prefetch.begin("backward")
+        at_end_of_backward(self._end_backward)
+
+    def on_gradient(self, number: int, index: int) -> None:
+        """Autograd has added up the gradient of a parameter: `index` of the reducer's `groups[number]`."""
+        self._begin_backward()
+        with self._communicating():
+            self.reducer.take(number, index)
+
+    def _all_back(self, unit: Unit) -> None:
+        """The gradients of the inputs of all of a unit's calls are there: see [Note: complete] in reducer.py."""
+        if self._graph is not Graph.NONE:
+            return  # the calls are gone through again
+        if not unit.lasts:
+            self._reshard(unit)
+        with self._communicating():
+            self.reducer.complete(unit)
+
+    def _end_backward(self) -> None:
+        """The autograd engine has computed all gradients of a backward."""
+        for calls in self._calls.values():
+            calls.end_backward()
+        if self._graph is Graph.LIVE and not self._makes_graph:
+            self._graph = Graph.USED
+        for unit in self._passing:
+            self._reshard(unit)
+        with self._communicating():
+            self.reducer.end(makes_graph=self._makes_graph)
+            self._forget_unused()
+        self.close(is_compared=not self.ranks.has_replicas)
+        for group in self.reducer.done:
+            for param in group.params:
+                if param.shard.grad is not None:
+                    run_accumulation_hooks(param.shard)  # not earlier: they may write to shards
+
+    def _forget_unused(self) -> None:
+        """A parameter that no rank used has no gradient, as in plain torch: an optimizer leaves it alone.
+
+        In the same message the ranks compare the order of their gathers, unless copies of the shards are among them.
+        """
+        params: dict[Communicator, list[tuple[Gradients, int]]] = {}
+        for group in self.reducer.done:
+            params.setdefault(group.ranks.all, []).extend((group, index) for index in range(len(group.params)))
+        for comm, its in params.items():
+            order = [] if self.ranks.has_replicas or comm is not self.ranks.all else self._gathers.both_ways()
+            used = torch.tensor([*order, *(group.was_used[index] for group, index in its)], dtype=torch.uint8)
+            comm.all_reduce(used, "max")
+            compared, used = used.tensor_split((len(order),))
+            if order:
+                self._check_gathers(compared)
+            for (group, index), anywhere in zip(its, used.tolist(), strict=True):
+                if not anywhere and group.was_fresh[index]:
+                    group.params[index].shard.grad = None
+
+    def _check_gathers(self, most: torch.Tensor) -> None:
+        try:
+            self._gathers.check(most)
+        except RuntimeError:
+            self.reset()
+            self._prefetch.forget()
+            raise
+
+    # Between steps
+
+    def settle(self) -> None:
+        """Before shards are handed out or written: see [Note: fence put off] in fences.py. Not collective."""
+        self._fence.settle()
+
+    def tidy(self) -> None:
+        """Before the model's parameters are handed out. After a backward that ended in an exception full ones are still shown."""
+        if self.phase is Phase.BACKWARD and not in_backward():
+            self.reset()
+        self.settle()
+
+    def drop_gradients(self) -> None:
+        """Forget full gradients that were not reduced."""
+        self.reducer.drop()
+
+    def hold(self, unit: Unit) -> None:
+        """Full parameters of a unit, filled and shown, until `let_go`. Collective."""
+        self._unshard(unit)
+        self._held.add(unit)
+
+    def let_go(self, unit: Unit) -> None:
+        """End what `hold` began."""
+        self._held.discard(unit)
+        if not unit.lasts:
+            self._reshard(unit)
+
+    def end_graph(self) -> None:
+        """Give back full parameters that stayed for a graph: see [Note: second derivatives]."""
+        if self._graph is not Graph.NONE and self.phase is Phase.IDLE:
+            self._graph = Graph.NONE
+            for unit in self._passing:
+                unit.reshard()
+
+    def before_writes(self, params: Iterable[torch.Tensor], doing: str) -> None:
+        """Before `doing`, an optimizer's step for instance, writes to shards. RuntimeError if gradients of `params` are not reduced."""
+        self.settle()
+        self.reducer.check_reduced(params, doing)
+        if self._graph is not Graph.NONE:
+            own = {id(shard) for shard in self._shards}
+            if any(id(param) in own for param in params):
+                self.end_graph()
+
+    def reset(self) -> None:
+        """Back to idle after an exception in the middle of a step. No communication: the ranks may be anywhere."""
+        self._graph = Graph.NONE
+        for unit in self.units:
+            self._calls[unit].forget()
+            unit.reset()
+        self._prefetch.reset()
+        self._gathers.forget()
+        self.phase = Phase.IDLE
+        self._fence.forget()
+
+
+def _on_gradient(step: "weakref.ref[Step]", number: int, index: int, full: torch.Tensor) -> None:
+    alive = step()
+    if alive is not None:
+        alive.on_gradient(number, index)
+
+
+# An optimizer, or an average, has nothing but parameters: it finds here the steps that they may belong to.
+_living: "weakref.WeakSet[Step]" = weakref.WeakSet()
+
+
+def living_steps() -> list[Step]:
+    """The steps of all models of this process that have run."""
+    return list(_living)

@@ -1,0 +1,84 @@
+"""What sharding needs of torch and Python that neither promises: one function for each need, and why there is no other way.
+
+tests/unit/mpitrain/test_torch_internals.py fails when a release changes one of them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine runs on this thread.
+
+    A forward is then the recomputation of an activation checkpoint. torch has no public query.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(act: Callable[[], None]) -> None:
+    """Let the engine call `act` when the backward that runs on this thread has computed all gradients.
+
+    The same call serves FSDP2 and DistributedDataParallel. No tensor has a hook that comes last.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def is_freed(node: Any) -> bool:
+    """Whether a backward went through this node of a graph and freed the saved tensors: no further backward can enter the node.
+
+    Only the attempt to read them tells.
+    """
+    try:
+        node.saved_tensors  # noqa: B018
+    except RuntimeError:
+        return True
+    return False
+
+
+def count_writes(tensors: Iterable[torch.Tensor]) -> int:
+    """A number that grows with each write in place to one of these tensors.
+
+    Only autograd's version counters see a write by any code. The optimizer's hook alone would miss an average or a load.
+    """
+    return sum(tensor._version for tensor in tensors)
+
+
+def withdraw(tensors: Sequence[torch.Tensor]) -> None:
+    """Let autograd refuse a backward that saved these tensors ("modified by an inplace operation"): their memory is about to go.
+
+    Without the refusal such a backward would read memory that is no longer there.
+    """
+    torch.autograd.graph.increment_version(tensors)
+
+
+def restore(tensors: Sequence[torch.Tensor]) -> None:
+    """End one `withdraw`: the memory holds the saved values again. FSDP2 keeps the counter by a context manager around each write."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(tensor._version - 1 for tensor in tensors))
+
+
+def with_own_counter(view: torch.Tensor) -> torch.Tensor:
+    """The same memory with a version counter of its own.
+
+    Views of one tensor share a counter. The optimizer's step on one shard would look like a write to each parameter of the buffer.
+    """
+    return view.data
+
+
+def hooks_on(param: torch.Tensor) -> bool:
+    """Whether the user gave this tensor a hook by `register_hook`."""
+    return bool(param._backward_hooks)
+
+
+def run_accumulation_hooks(param: torch.Tensor) -> None:
+    """Run the hooks of `register_post_accumulate_grad_hook`: autograd runs them for leaves of its graph, and a shard is none."""
+    hooks: Any = param._post_accumulate_grad_hooks
+    for hook in list(hooks.values()) if hooks else ():
+        hook(param)
+
+
+def without_overrides() -> AbstractContextManager[None]:
+    """Within the block functions see subclasses of Tensor as plain tensors. A `__torch_function__` that calls the function needs it."""
+    return torch._C.DisableTorchFunctionSubclass()

@@ -1,0 +1,44 @@
+"""One sharded parameter."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from mpitrain.sharding.unit.layout import Box
+
+
+@dataclass(eq=False)
+class ShardedParameter:
+    """A parameter as two `nn.Parameter` objects that live as long as its unit.
+
+    `full`: the whole parameter, which the modules see in forward and backward. `shard`: this rank's rows, `box`, which the modules see
+    else, and which the optimizer steps.
+    """
+
+    name: str
+    users: list[tuple[nn.Module, str]]  # the modules that use it, and their names for it; several for tied weights
+    full: nn.Parameter
+    shard: nn.Parameter
+    box: Box
+    from_meta: bool = False  # made without values
+
+    def __post_init__(self) -> None:
+        self._memory = self.shard.data_ptr(), self.shard.dtype
+
+    @property
+    def lacks_values(self) -> bool:
+        """Whether this rank's rows were made without values, and nothing was written to them since."""
+        return self.from_meta and self.shard.numel() > 0 and self.shard._version == 0
+
+    def check(self, shown: nn.Parameter | None) -> None:
+        """RuntimeError if a module shows another parameter in its place, or if its memory was replaced: both would be lost."""
+        if (self.shard.data_ptr(), self.shard.dtype) != self._memory:
+            raise RuntimeError(
+                f"the memory of parameter {self.name} was replaced after fully_shard (by param.data = ..., or by casting or moving a "
+                "part of the model), and its new values would be lost; write into it instead (with no_grad: param.copy_(...))"
+            )
+        if shown is not self.shard and shown is not self.full:
+            raise RuntimeError(
+                f"parameter {self.name} was replaced after fully_shard, and neither its shards nor its gradient would follow; "
+                "replace parameters before fully_shard, or write new values into the shard (with no_grad: param.copy_(...))"
+            )

@@ -1,0 +1,108 @@
+"""What sharding takes from torch without a promise: these tests fail when a release changes it."""
+
+import pytest
+import torch
+from torch import nn
+
+from mpitrain.sharding.torch_internals import (
+    at_end_of_backward,
+    count_writes,
+    hooks_on,
+    in_backward,
+    is_freed,
+    restore,
+    run_accumulation_hooks,
+    with_own_counter,
+    withdraw,
+    without_overrides,
+)
+
+
+def test_whether_a_backward_runs_and_when_it_ends() -> None:
+    seen: list[object] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    def hook(grad: torch.Tensor) -> None:
+        seen.append(in_backward())
+        at_end_of_backward(lambda: seen.append(x.grad is not None))
+
+    y.register_hook(hook)
+    assert not in_backward()
+    y.sum().backward()
+    assert seen == [True, True], "within a backward, and the gradient was there at its end"
+    assert not in_backward()
+
+
+nodes: list[torch.autograd.function.FunctionCtx] = []
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        nodes.append(ctx)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_whether_a_graph_was_freed() -> None:
+    nodes.clear()
+    loss = Double.apply(torch.ones(2, requires_grad=True)).sum()
+    (node,) = nodes
+    assert not is_freed(node)
+    loss.backward(retain_graph=True)
+    assert not is_freed(node)
+    loss.backward()
+    assert is_freed(node)
+
+
+def test_writes_are_counted_and_a_view_can_have_a_counter_of_its_own() -> None:
+    whole = torch.zeros(4)
+    view, own = whole[:2], with_own_counter(whole[2:])
+    before = count_writes([whole, view])
+    view += 1
+    assert count_writes([whole, view]) == before + 2, "a view shares the counter"
+    assert count_writes([own]) == 0
+    own += 1
+    assert whole.tolist() == [1, 1, 1, 1] and count_writes([whole, view]) == before + 2
+
+
+def test_a_withdrawn_parameter_stops_a_backward_until_it_is_restored() -> None:
+    weight = nn.Parameter(torch.full((2,), 3.0))
+    x = torch.ones(2, requires_grad=True)
+    loss = (weight * x).sum()
+    withdraw((weight,))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward(retain_graph=True)
+    restore((weight,))
+    loss.backward()
+    assert x.grad is not None and x.grad.tolist() == [3, 3]
+
+
+def test_hooks_of_a_parameter() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    run_accumulation_hooks(param)  # none
+    assert not hooks_on(param)
+    param.register_hook(lambda grad: None)
+    assert hooks_on(param)
+    seen: list[torch.Tensor] = []
+    param.register_post_accumulate_grad_hook(seen.append)
+    run_accumulation_hooks(param)
+    assert len(seen) == 1 and seen[0] is param
+
+
+def test_functions_without_overrides() -> None:
+    class Own(torch.Tensor):
+        calls = 0
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            Own.calls += 1
+            with without_overrides():
+                return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2).as_subclass(Own)
+    assert type(x + 1) is torch.Tensor and Own.calls == 1
