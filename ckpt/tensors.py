@@ -1,4 +1,4 @@
-"""What a caller hands in: a whole array, or a `Shard` of one. Looked at here once, for saving and for loading alike."""
+"""What a caller hands in: a whole array, a `Shard` of one, or several. Looked at here once, for saving and for loading alike."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,9 @@ from collectives.arrays.dtypes import DTYPES, DTypeError, dtype_of
 class Shard:
     """This rank's box of a tensor: `data`, a NumPy array or torch CPU tensor, at `offset` in a tensor of full `shape`.
 
-    `data` may be empty (0 rows) but has as many dimensions as the tensor. What the box must satisfy is checked when it is used.
+    A rank that holds several boxes of one tensor passes a list of them, and one that holds nothing may pass an empty list.
+    `data` has as many dimensions as the tensor. It may be empty (0 rows); of a scalar any empty array holds nothing. What the box must
+    satisfy is checked when it is used.
     `axes`: for people and tools, the name of the mesh axis that each dimension is cut along, None for a whole one.
     """
 
@@ -32,31 +34,45 @@ class Shard:
         return f"Shard(data of {tuple(self.data.shape)}, shape={self.shape}, offset={self.offset})"
 
 
-class Local(NamedTuple):
-    """What this rank holds of one tensor: `array` is the `box` of a tensor of `shape`; `whole` if all ranks hold all of it."""
+class Description(NamedTuple):
+    """What all ranks must say alike of a tensor that they save. `whole`: each of them holds all of it."""
 
     name: str
     dtype: str
     shape: Shape
-    box: Box
     whole: bool
-    array: np.ndarray
     axes: tuple[str | None, ...] | None = None
 
-    @property
-    def description(self) -> tuple[str, str, Shape, bool, tuple[str | None, ...] | None]:
-        """What all ranks must agree on when they save."""
-        return self.name, self.dtype, self.shape, self.whole, self.axes
+    def __str__(self) -> str:
+        cut = "" if self.whole else " in shards"
+        return f"{self.dtype} {self.shape}{cut}" + (f" along {self.axes}" if self.axes else "")
 
-    @property
-    def bytes(self) -> memoryview:
-        """The array's memory, as bytes."""
-        return self.array.reshape(-1).view(np.uint8).data
+
+class LocalBox(NamedTuple):
+    """An array in this rank's memory: the `box` of the tensor `name`."""
+
+    name: str
+    dtype: str
+    box: Box
+    array: np.ndarray
 
     def chunks(self, nbytes: int) -> Iterator[memoryview]:
         """Its bytes, so many at a time, and the rest."""
-        data = self.bytes
+        data = self.array.reshape(-1).view(np.uint8).data
         return (data[at : at + nbytes] for at in range(0, len(data), nbytes))
+
+
+class Local(NamedTuple):
+    """What this rank holds of one tensor: its filled boxes. `description`: None for an empty list of Shards, which tells nothing."""
+
+    name: str
+    description: Description | None
+    boxes: tuple[LocalBox, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all ranks hold all of it."""
+        return self.description is not None and self.description.whole
 
 
 def inspect(tensors: Mapping[str, Any], *, writable: bool = False) -> list[Local]:
@@ -65,7 +81,9 @@ def inspect(tensors: Mapping[str, Any], *, writable: bool = False) -> list[Local
     `writable`: they are to be filled, and not to be saved.
     """
     if not isinstance(tensors, Mapping):
-        raise TypeError(f"tensors is a {type(tensors).__name__}; expected a dict of name -> array or Shard")
+        raise TypeError(
+            f"tensors is a {type(tensors).__name__}; expected a dict of name -> array, Shard or list of Shards"
+        )
     for name in tensors:
         if problem := name_error(name):
             raise ValueError(problem)
@@ -75,9 +93,29 @@ def inspect(tensors: Mapping[str, Any], *, writable: bool = False) -> list[Local
 
 
 def _local(name: str, value: Any, writable: bool) -> Local:
-    data = value.data if isinstance(value, Shard) else value
+    if isinstance(value, Shard):
+        return _of_one(name, value.data, value, writable)
+    if not isinstance(value, (list, tuple)) or (value and not any(isinstance(shard, Shard) for shard in value)):
+        return _of_one(name, value, None, writable)
+    found = []
+    for shard in value:
+        if not isinstance(shard, Shard):
+            raise TypeError(
+                f"tensor {name!r} is a {type(value).__name__} of Shards with a {type(shard).__name__} in it; expected Shards alone"
+            )
+        found.append(_of_one(name, shard.data, shard, writable))
+        if found[-1].description != found[0].description:
+            raise ValueError(
+                f"tensor {name!r}: a list with shards of {found[0].description} and of {found[-1].description}; "
+                "expected shards of one tensor"
+            )
+    return Local(name, found[0].description if found else None, tuple(box for local in found for box in local.boxes))
+
+
+def _of_one(name: str, data: Any, shard: Shard | None, writable: bool) -> Local:
+    """An array: all of the tensor, or what `shard` says."""
     # Some library's part of a tensor, which in a dict of arrays would stand for the whole: this raises, and says what to do.
-    if not writable and (refuse := getattr(value, "refuse_as_whole", None)) is not None:
+    if shard is None and not writable and (refuse := getattr(data, "refuse_as_whole", None)) is not None:
         refuse()
     if writable and is_jax(data):
         raise TypeError(
@@ -92,16 +130,18 @@ def _local(name: str, value: Any, writable: bool) -> Local:
             f"tensor {name!r}: dtype {kind} is not supported; expected one of {', '.join(DTYPES)}, or a view as one of them, such as "
             "uint8"
         ) from None
-    shape = value.shape if isinstance(value, Shard) else array.shape
-    offset = value.offset if isinstance(value, Shard) else (0,) * array.ndim
-    box = Box(offset, array.shape)
-    if not box.inside(shape):
-        raise ValueError(
-            f"tensor {name!r}: a shard of shape {array.shape} at offset {offset} does not lie inside the full shape {shape}"
-        )
+    filled = array.size > 0
+    if shard is None:
+        shape, axes, box = array.shape, None, Box.full(array.shape)
+    else:
+        shape, axes, box = shard.shape, shard.axes, Box(shard.offset, array.shape)
+        if not (box.inside(shape) or (shape == () and not filled)):
+            raise ValueError(
+                f"tensor {name!r}: a shard of shape {array.shape} at offset {shard.offset} does not lie inside the full shape {shape}"
+            )
     if len(shape) > MAX_NDIM:
         raise ValueError(f"tensor {name!r} has {len(shape)} dimensions; HDF5 knows at most {MAX_NDIM}")
-    axes = value.axes if isinstance(value, Shard) else None
     if axes is not None and (problem := axes_error(axes, len(shape))):
         raise ValueError(f"tensor {name!r}: {problem}")
-    return Local(name, dtype, shape, box, not isinstance(value, Shard), array, axes)
+    held = (LocalBox(name, dtype, box, array),) if filled else ()
+    return Local(name, Description(name, dtype, shape, shard is None, axes), held)

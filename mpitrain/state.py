@@ -5,13 +5,12 @@ average. A tensor of the shard's shape is this rank's box of one of the paramete
 same on all ranks.
 
 A scalar parameter has a shard of shape (1,) on one rank and (0,) on the others, since no scalar can be empty. In a checkpoint it is
-the scalar that it is in the plain model.
+the scalar that it is in the plain model, and the box of the one rank is all of it.
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from mpitrain.sharding import EMA, sharded_over, sharded_params
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.unit.layout import Box
 from mpitrain.sharding.unit.marks import box_of
-from mpitrain.sharding.unit.ranks import AXES
+from mpitrain.sharding.unit.ranks import SHARD
 
 
 def save(
@@ -64,11 +63,7 @@ def save(
                     numbers.setdefault(name, {})[key] = value
         kind = type(optimizer).__name__
         described["optimizer"] = {"kind": kind, "groups": _hyperparameters(optimizer), "state": numbers}
-    arrays = _on_host(everything)
-    for tensor_name, held in everything.items():
-        if isinstance(held, _Scalar) and comm is not None:
-            held.spread(arrays[tensor_name], comm)
-    ckpt.save(path, arrays, comm=comm, meta=described, **options)
+    ckpt.save(path, _on_host(everything), comm=comm, meta=described, **options)
 
 
 def load(
@@ -122,10 +117,9 @@ def load(
         for name, value in wanted.items():
             if name not in arrays:
                 continue
-            target, source = _data(value), _data(arrays[name])
-            if isinstance(value, _Scalar):
-                target, source = value.shard, source.expand(value.shard.shape)
-            if isinstance(target, torch.Tensor):
+            for target, source in zip(_data(value), _data(arrays[name]), strict=True):
+                if not isinstance(target, torch.Tensor):
+                    continue
                 if target.is_meta:
                     target = with_memory(model, name.removeprefix("model/"))
                 if target.data_ptr() != source.data_ptr():
@@ -158,20 +152,6 @@ def _take_over(
         for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
             # JSON knows no tuples.
             group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
-
-
-@dataclass(frozen=True)
-class _Scalar:
-    """A rank's part of a scalar parameter, or of what the optimizer keeps for it."""
-
-    shard: torch.Tensor  # (1,) on one rank, (0,) on the others
-
-    def spread(self, value: torch.Tensor, comm: Communicator) -> None:
-        """Fill `value`, of no dimension and on the host, on all ranks. Collective."""
-        owner = comm.all_gather_object(self.shard.numel()).index(1)
-        if comm.rank == owner:
-            value.copy_(self.shard[0])
-        comm.broadcast(value, owner)
 
 
 def _scalars(model: nn.Module) -> set[nn.Parameter]:
@@ -208,33 +188,34 @@ def _held(value: torch.Tensor, param: nn.Parameter | None, scalars: set[nn.Param
     data = value.detach()
     if box is None or tuple(value.shape) != box.shape:
         return data
+    if is_copy:
+        data = data[:0]
     if param in scalars:
-        return _Scalar(data)
+        return ckpt.Shard(data.view(()) if data.numel() else data, (), ())
     rows = next((dim for dim, n in enumerate(box.full_shape) if n > 1), 0)
-    axes = [AXES[1] if dim == rows else None for dim in range(len(box.full_shape))]
-    return ckpt.Shard(data[:0] if is_copy else data, box.full_shape, box.offset, axes)
+    axes = [SHARD[0] if dim == rows else None for dim in range(len(box.full_shape))]
+    return ckpt.Shard(data, box.full_shape, box.offset, axes)
 
 
-def _data(value: Any) -> Any:
-    return value.data if isinstance(value, ckpt.Shard) else value
+def _data(value: Any) -> list[Any]:
+    """The arrays of a value: its Shards', or itself."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [at.data if isinstance(at, ckpt.Shard) else at for at in values]
 
 
 def _on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The same tensors where `ckpt` can use them: contiguous, in host memory; no copy of what is so already."""
 
-    def moved(data: Any) -> Any:
-        if isinstance(data, _Scalar):
-            return torch.zeros((), dtype=data.shard.dtype)
-        if isinstance(data, torch.Tensor) and data.is_meta:  # a buffer that is about to be loaded
-            return torch.zeros_like(data, device="cpu")
-        return data.cpu().contiguous() if isinstance(data, torch.Tensor) else data
+    def moved(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [moved(shard) for shard in value]
+        if isinstance(value, ckpt.Shard):
+            return ckpt.Shard(moved(value.data), value.shape, value.offset, value.axes)
+        if isinstance(value, torch.Tensor) and value.is_meta:  # a buffer that is about to be loaded
+            return torch.zeros_like(value, device="cpu")
+        return value.cpu().contiguous() if isinstance(value, torch.Tensor) else value
 
-    return {
-        name: ckpt.Shard(moved(value.data), value.shape, value.offset, value.axes)
-        if isinstance(value, ckpt.Shard)
-        else moved(value)
-        for name, value in tensors.items()
-    }
+    return {name: moved(value) for name, value in tensors.items()}
 
 
 Stored = dict[str, list[tuple[str, tuple[int, ...], str, bool]]]

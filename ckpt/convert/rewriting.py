@@ -49,7 +49,7 @@ def write_checkpoint(
         check_free(stage.path, sum(source.nbytes for source in sources))
         for number, held in enumerate(boxes):
             parts = [Part(by_name[name], box) for name, box in held.items()]
-            items = [Item(part.name, part.dtype, part.box.size) for part in parts]
+            items = [Item(part.name, part.dtype, part.box) for part in parts]
             plan = lay_out(file_name(files, number), {number: items})
             driver = Posix(stage.path / plan.name, plan, number)
             file = driver.prepare()
@@ -57,7 +57,7 @@ def write_checkpoint(
             reports.append((file_entry(file), driver.write(parts, file)))
             flush(stage.path / plan.name)
             plans.append(plan)
-        contents = Contents(sources, plans, boxes, dict(meta))
+        contents = Contents(sources, plans, dict(meta))
         write_index(stage.path, contents, {source.name: _value(source) for source in sources if not source.shape})
         order = next_sequence(stage.final.parent) if sequence is None else sequence
         write_manifest(stage.path, contents, reports, sequence=order)

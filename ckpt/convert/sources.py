@@ -30,10 +30,6 @@ class Source:
     axes: tuple[str | None, ...] | None = None
 
     @property
-    def box(self) -> Box:
-        return Box.full(self.shape)
-
-    @property
     def nbytes(self) -> int:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 

@@ -15,7 +15,7 @@ from ckpt.ranks import Ranks, ranks_of
 from ckpt.reading.reader import Reader
 from ckpt.storage.catalog import check_there, manifest_bytes, none_usable, parse_manifest
 from ckpt.storage.places import Paths, Place, copies_of
-from ckpt.tensors import Local, inspect
+from ckpt.tensors import Local, LocalBox, inspect
 from collectives.arrays.dtypes import DTYPES
 
 _DOING = "ckpt.load"
@@ -39,7 +39,7 @@ def load(
     process alone.
 
     `tensors`: name -> a writable contiguous array for the whole tensor, or a `Shard`: any box of it, whatever boxes it was
-    saved in and by however many ranks. The ranks may ask for different tensors.
+    saved in and by however many ranks; or a list of Shards, which may be empty. The ranks may ask for different tensors.
     `strict`: names asked for but not stored, or stored but not asked for, are an error; otherwise the former stay as they are and
     the latter are passed over. `only`: a pattern such as "model/*", or several; tensors whose name none matches do not count, be they
     stored or asked for. A pattern that matches no stored tensor is an error, also if not `strict`.
@@ -74,7 +74,8 @@ def load(
                         check_there(place, manifest.files)
                 with comm.together(_DOING), Reader(place, manifest, verify=verify) as reader:
                     for local in wanted:
-                        _fill(local, manifest.tensors[local.name], reader)
+                        for part in local.boxes:
+                            _fill(part, manifest.tensors[local.name], reader)
                 return manifest.meta
             except (CheckpointError, OSError) as error:
                 failure = error
@@ -103,17 +104,17 @@ def _manifest_at(place: Place, known: bytes | None, comm: Ranks) -> tuple[bytes,
         return data, parse_manifest(place, data)
 
 
-def _fill(local: Local, tensor: Tensor, reader: Reader) -> None:
-    """Read a rank's box of `tensor`, converted if need be."""
-    if local.dtype == tensor.dtype:
-        reader.fill(local.array, tensor, local.box)
+def _fill(part: LocalBox, tensor: Tensor, reader: Reader) -> None:
+    """Read a box of `tensor`, converted if need be."""
+    if part.dtype == tensor.dtype:
+        reader.fill(part.array, tensor, part.box)
         return
-    for piece in pieces(local.box, _CAST_ELEMENTS):
+    for piece in pieces(part.box, _CAST_ELEMENTS):
         stored = np.empty(piece.shape, DTYPES[tensor.dtype].numpy)
         reader.fill(stored, tensor, piece)
         if stored.itemsize == 1:  # between some kinds of float8 NumPy knows no way; float32 has the values of all
             stored = stored.astype(np.float32)
-        local.array[piece.relative_to(local.box.offset).slices] = stored.astype(local.array.dtype)
+        part.array[piece.relative_to(part.box.offset).slices] = stored.astype(part.array.dtype)
 
 
 def _match(
@@ -142,15 +143,15 @@ def _match(
     if problem := unmatched_error(list(manifest.tensors), only):
         raise CheckpointError(f"{folder}: {problem}")
     wanted = [local for local in asked if local.name in stored]
-    for local in wanted:
-        tensor = manifest.tensors[local.name]
+    for asked_for in (local.description for local in wanted if local.description is not None):
+        tensor = manifest.tensors[asked_for.name]
         kind = DTYPES[tensor.dtype].kind
-        converts = kind in ("float", "complex") and DTYPES[local.dtype].kind == kind
-        if tensor.shape != local.shape or (tensor.dtype != local.dtype and not (cast and converts)):
-            hint = " (cast=True converts it)" if tensor.shape == local.shape and converts else ""
+        converts = kind in ("float", "complex") and DTYPES[asked_for.dtype].kind == kind
+        if tensor.shape != asked_for.shape or (tensor.dtype != asked_for.dtype and not (cast and converts)):
+            hint = " (cast=True converts it)" if tensor.shape == asked_for.shape and converts else ""
             raise CheckpointError(
-                f"{folder}: tensor {local.name!r} is {tensor.dtype} {tensor.shape} there; "
-                f"expected {local.dtype} {local.shape}{hint}"
+                f"{folder}: tensor {tensor.name!r} is {tensor.dtype} {tensor.shape} there; "
+                f"expected {asked_for.dtype} {asked_for.shape}{hint}"
             )
     return wanted
 

@@ -4,14 +4,17 @@ What each rank can check by itself was checked before; nothing there may depend 
 """
 
 import socket
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from ckpt.format.boxes import Box, cover_error
 from ckpt.ranks import Ranks
 from ckpt.saving.placement import Files
-from ckpt.tensors import Local
+from ckpt.tensors import Description, Local
+from collectives.arrays.dtypes import DTYPES
 
 
 class Arguments(NamedTuple):
@@ -26,38 +29,53 @@ class Arguments(NamedTuple):
     overwrite: bool
 
 
-def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> tuple[list[dict[str, Box]], list[str]]:
-    """Each rank's filled boxes of sharded tensors and its node, after a check that all ranks mean the same and cover the tensors.
+class Agreed(NamedTuple):
+    """What the ranks save together. `boxes`: of each rank, by name, its filled boxes of the tensors that are cut.
+
+    `scalars`: the values of the 0-D tensors. `hosts`: the node of each rank.
+    """
+
+    tensors: list[Description]
+    boxes: list[dict[str, list[Box]]]
+    scalars: dict[str, np.ndarray]
+    hosts: list[str]
+
+
+def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> Agreed:
+    """What all ranks know of their save, after a check that they mean the same and cover the tensors.
 
     Collective. ValueError on all ranks, `doing` what: which argument or tensor it is, and how it differs.
     """
-    descriptions = [local.description for local in held]
-    boxes = {local.name: local.box for local in held if not local.whole and local.box.size}
-    digest = xxhash.xxh3_128_hexdigest(repr((arguments, descriptions)).encode())
-    gathered = comm.all_gather_object((digest, boxes, socket.gethostname()))
+    said = {local.name: local.description for local in held}
+    boxes: dict[str, list[Box]] = {}
+    scalars: dict[str, bytes] = {}  # HDF5 cannot make a scalar virtual: the index, which rank 0 writes, has its value
+    for name, _, box, array in (part for local in held if not local.whole for part in local.boxes):
+        boxes.setdefault(name, []).append(box)
+        if not box.shape:
+            scalars[name] = array.tobytes()
+    plain = [(local.name, local.description and tuple(local.description)) for local in held]  # whose text is soon made
+    digest = xxhash.xxh3_128_hexdigest(repr((arguments, plain)).encode())
+    gathered = comm.all_gather_object((digest, boxes, scalars, socket.gethostname()))
+    all_boxes = [boxes for _, boxes, *_ in gathered]
+    everyone: Sequence[Said] = [said]
+    problem: str | None = None
     if len({digest for digest, *_ in gathered}) > 1:
-        everyone = comm.all_gather_object((arguments, descriptions))
+        all_arguments, everyone = zip(*comm.all_gather_object((arguments, said)), strict=True)
+        problem = _argument_difference(all_arguments)
+    tensors = _known(everyone)
+    if len(everyone) > 1 or len(tensors) < len(said):
+        problem = problem or _tensor_difference(everyone, tensors)
+    # All ranks find the same, so that nobody has to tell the others; but it is to be raised as one.
+    if problem := problem or _cover_problem(tensors.values(), all_boxes):
         with comm.together(doing):
-            raise ValueError(
-                _argument_difference([arguments for arguments, _ in everyone])
-                or _tensor_difference([descriptions for _, descriptions in everyone])
-            )
-    all_boxes = [boxes for _, boxes, _ in gathered]
-    for local in held:
-        if not local.whole:
-            found = {
-                f"rank {rank}": theirs[local.name] for rank, theirs in enumerate(all_boxes) if local.name in theirs
-            }
-            if problem := cover_error(local.shape, list(found.values()), list(found).__getitem__):
-                if comm.size == 1:
-                    problem += "; ranks that save one checkpoint together pass comm=collectives.world()"
-                # All ranks find the same, so that nobody has to tell the others; but it is to be raised as one.
-                with comm.together(doing):
-                    raise ValueError(f"tensor {local.name!r}: {problem}")
-    return all_boxes, [host for *_, host in gathered]
+            raise ValueError(problem)
+    values = {local.name: part.array for local in held if local.whole for part in local.boxes if not part.array.ndim}
+    for name, data in (item for *_, theirs, _ in gathered for item in theirs.items()):
+        values[name] = np.frombuffer(data, DTYPES[tensors[name].dtype].numpy).reshape(())
+    return Agreed([tensors[name] for name in said], all_boxes, values, [host for *_, host in gathered])
 
 
-def _argument_difference(everyone: list[Arguments]) -> str | None:
+def _argument_difference(everyone: Sequence[Arguments]) -> str | None:
     """In which argument the ranks differ first, or None."""
     for rank, theirs in enumerate(everyone):
         for name, first, other in zip(Arguments._fields, everyone[0], theirs, strict=True):
@@ -66,21 +84,47 @@ def _argument_difference(everyone: list[Arguments]) -> str | None:
     return None
 
 
-def _tensor_difference(everyone: list[list[tuple]]) -> str:
-    """A line that says in what the ranks' tensors differ first."""
-    first = {name: rest for name, *rest in everyone[0]}
+Said = dict[str, Description | None]
+"""What a rank says of each tensor. None: it passes an empty list, which tells nothing."""
+
+
+def _known(everyone: Sequence[Said]) -> dict[str, Description]:
+    """Each tensor as the first rank describes it that does."""
+    return {name: said for theirs in reversed(everyone) for name, said in theirs.items() if said is not None}
+
+
+def _tensor_difference(everyone: Sequence[Said], known: Mapping[str, Description]) -> str | None:
+    """In which tensor the ranks differ first, or None. `known`: of `everyone`."""
+    first = everyone[0]
     for rank, theirs in enumerate(everyone):
-        other = {name: rest for name, *rest in theirs}
-        for name in sorted(first.keys() | other.keys()):
-            if name not in other or name not in first:
+        for name in sorted(first.keys() | theirs.keys()):
+            if name not in theirs or name not in first:
                 has, lacks = (0, rank) if name in first else (rank, 0)
                 return f"the ranks save different tensors: rank {has} has {name!r}, rank {lacks} has not"
-            if first[name] != other[name]:
-                kinds = [
-                    f"{dtype} {shape}" + ("" if whole else " in shards") + (f" along {axes}" if axes else "")
-                    for dtype, shape, whole, axes in (first[name], other[name])
-                ]
+            if name not in known:
+                return f"tensor {name!r} is an empty list on all ranks, without a shape; expected a Shard of it on one of them"
+            said, expected = theirs[name], known[name]
+            if said != expected and (said is not None or expected.whole):
+                teller = next(rank for rank, theirs in enumerate(everyone) if theirs[name] is not None)
                 return (
-                    f"the ranks save different tensors: {name!r} is {kinds[0]} on rank 0, but {kinds[1]} on rank {rank}"
+                    f"the ranks save different tensors: {name!r} is {expected} on rank {teller}, "
+                    f"but {said or 'an empty list of shards'} on rank {rank}"
                 )
-    raise AssertionError("the digests differ, what they are made of does not")
+    return None
+
+
+def _cover_problem(tensors: Collection[Description], boxes: Sequence[Mapping[str, Sequence[Box]]]) -> str | None:
+    """Which tensor the ranks' boxes do not cover exactly, and where, or None."""
+    found: dict[str, list[Box]] = {tensor.name: [] for tensor in tensors if not tensor.whole}
+    owners: dict[str, list[str]] = {name: [] for name in found}
+    for rank, theirs in enumerate(boxes):
+        for name, held in theirs.items():
+            found[name] += held
+            owners[name] += [f"rank {rank}"] * len(held)
+    for tensor in tensors:
+        if tensor.whole:
+            continue
+        if problem := cover_error(tensor.shape, found[tensor.name], owners[tensor.name].__getitem__):
+            alone = "; ranks that save one checkpoint together pass comm=collectives.world()" if len(boxes) == 1 else ""
+            return f"tensor {tensor.name!r}: {problem}{alone}"
+    return None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ckpt.tensors import Local
+from ckpt.tensors import LocalBox
 
 _ALIGNMENT = 64
 
@@ -16,9 +16,9 @@ _free: list[np.ndarray] = []
 _sorting = threading.Lock()
 
 
-def take(locals_: Sequence[Local]) -> np.ndarray:
-    """Memory for the values of `locals_`: the smallest free buffer that has room, or else a new one. MemoryError."""
-    nbytes = sum(map(_room, locals_))
+def take(boxes: Sequence[LocalBox]) -> np.ndarray:
+    """Memory for the values of `boxes`: the smallest free buffer that has room, or else a new one. MemoryError."""
+    nbytes = sum(map(_room, boxes))
     with _sorting:
         _free.sort(key=len)
         for i, buffer in enumerate(_free):
@@ -35,16 +35,16 @@ def give_back(buffer: np.ndarray) -> None:
         _free.append(buffer)
 
 
-def copied(locals_: Sequence[Local], buffer: np.ndarray) -> list[Local]:
+def copied(boxes: Sequence[LocalBox], buffer: np.ndarray) -> list[LocalBox]:
     """The same with their values of now, in the memory that `take` has found."""
     copies, start = [], 0
-    for local in locals_:
-        array = buffer[start : start + local.array.nbytes].view(local.array.dtype).reshape(local.array.shape)
-        np.copyto(array, local.array)
-        copies.append(local._replace(array=array))
-        start += _room(local)
+    for box in boxes:
+        array = buffer[start : start + box.array.nbytes].view(box.array.dtype).reshape(box.array.shape)
+        np.copyto(array, box.array)
+        copies.append(box._replace(array=array))
+        start += _room(box)
     return copies
 
 
-def _room(local: Local) -> int:
-    return -(-local.array.nbytes // _ALIGNMENT) * _ALIGNMENT
+def _room(box: LocalBox) -> int:
+    return -(-box.array.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ckpt.format.boxes import Box, Shape
+from ckpt.format.boxes import Shape
 from ckpt.format.hdf5 import INDEX_NAME, index_image
 from ckpt.format.manifest import FILE_NAME, Block, Dataset, File, Manifest, Tensor, encode
 from ckpt.format.validation import file_of
@@ -18,7 +18,7 @@ from ckpt.storage.local import write_file
 
 
 class Described(Protocol):
-    """A tensor of which a checkpoint is made; `box`: what a writer of all of it writes."""
+    """A tensor of which a checkpoint is made."""
 
     @property
     def name(self) -> str: ...
@@ -27,18 +27,15 @@ class Described(Protocol):
     @property
     def shape(self) -> Shape: ...
     @property
-    def box(self) -> Box: ...
-    @property
     def axes(self) -> tuple[str | None, ...] | None: ...
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint is to hold, and where. `boxes`: of each writer, of the tensors that are cut."""
+    """What a checkpoint is to hold, and where."""
 
     tensors: Sequence[Described]
     files: Sequence[DataFile]
-    boxes: Sequence[Mapping[str, Box]]
     meta: dict[str, Any]
 
 
@@ -64,12 +61,10 @@ def write_manifest(
 def _manifest(contents: Contents, files: Sequence[File], sums: Sequence[Checksums] | None) -> Manifest:
     """`sums`: of each writer's blocks; None before they are known."""
     blocks: dict[str, list[Block]] = {tensor.name: [] for tensor in contents.tensors}
-    whole = {tensor.name: tensor.box for tensor in contents.tensors}
     for number, file in enumerate(contents.files):
-        for writer, starts in file.starts.items():
-            for name, start in starts.items():
-                box = contents.boxes[writer].get(name) or whole[name]
-                blocks[name].append(Block(number, start, box, sums[writer][name] if sums else ""))
+        for writer, items in file.items.items():
+            for at, (item, start) in enumerate(items):
+                blocks[item.name].append(Block(number, start, item.box, sums[writer][at] if sums else ""))
     tensors = {
         tensor.name: Tensor(tensor.name, tensor.dtype, tensor.shape, tuple(blocks[tensor.name]), tensor.axes)
         for tensor in contents.tensors

@@ -12,7 +12,7 @@ from ckpt.format.manifest import CHUNK_BYTES, File, checksum
 from ckpt.saving.placement import DataFile
 from ckpt.saving.writer import Checksums, datasets_of, describe, room_of
 from ckpt.storage.local import check_room, naming
-from ckpt.tensors import Local
+from ckpt.tensors import LocalBox
 from collectives.arrays.dtypes import DTYPES
 
 _CHUNKS = 16  # in one call of HDF5: MPI libraries count bytes in 32 bits
@@ -43,8 +43,11 @@ class Mpio:
             check_room(self._path, room_of(self._plan))
         return None
 
-    def write(self, blocks: Sequence[Local], file: File | None) -> Checksums:
-        """Make the file and write into it. Collective over the ranks of the file. OSError that names it."""
+    def write(self, blocks: Sequence[LocalBox], file: File | None) -> Checksums:
+        """Make the file and write the rank's items into it, `blocks` in their order.
+
+        Collective over the ranks of the file. OSError that names it.
+        """
         with new_data_file(self._path, self._plan.elements, self._mpi) as opened:
             if self._leads:
                 self._datasets = datasets_of(opened, self._plan)
@@ -58,26 +61,26 @@ class Mpio:
     def _leads(self) -> bool:
         return self._rank == self._plan.ranks[0]
 
-    def _write(self, blocks: Sequence[Local], opened: dict[str, h5py.h5d.DatasetID]) -> Checksums:
-        starts = self._plan.starts[self._rank]
-        pieces = []
-        for local in blocks:
-            flat, step = local.array.reshape(-1), _CHUNKS * CHUNK_BYTES // DTYPES[local.dtype].itemsize
-            pieces += [(local, begin, flat[begin : begin + step]) for begin in range(0, flat.size, step)]
+    def _write(self, blocks: Sequence[LocalBox], opened: dict[str, h5py.h5d.DatasetID]) -> Checksums:
+        pieces: dict[str, list[tuple[int, int, np.ndarray]]] = {dtype: [] for dtype in opened}
+        for number, (block, placed) in enumerate(zip(blocks, self._plan.items[self._rank], strict=True)):
+            flat, step = block.array.reshape(-1), _CHUNKS * CHUNK_BYTES // DTYPES[block.dtype].itemsize
+            for begin in range(0, flat.size, step):
+                pieces[block.dtype].append((number, placed.start + begin, flat[begin : begin + step]))
         how = h5py.h5p.create(h5py.h5p.DATASET_XFER)
         how.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE if self._collective else h5py.h5fd.MPIO_INDEPENDENT)
-        checksums = {local.name: "" for local in blocks}
+        checksums = [""] * len(blocks)
         error: OSError | RuntimeError | None = None
         # Collectively each rank takes part in every round on every dataset, with nothing where it has nothing, or has failed.
         for dtype in sorted(opened):
-            mine = [piece for piece in pieces if piece[0].dtype == dtype]
+            mine = pieces[dtype]
             rounds = max(self._mpi.allgather(len(mine))) if self._collective else len(mine)
             for i in range(rounds):
                 where = opened[dtype].get_space()
                 if i < len(mine) and error is None:
-                    local, begin, values = mine[i]
-                    checksums[local.name] += _checksums(values)
-                    where.select_hyperslab((starts[local.name] + begin,), (1,), block=(values.size,))
+                    number, start, values = mine[i]
+                    checksums[number] += _checksums(values)
+                    where.select_hyperslab((start,), (1,), block=(values.size,))
                     memory = h5py.h5s.create_simple((values.size,))
                 else:
                     values = np.empty(1, DTYPES[dtype].numpy)

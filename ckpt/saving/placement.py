@@ -22,21 +22,32 @@ Files = str | int
 
 
 class Item(NamedTuple):
-    """A block that a rank writes: the name and dtype of its tensor, and its number of elements."""
+    """A block that a rank writes: the name and dtype of its tensor, and its box there."""
 
     name: str
     dtype: str
-    size: int
+    box: Box
+
+
+class PlacedItem(NamedTuple):
+    """An item, and the element of its file's dataset that it starts at."""
+
+    item: Item
+    start: int
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file: who writes it (the first of them makes it), how long its datasets are, and where the blocks of each rank start."""
+    """One file: how long its datasets are, and the items of each rank that writes it, in their order."""
 
     name: str
-    ranks: tuple[int, ...]
     elements: Mapping[str, int]
-    starts: Mapping[int, Mapping[str, int]]
+    items: Mapping[int, tuple[PlacedItem, ...]]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that write the file. The first of them makes it."""
+        return tuple(self.items)
 
 
 def files_error(files: object) -> str | None:
@@ -64,17 +75,17 @@ def file_name(files: Files, number: int) -> str:
 def lay_out(name: str, writers: Mapping[int, Sequence[Item]]) -> DataFile:
     """The file that `writers` (rank -> what it writes, not nothing) make together."""
     ends: dict[str, int] = {}
-    starts: dict[int, dict[str, int]] = {}
+    placed: dict[int, tuple[PlacedItem, ...]] = {}
     for rank in sorted(writers):
-        begun = set()
-        starts[rank] = {}
+        begun, own = set(), []
         for item in writers[rank]:
             step = (BLOCK_BYTES if item.dtype in begun else PAGE_BYTES) // DTYPES[item.dtype].itemsize
             begun.add(item.dtype)
             start = -(-ends.get(item.dtype, 0) // step) * step
-            ends[item.dtype] = start + item.size
-            starts[rank][item.name] = start
-    return DataFile(name, tuple(sorted(writers)), ends, starts)
+            ends[item.dtype] = start + item.box.size
+            own.append(PlacedItem(item, start))
+        placed[rank] = tuple(own)
+    return DataFile(name, ends, placed)
 
 
 def assign(nbytes: Mapping[str, int], loads: Sequence[int]) -> dict[str, int]:

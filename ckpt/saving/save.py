@@ -19,7 +19,7 @@ from ckpt.format.manifest import encode_meta, file_entry
 from ckpt.format.validation import file_of
 from ckpt.garbage import no_collections
 from ckpt.ranks import Ranks, ranks_of
-from ckpt.saving.agreement import Arguments, agree
+from ckpt.saving.agreement import Agreed, Arguments, agree
 from ckpt.saving.background import begin, wait_before
 from ckpt.saving.buffers import copied, give_back, take
 from ckpt.saving.copies import Retention, further_places, make_copies, next_sequence_in
@@ -29,7 +29,7 @@ from ckpt.saving.writer import Driver, Posix, room_of
 from ckpt.storage.catalog import step_of
 from ckpt.storage.local import check_free, flush
 from ckpt.storage.places import Paths, Place, local_path, text_of
-from ckpt.tensors import Local, inspect
+from ckpt.tensors import Description, LocalBox, inspect
 from collectives.arrays.dtypes import DTYPES
 
 _DOING = "ckpt.save"
@@ -58,9 +58,10 @@ def save(
     Args:
         comm: a `collectives.Communicator`, such as `collectives.world()`, whose ranks save one checkpoint together. None: a process
             alone, also where it is one rank of many: each then saves what it holds, to a path of its own.
-        tensors: name -> array, which is the same on all ranks and written by one of them, or `Shard`, this rank's box of a tensor
-            that the ranks' boxes cover exactly. Arrays are contiguous NumPy arrays or torch CPU tensors of bool, integers, fp16, bf16,
-            fp32, fp64, complex64, complex128 and the kinds of float8. A "/" in a name makes HDF5 groups.
+        tensors: name -> array, which is the same on all ranks and written by one of them; or `Shard`, this rank's box of a tensor
+            that the ranks' boxes cover exactly; or a list of Shards, the rank's boxes of one tensor, which may be empty. Arrays are
+            contiguous NumPy arrays or torch CPU tensors of bool, integers, fp16, bf16, fp32, fp64, complex64, complex128 and the
+            kinds of float8. A "/" in a name makes HDF5 groups.
         meta: a JSON-like dict, nested up to 400 deep; rank 0's is kept.
         files: how many data files: "rank", one for each rank that has something to write; "node"; "one"; or a number, at most
             so many: there are no more than ranks.
@@ -95,11 +96,11 @@ def save(
         held = inspect(tensors)
         encode_meta(meta or {})
     arguments = Arguments(os.path.normpath(path), files, driver, bool(background), keep, keep_every, bool(overwrite))
-    boxes, hosts = agree(held, arguments, comm, _DOING)
-    plan = _plan(held, boxes, files, hosts, comm)
+    agreed = agree(held, arguments, comm, _DOING)
+    plan = _plan(agreed, files, comm)
 
-    mine = [] if plan.own is None else [local for local in held if local.name in plan.own.starts[comm.rank]]
-    scalars = {local.name: local.array for local in held if not local.shape}
+    boxes = {(part.name, part.box): part for local in held for part in local.boxes}
+    mine = [boxes[item.name, item.box] for item, _ in plan.own.items[comm.rank]] if plan.own is not None else []
     stage: Stage | None = None
     opened, buffer = None, None
     try:
@@ -119,14 +120,18 @@ def save(
         raise
     folder, final, board, places = comm.broadcast_object(opened)
     retention = Retention(keep, keep_every)
-    job = _Job(plan, folder, final, stage, held, mine, scalars, dict(meta or {}), places, retention, overwrite)
+    job = _Job(
+        plan, folder, final, stage, agreed.tensors, mine, agreed.scalars, dict(meta or {}), places, retention, overwrite
+    )
     if buffer is None:
         with discarding(stage), _driver(driver, job, comm) as chosen:
             _carry_out(job, chosen, comm)
         return Path(final)
     # Nothing can fail from here on before the thread has begun, so the ranks need not agree once more.
     try:
-        job = replace(job, mine=copied(mine, buffer), scalars={name: array.copy() for name, array in scalars.items()})
+        job = replace(
+            job, mine=copied(mine, buffer), scalars={name: array.copy() for name, array in job.scalars.items()}
+        )
     except BaseException:  # but Ctrl-C, in a session that goes on
         give_back(buffer)
         if stage is not None:
@@ -147,7 +152,6 @@ class _Plan:
 
     own: DataFile | None
     files: tuple[DataFile, ...]
-    boxes: Sequence[Mapping[str, Box]]  # of each rank, of the tensors that are cut
     shares: bool  # whether a file may have more than one writer
 
 
@@ -159,8 +163,8 @@ class _Job:
     folder: Path
     final: Path
     stage: Stage | None
-    held: Sequence[Local]
-    mine: Sequence[Local]
+    tensors: Sequence[Description]
+    mine: Sequence[LocalBox]
     scalars: Mapping[str, np.ndarray]
     meta: dict[str, Any]
     copies: tuple[Place, ...]
@@ -169,7 +173,7 @@ class _Job:
 
     @property
     def contents(self) -> Contents:
-        return Contents(self.held, self.plan.files, self.plan.boxes, self.meta)
+        return Contents(self.tensors, self.plan.files, self.meta)
 
 
 def _check_arguments(
@@ -252,7 +256,7 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
             file = file_of(made[own.ranks[0]])
     sequence = 0
     with ranks.together(_DOING):
-        sums = driver.write(job.mine, file) if driver else {}
+        sums = driver.write(job.mine, file) if driver else []
         with ThreadPoolExecutor(1) as beside:
             flushed = beside.submit(flush, job.folder / own.name) if own else None
             if job.stage is not None:  # while the disk is busy
@@ -277,20 +281,19 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
     )
 
 
-def _plan(held: list[Local], boxes: list[dict[str, Box]], files: Files, hosts: Sequence[str], comm: Ranks) -> _Plan:
-    sizes = {local.name: local.box.size if local.whole else 0 for local in held}
-    itemsize = {local.name: DTYPES[local.dtype].itemsize for local in held}
-    loads = [sum(box.size * itemsize[name] for name, box in theirs.items()) for theirs in boxes]
-    owner = assign({name: size * itemsize[name] for name, size in sizes.items() if size}, loads)
+def _plan(agreed: Agreed, files: Files, comm: Ranks) -> _Plan:
+    tensors, boxes = agreed.tensors, agreed.boxes
+    itemsize = {tensor.name: DTYPES[tensor.dtype].itemsize for tensor in tensors}
+    whole = {tensor.name: Box.full(tensor.shape) for tensor in tensors if tensor.whole and 0 not in tensor.shape}
+    loads = [sum(box.size * itemsize[name] for name, own in theirs.items() for box in own) for theirs in boxes]
+    owner = assign({name: box.size * itemsize[name] for name, box in whole.items()}, loads)
 
     def items(rank: int) -> list[Item]:
         """What a rank writes: its shards, and its share of the tensors that all hold."""
-        theirs = boxes[rank]
-        counts = ((at, sizes[at.name] if owner.get(at.name) == rank else 0) for at in held)
-        written = ((at, theirs[at.name].size if at.name in theirs else count) for at, count in counts)
-        return [Item(local.name, local.dtype, size) for local, size in written if size]
+        held = {**boxes[rank], **{name: [whole[name]] for name, its in owner.items() if its == rank}}
+        return [Item(tensor.name, tensor.dtype, box) for tensor in tensors for box in held.get(tensor.name, ())]
 
-    numbers = group_ranks(files, hosts)
+    numbers = group_ranks(files, agreed.hosts)
 
     def made(number: int) -> DataFile | None:
         writers = {rank: items(rank) for rank in range(comm.size) if numbers[rank] == number}
@@ -303,6 +306,5 @@ def _plan(held: list[Local], boxes: list[dict[str, Box]], files: Files, hosts: S
     return _Plan(
         own if own is not None and comm.rank in own.ranks else None,
         tuple(file for file in laid_out.values() if file is not None),
-        boxes,
         len(set(numbers)) < comm.size,
     )

@@ -14,25 +14,19 @@ import xxhash
 
 from ckpt.format.hdf5 import new_data_file
 from ckpt.format.manifest import CHUNK_BYTES, Dataset, File, checksum
-from ckpt.saving.placement import DataFile
+from ckpt.saving.placement import DataFile, PlacedItem
 from ckpt.storage.local import Writeback, check_room, naming, patient, pwrite_all
-from ckpt.tensors import Local
+from ckpt.tensors import LocalBox
 from collectives.arrays.dtypes import DTYPES
 
 _HEADER_BYTES = 1 << 15  # more than the rest of a data file: a handful of datasets without any attribute of size
 
-Checksums = dict[str, str]
-"""Of the chunks of a block, as `Block` has them, by the name of its tensor."""
+Checksums = list[str]
+"""Of the chunks of each block that a rank writes, as `Block` has them, in the order of its items."""
 
 
 class Bytes(Protocol):
-    """What is written: `Local` has it in memory, `Part` reads it from another file meanwhile."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
+    """What is written: `LocalBox` has it in memory, `Part` reads it from another file meanwhile."""
 
     def chunks(self, nbytes: int) -> Iterator[memoryview]: ...
 
@@ -41,7 +35,7 @@ class Driver(Protocol):
     """How the blocks get into the data files. In this order, each step on all ranks of a file before the next on any:"""
 
     def prepare(self) -> File | None: ...
-    def write(self, blocks: Sequence[Local], file: File | None) -> Checksums: ...
+    def write(self, blocks: Sequence[LocalBox], file: File | None) -> Checksums: ...
     def finish(self) -> File | None: ...
 
 
@@ -62,17 +56,19 @@ class Posix:
         return self._file
 
     def write(self, blocks: Sequence[Bytes], file: File | None) -> Checksums:
-        """Hand the blocks' bytes to the system. `file`: what the first rank's `prepare` returned. OSError that names the file."""
+        """Hand the bytes of the rank's items to the system, `blocks` in their order.
+
+        `file`: what the first rank's `prepare` returned. OSError that names the file.
+        """
         assert file is not None
-        starts = self._plan.starts[self._rank]
         with naming(self._path):
             fd = patient(lambda: os.open(self._path, os.O_WRONLY | os.O_CLOEXEC))
             try:
                 writeback = Writeback(fd)
-                return {
-                    local.name: _write(fd, local.chunks(CHUNK_BYTES), _position(file, local, starts), writeback)
-                    for local in blocks
-                }
+                return [
+                    _write(fd, block.chunks(CHUNK_BYTES), _position(file, placed), writeback)
+                    for block, placed in zip(blocks, self._plan.items[self._rank], strict=True)
+                ]
             finally:
                 os.close(fd)
 
@@ -116,8 +112,9 @@ def rest_checksum(fd: int, nbytes: int, datasets: Mapping[str, Dataset]) -> str:
     return hashed.hexdigest()
 
 
-def _position(file: File, local: Bytes, starts: Mapping[str, int]) -> int:
-    return file.datasets[local.dtype].offset_bytes + starts[local.name] * DTYPES[local.dtype].itemsize
+def _position(file: File, placed: PlacedItem) -> int:
+    dtype = placed.item.dtype
+    return file.datasets[dtype].offset_bytes + placed.start * DTYPES[dtype].itemsize
 
 
 def _write(fd: int, chunks: Iterable[memoryview], position: int, writeback: Writeback) -> str:

@@ -1,6 +1,7 @@
-"""Named axes over the ranks of a communicator."""
+"""Named axes over the ranks of a communicator, and the communicators of all their products."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import combinations
 from math import prod
 
 import numpy as np
@@ -11,42 +12,71 @@ from collectives.communicator.communicator import Communicator
 class Mesh:
     """A grid of ranks: `Mesh(comm, {"dp_replicate": 2, "dp_shard": 4})["dp_shard"]` is this rank's group of 4 along that axis.
 
+    `mesh["dp_shard", "cp"]` is this rank's group along both axes: the ranks that differ from this one in these axes alone, in the
+    mesh's order. `mesh[()]` is this rank alone. Every such look-up is local, because a mesh makes all its communicators at once.
+
     Sizes run from the slowest axis to the fastest: ranks of the last axis are neighbours. One size may be -1: what is left.
-    Collective: all ranks of `comm` create it, with the same sizes; ValueError that shows every factor where they do not fit.
+    Collective: all ranks of `comm` create it, with the same sizes in the same order. Of k axes longer than 1 it makes 2^k - 1
+    communicators, fewer than `comm` has ranks: one for each set of these axes but all of them, whose communicator is `comm` itself.
+    Axes of size 1 add none. Several meshes of the same ranks may exist.
+
+    Raises on all ranks ValueError or TypeError for sizes that do not fit, with every factor, or that differ between the ranks.
     """
 
     def __init__(self, comm: Communicator, axes: Mapping[str, int]) -> None:
+        with comm.together():
+            self.axes = _fit(dict(axes), comm.size)
+        # Ranks that disagree would split in different orders, and wait for each other.
+        meshes = comm.all_gather_object(repr(self))
+        for rank, other in enumerate(meshes):
+            if other != meshes[0]:
+                with comm.together():
+                    raise ValueError(
+                        f"rank 0 has {meshes[0]}, rank {rank} has {other}; expected the same axes in one order"
+                    )
         self.comm = comm
-        self.axes = _fit(dict(axes), comm.size)
-        grid = np.arange(comm.size).reshape(tuple(self.axes.values()))
-        place = np.argwhere(grid == comm.rank)[0]
+        place = np.unravel_index(comm.rank, tuple(self.axes.values()))
         self.coordinates: dict[str, int] = {name: int(i) for name, i in zip(self.axes, place, strict=True)}
-        self._groups: dict[str, Communicator] = {}
-        for axis, name in enumerate(self.axes):
-            groups = np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis])
-            color = int(np.argwhere(groups == comm.rank)[0][0])
-            self._groups[name] = comm.split(color)
+        self._groups: dict[tuple[str, ...], Communicator] = {}
+        long = self._long(self.axes)
+        for names in (some for count in range(len(long)) for some in combinations(long, count)):
+            first = [0 if name in names else i for name, i in self.coordinates.items()]
+            self._groups[names] = comm.split(np.ravel_multi_index(first, tuple(self.axes.values())))
+        self._groups[long] = comm
 
-    def __getitem__(self, name: str) -> Communicator:
-        if name not in self._groups:
-            raise KeyError(f"mesh has no axis {name!r}; it has {', '.join(self._groups)}")
-        return self._groups[name]
+    def __getitem__(self, names: str | tuple[str, ...]) -> Communicator:
+        names = names if isinstance(names, tuple) else (names,)
+        for name in names:
+            if name not in self.axes:
+                raise KeyError(f"mesh has no axis {name!r}; it has {', '.join(self.axes)}")
+        in_order = tuple(name for name in self.axes if name in names)
+        if names != in_order:
+            expected = ", ".join(map(repr, in_order))
+            raise KeyError(f"mesh axes {names}: expected each once and in the order of the mesh: mesh[{expected}]")
+        return self._groups[self._long(names)]
 
     def free(self) -> None:
-        """Free the communicators of all axes. Collective."""
+        """Free the communicators that the mesh made; `comm` stays as it is. Collective."""
         for group in self._groups.values():
-            group.free()
-        self._groups.clear()
+            if group is not self.comm:
+                group.free()
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes.items())})"
 
+    def _long(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of the axes that are longer than 1: the others change no group."""
+        return tuple(name for name in names if self.axes[name] > 1)
+
 
 def _fit(axes: dict[str, int], num_ranks: int) -> dict[str, int]:
-    shown = " x ".join(f"{name}={size}" for name, size in axes.items())
-    if not axes or any(size < 1 and size != -1 for size in axes.values()) or list(axes.values()).count(-1) > 1:
-        raise ValueError(f"mesh {shown or '(no axes)'}: expected sizes of at least 1, one of them may be -1")
-    known = prod(size for size in axes.values() if size != -1)
-    if num_ranks % known or (-1 not in axes.values() and known != num_ranks):
+    shown, sizes = " x ".join(f"{name}={size}" for name, size in axes.items()), list(axes.values())
+    whole = all(isinstance(size, int | np.integer) for size in sizes)
+    if not axes or not whole or any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+        raise ValueError(
+            f"mesh {shown or '(no axes)'}: expected sizes of at least 1, one of them may be -1, as whole numbers"
+        )
+    known = prod(int(size) for size in sizes if size != -1)
+    if num_ranks % known or (-1 not in sizes and known != num_ranks):
         raise ValueError(f"mesh {shown} makes {known} ranks, but the communicator has {num_ranks}")
-    return {name: num_ranks // known if size == -1 else size for name, size in axes.items()}
+    return {name: num_ranks // known if size == -1 else int(size) for name, size in axes.items()}

@@ -56,9 +56,9 @@ def fully_shard(
     values of rank 0; on the meta device they are allocated, and given values by `mpitrain.initialize` or a checkpoint.
 
     Args:
-        mesh: a Communicator, or a Mesh: shards along its axis `dp_shard`, copies of them along `dp_replicate`; None:
-            `collectives.world()`. All parts of a model take the same.
-        stage: what is cut over the ranks of `dp_shard`. 0: nothing, each rank has a copy of the model, gradients are averaged during
+        mesh: a Communicator, which shards one copy; or a Mesh: shards along its axes `dp_shard` and `cp`, copies of them along
+            `dp_replicate`; None: `collectives.world()`. All parts of a model take the same.
+        stage: what is cut over the ranks that shard. 0: nothing, each rank has a copy of the model, gradients are averaged during
             the backward (as torch's DistributedDataParallel does); 1: the optimizer's state; 2: gradients too; 3: parameters too.
         reshard_after_forward: in stage 3 give private full parameters back after forward and gather them again for backward; False
             keeps them. A number: between forward and backward so many neighbouring ranks, those of a node for instance, hold them

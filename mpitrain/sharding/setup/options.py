@@ -33,7 +33,7 @@ class Options:
         if not isinstance(self.mesh, Mesh | Communicator | None):
             raise TypeError(
                 f"fully_shard: mesh is {self.mesh!r}; expected a collectives.Communicator, a collectives.Mesh with the axes "
-                "dp_replicate and dp_shard, or None for all ranks"
+                "dp_replicate, dp_shard and cp, or None for all ranks"
             )
         if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
             raise ValueError(f"fully_shard: stage is {self.stage!r}; expected 0, 1, 2 or 3")

@@ -6,11 +6,12 @@ from typing import NamedTuple
 import collectives
 from collectives import Communicator, Mesh
 
-AXES = ("dp_replicate", "dp_shard")
+REPLICATE, SHARD = ("dp_replicate",), ("dp_shard", "cp")
+"""The axes of a mesh along which a model has copies, and along which a copy is cut: together its data-parallel ranks."""
 
 
 class Ranks(NamedTuple):
-    """The ranks that train a model together, `all`, in two directions.
+    """The data-parallel ranks of a model, `all`, in two directions.
 
     `shard`: those that hold the shards of one copy of the model. `replicate`: those that hold the same shard of different copies.
     With one copy (ZeRO) `replicate` is this rank alone, with a copy each (data parallel) `shard` is.
@@ -47,20 +48,24 @@ def group_of(shard: Communicator, size: int) -> Communicator:
 
 
 def ranks_of(mesh: Mesh | Communicator | None, *, whole: bool = False) -> Ranks:
-    """The ranks of a mesh's axes `dp_replicate` and `dp_shard`, or of a communicator (None: the world) that shards one copy.
+    """The data-parallel ranks of a mesh by their roles, or of a communicator (None: the world) that shards one copy.
 
     `whole`: every rank holds a copy of its own. Collective. ValueError if the mesh has other axes longer than 1.
     """
-    comm = mesh.comm if isinstance(mesh, Mesh) else mesh or collectives.world()
-    alone = group_of(comm, 1)
     if isinstance(mesh, Mesh):
-        others = [f"{name}={size}" for name, size in mesh.axes.items() if size > 1 and name not in AXES]
+        others = [f"{name}={size}" for name, size in mesh.axes.items() if size > 1 and name not in REPLICATE + SHARD]
         if others:
             raise ValueError(
-                f"fully_shard: mesh axes {', '.join(others)} are not available yet; only {' and '.join(AXES)} may be "
-                "longer than 1"
+                f"fully_shard: mesh axes {', '.join(others)} are not available yet; only dp_replicate and dp_shard x cp "
+                "may be longer than 1"
             )
-        if not whole:
-            replicate, shard = (mesh[axis] if axis in mesh.axes else alone for axis in AXES)
-            return Ranks(comm, shard, replicate)
-    return Ranks(comm, alone, comm) if whole else Ranks(comm, comm, alone)
+        everyone, replicate, shard, alone = (_along(mesh, role) for role in (REPLICATE + SHARD, REPLICATE, SHARD, ()))
+    else:
+        everyone = shard = mesh or collectives.world()
+        replicate = alone = group_of(everyone, 1)
+    return Ranks(everyone, alone, everyone) if whole else Ranks(everyone, shard, replicate)
+
+
+def _along(mesh: Mesh, role: tuple[str, ...]) -> Communicator:
+    """This rank's group along those axes of `role` that the mesh has."""
+    return mesh[tuple(name for name in mesh.axes if name in role)]

@@ -4,6 +4,8 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from itertools import combinations, product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -94,6 +96,71 @@ def test_mesh_axes_are_groups_and_the_last_one_is_of_neighbours(comm: Communicat
         mesh.free()
 
 
+def test_products_of_axes_are_made_with_the_mesh(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    for sizes in product((1, 2, 3), repeat=4):
+        if prod(sizes) != comm.size:
+            continue
+        mesh = Mesh(comm, dict(zip("abcd", sizes, strict=True)))
+        grid = np.arange(comm.size).reshape(sizes)
+        made = set()
+        with monkeypatch.context() as patched:
+            patched.setattr(Communicator, "split", None)  # a look-up makes nothing
+            patched.setattr(Communicator, "_like_this", None)
+            groups = {names: mesh[names] for count in range(5) for names in combinations("abcd", count)}
+        for names, group in groups.items():
+            place = tuple(slice(None) if name in names else i for name, i in mesh.coordinates.items())
+            assert group.all_gather_object(comm.rank) == grid[place].reshape(-1).tolist()
+            made.add(group)
+        assert mesh["a", "b", "c", "d"] is comm and mesh["a"] is mesh["a",]
+        longer = [size for size in sizes if size > 1]
+        assert len(made) == 2 ** len(longer) <= comm.size  # the same ranks have one communicator
+        mesh.free()
+        assert all(group.is_freed for group in made - {comm}) and not comm.is_freed
+        mesh.free()
+
+
+def test_two_meshes_of_the_same_ranks(comm: Communicator) -> None:
+    dense = Mesh(comm, {"dp_shard": -1, "cp": 1})
+    experts = Mesh(comm, {"dp_shard": 1, "ep": -1})
+    assert dense["dp_shard", "cp"] is experts["dp_shard", "ep"] is comm
+    assert (experts["dp_shard"].size, experts["ep"].size) == (1, comm.size)
+    experts.free()
+    assert dense["cp"].all_gather_object(comm.rank) == [comm.rank]
+    dense.free()
+
+
+def test_axes_that_a_mesh_does_not_have_and_products_in_another_order(comm: Communicator) -> None:
+    mesh = Mesh(comm, {"pp": 1, "dp": -1, "cp": 1})
+    for names, text in [
+        ("x", "mesh has no axis 'x'; it has pp, dp, cp"),
+        (("dp", "x"), "mesh has no axis 'x'; it has pp, dp, cp"),
+        (0, "mesh has no axis 0; it has"),
+        (("dp", "dp"), r"mesh axes \('dp', 'dp'\): expected each once and in the order of the mesh: mesh\['dp'\]"),
+        (
+            ("cp", "pp"),
+            r"mesh axes \('cp', 'pp'\): expected each once and in the order of the mesh: mesh\['pp', 'cp'\]",
+        ),
+    ]:
+        with pytest.raises(KeyError) as raised:
+            mesh[names]  # type: ignore[index]
+        assert re.search(text, raised.value.args[0])
+    mesh.free()
+
+
+def test_meshes_that_differ_between_ranks_are_an_error_on_all(comm: Communicator) -> None:
+    if comm.size == 1:
+        pytest.skip("ranks that differ")
+    last = comm.rank == comm.size - 1
+    for usual, other in [({"a": 1, "b": -1}, {"b": -1, "a": 1}), ({"a": 1, "b": -1}, {"a": -1, "b": 1})]:
+        with pytest.raises(
+            ValueError, match=r"rank 0 has Mesh\(a=1, b=.*rank .* has .*; expected the same axes in one order"
+        ):
+            Mesh(comm, other if last else usual)
+    with pytest.raises(ValueError, match=f"mesh a={comm.size + 1} makes {comm.size + 1} ranks"):
+        Mesh(comm, {"a": comm.size + last})
+    comm.barrier()
+
+
 def test_mesh_that_does_not_fit_shows_every_factor(comm: Communicator) -> None:
     n = comm.size
     for axes, text in [
@@ -102,6 +169,7 @@ def test_mesh_that_does_not_fit_shows_every_factor(comm: Communicator) -> None:
         ({"dp": 0}, "mesh dp=0: expected sizes of at least 1, one of them may be -1"),
         ({"dp": -1, "tp": -1}, "mesh dp=-1 x tp=-1: expected sizes of at least 1"),
         ({}, r"mesh \(no axes\): expected sizes"),
+        ({"dp": float(n)}, f"mesh dp={n}.0: expected sizes of at least 1, one of them may be -1, as whole numbers"),
     ]:
         with pytest.raises(ValueError, match=text):
             Mesh(comm, axes)

@@ -12,7 +12,7 @@ from torch import nn
 from ways import WAYS
 
 from collectives import Communicator, Mesh
-from mpitrain.sharding import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, sharded_params
+from mpitrain.sharding import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, sharded_over, sharded_params
 
 
 def tied_pair(comm: Communicator, way: str | None = None, **more: Any) -> tuple[Tied, Tied]:
@@ -222,6 +222,24 @@ def test_wrong_use_is_refused_with_the_way_out(comm) -> None:
     whole[0](torch.ones(1, 2))
     with pytest.raises(RuntimeError, match="run alone before the whole"):
         whole(torch.ones(1, 2))
+
+
+def test_data_parallel_ranks_have_roles_in_a_mesh(comm) -> None:
+    half = 2 - comm.size % 2
+    for axes, cut in [
+        ({"pp": 1, "dp_shard": 1, "cp": -1, "tp": 1}, comm.size),
+        ({"dp_replicate": -1, "tp": 1}, 1),
+        ({"dp_replicate": 1, "dp_shard": half, "cp": -1}, comm.size),
+        ({"dp_replicate": -1, "dp_shard": 1, "cp": half}, half),
+    ]:
+        mesh = Mesh(comm, axes)
+        model, plain = pair_of(lambda: nn.Linear(4, 12), comm, mesh=mesh)
+        ranks = sharded_over(model)
+        assert (ranks.all, ranks.shard.size, ranks.replicate.size) == (comm, cut, comm.size // cut)
+        for each in (model, plain):
+            each(torch.arange(12.0).view(3, 4)).square().sum().backward()
+        assert_same(model, plain, grads=True, rtol=1e-5, atol=1e-6)
+        mesh.free()
 
 
 @pytest.mark.parametrize("storage", STORAGES)

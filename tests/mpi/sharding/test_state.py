@@ -349,6 +349,26 @@ def test_tensors_of_ones_own_travel_along(comm, shared_tmp: Path) -> None:
     assert torch.equal(back, mine)
 
 
+def test_several_boxes_of_a_tensor_of_ones_own_travel_along(comm, shared_tmp: Path) -> None:
+    model = sharded(0, comm)
+    whole = torch.arange(24.0 * comm.size).view(6, 4 * comm.size)
+    columns = [4 * comm.rank, 4 * comm.rank + 1]
+
+    def boxes(of: torch.Tensor) -> list[ckpt.Shard]:  # the one is not contiguous, the other of another order in memory
+        wide = of[:3, columns[1] :][:, :3]
+        return [
+            ckpt.Shard(of[:3, columns[0]][:, None], whole.shape, (0, columns[0])),
+            ckpt.Shard(wide, whole.shape, (0, columns[1])),
+            ckpt.Shard(of[3:].T.contiguous().T[:, 4 * comm.rank :][:, :4], whole.shape, (3, columns[0])),
+        ]
+
+    mpitrain.save(shared_tmp / "saved", model, tensors={"own/x": boxes(whole)})
+    back = boxes(torch.zeros_like(whole))
+    mpitrain.load(shared_tmp / "saved", model, tensors={"own/x": back})
+    for got, want in zip(back, boxes(whole), strict=True):
+        assert torch.equal(got.data, want.data)
+
+
 def test_a_run_keeps_the_table_of_algorithms(comm: Communicator) -> None:
     from mpitrain.train.saving import _take_table
 

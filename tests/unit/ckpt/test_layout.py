@@ -4,36 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from some_boxes import boxes_in, partitions, shapes
 
 from ckpt.format.boxes import Box, cover_error, flat_index, pieces, rectangles, single_run
-
-shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
-
-
-@st.composite
-def boxes_in(draw, shape):
-    """A filled box inside `shape`."""
-    offset = tuple(draw(st.integers(0, n - 1)) for n in shape)
-    return Box(offset, tuple(draw(st.integers(1, n - o)) for o, n in zip(offset, shape, strict=True)))
-
-
-@st.composite
-def partitions(draw, shape):
-    """Boxes that cover `shape` exactly: guillotine cuts, in any order."""
-    todo, done = [Box.full(shape)], []
-    while todo:
-        box = todo.pop()
-        axes = [d for d, n in enumerate(box.shape) if n > 1]
-        if not axes or len(done) + len(todo) > 8 or draw(st.booleans()):
-            done.append(box)
-            continue
-        d = draw(st.sampled_from(axes))
-        cut = draw(st.integers(1, box.shape[d] - 1))
-        first = Box(box.offset, (*box.shape[:d], cut, *box.shape[d + 1 :]))
-        rest = (*box.shape[:d], box.shape[d] - cut, *box.shape[d + 1 :])
-        second = Box((*box.offset[:d], box.offset[d] + cut, *box.offset[d + 1 :]), rest)
-        todo += [first, second]
-    return draw(st.permutations(done))
 
 
 def count(shape, boxes):

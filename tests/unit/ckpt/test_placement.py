@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt.format.boxes import Box
 from ckpt.saving.placement import BLOCK_BYTES, PAGE_BYTES, Item, assign, file_name, files_error, group_ranks, lay_out
 from collectives.arrays.dtypes import TABLE
 
@@ -13,7 +14,7 @@ DTYPES = ["float32", "bfloat16", "uint8", "float64"]
 @given(st.lists(st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(1, 3000)), max_size=6), min_size=1, max_size=5))
 def test_blocks_are_aligned_and_apart(written):
     writers = {
-        rank: [Item(f"{rank}.{i}", dtype, size) for i, (dtype, size) in enumerate(items)]
+        rank: [Item(f"{rank}.{i}", dtype, Box((0,), (size,))) for i, (dtype, size) in enumerate(items)]
         for rank, items in enumerate(written)
         if items
     }
@@ -22,8 +23,8 @@ def test_blocks_are_aligned_and_apart(written):
     for dtype in DTYPES:
         itemsize = TABLE[dtype].itemsize
         ranges, pages = [], []
-        for rank, items in writers.items():
-            own = [(file.starts[rank][item.name], item.size) for item in items if item.dtype == dtype]
+        for rank in writers:
+            own = [(start, item.box.size) for item, start in file.items[rank] if item.dtype == dtype]
             ranges += own
             pages.append(
                 {
