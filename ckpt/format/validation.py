@@ -2,7 +2,7 @@
 
 Nothing read runs as code, files are plain names, every byte range lies inside its file, no tensor is larger than the files that
 hold it, and the work and memory that any of this takes grow with the bytes of the manifest alone. How the files themselves are
-reached is access.py's part.
+reached is local_path.py's part.
 """
 
 import io

@@ -20,6 +20,7 @@ from forging import fit, forge, signed
 import ckpt
 from ckpt.check import audit, inspecting
 from ckpt.format.manifest import FILE_NAME, MAX_LINE_BYTES
+from ckpt.storage.local_path import LocalPath
 
 DATA, INDEX = "rank-00000.h5", "index.h5"
 MAX_GROWN_BYTES = 64 << 20
@@ -324,7 +325,7 @@ def test_other_tools_are_warned(tmp_path, name):
     # Ours does not care, and every byte is what the manifest says.
     assert ckpt.open(path)["m/w"].read().tolist() == [[0, 1], [2, 3], [4, 5]] and ckpt.verify(path) == []
     # What the child would say, in this process: these files are sound as such.
-    (found,) = [(file, f"{tensor!r}: {what}") for file, tensor, what in audit.findings(path) if what]
+    (found,) = [(file, f"{tensor!r}: {what}") for file, tensor, what in audit.findings(LocalPath(path)) if what]
     assert found[0] == INDEX and problem in found[1]
 
 
