@@ -14,17 +14,17 @@ def to_toml(config: Config) -> str:
     for name, value in flat(config).items():
         section, _, key = name.rpartition(".")
         if value is not None:
-            sections.setdefault(section, []).append(f"{key} = {_text(value)}")
+            sections.setdefault(section, []).append(f"{key} = {text_of(value)}")
     return "\n\n".join("\n".join([f"[{name}]", *lines] if name else lines) for name, lines in sections.items()) + "\n"
 
 
 def differences(a: Config, b: Config) -> list[str]:
     """What changes from `a` to `b`, one line per setting: `optim.lr: 0.001 -> 0.002`."""
     after = flat(b)
-    return [f"{k}: {_text(v)} -> {_text(after[k])}" for k, v in flat(a).items() if v != after[k]]
+    return [f"{k}: {text_of(v)} -> {text_of(after[k])}" for k, v in flat(a).items() if v != after[k]]
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """A value as TOML writes it."""
     if value is None:
         return "none"  # in `differences` alone: TOML has no such value
@@ -33,5 +33,5 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
-        return f"[{', '.join(_text(v) for v in value)}]"
+        return f"[{', '.join(text_of(v) for v in value)}]"
     return repr(value)
