@@ -62,7 +62,7 @@ class Stage:
             # Asked first: what comes afterwards is a living process's, and signed.
             is_left = os.path.lexists(self.path)
             if (owner := owner_in(self.path)) and is_alive(owner):
-                raise FileExistsError(errno.EEXIST, refusal(owner["pid"]), str(self.path))
+                raise FileExistsError(errno.EEXIST, refusal(owner.pid), str(self.path))
             if is_left and owner_in(self.path) == owner:
                 clear(self.path)
             if overwrite:  # where folders cannot be exchanged, the old one is put there
@@ -154,7 +154,7 @@ class Stage:
             shutil.rmtree(unsigned, ignore_errors=True)
             is_taken = isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY)
             if is_taken and (owner := owner_in(self.path)):
-                raise FileExistsError(errno.EEXIST, refusal(owner["pid"]), str(self.path)) from None
+                raise FileExistsError(errno.EEXIST, refusal(owner.pid), str(self.path)) from None
             raise
 
     def _remove(self) -> None:
@@ -170,7 +170,7 @@ class Stage:
 
     def _is_ours(self) -> bool:
         owner = owner_in(self.path)
-        return owner is not None and owner["token"] == self._token
+        return owner is not None and owner.token == self._token
 
     def _clean(self) -> None:
         """Finish what dead jobs began beside it."""
@@ -197,7 +197,7 @@ def end_board(board: Path) -> None:
     owner = owner_in(board)
     take_away(board)
     if owner is not None:
-        forget_token(owner["token"])
+        forget_token(owner.token)
     _remove_empty(_around.pop(board, []))  # of a save that failed: the board alone was left in them
 
 

@@ -6,7 +6,7 @@ import socket
 import time
 from typing import NamedTuple
 
-from ckpt.commit.owner import is_alive, owner_in
+from ckpt.commit.owner import Owner, is_alive, owner_in
 from ckpt.commit.removal import delete, strangers_in
 from ckpt.storage.local_path import LocalPath
 
@@ -63,7 +63,7 @@ def _judged(path: LocalPath, own: LocalPath | None) -> Leftover:
     if kind == ".removed":
         return Leftover(path, "remove", "half removed")
     if kind in (".staging", ".board") and (owner := owner_in(path)) is not None:
-        whose = f"of process {owner['pid']!r:.20} on {owner['host']!r:.80}"
+        whose = f"of process {owner.pid!r:.20} on {owner.host!r:.80}"
         if _is_abandoned(path, owner):
             return Leftover(path, "remove", f"a save {whose}, which is gone")
         return Leftover(path, "keep", f"a save {whose}, which may go on")
@@ -83,8 +83,8 @@ def _judged(path: LocalPath, own: LocalPath | None) -> Leftover:
     return Leftover(path, "remove", "a save that died before it could sign")
 
 
-def _is_abandoned(stage: LocalPath, owner: dict) -> bool:
-    if owner["host"] == socket.gethostname():
+def _is_abandoned(stage: LocalPath, owner: Owner) -> bool:
+    if owner.host == socket.gethostname():
         return not is_alive(owner) and owner_in(stage) == owner  # not one that has just got its name
     try:
         with os.scandir(stage) as entries:

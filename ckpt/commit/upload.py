@@ -15,7 +15,7 @@ import socket
 import time
 
 from ckpt.commit.atomic import refuse_existing
-from ckpt.commit.owner import forget_token, is_alive, new_token, owner_of, refusal, signature
+from ckpt.commit.owner import Owner, forget_token, is_alive, new_token, owner_of, refusal, signature
 from ckpt.format.manifest import FILE_NAME, CheckpointError
 from ckpt.storage.catalog import LATEST_NAME, OWNER_NAME, check_outside, newest_sequence
 from ckpt.storage.places import read_header, write_and_read_back
@@ -48,7 +48,7 @@ class Upload:
             _clean(final.parent, except_for=final.name)
         owner = _owner(final)
         if owner and is_alive(owner):
-            raise FileExistsError(errno.EEXIST, refusal(owner["pid"]), str(final))
+            raise FileExistsError(errno.EEXIST, refusal(owner.pid), str(final))
         final.remove_folder(FILE_NAME, OWNER_NAME)
         self._token = new_token()
         try:
@@ -102,7 +102,7 @@ class Upload:
 
     def _is_ours(self) -> bool:
         owner = _owner(self.path)
-        return owner is not None and owner["token"] == self._token
+        return owner is not None and owner.token == self._token
 
 
 def _clean(folder: Url, *, except_for: str) -> None:
@@ -112,17 +112,17 @@ def _clean(folder: Url, *, except_for: str) -> None:
         if OWNER_NAME not in names or FILE_NAME in names:
             continue
         owner = _owner(folder / name)
-        if owner is None or not isinstance(owner.get("begun"), float):
+        if owner is None or owner.begun is None:
             continue
-        if owner["host"] == socket.gethostname():
+        if owner.host == socket.gethostname():
             dead = not is_alive(owner)
         else:
-            dead = time.time() - owner["begun"] > _ABANDONED_S
+            dead = time.time() - owner.begun > _ABANDONED_S
         if dead and not (folder / name / FILE_NAME).exists():  # it may have been completed in this moment
             (folder / name).remove_folder(FILE_NAME, OWNER_NAME)
 
 
-def _owner(folder: Url) -> dict | None:
+def _owner(folder: Url) -> Owner | None:
     with contextlib.suppress(FileNotFoundError):
         return owner_of((folder / OWNER_NAME).read())
     return None
