@@ -11,12 +11,12 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
 from mpitrain.config.settings import Config, ConfigError, kinds
+from mpitrain.config.writing import print_help, wanted
 
 
 def parse(argv: Sequence[str], defaults: Config | None = None) -> Config:
@@ -36,8 +36,6 @@ def parse(argv: Sequence[str], defaults: Config | None = None) -> Config:
     """
     base = defaults or Config()
     if "-h" in argv or "--help" in argv:
-        from mpitrain.config.help import print_help
-
         print_help(base)
         raise SystemExit(0)
     flags = _read_flags(argv)
@@ -102,7 +100,7 @@ def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
         elif given:
             values[name] = _checked(_value(given[0], kind), kind, flag)
         else:
-            raise ConfigError(f"{flag}: expected {_wanted(kind)} after it, got nothing")
+            raise ConfigError(f"{flag}: expected {wanted(kind)} after it, got nothing")
     return values
 
 
@@ -167,20 +165,7 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        raise ConfigError(f"{name}: expected {_wanted(kind)}, got {value!r}") from None
-
-
-def _wanted(kind: Any) -> str:
-    """A type in words."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        return f"{_wanted(arguments[0])} or none"
-    if origin is Literal:
-        return f"one of {', '.join(map(str, arguments))}"
-    if origin is tuple:
-        number = "any number of values" if arguments[-1] is Ellipsis else f"{len(arguments)} values"
-        return f"{number}, each {_wanted(arguments[0])}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
+        raise ConfigError(f"{name}: expected {wanted(kind)}, got {value!r}") from None
 
 
 def _hint(name: str, known: Iterable[str], form: str) -> str:
