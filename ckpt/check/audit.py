@@ -19,7 +19,7 @@ import h5py
 from ckpt.format.boxes import Shape
 from ckpt.format.hdf5 import INDEX_NAME, h5_type
 from ckpt.format.manifest import File, Manifest, Tensor
-from ckpt.storage.catalog import parse_manifest, read_manifest
+from ckpt.storage.catalog import read_manifest
 from ckpt.storage.local_path import LocalPath, open_folder, open_regular
 
 _MORE_MEMORY = 1 << 30
@@ -40,7 +40,7 @@ def main() -> None:
 
 def findings(path: LocalPath) -> Iterator[tuple[str, str | None, str | None]]:
     """(file, tensor or None, problem) of the checkpoint `path`; before those of a file, one without a problem."""
-    manifest = parse_manifest(path, read_manifest(path))
+    manifest = read_manifest(path)
     folder = open_folder(path)
     try:
         for file in manifest.files:

@@ -12,7 +12,7 @@ import xxhash
 from ckpt.check.inspecting import look, need_folder
 from ckpt.format.manifest import Block, CheckpointError, File, Manifest, Tensor
 from ckpt.reading.reader import is_replaced
-from ckpt.storage.catalog import parse_manifest, read_manifest
+from ckpt.storage.catalog import read_manifest
 from ckpt.storage.places import Folder, OpenFile, Place, absolute
 from ckpt.storage.progress import Progress, no_progress
 from collectives.arrays.dtypes import DTYPES
@@ -62,7 +62,7 @@ def verify(
     folder = absolute(path)
     if hdf5:
         need_folder(folder)
-    manifest = parse_manifest(folder, read_manifest(folder))
+    manifest = read_manifest(folder)
     damage = verify_files(folder, manifest, threads=threads, progress=progress)
     if damage:
         try:

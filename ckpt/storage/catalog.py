@@ -11,7 +11,8 @@ are work in progress (see atomic.py).
 import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
@@ -216,23 +217,18 @@ def step_of(name: str) -> int | None:
     return int(number[0]) if number else None
 
 
-def read_manifest(path: Place) -> bytes:
-    """The bytes of a checkpoint's manifest, after a look at its files. CheckpointError if there is none or files do not fit."""
-    data = manifest_bytes(path)
-    try:
-        files = verified_header(data).files
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    check_there(path, files)
-    return data
+def read_manifest(path: Place) -> Manifest:
+    """The manifest of a checkpoint whose files are there. CheckpointError if there is no manifest, or files do not fit."""
+    manifest = parse_manifest(path, manifest_bytes(path))
+    check_there(path, manifest.files)
+    return manifest
 
 
 def manifest_bytes(path: Place) -> bytes:
     """The bytes of a checkpoint's manifest. CheckpointError if there is none."""
     try:
-        return read_bytes(path)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        with _naming(path):
+            return read_bytes(path)
     except FileNotFoundError:
         what = "has no manifest.jsonl: it is no complete checkpoint" if path.is_dir() else "does not exist"
         raise CheckpointError(f"{path} {what}") from None
@@ -242,16 +238,20 @@ def manifest_bytes(path: Place) -> bytes:
 
 def check_there(path: Place, files: tuple[File, ...]) -> None:
     """CheckpointError unless the checkpoint's files are there, as its manifest says."""
-    try:
+    with _naming(path):
         path.check_files(files)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
 
 
 def parse_manifest(path: Place, data: bytes) -> Manifest:
     """`decode`, with the checkpoint's path in its error."""
-    try:
+    with _naming(path):
         return decode(data)
+
+
+@contextmanager
+def _naming(path: Place) -> Iterator[None]:
+    try:
+        yield
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 

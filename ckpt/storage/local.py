@@ -74,7 +74,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = True, cached: bool = 
     `durable`: flushed to the disk, so that the file is there after a power failure. `cached`: it may stay in memory.
     """
     with naming(path), _new_file(path, durable=durable, cached=cached) as fd:
-        _write_all(fd, memoryview(data))
+        pwrite_all(fd, memoryview(data), 0)
 
 
 def copy_file(opened: io.FileIO, source: Path, target: Path) -> None:
@@ -85,13 +85,14 @@ def copy_file(opened: io.FileIO, source: Path, target: Path) -> None:
     with naming(target):
         check_room(target, os.fstat(opened.fileno()).st_size)
         with _new_file(target, durable=True, cached=False) as fd:
-            buffer = memoryview(bytearray(_BUFFER_BYTES))
+            buffer, position = memoryview(bytearray(_BUFFER_BYTES)), 0
             while True:
                 with naming(source):
                     count = opened.readinto(buffer)
                 if not count:
                     break
-                _write_all(fd, buffer[:count])
+                pwrite_all(fd, buffer[:count], position)
+                position += count
 
 
 @contextmanager
@@ -105,11 +106,6 @@ def _new_file(path: Path, *, durable: bool, cached: bool) -> Iterator[int]:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 def flush(path: Path) -> None:
