@@ -13,15 +13,14 @@ import resource
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from pathlib import Path
 
 import h5py
 
 from ckpt.format.boxes import Shape
 from ckpt.format.hdf5 import INDEX_NAME, h5_type
 from ckpt.format.manifest import File, Manifest, Tensor
-from ckpt.storage.access import open_folder, open_regular
-from ckpt.storage.catalog import parse_manifest, read_manifest
+from ckpt.storage.catalog import read_manifest
+from ckpt.storage.local_path import LocalPath, open_folder, open_regular
 
 _MORE_MEMORY = 1 << 30
 _MAX_ATTRIBUTES = 64
@@ -35,13 +34,13 @@ def main() -> None:
     """
     limit = _memory_bytes() + _MORE_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    for finding in findings(Path(sys.argv[1])):
+    for finding in findings(LocalPath(sys.argv[1])):
         print(json.dumps(finding), flush=True)
 
 
-def findings(path: Path) -> Iterator[tuple[str, str | None, str | None]]:
+def findings(path: LocalPath) -> Iterator[tuple[str, str | None, str | None]]:
     """(file, tensor or None, problem) of the checkpoint `path`; before those of a file, one without a problem."""
-    manifest = parse_manifest(path, read_manifest(path))
+    manifest = read_manifest(path)
     folder = open_folder(path)
     try:
         for file in manifest.files:

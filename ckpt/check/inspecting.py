@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ckpt.format.hdf5 import INDEX_NAME
 from ckpt.format.manifest import CheckpointError
-from ckpt.storage.catalog import parse_manifest, read_manifest
+from ckpt.storage.catalog import read_manifest
+from ckpt.storage.local_path import LocalPath
 from ckpt.storage.places import local_path
 from collectives.launcher import LAUNCHER_PREFIXES
 
@@ -41,7 +42,7 @@ def look(path: str | os.PathLike[str], *, timeout_s: float | None = None) -> lis
     CheckpointError if the manifest cannot be used, ValueError for a URL.
     """
     folder = need_folder(path)
-    manifest = parse_manifest(folder, read_manifest(folder))
+    manifest = read_manifest(folder)
     if timeout_s is None:
         timeout_s = _TIMEOUT_S + sum(len(tensor.blocks) for tensor in manifest.tensors.values()) / _BLOCKS_PER_S
     names = {file.name for file in manifest.files}
@@ -58,7 +59,7 @@ def look(path: str | os.PathLike[str], *, timeout_s: float | None = None) -> lis
     return found
 
 
-def need_folder(path: str | os.PathLike[str]) -> Path:
+def need_folder(path: str | os.PathLike[str]) -> LocalPath:
     """The absolute path of a folder that HDF5 is to look into; ValueError for a URL."""
     return local_path(path, "path", "a folder: HDF5 opens no URLs, so copy the checkpoint to a disk first")
 

@@ -12,8 +12,8 @@ import xxhash
 from ckpt.check.inspecting import look, need_folder
 from ckpt.format.manifest import Block, CheckpointError, File, Manifest, Tensor
 from ckpt.reading.reader import is_replaced
-from ckpt.storage.catalog import parse_manifest, read_manifest
-from ckpt.storage.places import Folder, OpenFile, Place, absolute, open_place
+from ckpt.storage.catalog import read_manifest
+from ckpt.storage.places import Folder, OpenFile, Place, absolute
 from ckpt.storage.progress import Progress, no_progress
 from collectives.arrays.dtypes import DTYPES
 
@@ -62,7 +62,7 @@ def verify(
     folder = absolute(path)
     if hdf5:
         need_folder(folder)
-    manifest = parse_manifest(folder, read_manifest(folder))
+    manifest = read_manifest(folder)
     damage = verify_files(folder, manifest, threads=threads, progress=progress)
     if damage:
         try:
@@ -91,7 +91,7 @@ def verify_files(
             if block.file in blocks:
                 blocks[block.file].append((tensor, block))
     files = [manifest.files[number] for number in blocks]
-    with closing(open_place(folder)) as opened, ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+    with closing(folder.open_folder()) as opened, ThreadPoolExecutor(threads or os.cpu_count()) as pool:
         found = pool.map(
             lambda file, inside: _verify_file(opened, file, _pieces(file, inside, manifest.chunk_bytes), progress),
             files,

@@ -3,7 +3,6 @@
 import argparse
 import os
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.text import Text
@@ -21,10 +20,11 @@ from ckpt.commands.terminal import (
 )
 from ckpt.commit.atomic import mend_latest
 from ckpt.commit.leftovers import leftovers, settle
-from ckpt.commit.removal import outdated, remove
+from ckpt.commit.retention import outdated, remove
 from ckpt.format.manifest import FILE_NAME
 from ckpt.storage.catalog import folder_of_checkpoints, latest, list_checkpoints, reason_to_keep
-from ckpt.storage.places import Place, bytes_in
+from ckpt.storage.local_path import LocalPath
+from ckpt.storage.places import Place
 
 
 class _Step(NamedTuple):
@@ -67,7 +67,7 @@ def _run(args: argparse.Namespace) -> None:
     if (args.dir / FILE_NAME).exists():
         raise UsageError(f"{args.dir} is a checkpoint; gc takes the folder that it lies in")
     # Absolute: a parent called "." would have no name.
-    folder = Path(os.path.abspath(folder_of_checkpoints(args.dir)))
+    folder = LocalPath(folder_of_checkpoints(args.dir)).abspath()
     steps = _clean(folder, dry=args.dry_run)
     steps += _thin(folder, args)
     if args.json:
@@ -80,7 +80,7 @@ def _run(args: argparse.Namespace) -> None:
             raise UsageError(f"could not be removed, or not all of it: {', '.join(map(printable, stuck))}")
 
 
-def _clean(folder: Path, *, dry: bool) -> list[_Step]:
+def _clean(folder: LocalPath, *, dry: bool) -> list[_Step]:
     """Finish what dead jobs began."""
     steps = []
     for left in leftovers(folder):
@@ -93,7 +93,7 @@ def _clean(folder: Path, *, dry: bool) -> list[_Step]:
     return steps
 
 
-def _thin(folder: Path, args: argparse.Namespace) -> list[_Step]:
+def _thin(folder: LocalPath, args: argparse.Namespace) -> list[_Step]:
     """Remove incomplete and old checkpoints, as asked for."""
     steps = _incomplete(folder) if args.incomplete else []
     newest = latest(folder)
@@ -114,7 +114,7 @@ def _thin(folder: Path, args: argparse.Namespace) -> list[_Step]:
     return steps
 
 
-def _incomplete(folder: Path) -> list[_Step]:
+def _incomplete(folder: LocalPath) -> list[_Step]:
     steps = []
     for found in list_checkpoints(folder):
         if found.problem is None or found.path.name.startswith("."):
@@ -150,6 +150,6 @@ def _json(step: _Step) -> dict[str, str | int]:
 
 def _bytes(path: Place) -> int:
     try:
-        return 0 if os.path.islink(path) else bytes_in(path)
+        return 0 if os.path.islink(path) else path.nbytes()
     except OSError:  # gone, or not ours to look at
         return 0

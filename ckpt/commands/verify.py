@@ -17,7 +17,7 @@ from ckpt.commands.terminal import (
 )
 from ckpt.format.manifest import CheckpointError
 from ckpt.storage.catalog import find, info, is_part, list_checkpoints
-from ckpt.storage.places import Place, names_in
+from ckpt.storage.places import Place
 
 
 def add_to(commands: Commands) -> None:
@@ -64,7 +64,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _meant(folder: Place) -> Place:
     """What `find` finds, and also a checkpoint that has lost its manifest: that is damage."""
-    return folder if folder.is_dir() and any(map(is_part, names_in(folder))) else find(folder)
+    return folder if folder.is_dir() and any(map(is_part, folder.names())) else find(folder)
 
 
 def _verify(path: Place, nbytes: int, *, hdf5: bool) -> tuple[str | None, list[Damage]]:

@@ -22,61 +22,61 @@ from pathlib import Path
 
 from ckpt.commit.leftovers import leftovers, settle
 from ckpt.commit.owner import forget_token, is_alive, new_token, owner_in, refusal, signature
-from ckpt.commit.removal import clear, refuse_strangers, take_away
-from ckpt.storage.catalog import LATEST_NAME, OWNER_NAME, check_outside, latest, newest_first, reason_to_keep
+from ckpt.commit.removal import clear, hide_and_delete, refuse_strangers, take_away
+from ckpt.format.manifest import FILE_NAME
+from ckpt.storage.catalog import LATEST_NAME, OWNER_NAME, check_outside, latest, newest_sequence, reason_to_keep
 from ckpt.storage.local import flush, write_file
-from ckpt.storage.places import Place
+from ckpt.storage.local_path import LocalPath
+from ckpt.storage.places import Place, write_and_read_back
 
 _making = threading.Lock()  # what one thread has made and not signed yet, no other takes for a dead job's
-_open: dict[Path, int] = {}  # the stages of this process; a forked child has them with its parent's number
+_open: dict[LocalPath, int] = {}  # the stages of this process; a forked child has them with its parent's number
 
-_around: dict[Path, list[Path]] = {}  # by board: the folders around it that its save has made, inner ones first
+_around: dict[Path, list[LocalPath]] = {}  # by board: the folders around it that its save has made, inner ones first
 
 
 class Stage:
     """The folder in which one checkpoint is being made: `open`, fill, then `publish` or `discard`."""
 
-    def __init__(self, final: Path) -> None:
+    def __init__(self, final: LocalPath) -> None:
         self.final = final
         self.path = final.parent / f".{final.name}.staging"
         self._token = ""  # none: not begun, or ended
-        self._board: Path | None = None
-        self._made: list[Path] = []  # the folders around it that were not there before
+        self._board: LocalPath | None = None
+        self._made: list[LocalPath] = []  # the folders around it that were not there before
 
-    @classmethod
-    def open(cls, final: Path, *, overwrite: bool) -> "Stage":
-        """Make the stage of checkpoint `final`, after removing what dead jobs left in its folder.
+    def open(self, *, overwrite: bool) -> "Stage":
+        """Make the stage of checkpoint `final`, after removing what dead jobs left in its folder; returns it.
 
         ValueError if `final` would lie in another checkpoint. FileExistsError if it exists (and `overwrite` is not given, or it is more
         than a checkpoint), or if a live process of this host, or another thread of this one, is writing it.
         """
-        stage = cls(final)
-        check_outside(final.parent)
-        stage._refuse_existing(overwrite)
+        check_outside(self.final.parent)
+        self._refuse_existing(overwrite)
         with _making:
-            if final.parent.is_dir():
-                stage._clean()
-            if _open.get(stage.path) == os.getpid():
+            if self.final.parent.is_dir():
+                self._clean()
+            if _open.get(self.path) == os.getpid():
                 # Perhaps it has its name already, and the old one is on its way out.
-                raise FileExistsError(errno.EEXIST, refusal(os.getpid()), str(stage.path))
+                raise FileExistsError(errno.EEXIST, refusal(os.getpid()), str(self.path))
             # Asked first: what comes afterwards is a living process's, and signed.
-            is_left = os.path.lexists(stage.path)
-            if (owner := owner_in(stage.path)) and is_alive(owner):
-                raise FileExistsError(errno.EEXIST, refusal(owner["pid"]), str(stage.path))
-            if is_left and owner_in(stage.path) == owner:
-                clear(stage.path)
+            is_left = os.path.lexists(self.path)
+            if (owner := owner_in(self.path)) and is_alive(owner):
+                raise FileExistsError(errno.EEXIST, refusal(owner.pid), str(self.path))
+            if is_left and owner_in(self.path) == owner:
+                clear(self.path)
             if overwrite:  # where folders cannot be exchanged, the old one is put there
-                refuse_strangers(final.parent / f".{final.name}.replaced")
-            stage._token = new_token()
-            _open[stage.path] = os.getpid()
+                refuse_strangers(self.final.parent / f".{self.final.name}.replaced")
+            self._token = new_token()
+            _open[self.path] = os.getpid()
             try:
-                stage._make()
+                self._make()
             except BaseException:
-                stage._remove()
+                self._remove()
                 raise
-        return stage
+        return self
 
-    def make_board(self) -> Path:
+    def make_board(self) -> LocalPath:
         """A folder for what the ranks have to say to each other, which outlives the stage: `end_board`."""
         token = new_token()
         self._board = self.final.parent / f".{self.final.name}.{token[:8]}.board"
@@ -88,14 +88,17 @@ class Stage:
         _around[self._board] = self._made
         return self._board
 
-    def publish(self, *, overwrite: bool, newest: bool = True) -> None:
+    def publish(self, manifest: bytes | None = None, *, overwrite: bool, newest: bool = True) -> None:
         """Give the finished stage its final name: this is the moment from which the checkpoint exists.
 
+        `manifest`: to be written first; None if the stage holds it already.
         `newest`: of its folder, so that `latest` names it.
         """
         if not self._is_ours():
             raise FileExistsError(errno.EEXIST, "another job took this checkpoint over", str(self.path))
         self._refuse_existing(overwrite)
+        if manifest is not None:
+            write_and_read_back(self.path / FILE_NAME, manifest)
         flush(self.path)
         parent = self.final.parent
         if self.final.exists():
@@ -128,6 +131,14 @@ class Stage:
             with _making:
                 self._remove()
 
+    def withdraw(self) -> None:
+        """Remove the checkpoint `final`: it is hidden first, so that nobody finds half of it."""
+        hide_and_delete(self.final)
+
+    def newest_sequence(self) -> int:
+        """The number of the newest checkpoint beside `final`, 0 if there is none."""
+        return newest_sequence(self.final.parent)
+
     def _make(self) -> None:
         parent = self.final.parent
         self._made = list(takewhile(lambda folder: not folder.is_dir(), (parent, *parent.parents)))
@@ -143,7 +154,7 @@ class Stage:
             shutil.rmtree(unsigned, ignore_errors=True)
             is_taken = isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY)
             if is_taken and (owner := owner_in(self.path)):
-                raise FileExistsError(errno.EEXIST, refusal(owner["pid"]), str(self.path)) from None
+                raise FileExistsError(errno.EEXIST, refusal(owner.pid), str(self.path)) from None
             raise
 
     def _remove(self) -> None:
@@ -159,7 +170,7 @@ class Stage:
 
     def _is_ours(self) -> bool:
         owner = owner_in(self.path)
-        return owner is not None and owner["token"] == self._token
+        return owner is not None and owner.token == self._token
 
     def _clean(self) -> None:
         """Finish what dead jobs began beside it."""
@@ -186,7 +197,7 @@ def end_board(board: Path) -> None:
     owner = owner_in(board)
     take_away(board)
     if owner is not None:
-        forget_token(owner["token"])
+        forget_token(owner.token)
     _remove_empty(_around.pop(board, []))  # of a save that failed: the board alone was left in them
 
 
@@ -194,11 +205,6 @@ def _remove_empty(folders: Iterable[Path]) -> None:
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
-
-
-def next_sequence(folder: Place) -> int:
-    """One more than the newest checkpoint's number in `folder`."""
-    return max((header.sequence for _, header in newest_first(folder)), default=0) + 1
 
 
 def _exchange(a: Path, b: Path) -> bool:

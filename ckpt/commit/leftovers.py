@@ -4,11 +4,11 @@ import contextlib
 import os
 import socket
 import time
-from pathlib import Path
 from typing import NamedTuple
 
-from ckpt.commit.owner import is_alive, owner_in
+from ckpt.commit.owner import Owner, is_alive, owner_in
 from ckpt.commit.removal import delete, strangers_in
+from ckpt.storage.local_path import LocalPath
 
 QUIET_S = 60.0  # what bears no owner's name and changed since then may be a living job's, between two of its steps
 _ABANDONED_S = 3600.0
@@ -21,17 +21,17 @@ class Leftover(NamedTuple):
     "keep" is also for what somebody put something into.
     """
 
-    path: Path
+    path: LocalPath
     action: str
     why: str
 
     @property
-    def original(self) -> Path:
+    def original(self) -> LocalPath:
         """The checkpoint it belongs to."""
         return self.path.with_name(self.path.name[1:].rpartition(".")[0])
 
 
-def leftovers(folder: Path, *, own: Path | None = None) -> list[Leftover]:
+def leftovers(folder: LocalPath, *, own: LocalPath | None = None) -> list[Leftover]:
     """What saves that go on, or ended too early, have in `folder`, by name.
 
     What bears no owner's name counts as a dead job's, unless it changed in the last minute and does
@@ -41,7 +41,7 @@ def leftovers(folder: Path, *, own: Path | None = None) -> list[Leftover]:
     # A checkpoint may have been a link to one.
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.is_dir() or entry.is_symlink())
-    ours = (name for name in names if name.startswith(".") and Path(name).suffix in kinds)
+    ours = (name for name in names if name.startswith(".") and os.path.splitext(name)[1] in kinds)
     return [_judged(folder / name, own) for name in ours]
 
 
@@ -55,7 +55,7 @@ def settle(leftover: Leftover) -> None:
             delete(leftover.path)
 
 
-def _judged(path: Path, own: Path | None) -> Leftover:
+def _judged(path: LocalPath, own: LocalPath | None) -> Leftover:
     if strange := strangers_in(path):
         return Leftover(path, "keep", f"holds {strange[0]!r:.80}, which no save made")
     kind = path.suffix
@@ -63,7 +63,7 @@ def _judged(path: Path, own: Path | None) -> Leftover:
     if kind == ".removed":
         return Leftover(path, "remove", "half removed")
     if kind in (".staging", ".board") and (owner := owner_in(path)) is not None:
-        whose = f"of process {owner['pid']!r:.20} on {owner['host']!r:.80}"
+        whose = f"of process {owner.pid!r:.20} on {owner.host!r:.80}"
         if _is_abandoned(path, owner):
             return Leftover(path, "remove", f"a save {whose}, which is gone")
         return Leftover(path, "keep", f"a save {whose}, which may go on")
@@ -83,8 +83,8 @@ def _judged(path: Path, own: Path | None) -> Leftover:
     return Leftover(path, "remove", "a save that died before it could sign")
 
 
-def _is_abandoned(stage: Path, owner: dict) -> bool:
-    if owner["host"] == socket.gethostname():
+def _is_abandoned(stage: LocalPath, owner: Owner) -> bool:
+    if owner.host == socket.gethostname():
         return not is_alive(owner) and owner_in(stage) == owner  # not one that has just got its name
     try:
         with os.scandir(stage) as entries:

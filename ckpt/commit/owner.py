@@ -3,12 +3,13 @@
 A process may fill several folders at the same time, one a thread: each has a token of its own.
 """
 
-import json
 import os
 import socket
 import time
 import uuid
 from pathlib import Path
+
+import msgspec
 
 from ckpt.storage.catalog import OWNER_NAME
 
@@ -27,7 +28,25 @@ def forget_token(token: str) -> None:
     _tokens.discard(token)
 
 
-def owner_in(stage: Path) -> dict | None:
+class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who fills a folder. `start`: of the process, as `start_time` has it; `begun`: in seconds since the epoch.
+
+    `place` and `job` are for a lock (mpitrain's folder_lock.py).
+    """
+
+    host: str
+    pid: int
+    start: str | None
+    token: str
+    begun: float | None = None
+    place: str = ""
+    job: str | None = None
+
+
+_OWNER = msgspec.json.Decoder(Owner)
+
+
+def owner_in(stage: Path) -> Owner | None:
     """Who is filling the folder `stage`; None if that is not said, or cannot be read."""
     try:
         return owner_of((stage / OWNER_NAME).read_bytes())
@@ -35,32 +54,30 @@ def owner_in(stage: Path) -> dict | None:
         return None
 
 
-def signature(token: str) -> bytes:
+def signature(token: str, *, place: str = "", job: str | None = None) -> bytes:
     """What a stage says of who is filling it: `owner_of` reads it."""
     pid = os.getpid()
-    owner = {"host": socket.gethostname(), "pid": pid, "start": start_time(pid), "token": token, "begun": time.time()}
-    return json.dumps(owner).encode()
+    return msgspec.json.encode(Owner(socket.gethostname(), pid, start_time(pid), token, time.time(), place, job))
 
 
-def owner_of(data: bytes) -> dict | None:
+def owner_of(data: bytes) -> Owner | None:
     """Who signed; None if that cannot be read."""
     try:
-        owner = json.loads(data)
-        return owner if {"host", "pid", "start", "token"} <= owner.keys() else None
-    except (ValueError, AttributeError):
+        return _OWNER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def is_alive(owner: dict) -> bool:
+def is_alive(owner: Owner) -> bool:
     """Whether a stage's process runs on this host, and this process is at work on it: what a save of its own could not clear is dead.
 
     The number of a process alone may belong to another one by now.
     """
     return (
-        owner["host"] == socket.gethostname()
-        and owner["start"] is not None
-        and start_time(owner["pid"]) == owner["start"]
-        and (owner["pid"] != os.getpid() or owner["token"] in _tokens)
+        owner.host == socket.gethostname()
+        and owner.start is not None
+        and start_time(owner.pid) == owner.start
+        and (owner.pid != os.getpid() or owner.token in _tokens)
     )
 
 

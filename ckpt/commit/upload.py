@@ -15,34 +15,32 @@ import socket
 import time
 
 from ckpt.commit.atomic import refuse_existing
-from ckpt.commit.owner import forget_token, is_alive, new_token, owner_of, refusal, signature
+from ckpt.commit.owner import Owner, forget_token, is_alive, new_token, owner_of, refusal, signature
 from ckpt.format.manifest import FILE_NAME, CheckpointError
-from ckpt.storage.catalog import LATEST_NAME, OWNER_NAME, check_outside, newest_first
-from ckpt.storage.places import folders_in, names_in, read_header
+from ckpt.storage.catalog import LATEST_NAME, OWNER_NAME, check_outside, newest_sequence
+from ckpt.storage.places import read_header, write_and_read_back
 from ckpt.storage.remote import Url
 
 _ABANDONED_S = 86400.0  # one that a host we cannot ask about it began so long ago counts as dead
 
 
 class Upload:
-    """As atomic.py's `Stage`, of a remote checkpoint with the given manifest: `open`, fill, then `publish` or `discard`."""
+    """As atomic.py's `Stage`, of a remote checkpoint."""
 
-    def __init__(self, final: Url, manifest: bytes) -> None:
+    def __init__(self, final: Url) -> None:
         self.final = self.path = final
-        self._manifest = manifest
         self._token = ""
         self._made: list[Url] = []  # the folders that were not there before
 
-    @classmethod
-    def open(cls, final: Url, manifest: bytes, *, overwrite: bool) -> "Upload":
-        """Make room for the checkpoint `final`, after removing what dead jobs left beside it.
+    def open(self, *, overwrite: bool) -> "Upload":
+        """Make room for the checkpoint `final`, after removing what dead jobs left beside it; returns it.
 
         ValueError if it would lie in another one. FileExistsError if it exists (and `overwrite` is not given, or it is more than a
         checkpoint), or if a live process of this host is writing it.
         """
-        upload = cls(final, manifest)
+        final = self.final
         check_outside(final.parent)
-        names = names_in(final) if final.is_dir() else []
+        names = final.names() if final.is_dir() else []
         if names:
             is_unfinished = OWNER_NAME in names and FILE_NAME not in names
             refuse_existing(final, overwrite=overwrite or is_unfinished)
@@ -50,28 +48,25 @@ class Upload:
             _clean(final.parent, except_for=final.name)
         owner = _owner(final)
         if owner and is_alive(owner):
-            raise FileExistsError(errno.EEXIST, refusal(owner["pid"]), str(final))
+            raise FileExistsError(errno.EEXIST, refusal(owner.pid), str(final))
         final.remove_folder(FILE_NAME, OWNER_NAME)
-        upload._token = new_token()
+        self._token = new_token()
         try:
-            upload._made = final.make()
-            (final / OWNER_NAME).write(signature(upload._token))
+            self._made = final.make()
+            (final / OWNER_NAME).write(signature(self._token))
         except BaseException:
-            upload.discard()
+            self.discard()
             raise
-        return upload
+        return self
 
-    def publish(self, *, overwrite: bool) -> None:
+    def publish(self, manifest: bytes, *, overwrite: bool) -> None:
         """Write the manifest: this is the moment from which the checkpoint exists."""
         if not self._is_ours():
             raise FileExistsError(errno.EEXIST, "another job took this checkpoint over", str(self.path))
-        manifest = self.path / FILE_NAME
-        manifest.write(self._manifest)
-        if manifest.read() != self._manifest:
-            raise OSError(f"{manifest} does not read as it was written")
+        write_and_read_back(self.path / FILE_NAME, manifest)
         with contextlib.suppress(OSError):
             (self.path / OWNER_NAME).unlink()
-        forget_token(self._token)
+        self._end()
         (self.final.parent / LATEST_NAME).write(f"{self.final.name}\n".encode())
 
     def discard(self) -> None:
@@ -79,44 +74,55 @@ class Upload:
 
         Never raises: there is an error on its way already.
         """
+        if not self._token:
+            return
         with contextlib.suppress(OSError):
             if _owner(self.path) is None or self._is_ours():  # unsigned, if that could not be written
                 self.path.remove_folder(FILE_NAME, OWNER_NAME)
             for folder in self._made[1:]:
                 folder.remove_empty()
+        self._end()
+
+    def withdraw(self) -> None:
+        """Remove the checkpoint `final`, its manifest first."""
+        (self.final / OWNER_NAME).write(signature(""))  # should this job die on the way, the next one goes on
+        self.final.remove_folder(FILE_NAME, OWNER_NAME)
+
+    def newest_sequence(self) -> int:
+        """The number of the newest checkpoint beside `final`, 0 if there is none: the hint names it, to spare a look at each."""
+        folder = self.final.parent
+        with contextlib.suppress(OSError, CheckpointError, UnicodeDecodeError):
+            name = (folder / LATEST_NAME).read().decode().strip()
+            return read_header(folder / name)[0].sequence
+        return newest_sequence(folder)
+
+    def _end(self) -> None:
         forget_token(self._token)
+        self._token = ""
 
     def _is_ours(self) -> bool:
         owner = _owner(self.path)
-        return owner is not None and owner["token"] == self._token
-
-
-def newest_sequence(folder: Url) -> int:
-    """The number of the newest checkpoint there, 0 if there is none: that which the hint names, to spare a look at each."""
-    with contextlib.suppress(OSError, CheckpointError, UnicodeDecodeError):
-        name = (folder / LATEST_NAME).read().decode().strip()
-        return read_header(folder / name)[0].sequence
-    return max((header.sequence for _, header in newest_first(folder)), default=0)
+        return owner is not None and owner.token == self._token
 
 
 def _clean(folder: Url, *, except_for: str) -> None:
     """Remove what dead jobs began to upload."""
-    for name in folders_in(folder):
-        names = names_in(folder / name) if name != except_for else []
+    for name in folder.folders():
+        names = (folder / name).names() if name != except_for else []
         if OWNER_NAME not in names or FILE_NAME in names:
             continue
         owner = _owner(folder / name)
-        if owner is None or not isinstance(owner.get("begun"), float):
+        if owner is None or owner.begun is None:
             continue
-        if owner["host"] == socket.gethostname():
+        if owner.host == socket.gethostname():
             dead = not is_alive(owner)
         else:
-            dead = time.time() - owner["begun"] > _ABANDONED_S
+            dead = time.time() - owner.begun > _ABANDONED_S
         if dead and not (folder / name / FILE_NAME).exists():  # it may have been completed in this moment
             (folder / name).remove_folder(FILE_NAME, OWNER_NAME)
 
 
-def _owner(folder: Url) -> dict | None:
+def _owner(folder: Url) -> Owner | None:
     with contextlib.suppress(FileNotFoundError):
         return owner_of((folder / OWNER_NAME).read())
     return None

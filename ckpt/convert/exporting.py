@@ -15,7 +15,7 @@ from ckpt.convert.formats.safetensors import FileTensor
 from ckpt.convert.sources import Buffer, Source, from_checkpoint, matching
 from ckpt.format.manifest import Manifest, name_error, nesting_error
 from ckpt.reading.reader import Reader
-from ckpt.storage.catalog import check_outside, parse_manifest, read_manifest
+from ckpt.storage.catalog import check_outside, read_manifest
 from ckpt.storage.local import Output, check_room, naming, write_file
 from ckpt.storage.places import absolute, local_path
 from ckpt.storage.progress import Progress, no_progress
@@ -65,7 +65,7 @@ def export(
     """
     folder = absolute(path)
     target, shard_bytes = _target(local_path(out, "out", "a file or a folder"), shard_bytes, compression)
-    manifest = parse_manifest(folder, read_manifest(folder))
+    manifest = read_manifest(folder)
     names = _names(manifest, only, strip)
     # Of files that belong together all go: the new ones may be fewer.
     several = shard_bytes is not None

@@ -8,7 +8,7 @@ from ckpt.convert.sources import Buffer, from_checkpoint
 from ckpt.reading.reader import Reader
 from ckpt.saving.placement import Files
 from ckpt.saving.save import checked_path
-from ckpt.storage.catalog import parse_manifest, read_manifest
+from ckpt.storage.catalog import read_manifest
 from ckpt.storage.places import absolute
 from ckpt.storage.progress import Progress, no_progress
 
@@ -37,7 +37,7 @@ def reshard(
     Raises ValueError for arguments that do not fit, CheckpointError for damage, FileExistsError, OSError.
     """
     folder, final = absolute(path), checked_path(out)
-    manifest = parse_manifest(folder, read_manifest(folder))
+    manifest = read_manifest(folder)
     beside = isinstance(folder, Path) and os.path.realpath(folder.parent) == os.path.realpath(final.parent)
     buffer = Buffer()
     with Reader(folder, manifest, verify=True) as reader:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.check.verifying import verify
-from ckpt.commit.atomic import Stage, next_sequence
+from ckpt.commit.atomic import Stage
 from ckpt.convert.sources import Part, Source
 from ckpt.format.boxes import Box
 from ckpt.format.manifest import MAX_NDIM, CheckpointError, encode_meta, file_entry, name_error, nesting_error
@@ -41,7 +41,7 @@ def write_checkpoint(
     _check(sources)
     encode_meta(meta)
     boxes = _cut(sources, 1 if files == "one" else int(files))
-    stage = Stage.open(checked_path(path), overwrite=overwrite)
+    stage = Stage(checked_path(path)).open(overwrite=overwrite)
     with discarding(stage):
         by_name = {source.name: source.watched(progress) for source in sources}
         plans, reports = [], []
@@ -59,7 +59,7 @@ def write_checkpoint(
             plans.append(plan)
         contents = Contents(sources, plans, dict(meta))
         write_index(stage.path, contents, {source.name: _value(source) for source in sources if not source.shape})
-        order = next_sequence(stage.final.parent) if sequence is None else sequence
+        order = stage.newest_sequence() + 1 if sequence is None else sequence
         write_manifest(stage.path, contents, reports, sequence=order)
         if damage := verify(stage.path, progress=progress):
             raise CheckpointError(f"{stage.path} does not read back as it was written: {damage[0]}")

@@ -2,7 +2,7 @@
 
 Nothing read runs as code, files are plain names, every byte range lies inside its file, no tensor is larger than the files that
 hold it, and the work and memory that any of this takes grow with the bytes of the manifest alone. How the files themselves are
-reached is access.py's part.
+reached is local_path.py's part.
 """
 
 import io
@@ -11,9 +11,9 @@ import math
 import reprlib
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import islice, pairwise
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -44,6 +44,7 @@ _MAX_CHUNK_BYTES = 16 << 20  # what reading any part of a chunk may need as memo
 _MAX_REST_BYTES = 64 << 20
 _MAX_GAP_BYTES = 1 << 20  # between blocks; it is a page at most, with room for the stripes of a file system
 
+T = TypeVar("T")
 _Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_SIZE)]
 _Sizes = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_NDIM)]
 
@@ -98,7 +99,7 @@ def decode_header(line: bytes) -> Header:
     if header.get("format") != FORMAT:
         problem = f"its format is {reprlib.repr(header.get('format'))}, expected {FORMAT!r}"
         raise out_of_reach(problem) if isinstance(header.get("format"), str) else refused(problem)
-    version = _int(header, "version", 1)
+    version = _typed(header, _Version).version  # alone: what else a newer header has may be of other types
     if version > VERSION:
         raise out_of_reach(
             f"it is of format version {version}, and this program reads up to {VERSION}: update mpitrain"
@@ -107,16 +108,11 @@ def decode_header(line: bytes) -> Header:
         raise out_of_reach(
             f"it was written in byte order {reprlib.repr(header.get('byteorder'))}, this machine's is {sys.byteorder!r}"
         )
-    saved = header.get("saved")
-    if isinstance(saved, bool) or not isinstance(saved, int | float) or not abs(saved) < 1e300:
-        raise refused("its time is no number")
-    chunk_bytes = _int(header, "chunk_bytes", 64, _MAX_CHUNK_BYTES)
-    if chunk_bytes % 64:
-        raise refused(f"chunk_bytes {chunk_bytes} is no multiple of 64")
-    files = tuple(file_of(entry, version) for entry in _list(header, "files"))
+    entry = _typed(header, _HeaderLine)
+    files = tuple(_file(each, version) for each in entry.files)
     if len({f.name for f in files}) < len(files):
         raise refused("it names a file twice")
-    return Header(_int(header, "sequence"), float(saved), chunk_bytes, _int(header, "tensors"), files)
+    return Header(entry.sequence, entry.saved, entry.chunk_bytes, entry.tensors, files)
 
 
 def refused(problem: str) -> CheckpointError:
@@ -152,59 +148,58 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _JSON = json.JSONDecoder(object_pairs_hook=_distinct)
 
 
-def _int(entry: Mapping[str, Any], key: str, low: int = 0, high: int = _MAX_SIZE) -> int:
-    value = entry.get(key)
-    if type(value) is not int or not low <= value <= high:
-        raise refused(f"{key} is {reprlib.repr(value)}, expected an integer from {low} to {high}")
-    return value
+class _Version(msgspec.Struct):
+    version: Annotated[int, msgspec.Meta(ge=1)]
 
 
-def _list(entry: Mapping[str, Any], key: str) -> list[Any]:
-    value = entry.get(key)
-    if not isinstance(value, list):
-        raise refused(f"{key} is {reprlib.repr(value)}, expected a list")
-    return value
+class _FileEntry(msgspec.Struct):
+    """`datasets`: the offset and the length of each."""
+
+    name: str
+    datasets: dict[str, tuple[_Size, _Size]]
+    nbytes: _Size = msgspec.field(name="bytes")
+    rest: str | None = None
 
 
-def _are_sizes(values: list[Any]) -> bool:
-    return all(type(n) is int and 0 <= n <= _MAX_SIZE for n in values)
+class _HeaderLine(msgspec.Struct):
+    sequence: _Size
+    saved: Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=64, le=_MAX_CHUNK_BYTES, multiple_of=64)]
+    tensors: _Size
+    files: list[_FileEntry]
 
 
-def file_of(entry: Any, version: int = VERSION) -> File:
+def _typed(value: Any, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair is no text to msgspec
+        raise refused(f"its header: {error}") from None
+
+
+def file_of(entry: Any) -> File:
     """The checked entry of a file in a manifest's header."""
-    name = entry.get("name") if isinstance(entry, dict) else None
-    if (
-        not isinstance(name, str)
-        or not name.isprintable()
-        or name in ("", ".", "..", FILE_NAME)
-        or "/" in name
-        or "\\" in name
-    ):
+    return _file(_typed(entry, _FileEntry), VERSION)
+
+
+def _file(entry: _FileEntry, version: int) -> File:
+    name = entry.name
+    if not name.isprintable() or name in ("", ".", "..", FILE_NAME) or "/" in name or "\\" in name:
         raise refused(f"the file name {reprlib.repr(name)} is no plain name inside the checkpoint")
-    nbytes = _int(entry, "bytes")
-    listed = entry.get("datasets")
-    if not isinstance(listed, dict):
-        raise refused(f"file {name}: datasets is no JSON object")
-    datasets = {}
-    for dtype, value in listed.items():
-        if dtype not in DTYPES:
-            raise refused(f"file {name}: dtype {reprlib.repr(dtype)} is unknown")
-        if not isinstance(value, list) or len(value) != 2 or not _are_sizes(value):
-            raise refused(f"file {name}: dataset {dtype} is {reprlib.repr(value)}, expected an offset and a length")
-        datasets[dtype] = Dataset(*value)
+    if unknown := entry.datasets.keys() - DTYPES.keys():
+        raise refused(f"file {name}: dtype {reprlib.repr(min(unknown))} is unknown")
+    datasets = {dtype: Dataset(*value) for dtype, value in entry.datasets.items()}
     end = 0
     for dtype, (offset, elements) in sorted(datasets.items(), key=lambda item: item[1]):
         if offset < end:
             raise refused(f"file {name}: dataset {dtype} overlaps another")
         end = offset + elements * DTYPES[dtype].itemsize
-    if end > nbytes:
-        raise refused(f"file {name}: its datasets end at byte {end}, beyond its {nbytes} bytes")
+    if end > entry.nbytes:
+        raise refused(f"file {name}: its datasets end at byte {end}, beyond its {entry.nbytes} bytes")
     if version == 1:
-        return File(name, nbytes, datasets)
-    rest = entry.get("rest")
-    if not isinstance(rest, str) or not _are_checksums(rest, 1):
-        raise refused(f"file {name}: rest is {reprlib.repr(rest)}, expected a checksum of {DIGITS} digits")
-    return File(name, nbytes, datasets, rest)
+        return File(name, entry.nbytes, datasets)
+    if entry.rest is None or not _are_checksums(entry.rest, 1):
+        raise refused(f"file {name}: rest is {reprlib.repr(entry.rest)}, expected a checksum of {DIGITS} digits")
+    return File(name, entry.nbytes, datasets, entry.rest)
 
 
 class _BlockLine(msgspec.Struct, gc=False):

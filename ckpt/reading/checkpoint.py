@@ -7,7 +7,7 @@ from typing import Any
 from ckpt.convert.sources import matching
 from ckpt.format.manifest import CheckpointError, Manifest
 from ckpt.reading.entry import TensorEntry
-from ckpt.storage.catalog import none_usable, parse_manifest, read_manifest
+from ckpt.storage.catalog import none_usable, read_manifest
 from ckpt.storage.places import Paths, Place, copies_of
 
 
@@ -87,7 +87,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, copies: Paths | None = None
     places, problems = copies_of(path, copies), []
     for place in places:
         try:
-            return Checkpoint(place, parse_manifest(place, read_manifest(place)))
+            return Checkpoint(place, read_manifest(place))
         except (CheckpointError, OSError) as error:
             if len(places) == 1:
                 raise

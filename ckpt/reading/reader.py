@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpt.format.boxes import Box, flat_index, rectangles, single_run
 from ckpt.format.manifest import Block, CheckpointError, Manifest, Tensor, checksum
-from ckpt.storage.places import Folder, OpenFile, Place, is_there, open_place, read_header
+from ckpt.storage.places import Folder, OpenFile, Place, read_header
 from collectives.arrays.dtypes import DTYPES
 
 _MAX_OPEN_FILES = 64
@@ -95,7 +95,7 @@ class Reader:
                     f"{self._folder} was replaced by another save since it was opened: open it again"
                 )
         except (CheckpointError, OSError):
-            if not is_there(self._folder):
+            if not self._folder.is_there():
                 return CheckpointError(f"{self._folder} was removed since it was opened")
         return CheckpointError(f"{self._folder}: tensor {tensor.name!r}: {error}")
 
@@ -183,7 +183,7 @@ class Reader:
         expected = self._manifest.files[file]
         try:
             if self._opened is None:
-                self._opened = open_place(self._folder)
+                self._opened = self._folder.open_folder()
                 if not self._verify and is_replaced(self._folder, self._manifest):  # no checksum would tell
                     raise CheckpointError("it is another save's")
             opened = self._opened.open(expected.name)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.commit.atomic import Stage, mend_latest
-from ckpt.commit.removal import retain
+from ckpt.commit.retention import retain
 from ckpt.format.boxes import Box
 from ckpt.format.manifest import encode_meta, file_entry
 from ckpt.format.validation import file_of
@@ -22,12 +22,13 @@ from ckpt.ranks import Ranks, ranks_of
 from ckpt.saving.agreement import Agreed, Arguments, agree
 from ckpt.saving.background import begin, wait_before
 from ckpt.saving.buffers import copied, give_back, take
-from ckpt.saving.copies import Retention, further_places, make_copies, next_sequence_in
+from ckpt.saving.copies import Retention, further_places, make_copies, next_sequence
 from ckpt.saving.describing import Contents, write_index, write_manifest
 from ckpt.saving.placement import DataFile, Files, Item, assign, file_name, files_error, group_ranks, lay_out
 from ckpt.saving.writer import Driver, Posix, room_of
 from ckpt.storage.catalog import step_of
 from ckpt.storage.local import check_free, flush
+from ckpt.storage.local_path import LocalPath
 from ckpt.storage.places import Paths, Place, local_path, text_of
 from ckpt.tensors import Description, LocalBox, inspect
 from collectives.arrays.dtypes import DTYPES
@@ -108,7 +109,7 @@ def save(
             if background:
                 buffer = take(mine)
             if comm.rank == 0:
-                stage = Stage.open(checked, overwrite=overwrite)
+                stage = Stage(checked).open(overwrite=overwrite)
                 check_free(stage.path, sum(room_of(file) for file in plan.files))
                 board = stage.make_board() if background and comm.size > 1 else None
                 opened = stage.path, stage.final, board, places
@@ -160,8 +161,8 @@ class _Job:
     """All that writing and committing needs. `stage`: on rank 0. `mine`: what this rank writes."""
 
     plan: _Plan
-    folder: Path
-    final: Path
+    folder: LocalPath
+    final: LocalPath
     stage: Stage | None
     tensors: Sequence[Description]
     mine: Sequence[LocalBox]
@@ -201,7 +202,7 @@ def _check_arguments(
             raise ValueError(problem)
 
 
-def checked_path(path: str | os.PathLike[str]) -> Path:
+def checked_path(path: str | os.PathLike[str]) -> LocalPath:
     """The absolute path of a checkpoint to be. ValueError if it cannot have that name."""
     if not text_of(path):
         raise ValueError("path is empty; expected a folder that the checkpoint becomes")
@@ -261,7 +262,7 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
             flushed = beside.submit(flush, job.folder / own.name) if own else None
             if job.stage is not None:  # while the disk is busy
                 write_index(job.folder, job.contents, job.scalars)
-                sequence = next_sequence_in(job.final.parent, job.copies)
+                sequence = next_sequence(job.final, job.copies)
             if flushed is not None:
                 flushed.result()
         file = driver.finish() if driver else None

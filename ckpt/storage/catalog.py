@@ -8,33 +8,29 @@ complete, unless somebody damaged it since: the manifest's checksum and the size
 are work in progress (see atomic.py).
 """
 
-import json
 import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
 from ckpt.format.hdf5 import INDEX_NAME
-from ckpt.format.manifest import FILE_NAME, FORMAT, CheckpointError, File, Manifest, OutOfReachError
+from ckpt.format.manifest import FILE_NAME, CheckpointError, File, Manifest, OutOfReachError
 from ckpt.format.validation import Header, decode, verified_header
-from ckpt.storage.access import open_regular
+from ckpt.storage.local_path import LocalPath
 from ckpt.storage.places import (
     Paths,
     Place,
     absolute,
     all_places,
-    bytes_in,
-    check_files,
-    folders_in,
-    names_in,
+    is_checkpoint,
     place_of,
     read_bytes,
     read_header,
 )
-from ckpt.storage.remote import Url
 
 LATEST_NAME = "latest"
 RUN_SUBFOLDER = "checkpoints"  # where a run's folder keeps them, by the main job's and our convention
@@ -42,7 +38,6 @@ OWNER_NAME = ".owner"  # says who is filling a folder (see owner.py)
 _PARTS = r"manifest\.jsonl|index\.h5|(rank|node|part)-[0-9]{5,}\.h5"
 # What may be there for a while. NFS and FUSE keep under such names what is removed while it is open.
 _HIDDEN = rf"\{OWNER_NAME}|\.{LATEST_NAME}|\.nfs[0-9a-f]+|\.fuse_hidden[0-9a-f]+"
-_BEGINNING = json.dumps({"format": FORMAT}, separators=(",", ":")).encode()[:-1]  # of every manifest
 
 
 @dataclass(frozen=True)
@@ -97,50 +92,39 @@ def strangers(names: Iterable[str]) -> list[str]:
     return [name for name in names if not is_part(name) and not re.fullmatch(_HIDDEN, name)]
 
 
-def is_checkpoint(place: Place) -> bool:
-    """Whether a manifest of ours is there, as far as its first words tell: it may be damaged."""
-    file = place / FILE_NAME
-    try:
-        if isinstance(file, Url):
-            return file.read(0, len(_BEGINNING)) == _BEGINNING
-        with open(open_regular(file), "rb") as opened:
-            return opened.read(len(_BEGINNING)) == _BEGINNING
-    except (CheckpointError, OSError):
-        return False
-
-
-def check_outside(path: Place) -> None:
-    """ValueError if `path` is a checkpoint or lies in one, where nothing is ever added. Of a URL only this folder is looked at."""
-    path = absolute(path)  # without `..`, which may lead out of one
-    for folder in (path,) if isinstance(path, Url) else (path, *path.parents):
+def check_outside(path: str | os.PathLike[str]) -> None:
+    """ValueError if `path` is a checkpoint or lies in one, where nothing is ever added."""
+    place = absolute(path)  # without `..`, which may lead out of one
+    for folder in (place, *place.parents):
         if is_checkpoint(folder):
-            what = f"{path} is" if folder == path else f"{path} lies in {folder},"
+            what = f"{place} is" if folder == place else f"{place} lies in {folder},"
             raise ValueError(f"{what} a checkpoint, in which nothing is ever changed; expected another place")
 
 
-def reason_to_keep(place: Place) -> str | None:
+def reason_to_keep(path: str | os.PathLike[str]) -> str | None:
     """Why nobody may replace or remove what lies there, or None. Our own are empty folders, and checkpoints, also damaged ones.
 
     A folder with anything that no save made is somebody's; so is one with a `manifest.jsonl` as data sets have them, and no more that
     would tell of a save. What is write-protected somebody wants to keep. OSError if it cannot be looked at.
     """
-    if isinstance(place, Path) and os.path.lexists(place) and not place.is_dir():
+    place = place_of(path)
+    if place.is_there() and not place.is_dir():
         return "is no folder"
-    names = sorted(names_in(place))
-    if strange := strangers(names) or sorted(folders_in(place)):
+    names = sorted(place.names())
+    if strange := strangers(names) or sorted(place.folders()):
         return f"holds {strange[0]!r:.80}, which no save made"
     if names and not {INDEX_NAME, OWNER_NAME}.intersection(names) and not is_checkpoint(place):
         return "has neither an index nor a manifest that a save made"
-    if isinstance(place, Path) and not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+    if place.is_write_protected():
         return "is write-protected"  # its name could be taken away, its files could not
     return None
 
 
 @overload
-def latest(folder: Path, *, copies: None = None) -> Path | None: ...
+def latest(folder: Path, *, copies: None = None) -> LocalPath | None: ...
 @overload
-def latest(folder: str | os.PathLike[str], *, copies: Paths | None = None) -> Path | Url | None: ...
-def latest(folder: str | os.PathLike[str], *, copies: Paths | None = None) -> Path | Url | None:
+def latest(folder: str | os.PathLike[str], *, copies: Paths | None = None) -> Place | None: ...
+def latest(folder: str | os.PathLike[str], *, copies: Paths | None = None) -> Place | None:
     """The newest complete checkpoint in `folder`, or None: the one saved last, whatever step its name ends with.
 
     Found by looking; the file `latest` there is for people and scripts.
@@ -170,7 +154,7 @@ def _newest_complete(folder: Place) -> tuple[tuple[int, float], Place] | None:
     return next(complete, None)
 
 
-def find(path: str | os.PathLike[str]) -> Path | Url:
+def find(path: str | os.PathLike[str]) -> Place:
     """The checkpoint that `path` means: itself, or the newest complete one in it or in its `checkpoints` (a run's folder).
 
     CheckpointError if there is none; of a checkpoint itself, opening it tells what may be wrong with it.
@@ -201,13 +185,18 @@ def newest_first(folder: Place) -> list[tuple[Place, Header]]:
     return [(path, header) for *_, path, header in sorted(found, key=lambda entry: entry[:3], reverse=True)]
 
 
+def newest_sequence(folder: Place) -> int:
+    """The number of the newest checkpoint in `folder`, 0 if there is none."""
+    return max((header.sequence for _, header in newest_first(folder)), default=0)
+
+
 def info(path: Place, name: str) -> CheckpointInfo:
     """What there is to say about the checkpoint at `path`, called `name`."""
     step = step_of(name)
     header, problem, broken = None, None, False
     try:
         header, _ = read_header(path)
-        check_files(path, header.files)
+        path.check_files(header.files)
         verified_header(read_bytes(path))
     except CheckpointError as error:
         problem, broken = str(error), not isinstance(error, OutOfReachError)
@@ -216,7 +205,7 @@ def info(path: Place, name: str) -> CheckpointInfo:
     sequence, saved = (header.sequence, header.saved) if header else (None, None)
     num_tensors = header.num_tensors if header else None
     try:
-        nbytes = bytes_in(path)
+        nbytes = path.nbytes()
     except OSError:  # a save removes it in this moment, as an old one
         nbytes = 0
     return CheckpointInfo(path, name, step, problem, nbytes, num_tensors, sequence, saved, broken)
@@ -228,23 +217,18 @@ def step_of(name: str) -> int | None:
     return int(number[0]) if number else None
 
 
-def read_manifest(path: Place) -> bytes:
-    """The bytes of a checkpoint's manifest, after a look at its files. CheckpointError if there is none or files do not fit."""
-    data = manifest_bytes(path)
-    try:
-        files = verified_header(data).files
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    check_there(path, files)
-    return data
+def read_manifest(path: Place) -> Manifest:
+    """The manifest of a checkpoint whose files are there. CheckpointError if there is no manifest, or files do not fit."""
+    manifest = parse_manifest(path, manifest_bytes(path))
+    check_there(path, manifest.files)
+    return manifest
 
 
 def manifest_bytes(path: Place) -> bytes:
     """The bytes of a checkpoint's manifest. CheckpointError if there is none."""
     try:
-        return read_bytes(path)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        with _naming(path):
+            return read_bytes(path)
     except FileNotFoundError:
         what = "has no manifest.jsonl: it is no complete checkpoint" if path.is_dir() else "does not exist"
         raise CheckpointError(f"{path} {what}") from None
@@ -254,16 +238,20 @@ def manifest_bytes(path: Place) -> bytes:
 
 def check_there(path: Place, files: tuple[File, ...]) -> None:
     """CheckpointError unless the checkpoint's files are there, as its manifest says."""
-    try:
-        check_files(path, files)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+    with _naming(path):
+        path.check_files(files)
 
 
 def parse_manifest(path: Place, data: bytes) -> Manifest:
     """`decode`, with the checkpoint's path in its error."""
-    try:
+    with _naming(path):
         return decode(data)
+
+
+@contextmanager
+def _naming(path: Place) -> Iterator[None]:
+    try:
+        yield
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
@@ -275,7 +263,7 @@ def none_usable(problems: Sequence[str]) -> CheckpointError:
 
 def _candidates(folder: Place) -> list[tuple[Place, str]]:
     found = []
-    for entry in folders_in(folder):
+    for entry in folder.folders():
         name = entry
         if name.startswith("."):
             # Where the kernel cannot exchange two folders, a replaced checkpoint has only this name for an instant, or
@@ -293,6 +281,6 @@ def _candidates(folder: Place) -> list[tuple[Place, str]]:
 
 def _names(folder: Place) -> list[str]:
     try:
-        return names_in(folder)
+        return folder.names()
     except OSError:
         return []

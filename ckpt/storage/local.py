@@ -1,6 +1,7 @@
 """Files and folders of a shared file system: errors that name them, room for them, patience with them, and their way to the disk."""
 
 import errno
+import io
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 _VISIBLE_S = 10.0
+_BUFFER_BYTES = 4 << 20
 _BEGIN_BYTES = 16 << 20
 _SHARED_BYTES = 2 << 20  # neighbours may lie in one page of the page cache, which is hardly ever larger
 
@@ -66,18 +68,44 @@ def patient(act: Callable[[], T]) -> T:
         time.sleep(0.05)
 
 
-def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """A new file at `path` with `data`, flushed to disk unless nobody needs it after a power failure."""
-    with naming(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
-            if durable:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
+def write_file(path: Path, data: bytes, *, durable: bool = True, cached: bool = True) -> None:
+    """A new file at `path` with `data`.
+
+    `durable`: flushed to the disk, so that the file is there after a power failure. `cached`: it may stay in memory.
+    """
+    with naming(path), _new_file(path, durable=durable, cached=cached) as fd:
+        pwrite_all(fd, memoryview(data), 0)
+
+
+def copy_file(opened: io.FileIO, source: Path, target: Path) -> None:
+    """A new file at `target` with the bytes of the open file `source`, on the disk and no more in memory: a reader asks the disk.
+
+    Read and written, not `copy_file_range`: that may give both names the same blocks of one disk.
+    """
+    with naming(target):
+        check_room(target, os.fstat(opened.fileno()).st_size)
+        with _new_file(target, durable=True, cached=False) as fd:
+            buffer, position = memoryview(bytearray(_BUFFER_BYTES)), 0
+            while True:
+                with naming(source):
+                    count = opened.readinto(buffer)
+                if not count:
+                    break
+                pwrite_all(fd, buffer[:count], position)
+                position += count
+
+
+@contextmanager
+def _new_file(path: Path, *, durable: bool, cached: bool) -> Iterator[int]:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+        if durable:
+            os.fsync(fd)
+        if not cached:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
 
 
 def flush(path: Path) -> None:

@@ -1,20 +1,27 @@
-"""Where checkpoints lie: in a local folder or in a remote one. What reading and copying ask of either is here.
+"""Where checkpoints lie: which local or remote place a caller means by a path, and how the manifest in it is read.
 
-A local folder is a `pathlib.Path`: access.py says how its files are opened; they are read by `preadv`, straight into the memory where
-the bytes belong. A remote one is a `Url`: remote.py. Of either only so much is believed as validation.py has checked.
+A local place is a `LocalPath`, whose files are read by `preadv`, straight into the memory where the bytes belong. A remote one is a
+`Url`. Both have the same methods. Of either only so much is believed as validation.py has checked.
 """
 
+import io
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, BinaryIO
 
-from ckpt.format.manifest import FILE_NAME, CheckpointError, File
-from ckpt.format.validation import Header
-from ckpt.storage import access
-from ckpt.storage.remote import RemoteFile, RemoteFolder, Url, check_sizes, open_stream
+from ckpt.format.manifest import FILE_NAME, FORMAT, MAX_BYTES, MAX_LINE_BYTES, CheckpointError
+from ckpt.format.validation import Header, decode_header, out_of_reach, refused
+from ckpt.storage.local_path import LocalFile, LocalFolder, LocalPath
+from ckpt.storage.remote import RemoteFile, RemoteFolder, Url
 
-Place = Path | Url
+_BEGINNING = json.dumps({"format": FORMAT}, separators=(",", ":")).encode()[:-1]  # of every manifest
+
+Place = LocalPath | Url
+Folder = LocalFolder | RemoteFolder
+OpenFile = LocalFile | RemoteFile
 
 
 def place_of(path: str | os.PathLike[str]) -> Place:
@@ -25,10 +32,10 @@ def place_of(path: str | os.PathLike[str]) -> Place:
     """
     text = text_of(path)
     if isinstance(path, Path) or "://" not in text:
-        return Path(_at_home(text) if text.startswith("~") else path)
+        return LocalPath(_at_home(text) if text.startswith("~") else path)
     scheme, _, rest = text.partition("://")
     if scheme == "file":
-        return Path(rest)
+        return LocalPath(rest)
     try:
         import fsspec
 
@@ -60,11 +67,10 @@ def _at_home(text: str) -> str:
 
 def absolute(path: str | os.PathLike[str]) -> Place:
     """As `place_of`; a local folder as an absolute path."""
-    place = place_of(path)
-    return place if isinstance(place, Url) else Path(os.path.abspath(place))
+    return place_of(path).abspath()
 
 
-def local_path(path: str | os.PathLike[str], name: str, expected: str) -> Path:
+def local_path(path: str | os.PathLike[str], name: str, expected: str) -> LocalPath:
     """An absolute local path. ValueError for a URL, which says what was `expected` as the argument of that `name`."""
     place = absolute(path)
     if isinstance(place, Url):
@@ -94,121 +100,71 @@ def copies_of(path: str | os.PathLike[str] | None, copies: Paths | None) -> list
     return list(dict.fromkeys([first, *(place / first.name for place in all_places(copies))]))
 
 
-def is_there(place: Place) -> bool:
-    """Whether anything of that name is there, a link that leads nowhere included; True also if a store does not say."""
-    if not isinstance(place, Url):
-        return os.path.lexists(place)
-    try:
-        return place.exists()
-    except OSError:
-        return True
-
-
-def names_in(place: Place) -> list[str]:
-    """The names of what lies there."""
-    return list(place.entries()) if isinstance(place, Url) else os.listdir(place)
-
-
-def folders_in(place: Place) -> list[str]:
-    """The names of the folders there."""
-    if isinstance(place, Url):
-        return [name for name, size in place.entries().items() if size is None]
-    with os.scandir(place) as entries:
-        return [entry.name for entry in entries if entry.is_dir()]
-
-
-def bytes_in(place: Place) -> int:
-    """The bytes of the files there."""
-    if isinstance(place, Url):
-        return sum(size or 0 for size in place.entries().values())
-    with os.scandir(place) as entries:
-        return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
-
-
-def read_all(file: Place) -> bytes:
-    """All of a file."""
-    if isinstance(file, Url):
-        return file.read()
-    with open(access.open_regular(file), "rb") as opened:
-        return opened.read()
+def write_and_read_back(file: Place, data: bytes) -> None:
+    """A file with `data`. OSError if it does not read as it was written."""
+    file.write(data)
+    if file.read() != data:
+        raise OSError(f"{file} does not read as it was written")
 
 
 def read_header(place: Place) -> tuple[Header, bytes]:
     """The header of the checkpoint at `place`, and its line; CheckpointError, OSError."""
-    if not isinstance(place, Url):
-        return access.read_header(place)
-    with open_stream(RemoteFile(place / FILE_NAME), buffer_bytes=64 << 10) as file:
-        return access.header_in(file)
+    with _manifest_of(place, buffer_bytes=64 << 10) as (file, _):
+        return _header_in(file)
 
 
 def read_bytes(place: Place) -> bytes:
-    """The manifest of the checkpoint at `place`, to be decoded. CheckpointError, OSError."""
-    if not isinstance(place, Url):
-        return access.read_bytes(place)
-    remote = RemoteFile(place / FILE_NAME)
-    with open_stream(remote, buffer_bytes=1 << 20) as file:
-        return access.manifest_in(file, remote.nbytes)
+    """The manifest of the checkpoint at `place`, to be decoded. CheckpointError, OSError.
+
+    The memory is that of what is on the disk: a hole in the file reads as zeros, where reading ends.
+    """
+    with _manifest_of(place, buffer_bytes=1 << 20) as (file, nbytes):
+        if nbytes > MAX_BYTES:
+            raise out_of_reach(f"it has {nbytes} bytes, expected at most {MAX_BYTES}")
+        data = io.BytesIO()
+        data.write(_header_in(file)[1])
+        while piece := file.read(1 << 20):
+            if b"\0" in piece:
+                raise refused("it has zeros in it: it is altered, or was never written to the disk")
+            data.write(piece)
+        return data.getvalue()
 
 
-def check_files(place: Place, files: tuple[File, ...]) -> None:
-    """CheckpointError unless every file is there, in the size that the manifest names; of local ones see access.py."""
-    if isinstance(place, Url):
-        check_sizes(place, files)
-    else:
-        access.check_files(place, files)
+def is_checkpoint(place: Place) -> bool:
+    """Whether a manifest of ours is there, as far as its first words tell: it may be damaged."""
+    try:
+        with _manifest_of(place, buffer_bytes=len(_BEGINNING)) as (file, _):
+            return file.read(len(_BEGINNING)) == _BEGINNING
+    except (CheckpointError, OSError):
+        return False
 
 
-class OpenFile(Protocol):
-    """A file to read from, at any position; of one thread."""
-
-    nbytes: int
-
-    def read_into(self, memory: memoryview, position: int) -> int:
-        """Fill `memory` with the bytes from `position` on; how many there were, which is fewer only where the file ends."""
-        ...
-
-    def close(self) -> None: ...
+@contextmanager
+def _manifest_of(place: Place, *, buffer_bytes: int) -> Iterator[tuple[BinaryIO, int]]:
+    """The manifest at `place`, to be read from its beginning on, and its bytes."""
+    file = (place / FILE_NAME).open_file()
+    with io.BufferedReader(_Stream(file), buffer_bytes) as stream:
+        yield stream, file.nbytes
 
 
-class Folder(Protocol):
-    """A checkpoint's folder, to open the files in it. Any thread may."""
-
-    def open(self, name: str) -> OpenFile:
-        """OSError or CheckpointError if it cannot be read, or is no regular file."""
-        ...
-
-    def close(self) -> None: ...
+def _header_in(file: BinaryIO) -> tuple[Header, bytes]:
+    line = file.readline(MAX_LINE_BYTES + 1)
+    return decode_header(line), line
 
 
-def open_place(place: Place) -> Folder:
-    """OSError if it is no folder."""
-    return RemoteFolder(place) if isinstance(place, Url) else _LocalFolder(place)
+class _Stream(io.RawIOBase):
+    def __init__(self, file: OpenFile) -> None:
+        self._file, self._position = file, 0
 
+    def readable(self) -> bool:
+        return True
 
-class _LocalFolder:
-    def __init__(self, path: Path) -> None:
-        self._fd = access.open_folder(path)
-
-    def open(self, name: str) -> "_LocalFile":
-        return _LocalFile(access.open_regular(name, self._fd))
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-class _LocalFile:
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self.nbytes = os.fstat(fd).st_size
-
-    def read_into(self, memory: memoryview, position: int) -> int:
-        done = 0
-        while done < len(memory):
-            count = os.preadv(self._fd, [memory[done:]], position + done)
-            if not count:
-                break
-            done += count
-        return done
+    def readinto(self, memory: Any) -> int:
+        count = self._file.read_into(memoryview(memory).cast("B"), self._position)
+        self._position += count
+        return count
 
     def close(self) -> None:
-        os.close(self._fd)
+        if not self.closed:
+            self._file.close()
+        super().close()

@@ -1,12 +1,11 @@
 """Remote folders: anything that fsspec knows, S3 for example. Their files are read by ranges; fsspec is imported when a URL is used."""
 
 import errno
-import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from ckpt.format.manifest import CheckpointError, File
 
@@ -15,7 +14,7 @@ _AHEAD_BYTES = 32 << 20  # the most that is fetched of it, and held, at a time
 
 
 class Url(os.PathLike[str]):
-    """A remote folder, or a name in one: what we use of a `pathlib.Path`, and the ways to read and write its files.
+    """A remote folder, or a name in one: what we use of a `pathlib.Path`, and the other methods of a `LocalPath`.
 
     Nothing is remembered between two calls. What goes wrong is an OSError that names the URL, whatever library it comes from.
     """
@@ -52,8 +51,31 @@ class Url(os.PathLike[str]):
     def parent(self) -> "Url":
         return Url(f"{self._scheme}://{self._path.rpartition('/')[0]}")
 
+    @property
+    def parents(self) -> "list[Url]":
+        """The folders around it, inner ones first, up to what stands first, as a bucket."""
+        parent = self.parent
+        return [parent, *parent.parents] if parent._path else []
+
+    def abspath(self) -> "Url":
+        return self
+
+    def real(self) -> "Url":
+        return self
+
     def exists(self) -> bool:
         return self._kind() is not None
+
+    def is_there(self) -> bool:
+        """As `exists`; True also if the store does not say."""
+        try:
+            return self.exists()
+        except OSError:
+            return True
+
+    def is_write_protected(self) -> bool:
+        """False: the store says it when it is written to."""
+        return False
 
     def is_dir(self) -> bool:
         try:
@@ -82,6 +104,32 @@ class Url(os.PathLike[str]):
                     size = fs.size(name)
                 found[name.rpartition("/")[2]] = None if is_folder else size
         return found
+
+    def names(self) -> list[str]:
+        return list(self.entries())
+
+    def folders(self) -> list[str]:
+        return [name for name, size in self.entries().items() if size is None]
+
+    def nbytes(self) -> int:
+        return sum(size or 0 for size in self.entries().values())
+
+    def open_file(self) -> "RemoteFile":
+        return RemoteFile(self)
+
+    def open_folder(self) -> "RemoteFolder":
+        return RemoteFolder(self)
+
+    def check_files(self, files: tuple[File, ...]) -> None:
+        """CheckpointError unless each of `files` is in this folder with its size."""
+        found = self.entries()
+        for file in files:
+            if file.name not in found:
+                raise CheckpointError(f"{file.name} is missing")
+            if found[file.name] != file.nbytes:
+                raise CheckpointError(
+                    f"{file.name} has {found[file.name]} bytes instead of {file.nbytes}: it is truncated or altered"
+                )
 
     def size(self) -> int:
         """Of a file, in bytes."""
@@ -165,7 +213,7 @@ class Url(os.PathLike[str]):
 
 
 class RemoteFolder:
-    """As places.py's `Folder`."""
+    """As `LocalFolder`."""
 
     def __init__(self, url: Url) -> None:
         self._url = url
@@ -178,7 +226,7 @@ class RemoteFolder:
 
 
 class RemoteFile:
-    """Read on from where the last read ended, it fetches ahead: twice as much each time, since each request has to wait."""
+    """As `LocalFile`. Where a read begins at the end of the last one, twice as much is fetched each time: each request has to wait."""
 
     def __init__(self, url: Url) -> None:
         self._url = url
@@ -206,37 +254,3 @@ class RemoteFile:
 
     def close(self) -> None:
         self._held = memoryview(b"")
-
-
-class _Stream(io.RawIOBase):
-    def __init__(self, file: RemoteFile) -> None:
-        self._file, self._position = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, memory: Any) -> int:
-        count = self._file.read_into(memoryview(memory).cast("B"), self._position)
-        self._position += count
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def open_stream(file: RemoteFile, *, buffer_bytes: int) -> BinaryIO:
-    """The file to be read from its beginning on, as one that `open` returns."""
-    return cast(BinaryIO, io.BufferedReader(_Stream(file), buffer_bytes))
-
-
-def check_sizes(url: Url, files: tuple[File, ...]) -> None:
-    """CheckpointError unless each of `files` is there with its size."""
-    found = url.entries()
-    for file in files:
-        if file.name not in found:
-            raise CheckpointError(f"{file.name} is missing")
-        if found[file.name] != file.nbytes:
-            raise CheckpointError(
-                f"{file.name} has {found[file.name]} bytes instead of {file.nbytes}: it is truncated or altered"
-            )

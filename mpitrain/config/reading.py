@@ -1,7 +1,6 @@
-"""Settings from flags and TOML files. One small typed reader serves both, so that every mistake is one clear line.
+"""Settings from flags and TOML files. A flag's words become what TOML would have given; msgspec checks the types of both.
 
-tyro could read flags too, but answers mistakes with boxes of several lines and an exit; here it only draws `--help`, and
-is loaded for that alone.
+Every mistake is one clear line, which no library for flags gives.
 """
 
 from __future__ import annotations
@@ -10,11 +9,14 @@ import difflib
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import is_dataclass, replace
-from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Literal, get_args, get_origin
 
-from mpitrain.config.settings import Config, ConfigError
+import msgspec
+
+from mpitrain.config.settings import Config, ConfigError, kinds
+from mpitrain.config.writing import print_help, wanted
 
 
 def parse(argv: Sequence[str], defaults: Config | None = None) -> Config:
@@ -34,7 +36,7 @@ def parse(argv: Sequence[str], defaults: Config | None = None) -> Config:
     """
     base = defaults or Config()
     if "-h" in argv or "--help" in argv:
-        _print_help(base)
+        print_help(base)
         raise SystemExit(0)
     flags = _read_flags(argv)
     file = flags.pop("config", None)
@@ -53,14 +55,7 @@ def from_text(text: str, source: str) -> Config:
 
 _SHORT = {"model": "model.size"}
 """Flags that stand for a longer one."""
-
-
-def _types() -> dict[str, Any]:
-    """The type of every setting by its full name."""
-    types: dict[str, Any] = {}
-    for name, kind in get_type_hints(Config).items():
-        types |= {f"{name}.{k}": t for k, t in get_type_hints(kind).items()} if is_dataclass(kind) else {name: kind}
-    return types
+_CONSTANTS = {"true": True, "false": False, "none": None}
 
 
 def _build(base: Config, changes: Mapping[str, Any]) -> Config:
@@ -75,7 +70,7 @@ def _build(base: Config, changes: Mapping[str, Any]) -> Config:
 
 def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
     """Values of the flags by full name, `config` among them."""
-    types = _types() | {"config": str}
+    types = kinds() | {"config": str}
     values: dict[str, Any] = {}
     words = list(argv)
     while words:
@@ -101,11 +96,11 @@ def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
         if kind is bool and not given:
             values[name] = on
         elif many:
-            values[name] = _checked([_read_word(w, get_args(kind)[0]) for w in given], kind, flag)
+            values[name] = _checked([_value(w, get_args(kind)[0]) for w in given], kind, flag)
         elif given:
-            values[name] = _checked(_read_word(given[0], kind), kind, flag)
+            values[name] = _checked(_value(given[0], kind), kind, flag)
         else:
-            raise ConfigError(f"{flag}: expected {_wanted(kind)} after it, got nothing")
+            raise ConfigError(f"{flag}: expected {wanted(kind)} after it, got nothing")
     return values
 
 
@@ -127,7 +122,7 @@ def _read_text(text: str, source: str) -> dict[str, Any]:
         document = tomllib.loads(text)
     except ValueError as error:
         raise ConfigError(f"settings file {source} is not valid TOML: {error}") from None
-    types = _types()
+    types = kinds()
     sections = {name.partition(".")[0] for name in types if "." in name}
     values: dict[str, Any] = {}
     for top, content in document.items():
@@ -146,53 +141,31 @@ def _read_text(text: str, source: str) -> dict[str, Any]:
     return values
 
 
-def _read_word(word: str, kind: Any) -> Any:
-    """A flag's text as the value TOML would have given, or the text itself where it is no such value."""
-    if get_origin(kind) is UnionType:
-        return None if word.lower() == "none" else _read_word(word, get_args(kind)[0])
-    if get_origin(kind) is Literal:
-        return _read_word(word, type(get_args(kind)[0]))
-    if kind is bool and word.lower() in ("true", "false"):
-        return word.lower() == "true"
-    if kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            return word
+def _value(word: str, kind: Any) -> Any:
+    """A flag's word as the value that TOML would have given: the word itself for a text, and where it is no other value."""
+    if kind is str or (get_origin(kind) is Literal and isinstance(get_args(kind)[0], str)):
+        return word
+    if word.lower() in _CONSTANTS:
+        return _CONSTANTS[word.lower()]
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(word)
     return word
 
 
 def _checked(value: Any, kind: Any, name: str) -> Any:
     """The value if it is of the type (a whole number also where a float is wanted); raises ConfigError if not."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        return None if value is None else _checked(value, arguments[0], name)
-    if origin is tuple and isinstance(value, list):
-        if arguments[-1] is Ellipsis or len(value) == len(arguments):
-            return tuple(_checked(v, arguments[0], name) for v in value)
-    elif origin is Literal:
-        if value in arguments and type(value) is type(arguments[0]):
-            return value
-    elif kind is float and type(value) in (int, float):
-        return float(value)
-    elif type(value) is kind:
-        if kind is str and any("\ud800" <= c <= "\udfff" for c in value):  # stand-ins of bytes that are not UTF-8
-            raise ConfigError(f"{name}: expected text in UTF-8, which a TOML file can hold, got {value!r}")
-        return value
-    raise ConfigError(f"{name}: expected {_wanted(kind)}, got {value!r}")
-
-
-def _wanted(kind: Any) -> str:
-    """A type in words."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        return f"{_wanted(arguments[0])} or none"
-    if origin is Literal:
-        return f"one of {', '.join(map(str, arguments))}"
-    if origin is tuple:
-        number = "any number of values" if arguments[-1] is Ellipsis else f"{len(arguments)} values"
-        return f"{number}, each {_wanted(arguments[0])}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
+    if get_origin(kind) is tuple and isinstance(value, list):
+        for item in value:
+            _checked(item, get_args(kind)[0], name)
+    if isinstance(value, str) and any(
+        "\ud800" <= c <= "\udfff" for c in value
+    ):  # stand-ins of bytes that are not UTF-8
+        raise ConfigError(f"{name}: expected text in UTF-8, which a TOML file can hold, got {value!r}")
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise ConfigError(f"{name}: expected {wanted(kind)}, got {value!r}") from None
 
 
 def _hint(name: str, known: Iterable[str], form: str) -> str:
@@ -218,10 +191,3 @@ def _leaf(name: str) -> str:
 def _shown(name: str, form: str) -> str:
     """A name as the user would write it in a flag or a file."""
     return form.format(name.replace("_", "-") if form.startswith("--") else name)
-
-
-def _print_help(config: Config) -> None:
-    import tyro  # 70 ms that only --help pays
-
-    about = "Train a model. Settings: built-in defaults, then a TOML file (--config FILE), then the flags below."
-    tyro.cli(Config, prog="python -m mpitrain", description=about, args=["--help"], default=config)

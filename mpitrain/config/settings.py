@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from mpitrain.models.sizes import GPTConfig, resolve
 
@@ -268,6 +268,14 @@ def check_ranks(config: Config, num_ranks: int) -> None:
             f"train.batch: expected a multiple of {factor} = {num_ranks} ranks x {accumulate} (train.accumulate), "
             f"got {batch}; nearest that fit: {' or '.join(fitting)}"
         )
+
+
+def kinds() -> dict[str, Any]:
+    """The type of every setting by its full name, those without a section first."""
+    types: dict[str, Any] = {}
+    for name, kind in get_type_hints(Config).items():
+        types |= {f"{name}.{k}": t for k, t in get_type_hints(kind).items()} if is_dataclass(kind) else {name: kind}
+    return types
 
 
 def flat(config: Config) -> dict[str, Any]:

@@ -1,11 +1,24 @@
-"""Settings as text: TOML that reads back as the same, and what differs between two."""
+"""Settings as text: TOML that reads back as the same, what differs between two, and what `--help` prints."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
-from typing import Any
+import shutil
+import textwrap
+from itertools import pairwise
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
 
-from mpitrain.config.settings import Config, flat
+from mpitrain.config import settings
+from mpitrain.config.settings import Config, flat, kinds
+
+_HELP = """usage: python -m mpitrain [--help] [--config FILE] [--section.name value ...]
+
+Train a model. Settings: built-in defaults, then a TOML file (--config FILE), then the flags below.
+A bool needs no value: --train.eval-only is true, --train.no-eval-only is false.
+"""
 
 
 def to_toml(config: Config) -> str:
@@ -22,6 +35,44 @@ def differences(a: Config, b: Config) -> list[str]:
     """What changes from `a` to `b`, one line per setting: `optim.lr: 0.001 -> 0.002`."""
     after = flat(b)
     return [f"{k}: {_text(v)} -> {_text(after[k])}" for k, v in flat(a).items() if v != after[k]]
+
+
+def print_help(config: Config) -> None:
+    """Print every setting with its type, its default, as `config` has it, and the docstring under its field."""
+    print(_HELP)
+    docs, values, width = _docs(), flat(config), shutil.get_terminal_size().columns
+    last = ""
+    for name, kind in kinds().items():
+        section, _, key = name.rpartition(".")
+        owner = type(getattr(config, section)) if section else Config
+        if section != last:
+            print(f"\n[{section}] {inspect.getdoc(owner)}\n")
+        last = section
+        print(f"  --{name.replace('_', '-')}  {wanted(kind)} (default: {_text(values[name])})")
+        print(textwrap.fill(docs[owner.__name__, key], width, initial_indent=" " * 6, subsequent_indent=" " * 6))
+
+
+def _docs() -> dict[tuple[str, str], str]:
+    """The docstrings under the fields, by class and field: Python itself does not keep them."""
+    docs = {}
+    for owner in ast.parse(inspect.getsource(settings)).body:
+        for field, doc in pairwise(owner.body if isinstance(owner, ast.ClassDef) else ()):
+            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
+                docs[owner.name, ast.unparse(field.target)] = ast.literal_eval(doc.value)  # type: ignore[attr-defined]
+    return docs
+
+
+def wanted(kind: Any) -> str:
+    """A type in words."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return f"{wanted(arguments[0])} or none"
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin is tuple:
+        number = "any number of values" if arguments[-1] is Ellipsis else f"{len(arguments)} values"
+        return f"{number}, each {wanted(arguments[0])}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
 
 
 def _text(value: Any) -> str:

@@ -11,16 +11,14 @@ waits, and goes on only if its name still stands.
 """
 
 import contextlib
-import json
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from ckpt.commit.owner import owner_of, signature, start_time
+from ckpt.commit.owner import Owner, owner_of, signature, start_time
 
 BEAT_S = 5.0
 STALE_S = 30.0
@@ -103,10 +101,10 @@ class FolderLock:
             if _token_in(self.path) == self._token:
                 return
 
-    def _await_death(self, holder: Mapping[str, Any] | None) -> None:
+    def _await_death(self, holder: Owner | None) -> None:
         """Return once the lock is stale; LockedError if it is not."""
-        if holder is not None and holder.get("place") == _place() and holder["start"] is not None:
-            if start_time(holder["pid"]) == holder["start"]:  # the number alone may belong to another process by now
+        if holder is not None and holder.place == _place() and holder.start is not None:
+            if start_time(holder.pid) == holder.start:  # the number alone may belong to another process by now
                 raise LockedError(describe(holder))
             return
         with contextlib.suppress(FileNotFoundError):
@@ -158,7 +156,7 @@ class FolderLock:
             mine.unlink(missing_ok=True)
 
 
-def holder_of(path: Path) -> dict[str, Any] | None:
+def holder_of(path: Path) -> Owner | None:
     """Who holds the lock at `path`; None if there is none, or it cannot be read."""
     try:
         return owner_of(path.read_bytes())
@@ -166,17 +164,17 @@ def holder_of(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def describe(holder: Mapping[str, Any] | None) -> str:
+def describe(holder: Owner | None) -> str:
     """Who it is, for a message."""
     if holder is None:
         return "another job"
-    job = f" (job {holder['job']})" if holder.get("job") else ""
-    return f"process {holder['pid']!r:.20} on {holder['host']!s:.80}{job}"
+    job = f" (job {holder.job})" if holder.job else ""
+    return f"process {holder.pid!r:.20} on {holder.host!s:.80}{job}"
 
 
 def _record(token: str) -> bytes:
     job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
-    return json.dumps(json.loads(signature(token)) | {"place": _place(), "job": job}).encode() + b"\n"
+    return signature(token, place=_place(), job=job) + b"\n"
 
 
 def _place() -> str:
@@ -194,7 +192,7 @@ def _token_in(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     owner = owner_of(data)
-    return owner["token"] if owner is not None else ""
+    return owner.token if owner is not None else ""
 
 
 def _changed(path: Path) -> float:

@@ -11,7 +11,7 @@ import pytest
 
 import ckpt
 from ckpt.cli import main
-from ckpt.storage.places import absolute, names_in
+from ckpt.storage.places import absolute
 
 
 def save(path: str | os.PathLike[str], value: float = 1.0, **options: Any) -> Path:
@@ -36,7 +36,7 @@ def tensors(checkpoint: Path | None) -> dict[str, tuple[str, tuple[int, ...], by
 
 def names(place: str | os.PathLike[str]) -> list[str]:
     """What lies in a folder, be it a local or a remote one, in order."""
-    return sorted(names_in(absolute(place)))
+    return sorted(absolute(place).names())
 
 
 def owner(pid: int, host: str | None = None, start: str | None = None) -> str:

@@ -10,7 +10,7 @@ from checkpoints import flip_bit, names
 
 import ckpt
 import collectives
-from ckpt.storage.places import absolute, read_all
+from ckpt.storage.places import absolute
 
 ROWS = 1 << 16  # 512 KiB a rank
 
@@ -61,7 +61,7 @@ def test_ranks_copy_what_they_wrote(comm, shared_tmp, place, files, driver, back
     comm.barrier()
     copy = absolute(place) / "step-2"
     assert names(place) == ["latest", "step-2"] and ckpt.verify(copy, threads=1) == []
-    assert all(read_all(copy / name) == (shared_tmp / "home/step-2" / name).read_bytes() for name in names(copy))
+    assert all((copy / name).read() == (shared_tmp / "home/step-2" / name).read_bytes() for name in names(copy))
     out = shard(comm, 0)
     ckpt.load(copy, {"x": out}, comm=comm)
     assert (out.data == 2 + comm.rank).all()

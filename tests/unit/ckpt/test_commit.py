@@ -15,9 +15,10 @@ import pytest
 from checkpoints import names, owner, printed, save, value_of
 
 import ckpt
-from ckpt.commit import atomic, leftovers, removal
+from ckpt.commit import atomic, leftovers, retention
 from ckpt.commit.owner import signature, start_time
 from ckpt.storage.catalog import LATEST_NAME
+from ckpt.storage.local_path import LocalPath
 
 
 def test_a_save_leaves_the_checkpoint_and_the_hint(tmp_path):
@@ -136,7 +137,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeyp
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(removal, "remove", refuse)
+    monkeypatch.setattr(retention, "remove", refuse)
     with pytest.warns(RuntimeWarning, match="could not be removed"):
         save(tmp_path / "step-2", 2, keep=1)
     assert ckpt.latest(tmp_path) == tmp_path / "step-2"
@@ -288,7 +289,7 @@ def test_what_is_left_of_its_own_name_stands_in_no_save_s_way(tmp_path, monkeypa
 
 
 def test_a_stage_that_was_taken_over_is_not_published(tmp_path):
-    stage = atomic.Stage.open(tmp_path / "a", overwrite=False)
+    stage = atomic.Stage(LocalPath(tmp_path / "a")).open(overwrite=False)
     (stage.path / ".owner").write_text(owner(1, host="another-host", start="1"))
     with pytest.raises(FileExistsError, match="took this checkpoint over"):
         stage.publish(overwrite=False)

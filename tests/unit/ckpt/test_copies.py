@@ -17,7 +17,8 @@ import ckpt
 from ckpt.saving import copies as copying
 from ckpt.storage import local
 from ckpt.storage.catalog import LATEST_NAME
-from ckpt.storage.places import absolute, read_all
+from ckpt.storage.local_path import LocalPath
+from ckpt.storage.places import absolute
 
 
 @pytest.fixture(params=["folder", "memory", "local"])
@@ -52,8 +53,8 @@ def test_a_copy_is_the_same_files_and_reads_as_a_checkpoint(tmp_path, place):
     copy = absolute(place) / "step-7"
     assert names(place) == [LATEST_NAME, "step-7"]
     assert names(str(copy)) == names(path) == ["index.h5", "manifest.jsonl", "rank-00000.h5"]
-    assert all(read_all(copy / name) == (path / name).read_bytes() for name in names(path))
-    assert read_all(copy.parent / LATEST_NAME) == b"step-7\n"
+    assert all((copy / name).read() == (path / name).read_bytes() for name in names(path))
+    assert (copy.parent / LATEST_NAME).read() == b"step-7\n"
     assert ckpt.latest(place) == ckpt.find(place) == copy and ckpt.verify(str(copy)) == []
     (found,) = ckpt.list_checkpoints(place)
     assert (found.path, found.name, found.step, found.complete) == (copy, "step-7", 7, True)
@@ -192,14 +193,14 @@ def test_a_checkpoint_that_another_save_removes_while_it_is_copied(tmp_path, mon
 
 
 def test_a_copy_that_reads_back_otherwise_is_not_published(tmp_path, monkeypatch):
-    plain = copying._write
+    plain = LocalPath.upload
 
     def rotten(target, source):
         plain(target, source)
         if target.name == "rank-00000.h5":
             flip_bit(target.parent / "rank-00000.h5")
 
-    monkeypatch.setattr(copying, "_write", rotten)
+    monkeypatch.setattr(LocalPath, "upload", rotten)
     with pytest.warns(
         RuntimeWarning, match=r"was not made: reading it back: rank-00000\.h5, bytes .*checksum does not match"
     ):
@@ -208,14 +209,14 @@ def test_a_copy_that_reads_back_otherwise_is_not_published(tmp_path, monkeypatch
 
 
 def test_one_rank_that_cannot_copy_speaks_for_all(tmp_path, monkeypatch):
-    plain = copying._write
+    plain = LocalPath.upload
 
     def full(target, source):
         if target.name == "rank-00001.h5":
             raise OSError(28, "No space left on device", str(target))
         plain(target, source)
 
-    monkeypatch.setattr(copying, "_write", full)
+    monkeypatch.setattr(LocalPath, "upload", full)
 
     def act(comm):
         shard = ckpt.Shard(np.ones((4, 2)), (8, 2), (4 * comm.rank, 0))

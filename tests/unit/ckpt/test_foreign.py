@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 import ckpt
 from ckpt.cli import main
-from ckpt.commit import atomic, leftovers, removal
+from ckpt.commit import atomic, leftovers, retention
 from ckpt.storage.catalog import LATEST_NAME
 
 
@@ -150,7 +150,7 @@ def test_a_link_to_a_checkpoint_is_replaced_and_what_it_leads_to_stays(tmp_path,
         save(runs / "step-2", value, overwrite=True)
         assert sorted(os.listdir(runs)) == [LATEST_NAME, "step-1", "step-2"]
         assert not (runs / "step-2").is_symlink() and ckpt.open(runs / "step-2")["x"][0] == value
-        removal.remove(runs / "step-2")
+        retention.remove(runs / "step-2")
     (runs / "step-0").symlink_to(real)
     printed(capsys, "gc", runs, "--keep", "1")
     assert ckpt.open(real)["x"][0] == 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt.storage.places import open_place
+from ckpt.storage.local_path import LocalPath
 
 
 def test_what_is_no_path(tmp_path, monkeypatch):
@@ -57,11 +57,11 @@ def test_a_checkpoint_that_is_replaced_while_it_is_verified(tmp_path):
         return ckpt.save(tmp_path / "a", {"x": np.full(10, value)}, overwrite=True)
 
     def meanwhile(folder):
-        return open_place(save(2.0))
+        return plain(LocalPath(save(2.0)))
 
-    path = save(1.0)
+    path, plain = save(1.0), LocalPath.open_folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.check.verifying.open_place", meanwhile)
+        patch.setattr(LocalPath, "open_folder", meanwhile)
         with pytest.raises(ckpt.CheckpointError, match="a was replaced by another save while it was verified: verify"):
             ckpt.verify(path)
     assert ckpt.verify(path) == []

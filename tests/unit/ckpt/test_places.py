@@ -12,12 +12,11 @@ from checkpoints import names, save
 
 import ckpt
 from ckpt.cli import main
-from ckpt.commit import removal
+from ckpt.commit import retention
 from ckpt.commit.owner import start_time
 from ckpt.commit.upload import Upload
 from ckpt.storage import remote
 from ckpt.storage.catalog import LATEST_NAME
-from ckpt.storage.places import names_in
 from ckpt.storage.remote import Url
 
 
@@ -122,7 +121,7 @@ def test_a_removal_that_stopped_on_its_way_is_ended_by_the_next_job(tmp_path, mo
 
     monkeypatch.setattr(Url, "unlink", die)
     with pytest.raises(KeyboardInterrupt):
-        removal.remove(place / "a")
+        retention.remove(place / "a")
     monkeypatch.undo()
     assert removed[0] == "manifest.jsonl" and len(names(place / "a")) == 2 and ckpt.latest(place) is None
     save(tmp_path / "home" / "b", copies=[str(place)])
@@ -131,14 +130,14 @@ def test_a_removal_that_stopped_on_its_way_is_ended_by_the_next_job(tmp_path, mo
 
 def test_an_upload_that_was_taken_over_is_not_published(tmp_path):
     final = Url(f"local://{tmp_path}/copy/a")
-    first = Upload.open(final, b"first", overwrite=False)
+    first = Upload(final).open(overwrite=False)
     with pytest.raises(FileExistsError, match="another thread of this process is writing this checkpoint"):
-        Upload.open(final, b"second", overwrite=False)
+        Upload(final).open(overwrite=False)
     (final / ".owner").write(b'{"host": "another-host", "pid": 1, "start": "1", "token": "t"}')
     with pytest.raises(FileExistsError, match="took this checkpoint over"):
-        first.publish(overwrite=False)
+        first.publish(b"first", overwrite=False)
     first.discard()
-    assert names_in(final) == [".owner"], "it is the other job's now"
+    assert final.names() == [".owner"], "it is the other job's now"
 
 
 def test_a_place_that_cannot_be_asked_is_an_error_and_not_an_empty_one(tmp_path):

@@ -344,7 +344,7 @@ def test_a_file_cut_while_it_is_read(tmp_path):
     path = ckpt.save(tmp_path / "a", {"x": np.arange(1000.0)}, comm=None)
     checkpoint = ckpt.open(path)
     tensor = checkpoint._manifest.tensors["x"]
-    with ckpt.reading.reader.Reader(path, checkpoint._manifest, verify=True) as reader:
+    with ckpt.reading.reader.Reader(checkpoint.path, checkpoint._manifest, verify=True) as reader:
         reader._open(0)
         with (path / "rank-00000.h5").open("r+b") as f:
             f.truncate(5000)

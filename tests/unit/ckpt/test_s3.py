@@ -7,7 +7,6 @@ import pytest
 from thread_ranks import on_ranks
 
 import ckpt
-from ckpt.storage.places import names_in, read_all
 from ckpt.storage.remote import Url
 
 s3fs = pytest.importorskip("s3fs", reason="needs s3fs: pip install 'mpitrain[remote]'")
@@ -54,8 +53,8 @@ def test_ranks_copy_to_s3_and_load_from_there(tmp_path, bucket):
         assert (out["x"].data == 3 + comm.rank).all() and out["s"] == 3
 
     on_ranks(2, act)
-    assert sorted(names_in(Url(place))) == ["latest", "step-2", "step-3"]
-    assert sorted(names_in(Url(f"{place}/step-3"))) == ["index.h5", "manifest.jsonl", "rank-00000.h5", "rank-00001.h5"]
+    assert sorted(Url(place).names()) == ["latest", "step-2", "step-3"]
+    assert sorted(Url(f"{place}/step-3").names()) == ["index.h5", "manifest.jsonl", "rank-00000.h5", "rank-00001.h5"]
     assert ckpt.latest(place) == Url(f"{place}/step-3") and ckpt.verify(f"{place}/step-2") == []
     assert [c.complete for c in ckpt.list_checkpoints(place)] == [True, True]
     assert (ckpt.open(f"{place}/step-3")["x"][5:7] == 3).all()
@@ -64,7 +63,7 @@ def test_ranks_copy_to_s3_and_load_from_there(tmp_path, bucket):
 def test_damage_and_absence_in_s3_are_named(tmp_path, bucket):
     path = ckpt.save(tmp_path / "a", {"x": np.arange(1000.0)}, comm=None, copies=[f"{bucket}/damaged"])
     url = Url(f"{bucket}/damaged/a")
-    data = bytearray(read_all(url / "rank-00000.h5"))
+    data = bytearray((url / "rank-00000.h5").read())
     data[-1] ^= 1
     (url / "rank-00000.h5").write(bytes(data))
     (damage,) = ckpt.verify(url)

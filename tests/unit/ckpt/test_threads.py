@@ -15,6 +15,7 @@ import ckpt
 from ckpt.commit import atomic
 from ckpt.saving import background, buffers
 from ckpt.storage.catalog import LATEST_NAME
+from ckpt.storage.local_path import LocalPath
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +119,7 @@ def test_one_name_until_what_it_replaces_is_gone(tmp_path, monkeypatch):
 
     def meanwhile(path):
         with pytest.raises(FileExistsError, match="another thread of this process is writing"):
-            atomic.Stage.open(tmp_path / "a", overwrite=True)
+            atomic.Stage(LocalPath(tmp_path / "a")).open(overwrite=True)
         plain(path)
 
     save(tmp_path / "a", 1)

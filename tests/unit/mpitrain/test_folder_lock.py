@@ -65,7 +65,7 @@ def test_it_says_who_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PBS_JOBID", "12.server")
     lock = FolderLock(tmp_path)
     holder = holder_of(tmp_path / ".lock")
-    assert holder is not None and (holder["pid"], holder["job"]) == (os.getpid(), "12.server")
+    assert holder is not None and (holder.pid, holder.job) == (os.getpid(), "12.server")
     with pytest.raises(LockedError, match=rf"process {os.getpid()} on .* \(job 12.server\)"):
         FolderLock(tmp_path)
     lock.release()

@@ -1,0 +1,160 @@
+"""Local paths, and the way to a checkpoint's files there: regular ones of its own folder, never a link.
+
+What the files say is checked in validation.py.
+"""
+
+import os
+import socket
+import stat
+from pathlib import Path, PosixPath
+
+from ckpt.format.manifest import CheckpointError, File, OutOfReachError
+from ckpt.storage.local import copy_file, patient, write_file
+
+
+def open_folder(path: str | os.PathLike[str]) -> int:
+    """A descriptor of a checkpoint's folder, which may be reached by links: inside of it there are none. OSError if there is none."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+
+
+def open_regular(path: str | os.PathLike[str], folder: int | None = None) -> int:
+    """A descriptor to read a regular file; OSError or CheckpointError for a link, and for a pipe instead of waiting for it.
+
+    `folder`: a descriptor from `open_folder`, in which `path` is a plain name. A program that exchanges the folder meanwhile leads
+    no reader astray.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointError(f"{os.path.basename(path)} is no regular file")
+    return fd
+
+
+class LocalPath(PosixPath):
+    """A path of this machine: a `pathlib.Path` that can do all that a `Url` can, so that no caller asks which of the two it has."""
+
+    __slots__ = ()
+
+    def abspath(self) -> "LocalPath":
+        """The absolute path, without "..", and with its links."""
+        return LocalPath(os.path.abspath(self))
+
+    def real(self) -> "LocalPath":
+        """The absolute path without links: two paths of one folder are equal then."""
+        return LocalPath(os.path.realpath(self))
+
+    def is_there(self) -> bool:
+        """Whether anything has this name, a link that leads nowhere included."""
+        return os.path.lexists(self)
+
+    def is_write_protected(self) -> bool:
+        """Whether this process may not add or remove files in this folder."""
+        return not os.access(self, os.W_OK | os.X_OK, effective_ids=True)
+
+    def names(self) -> list[str]:
+        """The names in this folder."""
+        return os.listdir(self)
+
+    def folders(self) -> list[str]:
+        """The names of the folders in this folder."""
+        with os.scandir(self) as entries:
+            return [entry.name for entry in entries if entry.is_dir()]
+
+    def nbytes(self) -> int:
+        """The bytes of the files in this folder."""
+        with os.scandir(self) as entries:
+            return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+
+    def open_file(self) -> "LocalFile":
+        """This file, to be read. OSError, or CheckpointError if it is no regular file."""
+        return LocalFile(open_regular(self))
+
+    def open_folder(self) -> "LocalFolder":
+        """This folder, to read the files in it. OSError if there is none."""
+        return LocalFolder(open_folder(self))
+
+    def check_files(self, files: tuple[File, ...]) -> None:
+        """CheckpointError unless every file is in this folder, a regular one, no other's twin, and of the size the manifest names."""
+        try:
+            folder = open_folder(self)
+        except OSError as error:
+            raise OutOfReachError(f"the folder cannot be opened: {error.strerror}") from None
+        try:
+            _check_files(folder, files)
+        finally:
+            os.close(folder)
+
+    def read(self) -> bytes:
+        """All bytes of this file."""
+        with open(open_regular(self), "rb") as opened:
+            return opened.read()
+
+    def write(self, data: bytes) -> None:
+        """A new file with `data`, on the disk and no more in memory: a reader asks the disk."""
+        write_file(self, data, cached=False)
+
+    def upload(self, source: Path) -> None:
+        """A new file with the bytes of the file `source`, on the disk and no more in memory."""
+        try:
+            patient(lambda: os.stat(self.parent))
+        except FileNotFoundError as error:
+            problem = f"not seen on {socket.gethostname()}: copies lie where all nodes see them"
+            raise FileNotFoundError(error.errno, problem, str(self.parent)) from error
+        with open(open_regular(source), "rb", buffering=0) as opened:
+            copy_file(opened, source, self)
+
+
+class LocalFolder:
+    """A checkpoint's folder, to open the files in it. Any thread may."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def open(self, name: str) -> "LocalFile":
+        """OSError or CheckpointError if it cannot be read, or is no regular file."""
+        return LocalFile(open_regular(name, self._fd))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class LocalFile:
+    """A file to read from, at any position; of one thread."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.nbytes = os.fstat(fd).st_size
+
+    def read_into(self, memory: memoryview, position: int) -> int:
+        """Fill `memory` with the bytes from `position` on; how many there were, which is fewer only where the file ends."""
+        done = 0
+        while done < len(memory):
+            count = os.preadv(self._fd, [memory[done:]], position + done)
+            if not count:
+                break
+            done += count
+        return done
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _check_files(folder: int, files: tuple[File, ...]) -> None:
+    seen: dict[tuple[int, int], str] = {}
+    for file in files:
+        try:
+            status = os.stat(file.name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{file.name} is missing: {error.strerror}") from None
+        except OSError as error:
+            raise OutOfReachError(f"{file.name} cannot be looked at: {error.strerror}") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{file.name} is no regular file: links and devices are not followed")
+        if status.st_size != file.nbytes:
+            raise CheckpointError(
+                f"{file.name} has {status.st_size} bytes instead of {file.nbytes}: it is truncated or altered"
+            )
+        # Otherwise one file on the disk could pose as any number of them.
+        other = seen.setdefault((status.st_dev, status.st_ino), file.name)
+        if other != file.name:
+            raise CheckpointError(f"{file.name} is the same file as {other}")
