@@ -8,6 +8,7 @@ from torch import nn
 
 from mpitrain.sharding import sharded_over, sharded_params
 from mpitrain.sharding.buffers import with_memory
+from mpitrain.sharding.module import owners_of
 from mpitrain.sharding.unit.layout import Box, rows_of
 from mpitrain.sharding.unit.marks import box_of
 from mpitrain.weights.files import some
@@ -24,15 +25,16 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         return {name: value.detach().cpu() for name, value in model.state_dict().items()}
     full: dict[str, torch.Tensor] = {}
     shards = dict(model.named_parameters(remove_duplicate=False))
-    shapes = {id(param.shard): param.full.shape for param in sharded_params(model)}
+    owners = owners_of(model)
     for name, value in model.state_dict().items():
-        box: Box | None = box_of(shards.get(name))
+        owner = owners.get(shards[name]) if name in shards else None
         whole = value.detach().cpu().contiguous()
-        if box is not None:
-            boxes = over.shard.all_gather_object(box)
+        if owner is not None:
+            comm = owner.ranks.shard
+            boxes = comm.all_gather_object(owner.box)
             whole = torch.empty(sum(b.numel for b in boxes), dtype=value.dtype)
-            over.shard.all_gather(whole, value.detach().cpu().contiguous().view(-1), counts=[b.numel for b in boxes])
-            whole = whole.view(shapes[id(shards[name])])
+            comm.all_gather(whole, value.detach().cpu().contiguous().view(-1), counts=[b.numel for b in boxes])
+            whole = whole.view(owner.full_shape)
         if over.all.rank == 0:
             full[name] = whole
     return full

@@ -18,8 +18,9 @@ from torch import nn
 
 import ckpt
 from collectives import Communicator
-from mpitrain.sharding import EMA, sharded_over, sharded_params
+from mpitrain.sharding import EMA, sharded_over
 from mpitrain.sharding.buffers import with_memory
+from mpitrain.sharding.module import Owners, owners_of
 from mpitrain.sharding.unit.layout import Box
 from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.ranks import SHARD
@@ -44,11 +45,10 @@ def save(
     """
     over = sharded_over(model)
     comm = comm if over is None else over.all
-    scalars = _scalars(model)
-    is_copy = over is not None and over.replicate.rank > 0  # of what another rank writes
+    owners = owners_of(model)
     everything = {
-        **_model_tensors(model, scalars, is_copy),
-        **_averages(model, ema, scalars, is_copy),
+        **_model_tensors(model, owners, is_saved=True),
+        **_averages(model, ema, owners, is_saved=True),
         **(tensors or {}),
     }
     described = dict(meta or {})
@@ -58,7 +58,7 @@ def save(
         for param, name in names.items():
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
-                    everything[f"optimizer/{key}/{name}"] = _held(value, param, scalars, is_copy)
+                    everything[f"optimizer/{key}/{name}"] = _held(value, param, owners, is_saved=True)
                 else:
                     numbers.setdefault(name, {})[key] = value
         kind = type(optimizer).__name__
@@ -90,9 +90,9 @@ def load(
     """
     over = sharded_over(model)
     comm = comm if over is None else over.all
-    scalars = _scalars(model)
-    averages = _averages(model, ema, scalars)
-    wanted = {**_model_tensors(model, scalars), **averages, **(tensors or {})}
+    owners = owners_of(model)
+    averages = _averages(model, ema, owners)
+    wanted = {**_model_tensors(model, owners), **averages, **(tensors or {})}
     only = ["model/*", *averages, *(tensors or {})]
     state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     names = {} if optimizer is None else _names(model, optimizer)
@@ -107,7 +107,7 @@ def load(
                 box: Box | None = box_of(param) if has_rows else None
                 value = torch.zeros(shape if box is None else box.shape, dtype=getattr(torch, dtype))
                 state.setdefault(param, {})[key] = value
-                wanted[f"optimizer/{key}/{name}"] = _held(value, param, scalars)
+                wanted[f"optimizer/{key}/{name}"] = _held(value, param, owners)
     arrays = _on_host(wanted)
     if there is not None and not strict:
         arrays = {name: array for name, array in arrays.items() if name in there.names}
@@ -154,43 +154,39 @@ def _take_over(
             group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
 
 
-def _scalars(model: nn.Module) -> set[nn.Parameter]:
-    """The shards of scalar parameters."""
-    return {param.shard for param in sharded_params(model) if param.full.ndim == 0}
-
-
-def _model_tensors(model: nn.Module, scalars: set[nn.Parameter], is_copy: bool = False) -> dict[str, Any]:
-    """Parameters (tied ones under the first of their names) and persistent buffers. `is_copy`: as of `_held`."""
+def _model_tensors(model: nn.Module, owners: Owners, *, is_saved: bool = False) -> dict[str, Any]:
+    """Parameters (tied ones under the first of their names) and persistent buffers. `is_saved`: as of `_held`."""
     params = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     tensors: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if name in params and first.setdefault(id(params[name]), name) != name:
             continue
-        tensors[f"model/{name}"] = _held(value, params.get(name), scalars, is_copy)
+        tensors[f"model/{name}"] = _held(value, params.get(name), owners, is_saved=is_saved)
     return tensors
 
 
-def _averages(model: nn.Module, ema: EMA | None, scalars: set[nn.Parameter], is_copy: bool = False) -> dict[str, Any]:
-    """The averages of parameters. `is_copy`: as of `_held`."""
+def _averages(model: nn.Module, ema: EMA | None, owners: Owners, *, is_saved: bool = False) -> dict[str, Any]:
+    """The averages of parameters. `is_saved`: as of `_held`."""
     if ema is None:
         return {}
     params = dict(model.named_parameters())
-    return {f"ema/{name}": _held(value, params[name], scalars, is_copy) for name, value in ema.tensors.items()}
+    return {f"ema/{name}": _held(value, params[name], owners, is_saved=is_saved) for name, value in ema.tensors.items()}
 
 
-def _held(value: torch.Tensor, param: nn.Parameter | None, scalars: set[nn.Parameter], is_copy: bool = False) -> Any:
+def _held(value: torch.Tensor, param: nn.Parameter | None, owners: Owners, *, is_saved: bool = False) -> Any:
     """How to save or load `value`, which belongs to `param`: as a box if it has the shard's shape, else as alike on all ranks.
 
-    `is_copy`: another rank saves this one's boxes, so they are empty here.
+    `is_saved`: boxes that another rank saves, because it holds a copy of this shard, are empty.
     """
-    box: Box | None = box_of(param)
+    owner = None if param is None else owners.get(param)
     data = value.detach()
-    if box is None or tuple(value.shape) != box.shape:
+    if owner is None or tuple(value.shape) != owner.box.shape:
         return data
-    if is_copy:
+    box = owner.box
+    if is_saved and owner.ranks.replicate.rank > 0:
         data = data[:0]
-    if param in scalars:
+    if not owner.full_shape:
         return ckpt.Shard(data.view(()) if data.numel() else data, (), ())
     rows = next((dim for dim, n in enumerate(box.full_shape) if n > 1), 0)
     axes = [SHARD[0] if dim == rows else None for dim in range(len(box.full_shape))]

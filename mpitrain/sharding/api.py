@@ -57,7 +57,7 @@ def fully_shard(
 
     Args:
         mesh: a Communicator, which shards one copy; or a Mesh: shards along its axes `dp_shard` and `cp`, copies of them along
-            `dp_replicate`; None: `collectives.world()`. All parts of a model take the same.
+            `dp_replicate`; None: `collectives.world()`. Parts of a model may have another mesh of the same ranks.
         stage: what is cut over the ranks that shard. 0: nothing, each rank has a copy of the model, gradients are averaged during
             the backward (as torch's DistributedDataParallel does); 1: the optimizer's state; 2: gradients too; 3: parameters too.
         reshard_after_forward: in stage 3 give private full parameters back after forward and gather them again for backward; False

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from mpitrain.sharding.setup.foreign import refuse_wrapping
 from mpitrain.sharding.setup.readiness import check_ready, kind_of
 from mpitrain.sharding.step.step import Step
 from mpitrain.sharding.step.tree import check_added
+from mpitrain.sharding.unit.layout import Box
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import Ranks
 from mpitrain.sharding.unit.rows import mark_model
@@ -122,6 +123,26 @@ def sharded_params(model: nn.Module) -> Iterator[ShardedParameter]:
     """Every sharded parameter of a model, in the order of its modules."""
     for unit in units_of(model):
         yield from unit.params
+
+
+class Owner(NamedTuple):
+    """The parameter of a shard: its full shape, this rank's box of it, and the ranks that it is sharded over."""
+
+    full_shape: tuple[int, ...]
+    box: Box
+    ranks: Ranks
+
+
+Owners = dict[nn.Parameter, Owner]
+
+
+def owners_of(model: nn.Module) -> Owners:
+    """The parameter of each shard of a model."""
+    return {
+        param.shard: Owner(tuple(param.full.shape), param.box, unit.ranks)
+        for unit in units_of(model)
+        for param in unit.params
+    }
 
 
 def sharded_over(model: nn.Module) -> Ranks | None:

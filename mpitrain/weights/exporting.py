@@ -98,11 +98,12 @@ def _as_written(name: str, target: Target, dtype: torch.dtype | None) -> FileTen
 
 def _pieces(content: Sequence[FileTensor], targets: dict[str, Target], over: Ranks | None) -> Iterator[torch.Tensor]:
     """On rank 0 the bytes of these tensors one after the other; the others send theirs meanwhile and get nothing."""
-    if over is not None and over.replicate.rank > 0:
-        return  # a copy of what others send
-    rank = 0 if over is None else over.shard.rank
     for tensor in content:
         target, dtype = targets[tensor.name], getattr(torch, tensor.dtype)
+        if target.ranks is not None and target.ranks.replicate.rank > 0:
+            continue  # a copy of rows that others send
+        comm = None if target.ranks is None else target.ranks.shard
+        rank = comm.rank if comm is not None else 0 if over is None else over.all.rank
         # A rank's rows follow those of the rank before it in the file too: the cut is along the first dimension that has a length.
         lengths = [box.numel * dtype.itemsize for box in target.boxes] or [tensor.nbytes]
         for owner, length in enumerate(lengths):
@@ -114,10 +115,10 @@ def _pieces(content: Sequence[FileTensor], targets: dict[str, Target], over: Ran
                     piece = values.to("cpu", dtype).contiguous().view(torch.uint8)
                     if rank == 0:
                         yield piece
-                    elif over is not None:
-                        over.shard.send(piece, 0)
-                elif rank == 0 and over is not None:
-                    yield over.shard.recv(torch.empty(count, dtype=torch.uint8), owner)
+                    elif comm is not None:
+                        comm.send(piece, 0)
+                elif rank == 0 and comm is not None:
+                    yield comm.recv(torch.empty(count, dtype=torch.uint8), owner)
 
 
 class _Output(Output):

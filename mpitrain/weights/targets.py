@@ -17,7 +17,7 @@ from mpitrain.sharding.unit.ranks import Ranks
 class Target(NamedTuple):
     """A parameter or buffer. `names`: all that it has, several where it is tied. `box`: this rank's rows; None: it has all of it.
 
-    `boxes`: of each rank of its copy of the model, in order. `owner`: the module whose buffer it is.
+    `boxes`: of each rank of its copy, in order. `ranks`: those it is sharded over. `owner`: the module whose buffer it is.
     """
 
     names: list[str]
@@ -25,6 +25,7 @@ class Target(NamedTuple):
     shape: tuple[int, ...]
     box: Box | None
     boxes: list[Box]
+    ranks: Ranks | None
     owner: nn.Module | None
 
 
@@ -34,6 +35,7 @@ def targets_of(model: nn.Module) -> list[Target]:
         id(param.shard): (
             tuple(param.full.shape),
             [flat.layout.box(index, rank) for rank in range(flat.ranks.shard.size)],
+            flat.ranks,
         )
         for unit in units_of(model)
         for flat in unit.flats
@@ -49,8 +51,8 @@ def targets_of(model: nn.Module) -> list[Target]:
             found[id(tensor)].names.append(name)
             continue
         owner = None if name in params else model.get_submodule(name.rpartition(".")[0])
-        shape, boxes = sharded.get(id(tensor), (tuple(tensor.shape), []))
-        found[id(tensor)] = Target([name], tensor, shape, box_of(tensor), boxes, owner)
+        shape, boxes, ranks = sharded.get(id(tensor), (tuple(tensor.shape), [], None))
+        found[id(tensor)] = Target([name], tensor, shape, box_of(tensor), boxes, ranks, owner)
     return list(found.values())
 
 

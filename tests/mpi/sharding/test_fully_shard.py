@@ -2,15 +2,19 @@
 
 import copy
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from parity_models import Odd, Tied, language_loss, regression_loss, tokens
+from safetensors.torch import load_file
 from sharded_models import STORAGES, assert_same, mine, pair_of, shard
 from torch import nn
 from ways import WAYS
 
+import ckpt
+import mpitrain
 from collectives import Communicator, Mesh
 from mpitrain.sharding import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, sharded_over, sharded_params
 
@@ -332,7 +336,7 @@ def test_changes_that_the_full_parameters_would_not_follow_are_refused(comm) -> 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_units_over_two_meshes_of_the_same_ranks(comm, storage: str) -> None:
+def test_units_over_two_meshes_of_the_same_ranks(comm, storage: str, shared_tmp: Path) -> None:
     """Blocks in two copies, the rest in one: as experts have a mesh of their own."""
     copies, one = Mesh(comm, {"dp_replicate": 2, "dp_shard": -1}), Mesh(comm, {"dp_shard": -1})
     for inner, outer in ((copies, one), (one, copies)):
@@ -351,6 +355,17 @@ def test_units_over_two_meshes_of_the_same_ranks(comm, storage: str) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+        name = "inner" if inner is copies else "outer"
+        mpitrain.save(shared_tmp / name, model)
+        mpitrain.export_weights(model, shared_tmp / f"{name}.safetensors")
+        whole = mpitrain.full_state_dict(model)
+        if comm.rank == 0:
+            for key, value in plain.state_dict().items():
+                torch.testing.assert_close(whole[key], value, rtol=1e-3, atol=1e-5)
+                saved = torch.from_numpy(ckpt.open(shared_tmp / name)[f"model/{key}"][...])
+                assert torch.equal(saved, whole[key])
+                assert torch.equal(load_file(shared_tmp / f"{name}.safetensors")[key], whole[key])
+        mpitrain.load(shared_tmp / name, model)
 
 
 def test_a_part_over_other_ranks_than_the_whole(comm) -> None:
