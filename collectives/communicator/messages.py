@@ -1,6 +1,5 @@
 """Messages between two ranks: send, recv, isend, irecv of a Communicator."""
 
-import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -176,11 +175,6 @@ class InFlight:
 
 _FEW = 8
 _in_flight: set["Transfer"] = set()  # of all communicators, also those that nobody holds
-
-
-def outlive_python() -> None:
-    """At the end of the process: MPI, which ends after Python, may use the arrays of messages that are not through until then."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_in_flight))
 
 
 class Transfer(Work):
