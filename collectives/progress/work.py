@@ -355,6 +355,7 @@ class Thread(Progress):
     def _run(self, line: "_Line") -> None:
         while (work := line.get()) is not None:
             work.carry_out()
+            del work  # its end is known by that, where nobody else holds it
 
 
 def choose_progress(mpi: Any, threads_allowed: bool, checked: bool) -> Progress:
