@@ -56,7 +56,7 @@ class Dispatch:
         self._recorder, self._queue, self._groups, self._plans = recorder, queue, groups, plans
         self._on_progress = on_progress
         self._keeps_plans = not recorder.checked
-        self._find_plan, self._note = plans.find, recorder.log.enter
+        self._find_plan, self._note = plans.get, recorder.log.enter
 
     def issue(
         self,
