@@ -51,17 +51,17 @@ class Buffer:
 
     `writable`: the operation writes to `flat`, and `result()` is what it returns to its caller. JAX arrays are immutable: `flat` is
     then a copy, and `result()` a new array. `write_only`: it writes and reads nothing of what stands in `x`, so that nothing is
-    copied from there; a jax.ShapeDtypeStruct will do, or a JAX array as an example of dtype, shape and device.
+    copied from there; a jax.ShapeDtypeStruct will do, or a JAX array as an example of dtype, shape and device. `writes`: either.
     """
 
-    __slots__ = ("_array", "_finish", "_reads", "_writes", "device", "dtype", "flat")
+    __slots__ = ("_array", "_finish", "_reads", "device", "dtype", "flat", "writes")
 
     flat: np.ndarray
     dtype: DType
     device: Device | None
 
     def __init__(self, x: Any, name: str, *, writable: bool = False, write_only: bool = False) -> None:
-        self._array = x
+        self._array, self.writes = x, writable or write_only
         self._finish: Callable[[Any, np.ndarray], Any] | None = None  # None: the result is `x` as it is
         self.device = None
         if type(x) is np.ndarray:
@@ -69,16 +69,16 @@ class Buffer:
         else:
             library = _libraries.get(type(x)) or _library(x)
             if library == "cuda" or (library == "torch" and x.is_cuda):
-                self._writes, self._reads = writable or write_only, not write_only
-                self.device, self.dtype = devices.describe(x, name, writable=self._writes)
+                self._reads = not write_only
+                self.device, self.dtype = devices.describe(x, name, writable=self.writes)
                 return
-            if library == "jax" and (writable or write_only):
+            if library == "jax" and self.writes:
                 self.flat = _jax_copy(x, name, contents=not write_only)
                 self.dtype = NATIVE[self.flat.dtype]
                 self._finish = _jax_array
                 return
             view = _OPEN[library](x, name)
-        self.dtype = _check(view, x, name, writable or write_only)
+        self.dtype = _check(view, x, name, self.writes)
         self.flat = view if view.ndim == 1 else view.reshape(-1)
 
     @property
@@ -109,7 +109,7 @@ class Buffer:
         if attribute != "flat":
             raise AttributeError(attribute)
         self.flat = devices.to_host(self._array, self.dtype, contents=self._reads)
-        self._finish = devices.to_device if self._writes else None
+        self._finish = devices.to_device if self.writes else None
         return self.flat
 
 

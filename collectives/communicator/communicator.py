@@ -119,7 +119,9 @@ class Communicator:
             on_progress=lambda: self._on_progress()._dispatch,
         )
         self._collectives = Collectives(self._dispatch)
-        self._messages = Messages(mpi, log=log, queue=self._queue, groups=self._groups, describe=message, reach=reach)
+        self._messages = Messages(
+            mpi, log=log, queue=self._queue, groups=self._groups, checked=self.checked, describe=message, reach=reach
+        )
         self._control: Control = Control(
             mpi,
             recorder=self._recorder,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from collectives.communicator import unfinished
 from collectives.communicator.call import Call
 from collectives.communicator.group import Groups
 from collectives.communicator.plans import Plan, Plans, key_of
@@ -55,7 +56,7 @@ class Dispatch:
         self._recorder, self._queue, self._groups, self._plans = recorder, queue, groups, plans
         self._on_progress = on_progress
         self._keeps_plans = not recorder.checked
-        self._find_plan, self._note = plans.find, recorder.log.enter
+        self._find_plan, self._note = plans.get, recorder.log.enter
 
     def issue(
         self,
@@ -73,6 +74,8 @@ class Dispatch:
         if call.accumulate not in (None, "fp32"):
             raise ValueError(f"{call.operation}: accumulate {call.accumulate!r}; expected 'fp32' or None")
         group = self._groups.current
+        if self._recorder.checked:
+            unfinished.refuse(call.operation, call.arrays)
         if not async_op and group is None:
             return carry_out(self)
         self._queue.progress.pending()  # an error on a communicator that was freed
@@ -90,7 +93,10 @@ class Dispatch:
         if post is not None and (work := self._posted(call, post)) is not None:
             return work
         operation = partial(carry_out, self._on_progress())
-        return self._queue.issue(partial(issued_here().carry_out, operation), call.operation)
+        work = self._queue.issue(partial(issued_here().carry_out, operation), call.operation)
+        if self._recorder.checked:
+            unfinished.note(work, call.operation, call.arrays)
+        return work
 
     def _posted(self, call: Call, post: Callable[[Shared], Post]) -> Work | None:
         """An operation that ranks post and go on from; None where its array, or the ranks', are not for that."""

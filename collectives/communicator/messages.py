@@ -1,6 +1,5 @@
 """Messages between two ranks: send, recv, isend, irecv of a Communicator."""
 
-import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.buffer import Buffer
+from collectives.communicator import unfinished
 from collectives.communicator.group import Groups
 from collectives.diagnosis.record import ENDED, FAILED, Entry, Log
 from collectives.diagnosis.stacks import issued_here
@@ -34,20 +34,21 @@ class Messages:
         log: Log,
         queue: AsyncQueue,
         groups: Groups,
+        checked: bool,
         describe: Callable[[np.ndarray], list[Any]],
         reach: Callable[[Buffer], np.ndarray],
     ) -> None:
         """`describe(flat)`: mpi4py's description of a message. `reach(x)`: what MPI reads or writes of an array."""
         self._mpi, self._rank, self._size = mpi, mpi.rank, mpi.size
         self._log, self._queue, self._groups = log, queue, groups
-        self._describe, self._reach = describe, reach
+        self._describe, self._reach, self._checked = describe, reach, checked
         self.in_flight = InFlight()
         # By tag: messages to this rank itself that no receive was posted for; below 0, receives that wait.
         self._to_self: Counter[int] = Counter()
 
     def send(self, x: Any, peer: int, tag: int) -> None:
         peer, tag = self._check_peer("send", peer, tag)
-        b = Buffer(x, "x")
+        b = self._array("send", x)
         if (group := self._groups.current) is not None:
             group.add_message("send", Message("isend", b, peer, tag))
             return
@@ -63,7 +64,7 @@ class Messages:
 
     def recv(self, x: Any, peer: int, tag: int) -> Any:
         peer, tag = self._check_peer("recv", peer, tag)
-        b = Buffer(x, "x", write_only=True)
+        b = self._array("recv", x)
         if (group := self._groups.current) is not None:
             group.add_message("recv", Message("irecv", b, peer, tag), x)
             return x
@@ -77,11 +78,11 @@ class Messages:
 
     def isend(self, x: Any, peer: int, tag: int) -> Work:
         peer, tag = self._check_peer("isend", peer, tag)
-        return self.start("isend", Buffer(x, "x"), peer, tag)
+        return self.start("isend", self._array("isend", x), peer, tag)
 
     def irecv(self, x: Any, peer: int, tag: int) -> Work:
         peer, tag = self._check_peer("irecv", peer, tag)
-        return self.start("irecv", Buffer(x, "x", write_only=True), peer, tag)
+        return self.start("irecv", self._array("irecv", x), peer, tag)
 
     def _check_peer(self, operation: str, peer: int, tag: int) -> tuple[int, int]:
         """Both as ints. TypeError or ValueError for what is no rank here or no tag."""
@@ -99,6 +100,13 @@ class Messages:
         if self.in_flight.transfers:
             self.in_flight.look()
         return peer, tag
+
+    def _array(self, operation: str, x: Any) -> Buffer:
+        """What `operation` sends or receives. In checked mode ValueError if an unfinished operation uses it."""
+        b = Buffer(x, "x", write_only=operation[-4:] == "recv")
+        if self._checked:
+            unfinished.refuse(operation, (b,))
+        return b
 
     def _receive(self, b: Buffer, peer: int, tag: int) -> Any:
         from mpi4py import MPI
@@ -143,7 +151,10 @@ class Messages:
         if peer == self._rank:
             self._to_self[tag] += 1 if sends else -1
         entry.issued()
-        return Transfer(self._queue.progress, self.in_flight, entry, request, status, end)
+        work = Transfer(self._queue.progress, self.in_flight, entry, request, status, end)
+        if self._checked:
+            unfinished.note(work, operation, (b,))
+        return work
 
 
 class InFlight:
@@ -178,11 +189,6 @@ _FEW = 8
 _in_flight: set["Transfer"] = set()  # of all communicators, also those that nobody holds
 
 
-def outlive_python() -> None:
-    """At the end of the process: MPI, which ends after Python, may use the arrays of messages that are not through until then."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_in_flight))
-
-
 class Transfer(Work):
     """A message in flight: what `isend` and `irecv` return."""
 
@@ -210,6 +216,7 @@ class Transfer(Work):
         if not self._ended:
             self._progress.advance()
             self.look()
+        self.is_known = self._ended
         return self._ended
 
     def look(self) -> None:

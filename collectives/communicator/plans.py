@@ -1,8 +1,8 @@
 """Calls that were made before: what was checked and chosen for them, kept for the next call with the same arrays.
 
-Python's part of a call is a few microseconds when it runs out of the core's cache, and three times as many after the caller's own work
-has filled that with data: more than a small collective takes. Training calls the same collectives on the same arrays in every step, so
-for the MPI library's own collectives, which "auto" takes for small arrays, only the call itself is left to do.
+Without plans a call of 1 KiB takes 4 to 9 us more when it runs out of the core's cache, and three times as many after the caller's
+own work has filled that with data: more than a small collective takes. Training calls the same collectives on the same arrays in
+every step, so for the MPI library's own collectives, which "auto" takes for small arrays, only the call itself is left to do.
 
 A plan is found by where the arrays lie, their length and dtype, never by the object: tensors change their storage. It holds for private
 memory only, and is forgotten when the node's memory is allocated or the table changes: which of the two an array lies in decides the
@@ -48,22 +48,15 @@ def key_of(x: Any) -> Hashable:
     return None
 
 
-class Plans:
+class Plans(dict[Hashable, Plan]):
     """The plans of one communicator, by the call that they are for."""
-
-    def __init__(self) -> None:
-        self._plans: dict[Hashable, Plan] = {}
-        self.find = self._plans.get
-
-    def __len__(self) -> int:
-        return len(self._plans)
 
     def keep(self, key: Hashable, plan: Plan) -> None:
         """The oldest goes when there are too many."""
-        if len(self._plans) >= MAX_PLANS:
-            del self._plans[next(iter(self._plans))]
-        self._plans[key] = plan
+        if len(self) >= MAX_PLANS:
+            del self[next(iter(self))]
+        self[key] = plan
 
     def forget(self) -> None:
         """All of them."""
-        self._plans.clear()
+        self.clear()

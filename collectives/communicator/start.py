@@ -4,8 +4,8 @@ import atexit
 import functools
 
 from collectives import diagnosis
-from collectives.communicator import messages
 from collectives.communicator.communicator import Communicator, take_table
+from collectives.diagnosis import finalize
 from collectives.diagnosis.ending import Before
 from collectives.diagnosis.hangs import deadline, monitor, notice
 from collectives.diagnosis.record import Log
@@ -16,6 +16,7 @@ from collectives.selection import table_cache
 from collectives.selection.table import Table, built_in
 
 _world: Communicator | None = None
+finalize.take_over()
 
 
 def world() -> Communicator:
@@ -57,9 +58,7 @@ def _stand_ready() -> Progress:
     Before.others = connected
     monitor.start(clone, checked=checked)
     clone.Free()
-    # Run before the monitor's, for which this rank has then ended, and before mpi4py's own, which ends MPI.
-    atexit.register(messages.outlive_python)
-    atexit.register(_close, progress)
+    atexit.register(_close, progress)  # runs before the monitor's hook, for which this rank has then ended
     return progress
 
 

@@ -5,6 +5,8 @@ import time
 from contextlib import suppress
 from typing import Any, Protocol
 
+from collectives.diagnosis import goodbye
+
 _ABORT_S = 2.0  # at most for an abort, before the job is ended all the same
 _YIELD_S = 5.0  # at most for another thread that is about to end the job
 
@@ -73,4 +75,5 @@ def abort_job(code: int) -> None:
         with suppress(RuntimeError):  # at Python's own end no thread starts
             thread.start()
             thread.join(_ABORT_S)
+    goodbye.say()
     MPI.COMM_WORLD.Abort(code)

@@ -7,9 +7,9 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
-from collectives.diagnosis import child, dump, record
+from collectives.diagnosis import dump, goodbye, record
 from collectives.diagnosis.ending import abort_job, claim
 from collectives.diagnosis.together import on_all_ranks
 
@@ -22,6 +22,7 @@ def leave_together() -> None:
     """Say that all ranks are about to end, with whatever exit code: none of them is to end the others."""
     global _leaving_together
     _leaving_together = True
+    goodbye.say()
 
 
 def ends_well() -> bool:
@@ -30,43 +31,18 @@ def ends_well() -> bool:
 
 
 def how_ended() -> str:
-    """Of this rank's program, which is ending, in words. Python tells of no `raise SystemExit`, and not its code."""
+    """Of this rank's program, which is ending, in words. Python tells neither of a SystemExit nor of its code."""
     error = getattr(sys, "last_value", None)
-    if error is not None:
-        return f"an uncaught {type(error).__name__}"
-    if _last_exit is not None:
-        return f"sys.exit({'' if _last_exit[0] is None else repr(_last_exit[0])})"
-    return "its script returned, or raised SystemExit"
-
-
-class _Exit(SystemExit):
-    """Of `sys.exit`: notes that the program ends by it, at the moment when no frame is left that could have caught it."""
-
-    def __init__(self, ends: Callable[[Any], None], code: Any) -> None:
-        """`ends(code)`: called at that moment."""
-        super().__init__(code)
-        self._ends = ends
-
-    def __del__(self) -> None:
-        try:
-            sys._getframe(1)
-        except ValueError:
-            # Dropped by the interpreter itself on its way out. A caller that catches it is still there, in a frame.
-            self._ends(self.code)
-
-
-_last_exit: tuple[Any] | None = None  # the code of the `sys.exit` that has ended the program
+    return f"an uncaught {type(error).__name__}" if error is not None else "its script returned, or raised SystemExit"
 
 
 def abort_on_uncaught(mpi: Any) -> None:
     """From now on an uncaught exception on one rank prints its rank and traceback and ends the whole job with exit code 1.
 
-    Otherwise the other ranks would wait for ever in their next collective. So does `sys.exit` with a code other than 0, unless
-    `leave_together` was called; at `os._exit` mpirun ends the job, and a line says which rank it was. An error that all ranks have
-    raised together is printed by one of them, and all end by themselves, with exit code 1. The rank's last operations follow the
-    traceback; its flight record goes to its file, if it has one. A hook that the program has set before, `sys.excepthook` or
-    `threading.excepthook`, is called after that. In a forked child, which is no rank, all is as it was before; it leaves without
-    MPI_Finalize (child.py). A job of one rank ends as any program.
+    Otherwise the other ranks would wait for ever in their next collective. An error that all ranks have raised together is printed by
+    one of them, and all end by themselves, with exit code 1. The rank's last operations follow the traceback; its flight record goes
+    to its file, if it has one. A hook that the program has set before, `sys.excepthook` or `threading.excepthook`, is called after
+    that. In a forked child, which is no rank, all is as it was before. A job of one rank ends as any program.
     """
 
     def report(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
@@ -118,40 +94,12 @@ def abort_on_uncaught(mpi: Any) -> None:
         else:
             end_job(args.exc_type, args.exc_value, args.exc_traceback, hook)
 
-    def ends(code: Any) -> None:
-        # A rank that ends by itself with an error ends the job.
-        global _last_exit
-        if _last_exit is not None:
-            return  # an earlier one that was caught, and kept as the context of the last
-        _last_exit = (code,)
-        if code in (None, 0) or _leaving_together or mpi.size == 1 or os.getpid() != process:
-            return
-        shown = f"with exit code {code}" if isinstance(code, int) else f": {code}"
-        print(f"[rank {rank}] ended by sys.exit {shown}, and with it the job", file=sys.stderr, flush=True)
-        abort_job(code if isinstance(code, int) else 1)
-
-    def exit_job(code: Any = None) -> NoReturn:
-        if threading.get_ident() != threading.main_thread().ident:
-            raise SystemExit(code)  # which ends its thread alone
-        # Python calls no hook for SystemExit, and this rank would wait in MPI_Finalize for the others.
-        raise _Exit(ends, code)
-
-    def exit_at_once(status: int) -> NoReturn:
-        # mpirun then ends the job, but not every one says which rank it was. A child process is no rank.
-        if os.getpid() == process and not _leaving_together and not MPI.Is_finalized():
-            os.write(2, f"[rank {rank}] ended by os._exit with exit code {status}\n".encode())
-        leave_at_once(status)
-
-    from mpi4py import MPI
-
-    rank, process = mpi.rank, os.getpid()
-    before, thread_before, leave_at_once = sys.excepthook, threading.excepthook, os._exit
-    child.leave_before_finalize(lambda: _last_exit)
-    sys.exit = exit_job
-    if mpi.size > 1:  # else nobody waits, and only a child's end needs care
-        os._exit = exit_at_once
-        sys.excepthook = on_exception
-        threading.excepthook = on_thread_exception
+    if mpi.size == 1:
+        return  # nobody waits
+    process = os.getpid()
+    before, thread_before = sys.excepthook, threading.excepthook
+    sys.excepthook = on_exception
+    threading.excepthook = on_thread_exception
 
 
 def _stderr() -> Any:

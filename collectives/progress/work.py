@@ -40,6 +40,7 @@ class Work(ABC):
         self._result: Any = None
         self._error: BaseException | None = None
         self._ended = False
+        self.is_known = False  # to the program, which may use its arrays from then on
 
     @abstractmethod
     def done(self) -> bool:
@@ -52,6 +53,7 @@ class Work(ABC):
         """Block until the operation has ended and return its result. Its errors are raised here. Idempotent."""
         if not self._ended:
             self._finish()
+        self.is_known = True
         if self._error is not None:
             raise self._error
         return self._result
@@ -154,6 +156,7 @@ class _Deferred(Queued):
         if not self._ended:
             self._queue.progress.pending()  # an error in a forked child
             self._queue.advance()
+        self.is_known = self._ended
         return self._ended
 
     def _finish(self) -> None:
@@ -290,7 +293,9 @@ class _Threaded(Queued):
         self._event = threading.Event()
 
     def done(self) -> bool:
-        return self._event.is_set() or self._progress.pending()  # which is never so, and an error in a forked child
+        # `pending` is never true here: it is an error in a forked child
+        self.is_known = self._event.is_set() or self._progress.pending()
+        return self.is_known
 
     def _finish(self) -> None:
         self._progress.pending()
@@ -350,6 +355,7 @@ class Thread(Progress):
     def _run(self, line: "_Line") -> None:
         while (work := line.get()) is not None:
             work.carry_out()
+            del work  # its end is known by that, where nobody else holds it
 
 
 def choose_progress(mpi: Any, threads_allowed: bool, checked: bool) -> Progress:

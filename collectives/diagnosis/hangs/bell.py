@@ -16,6 +16,13 @@ class Bell:
         self._poll.register(self._read, select.POLLIN)
         os.register_at_fork(after_in_child=self._forked)
 
+    def add(self, fd: int) -> None:
+        """Wake the thread that waits also when there is something to read here, until `remove`."""
+        self._poll.register(fd, select.POLLIN)
+
+    def remove(self, fd: int) -> None:
+        self._poll.unregister(fd)
+
     def ring_at_signal(self) -> None:
         """Ring at SIGUSR2, unless the user's program listens to it. From the main thread."""
         if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
@@ -35,7 +42,8 @@ class Bell:
 
     def wait(self, seconds: float) -> bool:
         """Until it rings, or so long. Whether SIGUSR2 has rung, and nobody else has taken that signal over."""
-        heard = os.read(self._read, 4096) if self._poll.poll(seconds * 1000) else b""
+        rung = any(fd == self._read for fd, _ in self._poll.poll(seconds * 1000))
+        heard = os.read(self._read, 4096) if rung else b""
         return signal.SIGUSR2 in heard and signal.getsignal(signal.SIGUSR2) in (_heard, self._handle)
 
     def _handle(self, signum: int, frame: object) -> None:

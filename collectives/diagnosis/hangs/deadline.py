@@ -1,11 +1,11 @@
 """The deadline: how long an operation may wait, and the end of a process that nothing else has ended by then."""
 
 import math
+import os
 import threading
 import time
-from os import _exit  # as it is now: uncaught.py replaces it
 
-from collectives.diagnosis import dump, record
+from collectives.diagnosis import dump, goodbye, record
 from collectives.environment import checked_seconds, seconds_of
 
 DEFAULT_DEADLINE_S = 600.0
@@ -86,4 +86,5 @@ class LastResort(threading.Thread):
                 dump.dump(
                     f"no report within {_LAST_RESORT_S:g} s of the deadline, so MPI is stuck or the other ranks are; this process ends"
                 )
-                _exit(EXIT_CODE)
+                goodbye.say()
+                os._exit(EXIT_CODE)

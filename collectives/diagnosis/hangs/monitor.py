@@ -6,6 +6,7 @@
   job. Where several ranks notice, the lowest that asked goes on.
 - The end of a rank: it tells rank 0, which from then on asks those that still run whether one waits for a rank that has ended; where
   one does, rank 0 prints a report and ends the job.
+- The death of a rank: the next one of its node says so, and ends the job where the launcher does not (goodbye.py).
 - Checked mode: it finds ranks that wait for each other in different communicators.
 
 A rank whose program has ended still answers, until all have ended. Ranks that cannot talk (MPI without THREAD_MULTIPLE) only write
@@ -19,7 +20,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from collectives.diagnosis import dump, record, uncaught
+from collectives.diagnosis import dump, goodbye, record, uncaught
 from collectives.diagnosis.ending import Before, abort_job, end_together
 from collectives.diagnosis.hangs import answer, deadline, notice, report
 from collectives.diagnosis.hangs.answer import State, Waiting
@@ -31,6 +32,7 @@ from collectives.diagnosis.hangs.standstill import Standstill
 
 _POLL_S = 0.5  # between two looks at messages: costs no measurable time
 _BUSY_POLL_S = 0.05  # while answers are on their way, in checked mode, and when the program has ended
+_LAUNCHER_S = 1.0  # left to the launcher to end the job of a rank that died, with that rank's exit code
 _GRACE_S = 5.0  # for a report and MPI_Abort
 _STAGGER_S, _MAX_STAGGER_S = 0.25, 4.0  # a rank leaves lower ones time to ask first, so that few do
 _ORDER_S = 0.6  # checked mode: a comparison that waits longer is looked into
@@ -47,6 +49,7 @@ class Monitor:
         self.mpi, self.rank, self.size, self.checked = mpi, mpi.rank, mpi.size, checked
         self._may_talk = talks
         self._post = Post(mpi if talks else None)
+        self._neighbour = goodbye.Neighbour(mpi)
         self._process = os.getpid()
         self._bell = Bell()
         self._thread = threading.Thread(target=self._run, name="collectives-monitor", daemon=True)
@@ -56,7 +59,6 @@ class Monitor:
         self._ended_at = 0.0
         self._told_end = False
         self._ended_ranks: dict[int, State] = {}  # rank 0: those that have told their end
-        self._key: Any = None  # of an attribute that MPI_Finalize deletes
         self._inquiry: Inquiry | None = None
         self._num_asked = 0
         self._quiet_until = {"deadline": 0.0, "order": 0.0, "end": 0.0}
@@ -70,8 +72,10 @@ class Monitor:
         """Begin to listen. From the main thread also to SIGUSR2, unless the user's program does."""
         if threading.current_thread() is threading.main_thread():
             self._bell.ring_at_signal()
+        if (fd := self._neighbour.fileno()) >= 0:
+            self._bell.add(fd)
         self._leave_before_finalize()
-        atexit.register(self._at_exit)
+        atexit.register(lambda: self.leave(uncaught.how_ended()))
         self._thread.start()
         if self.size > 1:
             self._last_resort.start()
@@ -80,15 +84,8 @@ class Monitor:
         """Leave also where the program ends MPI by itself: before all else that deletes the attributes of COMM_SELF."""
         from mpi4py import MPI
 
-        self._key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave("it called MPI.Finalize"))
-        MPI.COMM_SELF.Set_attr(self._key, True)
-
-    def _at_exit(self) -> None:
-        self.leave(uncaught.how_ended())
-        from mpi4py import MPI
-
-        if not MPI.Is_finalized() and os.getpid() == self._process:
-            MPI.COMM_SELF.Delete_attr(self._key)  # Python is gone when mpi4py's own exit hook finalizes MPI
+        key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave("it called MPI.Finalize"))
+        MPI.COMM_SELF.Set_attr(key, True)
 
     def leave(self, how: str) -> None:
         """This rank's program has ended: answer until those of all ranks have, then stop. MPI_Finalize would wait for them too."""
@@ -104,6 +101,7 @@ class Monitor:
             together = False
             if Before.others:
                 Before.others.end(well=False)
+        goodbye.say()
         self._stop.set()
         self._bell.ring()
         self._thread.join(_GRACE_S)
@@ -127,6 +125,7 @@ class Monitor:
                 return
             if signalled:
                 dump.dump("SIGUSR2")
+            self._listen()
             now = self._clock.look()
             if self._talks():
                 for rank, message in self._post.received():
@@ -137,6 +136,21 @@ class Monitor:
                 self._look(now)
             elif self._inquiry.purpose == "deadline" or self._inquiry.is_over(now):
                 self._follow(self._inquiry, now)
+
+    def _listen(self) -> None:
+        """End the job if the neighbour has died. Its name comes first: the launcher may be about to end this rank."""
+        neighbour, fd = self._neighbour, self._neighbour.fileno()
+        if fd < 0 or (goodbye_said := neighbour.heard()) is None:
+            return
+        self._bell.remove(fd)
+        if not goodbye_said:
+            why = f"rank {neighbour.rank} has died"
+            dump.say(
+                f"{why}: its process is gone without a goodbye, as by os._exit, a signal or a crash. The job ends."
+            )
+            dump.write_file(why)
+            time.sleep(_LAUNCHER_S)
+            abort_job(1)
 
     def _look(self, now: float) -> None:
         """Ask where the others are if an operation of this rank has waited too long, or one that it may wait for has ended."""

@@ -103,12 +103,13 @@ comm.all_reduce({X})
 ENDS = {
     "return": ("pass", "its script returned, or raised SystemExit"),
     "raise": ("raise SystemExit(3)", "its script returned, or raised SystemExit"),
-    "sys.exit": ("sys.exit()", "sys.exit()"),
+    "sys.exit": ("sys.exit()", "its script returned, or raised SystemExit"),
+    "sys.exit(3)": ("sys.exit(3)", "its script returned, or raised SystemExit"),
     "finalize": ("from mpi4py import MPI; MPI.Finalize(); time.sleep(60)", "it called MPI.Finalize"),
 }
 
 
-@pytest.mark.parametrize("how", extent(["return", "finalize"], list(ENDS)))
+@pytest.mark.parametrize("how", extent(["return", "finalize", "sys.exit(3)"], list(ENDS)))
 def test_a_rank_that_ends_while_others_wait_for_it_ends_the_job_at_once(how: str, tmp_path: Path) -> None:
     script = f"""
 comm.barrier()
@@ -235,11 +236,50 @@ collectives.world()
         assert "[rank 1] KeyError: 'still ends the job'" in result.stderr, str(result)
 
 
-def test_the_rank_that_ends_by_os_exit_is_named() -> None:
-    script = "if comm.rank == 1:\n    os._exit(0)\ncomm.barrier()\n"
+# by which rank it is said: the one after it on the node
+@pytest.mark.parametrize(
+    "end",
+    extent(
+        ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"],
+        ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)", "os.abort()", "import ctypes; ctypes.string_at(0)"],
+    ),
+)
+@pytest.mark.parametrize("others", ["comm.barrier()", *extent([], ["time.sleep(30)", "comm.mpi.Barrier()"])])
+def test_a_rank_that_dies_is_named_at_once(end: str, others: str) -> None:
+    result = job(3, f"if comm.rank == 1:\n    {end}\n{others}\n")
+    assert result.returncode != 0, str(result)
+    assert result.seconds < PROMPT_S, str(result)
+    assert (
+        result.stderr.replace("\r", "").count("[rank 2] rank 1 has died: its process is gone without a goodbye") == 1
+    ), str(result)
+    assert result.stderr.count("has died") == 1, str(result)
+
+
+@pytest.mark.parametrize("end", ["1 / 0", *extent([], ["time.sleep(60)"])])
+def test_a_rank_that_ends_the_job_has_not_died(end: str) -> None:
+    """Nor have those that the launcher then ends."""
+    script = f"""
+if comm.rank == 1:
+    {end}
+comm.barrier()
+"""
+    result = job(4, script, MPITRAIN_DEADLINE_S="1")
+    assert result.returncode != 0, str(result)
+    assert "has died" not in result.stderr, str(result)
+
+
+def test_a_death_is_noticed_while_a_child_of_that_rank_lives() -> None:
+    script = """
+if comm.rank == 1:
+    if os.fork() == 0:
+        time.sleep(3.0)
+        os._exit(0)
+    os._exit(0)
+comm.barrier()
+"""
     result = job(2, script)
     assert result.returncode != 0, str(result)
-    assert "[rank 1] ended by os._exit with exit code 0\n" in result.stderr.replace("\r", ""), str(result)
+    assert "[rank 0] rank 1 has died" in result.stderr, str(result)
 
 
 # in a full run four of the eight, in which each two of the values meet

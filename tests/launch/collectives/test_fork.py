@@ -17,7 +17,7 @@ ENDS = {
     "sys.exit('in words')": (1, "in words\n"),
     "try:\n    sys.exit(3)\nexcept SystemExit:\n    sys.exit(4)": (4, ""),
     "int('x')": (1, "ValueError: invalid literal for int() with base 10: 'x'\n"),
-    "raise SystemExit(3)": (1, "a forked child raised SystemExit, whose code is not known: it ends with 1; "),
+    "raise SystemExit(3)": (3, ""),
     "os._exit(5)": (5, ""),
     "thread = threading.Thread(target=lambda: 1 / 0)\nthread.start()\nthread.join()\nsys.exit(6)": (
         6,
@@ -49,6 +49,20 @@ print("done", comm.all_reduce(np.ones(1))[0], flush=True)
     for (what, (_, said)), words in zip(ENDS.items(), shown, strict=True):
         assert said in words and bool(words) == bool(said), f"{what}: {words}"
     assert "[rank" not in result.stderr, "a child is no rank"
+
+
+def test_a_child_where_mpi4py_came_first() -> None:
+    """mpi4py has then decided to end MPI in children too: they leave before that."""
+    script = """
+for what in ["sys.exit(3)", "int('x')"] if comm.rank == 0 else []:
+    if (pid := os.fork()) == 0:
+        exec(what)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+comm.barrier()
+"""
+    result = launch(2, "-c", "from mpi4py import MPI\n" + HEADER + script, cwd=ROOT, timeout_s=40)
+    assert (result.returncode, result.stdout) == (0, "1\n1\n"), str(result)
+    assert result.stderr.count("expected that the program imports collectives before mpi4py.MPI") == 1, str(result)
 
 
 @pytest.mark.parametrize("how", ["script.py", "-mscript"])
