@@ -16,7 +16,6 @@ from collectives.selection import table_cache
 from collectives.selection.table import Table, built_in
 
 _world: Communicator | None = None
-finalize.take_over()
 
 
 def world() -> Communicator:
@@ -29,9 +28,9 @@ def world() -> Communicator:
     """
     global _world
     if _world is None or _world.is_freed:
+        progress = _stand_ready()
         from mpi4py import MPI
 
-        progress = _stand_ready()
         comm = Communicator(MPI.COMM_WORLD.Dup(), progress=progress, _name="world")
         take_table(comm, _measured_table(comm))
         _world = comm
@@ -41,6 +40,7 @@ def world() -> Communicator:
 @functools.cache
 def _stand_ready() -> Progress:
     """What a process needs once, whatever becomes of its communicators. Collective."""
+    finalize.take_over()  # its hook runs after those that are registered from here on
     from mpi4py import MPI
 
     from collectives.transports.gpu.device import connected

@@ -12,11 +12,11 @@ from uuid import uuid4
 
 _BYTE = b"\0"
 
+_to_next: socket.socket | None = None  # where this process says goodbye
+
 
 class Neighbour:
     """The rank before this one on its node. `mpi`: all ranks. Collective."""
-
-    _to_next: socket.socket | None = None  # where this process says goodbye
 
     def __init__(self, mpi: Any) -> None:
         from mpi4py import MPI
@@ -44,7 +44,7 @@ class Neighbour:
                 reached = True
             before, can_hear = node.allgather((rank, reached))[node.rank - 1]
             if reached:
-                Neighbour._to_next = to_next
+                _say_at(to_next)
             if can_hear:
                 self._socket = listener.accept()[0]
                 self._socket.setblocking(False)
@@ -70,14 +70,20 @@ class Neighbour:
 
     def _forked(self) -> None:
         """A child does not hold its parent's sockets open."""
-        for each in (self._socket, Neighbour._to_next):
+        for each in (self._socket, _to_next):
             if each is not None:
                 each.close()
-        self._socket = Neighbour._to_next = None
+        self._socket = None
+        _say_at(None)
 
 
 def say() -> None:
     """This process is about to end, and the others need not be told of it."""
-    if Neighbour._to_next is not None:
+    if _to_next is not None:
         with suppress(OSError):
-            Neighbour._to_next.send(_BYTE)
+            _to_next.send(_BYTE)
+
+
+def _say_at(end: socket.socket | None) -> None:
+    global _to_next
+    _to_next = end
