@@ -256,6 +256,28 @@ def test_reentrant_checkpointing_without_a_sharded_root(comm, storage: str) -> N
     assert all(hasattr(p, "shard_box") and p.shape == p.shard_box.shape for p in block.parameters())
 
 
+def test_a_module_that_runs_twice_under_reentrant_checkpointing(comm) -> None:
+    """Each of its runs is a backward of its own within the backward: the gradient of the second comes after the reduction."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for _ in range(2):
+                x = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=True)
+            return x
+
+    model = Twice()
+    shard(model, comm, blocks=[model.block], storage="resident")
+    with pytest.raises(
+        RuntimeError, match=r"block\.\w+ got a second gradient in one backward.*; pass use_reentrant=False"
+    ):
+        model(torch.ones(2, 5)).sum().backward()
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_first_forward_in_inference_mode(comm, storage: str) -> None:
     model, plain = tied_pair(comm, storage=storage)
