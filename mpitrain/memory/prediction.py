@@ -87,7 +87,8 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     # Before it is added to the shards' gradients: the mean of a unit, of one rank alone the gradient of a parameter.
     is_apart = not adopted and (config.train.accumulate > 1 or parallel.reduce_dtype != "float32")
     longest = max(param.numel() for param in model.parameters())
-    step = measure(config, num_ranks, gathered=storage == "gathered")
+    held_grads = [MASTER_BYTES * max(layout.counts) for layout in layouts]
+    step = measure(config, num_ranks, held_grads, gathered=storage == "gathered")
 
     heap_share = HEAP_SHARE_AGAIN if parallel.checkpoint_activations else HEAP_SHARE
 
@@ -107,9 +108,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
         ]
         return {
             "parameters": 0 if in_place else held,
-            "gradients": step["gradients"]
-            + (0 if adopted else held)
-            + is_apart * reduce_bytes * (max(counts) if num_ranks > 1 else longest),
+            "gradients": step["gradients"] + is_apart * reduce_bytes * (max(counts) if num_ranks > 1 else longest),
             "optimizer": 2 * held,
             "full parameters": lasting + step["full parameters"],
             "gradient buffers": buffer_bytes,

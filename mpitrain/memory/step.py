@@ -103,18 +103,18 @@ def takes_grads_over(config: Config, num_ranks: int) -> bool:
     return num_ranks == 1 and config.parallel.param_dtype == config.parallel.reduce_dtype == "float32"
 
 
-def measure(config: Config, num_ranks: int, *, gathered: bool) -> Counter[str]:
-    """The peak of a step, or of an evaluation where that needs more, on one of `num_ranks` ranks: "activations", "gradients" that
-    wait to be reduced, "full parameters" if they are `gathered`, "heap"."""
+def measure(config: Config, num_ranks: int, held: list[int], *, gathered: bool) -> Counter[str]:
+    """The peak of a step, or of an evaluation where that needs more, on one of `num_ranks` ranks: "activations", "gradients",
+    "full parameters" if they are `gathered`, "heap". `held`: the bytes of the shards' gradients, by `units_of`."""
     micro_batch = config.train.batch // num_ranks // config.train.accumulate
-    trained = _run(config, micro_batch, num_ranks, gathered=gathered, train=True)
+    trained = _run(config, micro_batch, num_ranks, held, gathered=gathered, train=True)
     if not config.train.eval_batches:
         return trained
-    evaluated = _run(config, config.train.batch // num_ranks, num_ranks, gathered=gathered, train=False)
+    evaluated = _run(config, config.train.batch // num_ranks, num_ranks, held, gathered=gathered, train=False)
     return max(trained, evaluated, key=total)
 
 
-def _run(config: Config, rows: int, num_ranks: int, *, gathered: bool, train: bool) -> Counter[str]:
+def _run(config: Config, rows: int, num_ranks: int, held: list[int], *, gathered: bool, train: bool) -> Counter[str]:
     sizes = config.model.resolve()
     with FakeTensorMode():
         model = _fake_model(sizes, getattr(torch, config.parallel.param_dtype))
@@ -126,9 +126,9 @@ def _run(config: Config, rows: int, num_ranks: int, *, gathered: bool, train: bo
         if gathered:
             _gather(model, tracker, again=config.parallel.reshard_after_forward)
         if train:
-            _reduce(model, tracker, config, num_ranks)
-        elif takes_grads_over(config, num_ranks):
-            tracker.add("gradients", sum(param.nbytes for param in model.parameters()))  # until the next step begins
+            _reduce(model, tracker, config, num_ranks, held)
+        if not train or (config.train.accumulate > 1 and not takes_grads_over(config, num_ranks)):
+            tracker.add("gradients", sum(held))  # until the next step begins
         with tracker, torch.set_grad_enabled(train):
             tokens = torch.empty(rows, sizes.context + 1, dtype=torch.int64)
             logits = model(tokens[:, :-1])
@@ -181,8 +181,11 @@ def _gather(model: GPT, tracker: Tracker, *, again: bool) -> None:
         block.register_full_backward_hook(partial(free, index=index))
 
 
-def _reduce(model: GPT, tracker: Tracker, config: Config, num_ranks: int) -> None:
-    """Free full gradients when they are reduced: see [Note: order] and [Note: gradient buffers] in sharding/step/reducer.py."""
+def _reduce(model: GPT, tracker: Tracker, config: Config, num_ranks: int, held: list[int]) -> None:
+    """Free full gradients when they are reduced, and count those of the shards from then on: see [Note: order] and
+    [Note: gradient buffers] in sharding/step/reducer.py."""
+    is_first = config.train.accumulate == 1  # later micro-batches add to the gradients of the first
+    reduced = [*reversed(held[:-1]), held[-1]]
     *blocks, root = units_of(model)
     order = [*reversed(blocks), root]
     missing = [len(unit) for unit in order]
@@ -199,6 +202,8 @@ def _reduce(model: GPT, tracker: Tracker, config: Config, num_ranks: int) -> Non
         if index == at and num_ranks > 1:
             param.grad = None  # moved to a gradient buffer
         while at < len(order) and not missing[at] and config.parallel.stage != 1:
+            if is_first:
+                tracker.add("gradients", reduced[at])
             for done in order[at]:
                 done.grad = None
             at += 1

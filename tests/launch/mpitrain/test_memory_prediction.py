@@ -11,7 +11,7 @@ import pytest
 from extent import extent
 from launching import ROOT, launch
 
-pytestmark = pytest.mark.timeout_s(120)
+pytestmark = pytest.mark.timeout_s(240)
 
 # The main job, and then the most that each rank held. Private pages are counted at their peak: the kernel keeps that of all pages
 # (VmHWM), and shared memory and files do not shrink. Pages of shared memory count by PSS, those of libraries as if this job alone
@@ -57,7 +57,7 @@ def predicted_and_held(tmp_path: Path, which: str, allocator: dict[str, str]) ->
     text = tmp_path / "text"
     text.write_bytes(b"all work and no play makes jack a dull boy " * 5000)
     model = ["--model.width", "384", "--model.layers", "8", "--model.heads", "6"]  # 14 M parameters
-    train = ["--train.batch", "4", "--train.steps", "3", "--train.eval-batches", "0", "--train.sample-bytes", "0"]
+    train = ["--train.batch", "4", "--train.steps", "2", "--train.eval-batches", "0", "--train.sample-bytes", "0"]
     settings = [*model, *train, "--data.path", str(text), "--run", str(tmp_path / "run"), *SETTINGS[which]]
 
     environment = {"MPITRAIN_PROGRESS_THREAD": "1"} if which == "gathered ahead" else {}
@@ -68,7 +68,7 @@ def predicted_and_held(tmp_path: Path, which: str, allocator: dict[str, str]) ->
 
     script = tmp_path / "measure.py"
     script.write_text(MEASURE)
-    result = launch(2, str(script), *settings, env={"PYTHONPATH": str(ROOT)} | environment | allocator, timeout_s=90)
+    result = launch(2, str(script), *settings, env={"PYTHONPATH": str(ROOT)} | environment | allocator, timeout_s=150)
     assert result.returncode == 0, str(result)
     held = [int(line[5:]) for line in result.stdout.splitlines() if line.startswith("held ")]
     assert len(held) == 2, str(result)
