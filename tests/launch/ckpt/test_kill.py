@@ -96,4 +96,6 @@ def test_a_killed_job_loses_at_most_the_checkpoint_it_was_writing(tmp_path: Path
             assert ckpt.verify(newest) == []
     result = job("", 0, 3)
     assert result.returncode == 0 and saved(result.stdout) == last + 3, str(result)
-    assert sorted(p.name for p in folder.iterdir()) == ["latest", f"step-{last + 2:08d}", f"step-{last + 3:08d}"]
+    # A folder whose job was killed before it signed it may be a living job's for a minute: it is empty, and a later save removes it.
+    names = sorted(p.name for p in folder.iterdir() if not (p.name.endswith(".staging") and not any(p.iterdir())))
+    assert names == ["latest", f"step-{last + 2:08d}", f"step-{last + 3:08d}"]
