@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.sharding import sharded_over, sharded_params
+from mpitrain.sharding import sharded_over
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.module import owners_of
 from mpitrain.sharding.unit.layout import Box, rows_of
@@ -54,7 +54,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, str
         model.load_state_dict(state_dict, strict=strict)
         return
     comm = over.all
-    shapes = {id(param.shard): tuple(param.full.shape) for param in sharded_params(model)}
+    shapes = {id(shard): owner.full_shape for shard, owner in owners_of(model).items()}
     params = dict(model.named_parameters(remove_duplicate=False))
     targets = {  # without what is no tensor: a module's extra state
         name: params.get(name, value)

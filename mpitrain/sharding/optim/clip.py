@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator
-from mpitrain.sharding.module import units_of
+from mpitrain.sharding.module import owners_of
 from mpitrain.sharding.step.step import living_steps
 
 
@@ -19,12 +19,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     norm does not depend on how many there are (but for rounding). What is on every rank alike (`ignored_params`) counts once. A
     plain model works too. The norm is a float64 scalar on the host; a non-finite norm scales nothing.
     """
-    over = _cut_over(model)
+    owners = owners_of(model)
     params = list(model.parameters())
-    spread: dict[Communicator | None, list[torch.Tensor]] = {comm: [] for comm in (*over.values(), None)}
+    spread: dict[Communicator | None, list[torch.Tensor]] = {owner.ranks.shard: [] for owner in owners.values()}
+    spread[None] = []
     for param in params:
         if param.grad is not None:
-            spread.setdefault(over.get(id(param)), []).append(param.grad)
+            owner = owners.get(param)
+            spread[None if owner is None else owner.ranks.shard].append(param.grad)
     for step in living_steps():
         step.reducer.check_reduced(params, "clip_grad_norm_")
     norm = norm_of(spread)
@@ -33,11 +35,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     if grads and norm.isfinite() and scale < 1:
         torch._foreach_mul_(grads, scale)
     return norm
-
-
-def _cut_over(model: nn.Module) -> dict[int, Communicator]:
-    """The ranks that each shard's parameter is cut over, by the shard's identity."""
-    return {id(param.shard): unit.ranks.shard for unit in units_of(model) for param in unit.params}
 
 
 def norm_of(spread: Mapping[Communicator | None, Sequence[torch.Tensor]], order: float = 2.0) -> torch.Tensor:
@@ -91,11 +88,6 @@ def _norms(grads: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
     return norms
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    """This rank's gradients that have elements."""
-    return [param.grad for param in model.parameters() if param.grad is not None and param.grad.numel()]
-
-
 def all_finite(grads: Iterable[torch.Tensor]) -> bool:
     """Whether all elements of all gradients are. The host waits once for each device."""
     flags: dict[torch.device, list[torch.Tensor]] = {}
@@ -114,9 +106,9 @@ def grad_norms(model: nn.Module) -> dict[str, float]:
     total = torch.tensor(
         [[found.get(name, 0.0) for name in names], [float(name in grads) for name in names]], dtype=torch.float64
     )
-    over = _cut_over(model)
-    cut = [over.get(id(param)) for _, param in trained]
-    for comm in dict.fromkeys(over.values()):
+    owners = owners_of(model)
+    cut = [owners[param].ranks.shard if param in owners else None for _, param in trained]
+    for comm in dict.fromkeys(owner.ranks.shard for owner in owners.values()):
         columns = torch.tensor([each is comm for each in cut])
         part = total[:, columns]
         comm.all_reduce(part)

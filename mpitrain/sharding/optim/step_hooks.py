@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from collectives import launched_rank
 from mpitrain.sharding.setup.foreign import check_caller
 from mpitrain.sharding.step.step import living_steps
+from mpitrain.sharding.unit.layout import Box
 from mpitrain.sharding.unit.marks import box_of, name_before
 
 # By name, as most live in packages of their own. They take norms, means or products of a whole matrix, or of all parameters.
@@ -40,16 +41,17 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for step in living_steps():
         step.before_writes(params, f"{type(optimizer).__name__}.step")
-    for param in params:
-        if name_before(param) is not None and box_of(param) is None:
+    boxes = [box_of(param) for param in params]
+    for param, box in zip(params, boxes, strict=True):
+        if box is None and name_before(param) is not None:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} holds {name_before(param)} as it was before fully_shard, so it would train nothing; "
                 "make the optimizer after fully_shard, from model.parameters()"
             )
-    cut = next((param for param in params if _is_cut(param)), None)
+    cut = next((pair for pair in zip(params, boxes, strict=True) if _is_cut(pair[1])), None)
     if cut is not None:
-        check_caller(cut)
-        _check_kind(optimizer, box_of(cut))
+        check_caller(cut[0])
+        _check_kind(optimizer, cut[1])
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, cut: Any) -> None:
@@ -80,16 +82,19 @@ def _warn_of(kind: str) -> None:
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool | None:
     """Whether a step on rows is that on the whole, as its class says or is known for; None: not known."""
     said: bool | None = getattr(optimizer, "is_elementwise", None)
-    if said is not None:
-        return bool(said)
-    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    return _known(type(optimizer).__mro__) if said is None else bool(said)
+
+
+@functools.cache  # at each step of an optimizer
+def _known(kinds: tuple[type, ...]) -> bool | None:
+    """The same of a class and its bases."""
+    names = [kind.__name__ for kind in kinds]
     if any(fnmatchcase(name, pattern) for name in names for pattern in NOT_ELEMENTWISE):
         return False
-    if isinstance(optimizer, ELEMENTWISE) or ELEMENTWISE_NAMES.intersection(names):
+    if any(kind in ELEMENTWISE for kind in kinds) or ELEMENTWISE_NAMES.intersection(names):
         return True
     return None
 
 
-def _is_cut(param: torch.Tensor) -> bool:
-    box = box_of(param)
+def _is_cut(box: Box | None) -> bool:
     return box is not None and tuple(box.shape) != tuple(box.full_shape)

@@ -45,16 +45,14 @@ class Reducer:
         self.groups: list[tuple[Unit, Gradients]] = []
         """All gradients that are reduced, as they were added. A number in this list stays."""
         self._complete: set[Unit] = set()
-        self._missing: dict[
-            Unit, set[tuple[Gradients, int]]
-        ] = {}  # parameters whose gradients have not come in this backward
+        # Parameters whose gradients have not come in this backward.
+        self._missing: dict[Unit, set[tuple[Gradients, int]]] = {}
         self._next = 0  # in the order: the gradients to reduce next
         self._left_some = False  # this backward, without a reduction
         self._waits = False  # for a backward outside of `no_sync`: full gradients are left of one within
         self._reducing: Gradients | None = None  # whose reduction has begun
-        self._buffers: dict[
-            tuple[Communicator, torch.dtype], deque[torch.Tensor]
-        ] = {}  # in host memory; the first is free
+        # In host memory; the first is free.
+        self._buffers: dict[tuple[Communicator, torch.dtype], deque[torch.Tensor]] = {}
         self._take_order()
 
     def _take_order(self) -> None:
@@ -84,12 +82,20 @@ class Reducer:
         """The ranks that read a gradient buffer, and its dtype."""
         return ranks.shard if ranks.shard.size > 1 else ranks.replicate, group.reduce_dtype
 
-    # From autograd's hook to the shards: `take`, then `begin_reduction` and `end_reduction` in unit/gradients.py
+    # From autograd's hook to the shards: `take`, `complete`, then `begin_reduction` and `end_reduction` in unit/gradients.py
 
-    def take(self, number: int, index: int) -> None:
-        """Autograd has added up the gradient of parameter `index` of `groups[number]`."""
-        if self._reducing is not None:
-            self._reducing.progress()
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a reduction has begun whose end is not waited for yet."""
+        return self._reducing is not None
+
+    def progress(self) -> None:
+        """Carry on the reduction that is under way, without waiting for other ranks."""
+        assert self._reducing is not None
+        self._reducing.progress()
+
+    def take(self, number: int, index: int) -> Unit | None:
+        """Autograd has added up the gradient of parameter `index` of `groups[number]`. Returns the unit if that was its last one."""
         unit, group = self.groups[number]
         place = self._at[group]
         if place < self._next and unit.sync_gradients:
@@ -101,8 +107,7 @@ class Reducer:
             group.place_grad(index, self._buffer(unit, group))
         missing = self._missing[unit]
         missing.discard((group, index))
-        if not missing and unit not in self.by_inputs:
-            self.complete(unit)
+        return unit if not missing and unit not in self.by_inputs else None
 
     def complete(self, unit: Unit) -> None:
         """All gradients of a unit are there: see [Note: complete]. Reduce those that are complete and next in order."""

@@ -188,16 +188,16 @@ class Step:
         self.reducer.give_up()
         self._fence.go_on()
         self._tree.check()
-        graph, self._graph = self._graph, Graph.NONE
+        if self._graph is Graph.USED:
+            self._graph = Graph.NONE
         for unit in self.units:
             unit.check_shown()  # before the shards are shown again in place of something that the user has put there
             was_full = unit.state is not UnitState.SHARDED
             unit.reshard()  # full parameters hold the values of an earlier forward
             unit.expire()
-            if graph is Graph.LIVE and was_full and not unit.lasts:
+            if self._graph is Graph.LIVE and was_full and not unit.lasts:
                 unit.unshard()
                 unit.hide()
-        self._graph = Graph.LIVE if graph is Graph.LIVE else Graph.NONE
         self.phase = Phase.FORWARD
         with self._communicating():
             for unit in self._lasting:
@@ -280,8 +280,13 @@ class Step:
     def on_gradient(self, number: int, index: int) -> None:
         """Autograd has added up the gradient of a parameter: `index` of the reducer's `groups[number]`."""
         self._begin_backward()
-        with self._communicating():
-            self.reducer.take(number, index)
+        if self.reducer.is_under_way:
+            with self._communicating():
+                self.reducer.progress()
+        unit = self.reducer.take(number, index)
+        if unit is not None:
+            with self._communicating():
+                self.reducer.complete(unit)
 
     def _all_back(self, unit: Unit) -> None:
         """The gradients of the inputs of all of a unit's calls are there: see [Note: complete] in reducer.py."""
