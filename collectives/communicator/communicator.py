@@ -105,7 +105,7 @@ class Communicator:
         self.num_nodes = self.placement.num_nodes
         memory = self._transports.memory
         if memory is not None:
-            memory.on_allocation(self._plans.forget)  # it may lie where a planned array was
+            memory.on_change(self._plans.forget)  # an address may change from private to node memory, or back
         self._devices = Devices(mpi, placement=self.placement, recorder=self._recorder, flush=self._queue.flush)
         self._dispatch: Dispatch = Dispatch(
             rank=self.rank,

@@ -132,7 +132,8 @@ class Dispatch:
         b, memory = call.arrays[0], self.transports.memory
         size, name = b.flat.size, b.dtype.name
         number = 0 if memory is None or memory.holds_none else memory.find(b.flat)[0]
-        where = "node" if number else "private"
+        is_node = number and (call.operation != "all_gather" or memory.is_one_array(number))  # type: ignore[union-attr]
+        where = "node" if is_node else "private"
         if not self._recorder.checked:
             chosen = self._choose(call, b.flat.nbytes, where)
             return self._note(call.operation, size, name, call.op, call.root, chosen)
@@ -182,15 +183,13 @@ class Dispatch:
         return DONE
 
     def keep_plan(self, key: Hashable, entry: Entry, *arguments: Any) -> None:
-        """Keep the plan of a call that was carried out on `arguments`, in private memory, if its transport makes plans."""
+        """Keep the plan of a call that was carried out on `arguments`, if its transport makes plans."""
         planner = None if key is None else self.transports.planner(entry.algorithm)
         if planner is not None:
             flats = [array for array in arguments if isinstance(array, np.ndarray)]
             if flats[0].dtype.kind == "c":
                 return  # the conjugate of a torch tensor, which is to be refused, lies where the tensor does
-            memory = self.transports.memory
-            private = memory is None or not any(memory.find(flat)[0] for flat in flats)
-            if private and all(flat.size for flat in flats):
+            if all(flat.size for flat in flats):
                 made = planner.plan(entry.name, *arguments)
                 if made is not None:
                     self._plans.keep(key, Plan(made[0], made[1], entry.arguments))

@@ -4,9 +4,9 @@ Without plans a call of 1 KiB takes 4 to 9 us more when it runs out of the core'
 own work has filled that with data: more than a small collective takes. Training calls the same collectives on the same arrays in
 every step, so for the MPI library's own collectives, which "auto" takes for small arrays, only the call itself is left to do.
 
-A plan is found by where the arrays lie, their length and dtype, never by the object: tensors change their storage. It holds for private
-memory only, and is forgotten when the node's memory is allocated or the table changes: which of the two an array lies in decides the
-algorithm, and all ranks must come to the same.
+A plan is found by where the arrays lie, their length and dtype, never by the object: tensors change their storage. All plans are
+forgotten when node memory is mapped or unmapped, and when the table changes: private or node memory decides the algorithm, and all
+ranks must come to the same one.
 """
 
 import sys

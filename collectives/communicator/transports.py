@@ -66,7 +66,7 @@ class Transports:
             staged = Staged(self._mpi)
             self.shared = self._on_node = Shared(self._mpi, memory, staged)
             self._made |= {"staged": staged, "shared": self.shared}
-            self._planners["staged"] = staged
+            self._planners |= {"staged": staged, "shared": self.shared}
         except OSError as error:
             self._infeasible |= dict.fromkeys(WITHIN_NODE, str(error))
             if self._mpi.rank == 0:

@@ -17,8 +17,8 @@ from collectives.arrays.buffer import address_of
 from collectives.arrays.dtypes import DType
 from collectives.arrays.reduction import Arithmetic
 from collectives.schedules import Step
+from collectives.transports.segments import SEGMENT_BYTES
 
-_SEGMENT_BYTES = 1 << 19
 _NUM_INCOMING = 2  # segments in the scratch memory: enough to keep a link busy while one of them is added
 _MAX_REQUESTS = 1 << 12  # kept in all
 _TAG = 1  # of lane 0. Every communicator is a private clone, so no user's message can be mistaken for one
@@ -127,7 +127,7 @@ class Executor:
 
     def _prepare(self, arrays: Sequence[np.ndarray], plan: Plan, dtype: DType, lane: int) -> _Prepared:
         addresses = [address_of(array) for array in arrays]
-        segment = _SEGMENT_BYTES // dtype.itemsize
+        segment = SEGMENT_BYTES // dtype.itemsize
         prepared, num_requests = [], 0
 
         def memory(place: Chunk) -> list[Any]:
@@ -164,8 +164,8 @@ class Executor:
 
     def _incoming(self, lane: int, which: int) -> np.ndarray:
         if lane not in self._scratch:
-            self._scratch[lane] = self.arithmetic.empty(_NUM_INCOMING * _SEGMENT_BYTES, np.dtype(np.uint8))
-        return self._scratch[lane][which * _SEGMENT_BYTES :][:_SEGMENT_BYTES]
+            self._scratch[lane] = self.arithmetic.empty(_NUM_INCOMING * SEGMENT_BYTES, np.dtype(np.uint8))
+        return self._scratch[lane][which * SEGMENT_BYTES :][:SEGMENT_BYTES]
 
 
 def _post(receives: Sequence[_Receive], posted: int, end: int) -> int:

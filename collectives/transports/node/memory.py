@@ -11,8 +11,9 @@ import mmap
 import os
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -56,9 +57,12 @@ class NodeMemory:
         self._num_allocated = 0
         self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
 
-    def on_allocation(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called whenever memory is allocated here. It is a method of an object, which this does not keep alive."""
-        self._listeners = [other for other in self._listeners if other() is not None]
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called whenever memory is mapped here, and before it is unmapped.
+
+        `listener` is a method of an object, which this list does not keep alive.
+        """
+        self._listeners[:] = [other for other in self._listeners if other() is not None]
         self._listeners.append(weakref.WeakMethod(listener))
 
     def shared(self, nbytes: int) -> np.ndarray:
@@ -99,14 +103,14 @@ class NodeMemory:
                 Path(path).unlink(missing_ok=True)
         flat = np.frombuffer(mapping, np.uint8)
         self._num_allocated += 1
-        new = _Segment(self._num_allocated, weakref.ref(mapping), address_of(flat), length, stride)
+        # The callback holds the list alone: a reference to this object would keep it alive in a cycle.
+        mapped = weakref.ref(mapping, partial(_tell, self._listeners))
+        new = _Segment(self._num_allocated, mapped, address_of(flat), length, stride)
         alive = [segment for segment in self._segments.values() if segment.mapping() is not None]
         segments = sorted([*alive, new], key=lambda segment: segment.address)
         self._segments = {segment.number: segment for segment in segments}
         self._starts, self._numbers = [segment.address for segment in segments], list(self._segments)
-        for reference in self._listeners:
-            if (listener := reference()) is not None:
-                listener()
+        _tell(self._listeners)
         return flat
 
     @staticmethod
@@ -163,3 +167,9 @@ class NodeMemory:
             return "private memory"
         stride = self._segments[number].stride
         return f"node memory {number} + {at % stride if stride else at} bytes"
+
+
+def _tell(listeners: Sequence[weakref.WeakMethod[Callable[[], None]]], *_: object) -> None:
+    for reference in listeners:
+        if (listener := reference()) is not None:
+            listener()

@@ -16,12 +16,12 @@ faster lately. Rank 0 keeps the times and says which with where its array lies, 
 
 import time
 from collections import Counter, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from collectives.arrays.buffer import address_of
+from collectives.arrays.buffer import address_of, unowned
 from collectives.arrays.dtypes import DType
 from collectives.arrays.reduction import reduce_into
 from collectives.transports.node import pulls as exchanges
@@ -151,6 +151,21 @@ class Shared(ByPulling):
         """Where `out` is one array for the node, each rank writes its part, unless it stands there already."""
         self.collect(out, *exchanges.all_gather(self._rank, out, flat, counts))
 
+    def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+        """An all-gather of a short array into one array for the node, as one prepared call; None for all else."""
+        if operation != "all_gather":
+            return None
+        out, flat, counts = arguments
+        if not self._memory.is_one_array(self._memory.find(out)[0]) or out.nbytes > _RACE_BYTES:
+            return None
+        begin, end = parts(counts)[self._rank]
+        return self._put, (unowned(out[begin:end]), unowned(flat))
+
+    def _put(self, target: np.ndarray, source: np.ndarray) -> None:
+        self._meet()  # no rank still reads what stood here
+        target[...] = source
+        self._meet()
+
     def post_reduce_scatter(
         self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType
     ) -> Post:
@@ -198,11 +213,11 @@ class Shared(ByPulling):
             self.pull(shown, pulls, longest)
             return
         # Both meetings always: whether a part already stands in its place may differ from rank to rank.
-        self._meet()  # nobody still reads what stood here
-        for peer, start, target in pulls:
+        target, source = shown[:0], shown[:0]
+        for peer, start, part in pulls:
             if peer == self._rank:
-                target[...] = shown[start : start + target.size]
-        self._meet()
+                target, source = part, shown[start : start + part.size]
+        self._put(target, source)
 
     # Parts of them
 

@@ -419,7 +419,7 @@ def test_long_arrays_go_in_segments_and_windows(comm: Communicator, monkeypatch:
     from collectives.transports.node import shared, staged
 
     for module, name in (
-        (executor, "_SEGMENT_BYTES"),
+        (executor, "SEGMENT_BYTES"),
         (scheduled, "_PIPELINE_BYTES"),
         (scheduled, "_COPY_BYTES"),
         (staged, "_RING_BYTES"),

@@ -36,7 +36,7 @@ def test_shared_is_one_memory_in_the_library_of_the_dtype(comm: Communicator) ->
             comm.barrier()
 
 
-def test_who_listens_hears_of_each_allocation_and_is_not_kept_alive(comm: Communicator) -> None:
+def test_a_listener_hears_of_each_change_and_is_not_kept_alive(comm: Communicator) -> None:
     class Listener:
         def __init__(self, name: str) -> None:
             self._name = name
@@ -48,14 +48,19 @@ def test_who_listens_hears_of_each_allocation_and_is_not_kept_alive(comm: Commun
     memory = NodeMemory(comm.mpi)
     first, second = Listener("first"), Listener("second")
     for listener in (first, second):
-        memory.on_allocation(listener.hear)
-    memory.shared(8)
+        memory.on_change(listener.hear)
+    x = memory.shared(8)
     assert heard == ["first", "second"]
+    del x
+    assert heard == ["first", "second"] * 2, "unmapped"
+    heard.clear()
     del first, listener, second
     third = Listener("third")
-    memory.on_allocation(third.hear)
-    memory.empty(8)
-    assert heard == ["first", "second", "third"]
+    memory.on_change(third.hear)
+    y = memory.empty(8)
+    assert heard == ["third"]
+    del y
+    assert heard == ["third"] * 2
 
 
 def test_empty_is_an_array_of_one_s_own(comm: Communicator) -> None:

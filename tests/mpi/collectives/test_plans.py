@@ -98,11 +98,26 @@ def test_what_changes_the_choice_forgets_the_plans(group: Communicator) -> None:
     memory = group.empty(3, np.float64)
     assert num_plans(group) == 0, "another array may come to lie where this one was"
     group.all_reduce(x)
+    kept = 0 if group.num_nodes == 1 else 1
     of_node = group.node.shared(3, np.float64)
-    assert num_plans(group) == (0 if group.num_nodes == 1 else 1), "also one of the node's, where all ranks are on it"
+    assert num_plans(group) == kept, "also one of the node's, where all ranks are on it"
+    group.all_reduce(memory)
+    assert num_plans(group) == kept + 1, "node memory has plans, too"
     del of_node
-    group.all_reduce(memory, algorithm="mpi")
-    assert num_plans(group) == (0 if group.num_nodes == 1 else 1), "none for the node's memory"
+    assert num_plans(group) == (0 if group.num_nodes == 1 else 2), "a private array may come to lie where it was"
+
+
+def test_private_memory_where_node_memory_was(group: Communicator) -> None:
+    """The address is the same on a rank, the memory is not. A plan of the other kind would take another algorithm than the peers do."""
+    if group.num_nodes > 1:
+        pytest.skip("on several nodes there is no node memory")
+    for turn in range(20):
+        x = (group.empty(1 << 18, np.uint8) if turn % 2 else np.zeros(1 << 18, np.uint8)).view(np.float32)
+        for _ in range(2):
+            x[...] = group.rank + 1
+            group.all_reduce(x)
+            assert (x == sum(range(1, group.size + 1))).all(), turn
+        del x
 
 
 def test_checked_mode_compares_every_call(comm: Communicator) -> None:
