@@ -6,6 +6,8 @@
 Importing this package starts nothing; `world()` starts MPI.
 """
 
+import os
+
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.mesh import Mesh
 from collectives.communicator.start import world
@@ -13,6 +15,9 @@ from collectives.diagnosis import leave_together, on_all_ranks, set_deadline, se
 from collectives.launcher import is_live_terminal, launched_rank
 from collectives.progress.work import Work
 from collectives.selection.table import Table
+from collectives.transports.segments import EAGER_BYTES
+
+os.environ.setdefault("OMPI_MCA_btl_tcp_eager_limit", str(EAGER_BYTES))  # Open MPI reads it when it starts
 
 __all__ = [
     "Communicator",

@@ -2,7 +2,6 @@
 
 import atexit
 import functools
-import os
 
 from collectives import diagnosis
 from collectives.communicator.communicator import Communicator, take_table
@@ -15,7 +14,6 @@ from collectives.launcher import check_launcher
 from collectives.progress.work import Progress, choose_progress
 from collectives.selection import table_cache
 from collectives.selection.table import Table, built_in
-from collectives.transports.segments import EAGER_BYTES
 
 _world: Communicator | None = None
 
@@ -43,7 +41,6 @@ def world() -> Communicator:
 def _stand_ready() -> Progress:
     """What a process needs once, whatever becomes of its communicators. Collective."""
     finalize.take_over()  # its hook runs after those that are registered from here on
-    os.environ.setdefault("OMPI_MCA_btl_tcp_eager_limit", str(EAGER_BYTES))  # see transports/segments.py
     from mpi4py import MPI
 
     from collectives.transports.gpu.device import connected
