@@ -10,7 +10,7 @@ rank's own part needs no message and is no matter of the schedule; elsewhere the
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -84,6 +84,27 @@ class Schedule:
     def chunks_per_buffer(self) -> int:
         """How many chunks the whole buffer is that `cost.traffic` counts in: in all_to_all the input alone."""
         return self.num_chunks // 2 if self.operation == "all_to_all" else self.num_chunks
+
+    def mirrored(self, operation: str, *, reduce: bool, cost: Cost | None = None) -> "Schedule":
+        """`operation` as this schedule backwards in time, see `mirrored`. Its cost is the same unless given."""
+        program = self.program
+        return replace(
+            self,
+            operation=operation,
+            program=lambda rank: mirrored(program(rank), reduce=reduce),
+            cost=cost or self.cost,
+        )
+
+    def then(self, second: "Schedule", operation: str, algorithm: str, cost: Cost | None = None) -> "Schedule":
+        """`operation` as this schedule and `second` one after the other. Its cost is the sum of theirs unless given."""
+        return replace(
+            self,
+            operation=operation,
+            algorithm=algorithm,
+            program=lambda rank: self.program(rank) + second.program(rank),
+            cost=cost or Cost(self.cost.rounds + second.cost.rounds, self.cost.traffic + second.cost.traffic),
+            period=self.period if self.period == second.period else None,
+        )
 
 
 def mirrored(steps: tuple[Step, ...], *, reduce: bool) -> tuple[Step, ...]:
