@@ -23,11 +23,6 @@ from collectives.transports.gpu.nccl import Nccl
 from collectives.transports.message import Message
 
 
-def goes_by_nccl(message: Message) -> bool:
-    """Of a message in a group, on ranks that NCCL has connected."""
-    return message.tag == 0
-
-
 def exchange(nccl: Nccl, messages: Sequence[Message], log: Log) -> list[Callable[[], None]]:
     """Start messages by NCCL, as one; what is left to do at the end of their group."""
     ends: list[Callable[[], None]] = []

@@ -124,10 +124,11 @@ def _check_seats(seats: Sequence[_Seat]) -> bool:
 class Nccl(Queue):
     """The collectives of a communicator's ranks on device memory. Made by `connect`.
 
-    All ranks call the same operations in the same order. Arrays are `Device` records on device `index`, of `dtype`; sizes follow
-    from their bytes and are the caller's to check. In place where the addresses say so. Each returns None, its result being
-    ordered for the streams of its arrays, or with `async_op` a `Handle`. NcclError names the operation; DTypeError or ValueError
-    for an `op` that `dtype` has not, TypeError for a dtype that NCCL cannot reduce (see `reduces`).
+    All ranks call the same operations in the same order. Arguments are those of `Transport`, and always the dtype. Arrays are `Device`
+    records on device `index`, of `dtype`; sizes follow from their bytes and are the caller's to check. In place where the addresses
+    say so. Each returns None, its result being ordered for the streams of its arrays, or with `async_op` a `Handle`. NcclError names
+    the operation; DTypeError or ValueError for an `op` that `dtype` has not, TypeError for a dtype that NCCL cannot reduce (see
+    `reduces`).
     """
 
     # Collectives
@@ -139,7 +140,7 @@ class Nccl(Queue):
         calls = self._call(count, self._raw.allReduce, x.address, x.address, count, kind, raw_op)
         return self._run("all_reduce", [x], dtype, calls, async_op, self._average(op, x, dtype))
 
-    def reduce(self, x: Device, root: int, op: str, dtype: DType, *, async_op: bool = False) -> Handle | None:
+    def reduce(self, x: Device, op: str, root: int, dtype: DType, *, async_op: bool = False) -> Handle | None:
         """The root's `x` becomes the reduction of all ranks' `x`; the others' stay as they are."""
         kind, raw_op = self._reduction(op, dtype)
         count = x.nbytes // dtype.itemsize
@@ -149,21 +150,14 @@ class Nccl(Queue):
         return self._run("reduce", [x], dtype, calls, async_op, after)
 
     def reduce_scatter(
-        self,
-        out: Device,
-        x: Device,
-        op: str,
-        dtype: DType,
-        *,
-        counts: Sequence[int] | None = None,
-        async_op: bool = False,
+        self, out: Device, x: Device, op: str, counts: Sequence[int], dtype: DType, *, async_op: bool = False
     ) -> Handle | None:
         """`out` becomes this rank's part of the reduction of all ranks' `x`; it may be its own place in `x`.
 
-        `counts`: elements of each rank's part, where they differ.
+        `counts`: elements of each rank's part.
         """
         kind, raw_op = self._reduction(op, dtype)
-        if counts is None or len(set(counts)) == 1:
+        if len(set(counts)) == 1:
             count = out.nbytes // dtype.itemsize
             calls = self._call(count, self._raw.reduceScatter, x.address, out.address, count, kind, raw_op)
         else:
@@ -175,10 +169,10 @@ class Nccl(Queue):
         return self._run("reduce_scatter", [x, out], dtype, calls, async_op, self._average(op, out, dtype))
 
     def all_gather(
-        self, out: Device, x: Device, dtype: DType, *, counts: Sequence[int] | None = None, async_op: bool = False
+        self, out: Device, x: Device, counts: Sequence[int], dtype: DType, *, async_op: bool = False
     ) -> Handle | None:
         """`out` becomes all ranks' `x`, one after the other; `x` may be its own place in `out`. `counts` as above."""
-        if counts is None or len(set(counts)) == 1:
+        if len(set(counts)) == 1:
             calls = self._call(x.nbytes, self._raw.allGather, x.address, out.address, x.nbytes, self._bytes)
         else:
             calls = []

@@ -175,7 +175,7 @@ def test_all_reduce_and_reduce(rig: Any, nccl: Nccl) -> None:
                     rig.write(array, inputs(op, row, size, rank))
                 root = size % n
                 assert nccl.all_reduce(x, op, row) is None
-                assert nccl.reduce(y, root, op, row) is None
+                assert nccl.reduce(y, op, root, row) is None
                 everywhere, at_root = rig.read(x, row), rig.read(y, row)
                 rig.finish()
                 check(everywhere(), expected, (row.name, op, size))
@@ -196,7 +196,7 @@ def test_reduce_scatter(rig: Any, nccl: Nccl) -> None:
                     x = rig.array(total * row.itemsize)
                     out = place(x, row, start, counts[rank]) if in_place else rig.array(counts[rank] * row.itemsize)
                     rig.write(x, inputs(op, row, total, rank))
-                    assert nccl.reduce_scatter(out, x, op, row, counts=counts) is None
+                    assert nccl.reduce_scatter(out, x, op, counts, row) is None
                     result, left = rig.read(out, row), rig.read(x, row)
                     rig.finish()
                     check(result(), expected, (row.name, op, counts, in_place))
@@ -214,7 +214,7 @@ def test_all_gather(rig: Any, nccl: Nccl) -> None:
                 out = rig.array(total * row.itemsize)
                 x = place(out, row, start, counts[rank]) if in_place else rig.array(counts[rank] * row.itemsize)
                 rig.write(x, whole[start : start + counts[rank]])
-                assert nccl.all_gather(out, x, row, counts=counts) is None
+                assert nccl.all_gather(out, x, counts, row) is None
                 result = rig.read(out, row)
                 rig.finish()
                 check(result(), whole, (row.name, counts, in_place))
@@ -290,7 +290,7 @@ def test_a_group_of_collectives_starts_as_one(rig: Any, nccl: Nccl) -> None:
     with nccl.group():
         assert nccl.all_reduce(x, "sum", row) is None
         handle = nccl.all_reduce(y, "max", row, async_op=True)
-        nccl.all_gather(out, place(out, row, rank * 6, 6), row)
+        nccl.all_gather(out, place(out, row, rank * 6, 6), [6] * n, row)
         assert handle is not None
         with pytest.raises(RuntimeError, match="after the group's end"):
             handle.wait()
@@ -338,7 +338,7 @@ def test_arrays_on_two_streams(rig: Any, nccl: Nccl) -> None:
     x, out = rig.array(5 * 4), dataclasses.replace(rig.array(5 * 4 * n), stream=rig.other_stream)
     rig.write(x, inputs("sum", row, 5, rank))
     rig.write(out, np.zeros(5 * n, np.float32))  # too late, it would wipe the result away
-    nccl.all_gather(out, x, row)
+    nccl.all_gather(out, x, [5] * n, row)
     result = rig.read(out, row)
     rig.write(x, np.zeros(5, np.float32))  # too early, it would be gathered
     rig.finish()
