@@ -205,10 +205,6 @@ def _open_jax(x: Any, name: str) -> np.ndarray:
     return view if view.flags.c_contiguous else np.ascontiguousarray(view)  # JAX may choose another layout
 
 
-def _open_cuda(x: Any, name: str) -> np.ndarray:
-    raise TypeError(f"{name} is in GPU memory; expected host memory")
-
-
 def _open_dlpack(x: Any, name: str) -> np.ndarray:
     if (device := tuple(x.__dlpack_device__()))[0] not in (1, 3):  # kDLCPU, kDLCUDAHost
         raise TypeError(f"{name} is a {_kind(x)} on DLPack's device {device}; expected host memory")
@@ -218,11 +214,9 @@ def _open_dlpack(x: Any, name: str) -> np.ndarray:
         raise TypeError(f"{name} is a {_kind(x)} that cannot be viewed in host memory: {error}") from None
 
 
-def _open_buffer(x: Any, name: str) -> np.ndarray:
-    return np.asarray(memoryview(x))
-
-
-def _open_none(x: Any, name: str) -> np.ndarray:
+def _refuse(x: Any, name: str) -> np.ndarray:
+    if _library(x) == "cuda":
+        raise TypeError(f"{name} is in GPU memory; expected host memory")
     raise TypeError(f"{name} is a {_kind(x)}; expected an array of NumPy, torch, CuPy or JAX")
 
 
@@ -230,10 +224,10 @@ _OPEN: dict[Library, Callable[[Any, str], np.ndarray]] = {
     "numpy": _open_numpy,
     "torch": _open_torch,
     "jax": _open_jax,
-    "cuda": _open_cuda,
+    "cuda": _refuse,
     "dlpack": _open_dlpack,
-    "buffer": _open_buffer,
-    "none": _open_none,
+    "buffer": lambda x, name: np.asarray(memoryview(x)),
+    "none": _refuse,
 }
 
 

@@ -6,9 +6,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from collectives.communicator.communicator import Communicator
 
-OPERATIONS = (
-    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
-)  # fmt: skip
 Call = Callable[[], Any]
 
 

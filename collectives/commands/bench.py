@@ -11,7 +11,7 @@ from collectives.bench.kit.arguments import add_json, add_plot, names_of, positi
 from collectives.bench.kit.running import measure_and_show
 from collectives.bench.kit.turns import make_each
 from collectives.bench.overhead import overhead
-from collectives.bench.peer import OPERATIONS, Peer
+from collectives.bench.peer import Peer
 from collectives.bench.plain_mpi import PlainMpi
 from collectives.bench.plot import plot
 from collectives.bench.results import CollectivesLaunch, Measurement, Skipped
@@ -20,6 +20,7 @@ from collectives.bench.timing import LEAST_ROUNDS, Limits, measure
 from collectives.bench.units import parse_sizes
 from collectives.commands.terminal import Commands, or_usage_error, positive, several_ranks
 from collectives.communicator.communicator import Communicator
+from collectives.selection.selector import ALGORITHMS
 
 ARRAYS = ("numpy", "torch")
 PEERS: dict[str, type[Peer]] = {"mpi": PlainMpi, "gloo": Gloo}
@@ -35,8 +36,8 @@ def add_parser(commands: Commands) -> None:
         "rank's time. For figures that can be compared take --json of several launches, and python -m collectives report.",
     )
     parser.add_argument(
-        "--op", type=names_of(OPERATIONS, or_all=True), default=["all_reduce"], metavar="OP,OP,..",
-        help=f"of {', '.join(OPERATIONS)}, or all (default: all_reduce)",
+        "--op", type=names_of(list(ALGORITHMS), or_all=True), default=["all_reduce"], metavar="OP,OP,..",
+        help=f"of {', '.join(ALGORITHMS)}, or all (default: all_reduce)",
     )  # fmt: skip
     parser.add_argument(
         "--sizes", type=or_usage_error(parse_sizes), default=SIZES,

@@ -10,9 +10,9 @@ from rich.text import Text
 
 import collectives
 from collectives.arrays.dtypes import MOVED, TABLE
-from collectives.bench.peer import OPERATIONS
 from collectives.bench.units import show_bytes
 from collectives.commands.terminal import Commands, console
+from collectives.selection.selector import ALGORITHMS
 
 
 def add_parser(commands: Commands) -> None:
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
             table.add_row(label, Text(text))  # brackets in it are no markup
         table.add_row("dtypes", ", ".join(TABLE))
         table.add_row("only moved", ", ".join(MOVED))
-        for operation in OPERATIONS:
+        for operation in ALGORITHMS:
             table.add_row(operation, ", ".join(("auto", *comm.algorithms(operation))))
         console().print(table)
     return 0

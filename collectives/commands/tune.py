@@ -10,12 +10,12 @@ from rich.text import Text
 from collectives.bench.kit.arguments import names_of, positive_seconds
 from collectives.bench.kit.running import writable
 from collectives.bench.kit.tables import new_table, plural
-from collectives.bench.peer import OPERATIONS
 from collectives.bench.tuning import CLEARLY, QUICK_SIZES, SIZES, tune
 from collectives.bench.units import parse_sizes, show_bytes
 from collectives.commands.terminal import Commands, UsageError, or_usage_error, print_once, several_ranks
 from collectives.communicator.communicator import Communicator
 from collectives.selection import table_cache
+from collectives.selection.selector import ALGORITHMS
 from collectives.selection.table import Entry, Table
 
 SECONDS, QUICK_SECONDS = 90.0, 20.0
@@ -31,7 +31,7 @@ def add_parser(commands: Commands) -> None:
         f"that is less than {CLEARLY:.0%} faster does not take over.",
     )
     parser.add_argument(
-        "--op", type=names_of(OPERATIONS, or_all=True), default=list(OPERATIONS), metavar="OP,OP,..",
+        "--op", type=names_of(list(ALGORITHMS), or_all=True), default=list(ALGORITHMS), metavar="OP,OP,..",
         help="only these operations; what is known of the others stays (default: all)",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help=f"half of the sizes, and {QUICK_SECONDS:g} s in all")

@@ -55,51 +55,32 @@ def fit(
 
     ValueError unless both have the sizes and the dtype that follow, or if they overlap elsewhere. `counts`: None where all are alike.
     """
-    lengths = _lengths(operation, None if counts is None else _integers(operation, counts), rank, size, part, whole)
-    return lengths, _is_in_place(operation, lengths, rank, part, whole)
-
-
-def _integers(operation: str, counts: Iterable[int]) -> list[int]:
+    (part_name, small), (whole_name, large) = part, whole
     try:
-        return [index(count) for count in counts]
+        lengths = [small.size] * size if counts is None else [index(count) for count in counts]
     except TypeError:
         raise TypeError(
             f"{operation}: counts is {counts!r}; expected integers, the number of elements of each rank"
         ) from None
-
-
-def _lengths(
-    operation: str, counts: Sequence[int] | None, rank: int, size: int, part: Named, whole: Named
-) -> Sequence[int]:
-    (part_name, small), (whole_name, large) = part, whole
-    if counts is None:
-        counts = [small.size] * size
-        if large.size == small.size * size and small.dtype is large.dtype:
-            return counts
-    if len(counts) != size or min(counts) < 0:
-        raise ValueError(
-            f"{operation}: {len(counts)} counts, the smallest {min(counts, default=0)}; expected {size} numbers of elements "
-            "from 0 on, one a rank"
-        )
-    if small.size != counts[rank] or large.size != sum(counts):
-        raise ValueError(
-            f"{operation}: {part_name} has {small.size} elements and {whole_name} {large.size}; expected "
-            f"{counts[rank]} in {part_name} and {sum(counts)} in {whole_name} on {size} ranks"
-        )
-    if small.dtype != large.dtype:
-        raise ValueError(f"{operation}: {part_name} is {small.dtype.name}, but {whole_name} is {large.dtype.name}")
-    return counts
-
-
-def _is_in_place(operation: str, lengths: Sequence[int], rank: int, part: Named, whole: Named) -> bool:
-    (part_name, small), (whole_name, large) = part, whole
-    if not overlap(small, large):
-        return False
-    if small.address - large.address != sum(lengths[:rank]) * small.dtype.itemsize:
+    if counts is not None or large.size != small.size * size or small.dtype is not large.dtype:
+        if len(lengths) != size or min(lengths) < 0:
+            raise ValueError(
+                f"{operation}: {len(lengths)} counts, the smallest {min(lengths, default=0)}; expected {size} numbers of elements "
+                "from 0 on, one a rank"
+            )
+        if small.size != lengths[rank] or large.size != sum(lengths):
+            raise ValueError(
+                f"{operation}: {part_name} has {small.size} elements and {whole_name} {large.size}; expected "
+                f"{lengths[rank]} in {part_name} and {sum(lengths)} in {whole_name} on {size} ranks"
+            )
+        if small.dtype != large.dtype:
+            raise ValueError(f"{operation}: {part_name} is {small.dtype.name}, but {whole_name} is {large.dtype.name}")
+    in_place = overlap(small, large)
+    if in_place and small.address - large.address != sum(lengths[:rank]) * small.dtype.itemsize:
         raise ValueError(
             f"{operation}: {part_name} overlaps {whole_name}, but is not rank {rank}'s place in it; pass that, or a copy"
         )
-    return True
+    return lengths, in_place
 
 
 def overlap(one: Buffer, other: Buffer) -> bool:

@@ -70,21 +70,17 @@ class Clock:
         return next(iter(self.waits(Deadline.seconds + grace_s)), None) if Deadline.seconds else None
 
 
-class LastResort(threading.Thread):
-    """Uses no MPI, which may be what is stuck, and the monitor with it. It ends the process, and thereby the launcher the job."""
+def last_resort(stop: threading.Event) -> None:
+    """The program of a thread that uses no MPI, which may be stuck, and the monitor with it. Ends when `stop` is set.
 
-    def __init__(self, stop: threading.Event) -> None:
-        """`stop`: set when it is no longer needed."""
-        super().__init__(name="collectives-last-resort", daemon=True)
-        self._no_more = stop
-
-    def run(self) -> None:
-        clock = Clock()
-        while not self._no_more.wait(_POLL_S):
-            clock.look()
-            if clock.late(_LAST_RESORT_S) is not None:
-                dump.dump(
-                    f"no report within {_LAST_RESORT_S:g} s of the deadline, so MPI is stuck or the other ranks are; this process ends"
-                )
-                goodbye.say()
-                os._exit(EXIT_CODE)
+    Long after the deadline it ends the process, and thereby the launcher the job.
+    """
+    clock = Clock()
+    while not stop.wait(_POLL_S):
+        clock.look()
+        if clock.late(_LAST_RESORT_S) is not None:
+            dump.dump(
+                f"no report within {_LAST_RESORT_S:g} s of the deadline, so MPI is stuck or the other ranks are; this process ends"
+            )
+            goodbye.say()
+            os._exit(EXIT_CODE)

@@ -25,7 +25,7 @@ from collectives.diagnosis.ending import Before, abort_job, end_together
 from collectives.diagnosis.hangs import answer, deadline, notice, report
 from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.hangs.bell import Bell
-from collectives.diagnosis.hangs.deadline import Clock, Deadline, LastResort
+from collectives.diagnosis.hangs.deadline import Clock, Deadline, last_resort
 from collectives.diagnosis.hangs.inquiry import ANSWER_S, Inquiry
 from collectives.diagnosis.hangs.post import Post
 from collectives.diagnosis.hangs.standstill import Standstill
@@ -54,7 +54,9 @@ class Monitor:
         self._bell = Bell()
         self._thread = threading.Thread(target=self._run, name="collectives-monitor", daemon=True)
         self._stop = threading.Event()
-        self._last_resort = LastResort(self._stop)
+        self._last_resort = threading.Thread(
+            target=last_resort, args=(self._stop,), name="collectives-last-resort", daemon=True
+        )
         self._ended = ""  # how this rank's program has ended
         self._ended_at = 0.0
         self._told_end = False
@@ -70,22 +72,19 @@ class Monitor:
 
     def start(self) -> None:
         """Begin to listen. From the main thread also to SIGUSR2, unless the user's program does."""
+        from mpi4py import MPI
+
         if threading.current_thread() is threading.main_thread():
             self._bell.ring_at_signal()
         if (fd := self._neighbour.fileno()) >= 0:
             self._bell.add(fd)
-        self._leave_before_finalize()
+        # Leave also where the program ends MPI by itself: before all else that deletes the attributes of COMM_SELF.
+        key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave("it called MPI.Finalize"))
+        MPI.COMM_SELF.Set_attr(key, True)
         atexit.register(lambda: self.leave(uncaught.how_ended()))
         self._thread.start()
         if self.size > 1:
             self._last_resort.start()
-
-    def _leave_before_finalize(self) -> None:
-        """Leave also where the program ends MPI by itself: before all else that deletes the attributes of COMM_SELF."""
-        from mpi4py import MPI
-
-        key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave("it called MPI.Finalize"))
-        MPI.COMM_SELF.Set_attr(key, True)
 
     def leave(self, how: str) -> None:
         """This rank's program has ended: answer until those of all ranks have, then stop. MPI_Finalize would wait for them too."""
@@ -236,7 +235,9 @@ class Monitor:
             verdict = report.deadlock_report(stuck)
             for rank in stuck:
                 self._send(rank, {"kind": "verdict", "text": verdict})
-        self._quiet_until["order"] = now + (_CONFIRM_S if stuck else max(2 * _ORDER_S, self._longest_wait(now)))
+        # A rank that is merely slow is asked ever more rarely.
+        longest = max((now - each.begun for each in record.open_operations()), default=0.0)
+        self._quiet_until["order"] = now + (_CONFIRM_S if stuck else max(2 * _ORDER_S, longest))
 
     def _judge_end(self, inquiry: Inquiry, now: float) -> None:
         """End the job where a rank waits for one that has ended, if a second look finds it where it was."""
@@ -257,10 +258,6 @@ class Monitor:
         last, found = self._suspects[purpose], {rank: each["number"] for rank, each in stuck.items()}
         self._suspects[purpose] = found
         return bool(found) and found == last
-
-    def _longest_wait(self, now: float) -> float:
-        """So that a rank which is merely slow is asked ever more rarely."""
-        return max((now - each.begun for each in record.open_operations()), default=0.0)
 
     # Messages, each of a "kind"
 

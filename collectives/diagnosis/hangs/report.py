@@ -134,27 +134,24 @@ def _verdict(late: Waiting, states: Sequence[State | None]) -> str:
             "JAX has computed nothing meanwhile: perhaps a callback of the program waits, for what never comes or for work of JAX's "
             "own threads, of which a rank that is bound to one core has one"
         )
-    reasons: dict[str, list[int]] = {}
+    reasons: dict[tuple[str, str], list[int]] = {}
     for rank in late["awaited"]:
         state = states[rank]
         if state is None:
-            reasons.setdefault("do not answer", []).append(rank)
+            reasons.setdefault(_SILENT, []).append(rank)
         elif not state["waiting"]:
-            reasons.setdefault("have ended" if state["ended"] else "are in no operation", []).append(rank)
-        else:
-            there = [each for each in state["waiting"] if each["key"] == late["key"]]
-            if not there:
-                reasons.setdefault(_ELSEWHERE, []).append(rank)
-            elif not any(_is_same(each, late) for each in there):
-                reasons.setdefault(_OTHERWISE, []).append(rank)
+            reasons.setdefault(_ENDED if state["ended"] else _IDLE, []).append(rank)
+        elif not any(each["key"] == late["key"] for each in state["waiting"]):
+            reasons.setdefault(_ELSEWHERE, []).append(rank)
+        elif not _is_in(late, state):
+            reasons.setdefault(_OTHERWISE, []).append(rank)
     if not reasons:
         return (
             "nobody is missing: all its ranks are in this operation, which is stuck in the MPI library, or slow: then set a later "
             "deadline"
         )
     missing = "missing: " + "; ".join(
-        f"{shown_ranks(ranks)} ({reason if len(ranks) > 1 else _SINGULAR.get(reason, reason)})"
-        for reason, ranks in reasons.items()
+        f"{shown_ranks(ranks)} ({one if len(ranks) == 1 else several})" for (one, several), ranks in reasons.items()
     )
     return "\n  => ".join([missing, *_hints(_ELSEWHERE in reasons or _OTHERWISE in reasons)])
 
@@ -193,15 +190,17 @@ def _hints(apart: bool) -> list[str]:
     return ["MPITRAIN_DEBUG=1 finds the call at which the ranks part"]
 
 
-_ELSEWHERE = "are in an operation of another communicator"
-_OTHERWISE = "are in a different operation of the same communicator"
-_SINGULAR = {
-    "do not answer": "does not answer",
-    "have ended": "has ended",
-    "are in no operation": "is in no operation",
-    _ELSEWHERE: "is in an operation of another communicator",
-    _OTHERWISE: "is in a different operation of the same communicator",
-}
+# Why ranks are missing, in words for one of them and for several.
+_SILENT = "does not answer", "do not answer"
+_ENDED = "has ended", "have ended"
+_IDLE, _ELSEWHERE, _OTHERWISE = (
+    (f"is in {place}", f"are in {place}")
+    for place in (
+        "no operation",
+        "an operation of another communicator",
+        "a different operation of the same communicator",
+    )
+)
 
 
 def abandoned(states: Sequence[State | None]) -> dict[int, Waiting]:
