@@ -106,8 +106,10 @@ class Monitor:
         self._thread.join(_GRACE_S)
         if self._last_resort.is_alive():
             self._last_resort.join(_GRACE_S)
-        if together and not self._thread.is_alive():
-            self.mpi.Free()
+        if not self._thread.is_alive():
+            self._neighbour.close()
+            if together:
+                self.mpi.Free()
 
     def _talks(self) -> bool:
         from mpi4py import MPI

@@ -282,6 +282,13 @@ comm.barrier()
     assert "[rank 0] rank 1 has died" in result.stderr, str(result)
 
 
+@pytest.mark.parametrize("end", ["comm.barrier()", *extent([], ["collectives.leave_together()"])])
+def test_a_job_that_ends_leaves_no_socket_open(end: str) -> None:
+    result = launch(2, "-X", "dev", "-c", HEADER + end, cwd=ROOT)
+    assert result.returncode == 0, str(result)
+    assert "ResourceWarning" not in result.stderr, str(result)
+
+
 # in a full run four of the eight, in which each two of the values meet
 @pytest.mark.parametrize(
     ("operation", "thread", "debug"),
