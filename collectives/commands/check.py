@@ -17,6 +17,11 @@ DEFAULT_RANKS = "1..64,100,256,1000,4096"
 # Rings of thousands of ranks have millions of messages: they are proved where --ranks asks for them, up to the second number.
 DEFAULT_STEPS = 1 << 18
 MAX_STEPS = 1 << 23
+LEGEND = (
+    "Proved: every contribution exactly once in each result, no deadlock, the same bits on all ranks; rounds (steps on the longest "
+    "chain) and traffic (what the busiest rank sends, in whole buffers) exactly as the literature's formula says, shown for the last "
+    f"case. Sums of more than {EXACT_RANKS} ranks: up to a chance of 2^-64 each."
+)
 
 
 def add_parser(commands: Commands) -> None:
@@ -55,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
                 style="bold red" if wrong else "",
             )
         table.add_section()
-    print_once(table, _legend(), *(Text(problem, "bold red") for problem in problems))
+    print_once(table, Text(LEGEND), *(Text(problem, "bold red") for problem in problems))
     return 1 if problems else 0
 
 
@@ -90,13 +95,4 @@ def _shown(setup: Setup, operation: str, algorithm: str) -> str:
         [f"root {setup.root}"] * (operation in ROOTED)
         + [f"{setup.per_node} a node"] * (algorithm in TWO_LEVEL)
         + [f"{setup.num_segments} segment" + "s" * (setup.num_segments > 1)] * (algorithm in PIPELINED)
-    )
-
-
-def _legend() -> Text:
-    return Text(
-        "Proved: every contribution exactly once in each result, no deadlock, the same bits on all ranks; rounds (steps on "
-        "the longest chain) and traffic (what the busiest rank sends, in whole buffers) exactly as the literature's formula "
-        "says, shown for the last case. "
-        f"Sums of more than {EXACT_RANKS} ranks: up to a chance of 2^-64 each."
     )

@@ -39,7 +39,7 @@ def text(why: str, limit: int = NUM_SLOTS) -> str:
         lines.append(
             f"  now, for {_since(one.begun, now):.1f} s: {described(one)}{doing}, at {stacks.call_site(one.thread)}"
         )
-    lines.append(f"  main thread: {stacks.standing(_main_thread())}")
+    lines.append(f"  main thread: {stacks.standing(stacks.main_thread())}")
     lines += [f"  {line}" for line in table(operations[-limit:], now)]
     if len(operations) > limit:
         lines.append(f"  ({len(operations) - limit} earlier ones: set MPITRAIN_RECORD_DIR to have them all in a file)")
@@ -66,10 +66,6 @@ def described(operation: Operation) -> str:
     """The operation with its communicator and its algorithm."""
     by = f" by {operation.algorithm}" if operation.algorithm else ""
     return f"{operation.log}: {operation.call}{by}"
-
-
-def _main_thread() -> int:
-    return threading.main_thread().ident or 0
 
 
 def write_file(why: str) -> None:

@@ -110,13 +110,17 @@ def standing(thread: int, depth: int = 3) -> str:
     return ", from ".join(places) or "no Python code"
 
 
+def main_thread() -> int:
+    """The ident of this process's main thread."""
+    return threading.main_thread().ident or 0
+
+
 def doing(thread: int) -> str:
     """What the thread of that ident is in, as `name` has it; "" if it is in no such call.
 
     What carries out operations for the main thread is in what that waits in meanwhile.
     """
-    main = threading.main_thread().ident or 0
-    words = _named(thread)
+    main, words = main_thread(), _named(thread)
     return words or (_named(main) if thread in _working_for and thread != main and inside_package(main) else "")
 
 

@@ -150,7 +150,7 @@ class Queued(Work):
 class _Deferred(Queued):
     def __init__(self, queue: "_Queue", operation: Callable[[], Any], announced: Announced) -> None:
         super().__init__()
-        self._queue, self._operation, self._announced = queue, operation, announced
+        self._queue, self._operation, self.announced = queue, operation, announced
 
     def done(self) -> bool:
         if not self._ended:
@@ -165,17 +165,13 @@ class _Deferred(Queued):
             self._queue.next()
 
     def hand_over(self) -> None:
-        if not self._queue.is_carried_out:
+        if not self._queue.carrier:
             self._finish()
-
-    def is_ready(self) -> bool:
-        return self._announced.by_all()
 
     def carry_out(self) -> None:
         self._end(self._operation)
-        self._announced.close(
-            self._error
-        )  # not before: while it waits for other ranks, the record is to show the operation
+        # Not before: while it waits for other ranks, the record is to show the operation.
+        self.announced.close(self._error)
         del self._operation
 
 
@@ -186,34 +182,29 @@ class _Queue:
         self.progress = progress
         self._works: deque[_Deferred] = deque()
         self._lock = threading.RLock()
-        self._carrier = 0  # the thread that carries one out
+        self.carrier = 0  # the thread that carries one out
 
     def add(self, work: _Deferred) -> None:
         self.progress.count(1)
         self._works.append(work)
 
-    @property
-    def is_carried_out(self) -> bool:
-        """Whether a thread carries one out."""
-        return self._carrier != 0
-
     def pending(self) -> bool:
         """Whether operations are left. Not to the thread that carries one out: that is itself a collective, and would flush."""
-        return self._carrier != threading.get_ident() if self._carrier else bool(self._works)
+        return self.carrier != threading.get_ident() if self.carrier else bool(self._works)
 
     def next(self) -> _Deferred | None:
         """Carry out the first one, if any is left when no other thread is about it."""
         with self._lock:
             if not self._works:
                 return None
-            self._carrier = me = threading.get_ident()
+            self.carrier = me = threading.get_ident()
             self.progress.carriers.add(me)
             try:
                 work = self._works.popleft()
                 work.carry_out()
             finally:
                 self.progress.carriers.discard(me)
-                self._carrier = 0
+                self.carrier = 0
                 self.progress.count(-1)
             return work
 
@@ -221,7 +212,7 @@ class _Queue:
         """Carry out the first one if all ranks have issued it."""
         if self.pending() and self._lock.acquire(blocking=False):
             try:
-                if self._works and self._works[0].is_ready():
+                if self._works and self._works[0].announced.by_all():
                     self.next()
             finally:
                 self._lock.release()

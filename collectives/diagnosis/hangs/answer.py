@@ -48,7 +48,7 @@ def state(rank: int, ended: str) -> State:
     now, recorded = record.open_operations(), record.last_operations()
     # The ring may have overtaken what a thread has been in for long.
     last = {each.log.key: each for each in [*now, *recorded] if not each.is_pair}
-    main = threading.main_thread().ident or 0
+    main = stacks.main_thread()
     device = notice.on_device()
     issued: dict[str, list[int]] = {}
     for each in recorded:

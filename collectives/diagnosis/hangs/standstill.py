@@ -5,7 +5,6 @@ thread, no rank enters an operation, and none would pass the deadline. Seen from
 process uses no processor time. A computation, however long, uses some.
 """
 
-import threading
 import time
 
 from collectives.diagnosis import stacks
@@ -39,7 +38,7 @@ class Standstill:
             return None
         if self._since >= begun_before:
             return None
-        name, main = "standing still before an operation begins", threading.main_thread().ident or 0
+        name, main = "standing still before an operation begins", stacks.main_thread()
         return Operation(-1, self.log, 0, name, 0, "", None, None, "", BEGUN, main, self._since, 0.0)
 
     def _begin(self, now: float) -> None:

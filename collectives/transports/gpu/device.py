@@ -130,7 +130,7 @@ class Devices:
         """Whether a message of a group goes by NCCL, not by MPI [Note: messages]."""
         return self._nccl is not None and message.tag == 0
 
-    def exchange(self, messages: Sequence[Message]) -> list[Callable[[], None]]:
+    def exchange(self, messages: Sequence[Message]) -> list[Callable[[], Any]]:
         """Start messages by NCCL, as one; what is left to do at the end of their group."""
         if not messages:
             return []
