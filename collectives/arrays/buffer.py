@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from collectives.arrays import devices
-from collectives.arrays.devices import Device as Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import BFLOAT16, NATIVE, DType, dtype_of
 
 _ALIGN = 64  # bytes: memory aligned so becomes a JAX array without a copy
@@ -47,7 +47,7 @@ class Buffer:
     """An array that a collective reads or writes: its elements in host memory, or where they lie on a GPU.
 
     `flat`: 1-D NumPy view in host memory. For an array in GPU memory it is made when first asked for: a copy in pinned memory, said
-    once in the log. `dtype`: the row of the dtype table. `device`: None for host memory, else a `Device`.
+    once in the log. `dtype`: the row of the dtype table. `device`: None for host memory, else a `DeviceArray`.
 
     `writable`: the operation writes to `flat`, and `result()` is what it returns to its caller. JAX arrays are immutable: `flat` is
     then a copy, and `result()` a new array. `write_only`: it writes and reads nothing of what stands in `x`, so that nothing is
@@ -58,7 +58,7 @@ class Buffer:
 
     flat: np.ndarray
     dtype: DType
-    device: Device | None
+    device: DeviceArray | None
 
     def __init__(self, x: Any, name: str, *, writable: bool = False, write_only: bool = False) -> None:
         self._array, self.writes = x, writable or write_only

@@ -3,7 +3,7 @@
 together.py: an error of one rank becomes one of all. uncaught.py: a rank that ends by an error ends the job; goodbye.py: a rank that
 dies is noticed; finalize.py: MPI ends with Python, and only in ranks. checked.py: ranks compare their calls; recorder.py: what a
 communicator notes of each. record.py: the last operations of each rank; dump.py: the same in words; threads.py: two threads in one
-communicator. monitor.py: a thread that asks the other ranks (inquiry.py) and answers them (post.py), also while its rank is stuck:
+communicator. monitor.py: a thread that asks the other ranks (inquiry.py) and answers them (channel.py), also while its rank is stuck:
 when a wait lasts (notice.py), at the deadline (deadline.py; standstill.py where JAX is what is stuck), after the end of a rank, and
 at SIGUSR2 (bell.py); report.py makes sense of the answers. stacks.py: where a thread stands. ending.py: what ends before MPI.
 """

@@ -15,7 +15,7 @@ from collectives.diagnosis.record import NUM_SLOTS, Operation, last_operations, 
 NUM_SHOWN = 20  # operations, where only the newest are shown
 
 
-class Place:
+class RecordOutput:
     """Where this process's record goes: set once by `world()`, the folder also by `set_record_folder`."""
 
     rank = 0
@@ -24,14 +24,14 @@ class Place:
 
 def set_record_folder(folder: str | Path | None) -> None:
     """Write dumps of the flight record to `rank-N.txt` in this folder too. None: to stderr only. MPITRAIN_RECORD_DIR is the default."""
-    Place.folder = None if folder is None else Path(folder)
+    RecordOutput.folder = None if folder is None else Path(folder)
 
 
 def text(why: str, limit: int = NUM_SLOTS) -> str:
     """The record in words: where the threads stand, and the newest `limit` operations."""
     now, operations = time.monotonic(), last_operations()
     lines = [
-        f"flight record of rank {Place.rank}: {why}; {time.strftime('%Y-%m-%d %H:%M:%S')}, "
+        f"flight record of rank {RecordOutput.rank}: {why}; {time.strftime('%Y-%m-%d %H:%M:%S')}, "
         f"process {os.getpid()} on {socket.gethostname()}"
     ]
     for one in open_operations():
@@ -70,14 +70,14 @@ def described(operation: Operation) -> str:
 
 def write_file(why: str) -> None:
     """Write the whole record, and the stacks of all threads, to this rank's file if there is a folder. Raises nothing."""
-    if Place.folder is None:
+    if RecordOutput.folder is None:
         return
     stacks_text = "".join(
         f"\nthread {thread.name}:\n{stacks.stack(thread.ident or 0)}" for thread in threading.enumerate()
     )
-    file = Place.folder / f"rank-{Place.rank}.txt"
+    file = RecordOutput.folder / f"rank-{RecordOutput.rank}.txt"
     try:
-        Place.folder.mkdir(parents=True, exist_ok=True)
+        RecordOutput.folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
         partial.write_text(text(why) + stacks_text)
         partial.replace(file)
@@ -96,5 +96,5 @@ def dump(why: str) -> None:
 def say(lines: str) -> None:
     """Print to stderr in one piece, each line with this rank."""
     with suppress(OSError, ValueError):
-        sys.stderr.write("".join(f"[rank {Place.rank}] {line}\n" for line in lines.splitlines()))
+        sys.stderr.write("".join(f"[rank {RecordOutput.rank}] {line}\n" for line in lines.splitlines()))
         sys.stderr.flush()

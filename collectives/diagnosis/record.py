@@ -62,7 +62,7 @@ class Operation(NamedTuple):
         return self.words if self.is_pair else f"#{self.sequence} {self.words}"
 
 
-Call = tuple[str, int, str, str | int | None, int | None]  # name, elements, dtype, op, root
+Signature = tuple[str, int, str, str | int | None, int | None]  # name, elements, dtype, op, root
 
 _next_number = counter().__next__
 _now, _this_thread = time.monotonic, threading.get_ident
@@ -77,7 +77,7 @@ class Entry:
     number: int
     log: "Log"
     sequence: int
-    call: Call
+    call: Signature
 
     def leave(self, state: str = ENDED) -> None:
         """The operation has ended."""
@@ -174,7 +174,7 @@ def _keep(entry: Entry) -> None:
     _overtaken.append(entry)
 
 
-def _begin(log: "Log", sequence: int, call: Call, algorithm: str) -> Entry:
+def _begin(log: "Log", sequence: int, call: Signature, algorithm: str) -> Entry:
     entry = Entry()
     entry.number = number = _next_number()
     entry.log = log

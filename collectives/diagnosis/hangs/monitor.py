@@ -25,9 +25,9 @@ from collectives.diagnosis.ending import Before, abort_job, end_together
 from collectives.diagnosis.hangs import answer, deadline, notice, report
 from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.hangs.bell import Bell
+from collectives.diagnosis.hangs.channel import MonitorChannel
 from collectives.diagnosis.hangs.deadline import Clock, Deadline, last_resort
 from collectives.diagnosis.hangs.inquiry import ANSWER_S, Inquiry
-from collectives.diagnosis.hangs.post import Post
 from collectives.diagnosis.hangs.standstill import Standstill
 
 _POLL_S = 0.5  # between two looks at messages: costs no measurable time
@@ -48,7 +48,7 @@ class Monitor:
     def __init__(self, mpi: Any, *, talks: bool, checked: bool) -> None:
         self.mpi, self.rank, self.size, self.checked = mpi, mpi.rank, mpi.size, checked
         self._may_talk = talks
-        self._post = Post(mpi if talks else None)
+        self._channel = MonitorChannel(mpi if talks else None)
         self._neighbour = goodbye.Neighbour(mpi)
         self._process = os.getpid()
         self._bell = Bell()
@@ -129,7 +129,7 @@ class Monitor:
             self._listen()
             now = self._clock.look()
             if self._talks():
-                for rank, message in self._post.received():
+                for rank, message in self._channel.received():
                     self._take(rank, message)
             if self._inquiry is not None and self._inquiry.purpose == "notice" and self._late() is not None:
                 self._inquiry = None  # the deadline's report tells more
@@ -287,7 +287,7 @@ class Monitor:
         if rank == self.rank:
             self._take(rank, message)
         else:
-            self._post.send(rank, message)
+            self._channel.send(rank, message)
 
     def _take(self, rank: int, message: Mapping[str, Any]) -> None:
         inquiry = self._inquiry
@@ -323,6 +323,6 @@ def start(world: Any, *, checked: bool) -> None:
     Deadline.seconds = deadline.from_environment()
     if folder := os.environ.get("MPITRAIN_RECORD_DIR"):
         dump.set_record_folder(folder)
-    dump.Place.rank = world.rank
+    dump.RecordOutput.rank = world.rank
     talks = world.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
     Monitor(world.Dup(), talks=talks, checked=checked).start()

@@ -27,17 +27,17 @@ class Wait(NamedTuple):
     begun: float
 
 
-class Device(NamedTuple):
+class DeviceWork(NamedTuple):
     """What NCCL has on the device, where the host waits for it in no operation of the record."""
 
     what: str
     since: float  # on `time.monotonic`
 
 
-_on_devices: dict[int, Device] = {}  # by the id of its queue
+_on_devices: dict[int, DeviceWork] = {}  # by the id of its queue
 
 
-def note_device(queue: int, device: Device | None) -> None:
+def note_device(queue: int, device: DeviceWork | None) -> None:
     """What has not ended on the device, of the queue of that id; None: nothing."""
     if device is not None:
         _on_devices[queue] = device
@@ -45,7 +45,7 @@ def note_device(queue: int, device: Device | None) -> None:
         _on_devices.pop(queue, None)
 
 
-def on_device() -> Device | None:
+def on_device() -> DeviceWork | None:
     """What has been on a device of this process for longest."""
     return min(_on_devices.copy().values(), key=lambda device: device.since, default=None)
 

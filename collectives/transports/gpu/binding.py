@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from collectives.arrays.devices import Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import DType
 from collectives.transports.gpu.kernels import CupyKernels, place
 
@@ -90,10 +90,10 @@ class Binding(Protocol):
 
     def group_end(self) -> None: ...
 
-    def divide(self, x: Device, divisor: int, dtype: DType, stream: int) -> None:
+    def divide(self, x: DeviceArray, divisor: int, dtype: DType, stream: int) -> None:
         """Queue on `stream`: x /= divisor, of floating numbers, rounded once."""
 
-    def upload(self, flat: np.ndarray) -> tuple[Any, Device]:
+    def upload(self, flat: np.ndarray) -> tuple[Any, DeviceArray]:
         """A copy of a host array on the current device, ready in its turn on the stream that it tells; the first keeps it alive."""
 
     def download(self, array: Any, flat: np.ndarray) -> None:
@@ -150,16 +150,16 @@ class CuPyBinding:
     def gpu(self, index: int) -> Gpu:
         return Gpu(_boot_id(), self._runtime.deviceGetPCIBusId(index))
 
-    def divide(self, x: Device, divisor: int, dtype: DType, stream: int) -> None:
+    def divide(self, x: DeviceArray, divisor: int, dtype: DType, stream: int) -> None:
         assert x.index is not None
         with self._cupy.cuda.Stream.from_external(_Foreign(stream)):
             flat = place(None, x.address, x.nbytes, dtype.numpy)
             CupyKernels(self._cupy, x.index).queue_divide(flat, divisor, dtype)
 
-    def upload(self, flat: np.ndarray) -> tuple[Any, Device]:
+    def upload(self, flat: np.ndarray) -> tuple[Any, DeviceArray]:
         array = self._cupy.asarray(flat.view(np.uint8))
         stream = self._cupy.cuda.get_current_stream().ptr
-        return array, Device(array.data.ptr, array.nbytes, array.device.id, stream)
+        return array, DeviceArray(array.data.ptr, array.nbytes, array.device.id, stream)
 
     def download(self, array: Any, flat: np.ndarray) -> None:
         with array.device:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.buffer import Buffer
-from collectives.arrays.devices import Device, say_once
+from collectives.arrays.devices import DeviceArray, say_once
 from collectives.arrays.dtypes import DType
 from collectives.communicator.call import Call
 from collectives.diagnosis.record import Log
@@ -175,7 +175,9 @@ class Devices:
             self._executor = Executor(self._mpi, self._kernels)
         return Scheduled(self._executor, algorithm, rank=self._rank, size=self._size)
 
-    def _mark(self, handles: list[tuple[Handle, Buffer]], buffers: Sequence[Buffer], devices: Sequence[Device]) -> None:
+    def _mark(
+        self, handles: list[tuple[Handle, Buffer]], buffers: Sequence[Buffer], devices: Sequence[DeviceArray]
+    ) -> None:
         """One rank alone, and `async_op`: what follows `wait()` comes after what is queued on the arrays' streams now."""
         assert devices[0].index is not None
         self._look(devices[0].index)

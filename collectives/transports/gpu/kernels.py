@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.buffer import address_of
-from collectives.arrays.devices import Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import TABLE, DType
 from collectives.arrays.reduction import TORCH_UFUNCS, UFUNCS
 
@@ -55,11 +55,11 @@ class Kernels(ABC):
             memory = self._array(max(nbytes, 1))
             return place(memory, self._address(memory), nbytes, dtype)
 
-    def array(self, values: list[int]) -> tuple[Any, Device]:
+    def array(self, values: list[int]) -> tuple[Any, DeviceArray]:
         """An array of these bytes, and where it lies."""
         with self._on_device():
             array = self._array(values)
-            return array, Device(self._address(array), len(values), self._index, self._stream())
+            return array, DeviceArray(self._address(array), len(values), self._index, self._stream())
 
     def reduces(self, dtype: DType, op: str) -> bool:
         """Whether `reduce_into` takes this type with this operation."""

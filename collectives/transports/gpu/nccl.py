@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.arrays.devices import Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import TABLE, DType, effective_op
 from collectives.diagnosis import together
 from collectives.transports.gpu.binding import Binding, Gpu, NcclUnavailableError, RawCommunicator, load, version_text
 from collectives.transports.gpu.lane import Lane, lane_of
-from collectives.transports.gpu.nccl_queue import Call, Handle, NcclError, Queue
+from collectives.transports.gpu.nccl_queue import DeviceCall, Handle, NcclError, Queue
 
 _OPS = {"sum": "NCCL_SUM", "avg": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 
@@ -124,23 +124,23 @@ def _check_seats(seats: Sequence[_Seat]) -> bool:
 class Nccl(Queue):
     """The collectives of a communicator's ranks on device memory. Made by `connect`.
 
-    All ranks call the same operations in the same order. Arguments are those of `Transport`, and always the dtype. Arrays are `Device`
-    records on device `index`, of `dtype`; sizes follow from their bytes and are the caller's to check. In place where the addresses
-    say so. Each returns None, its result being ordered for the streams of its arrays, or with `async_op` a `Handle`. NcclError names
-    the operation; DTypeError or ValueError for an `op` that `dtype` has not, TypeError for a dtype that NCCL cannot reduce (see
-    `reduces`).
+    All ranks call the same operations in the same order. Arguments are those of `Transport`, and always the dtype. Arrays are
+    `DeviceArray` records on device `index`, of `dtype`; sizes follow from their bytes and are the caller's to check. In place where
+    the addresses say so. Each returns None, its result being ordered for the streams of its arrays, or with `async_op` a `Handle`.
+    NcclError names the operation; DTypeError or ValueError for an `op` that `dtype` has not, TypeError for a dtype that NCCL cannot
+    reduce (see `reduces`).
     """
 
     # Collectives
 
-    def all_reduce(self, x: Device, op: str, dtype: DType, *, async_op: bool = False) -> Handle | None:
+    def all_reduce(self, x: DeviceArray, op: str, dtype: DType, *, async_op: bool = False) -> Handle | None:
         """Every rank's `x` becomes the reduction of all ranks' `x`."""
         kind, raw_op = self._reduction(op, dtype)
         count = x.nbytes // dtype.itemsize
         calls = self._call(count, self._raw.allReduce, x.address, x.address, count, kind, raw_op)
         return self._run("all_reduce", [x], dtype, calls, async_op, self._average(op, x, dtype))
 
-    def reduce(self, x: Device, op: str, root: int, dtype: DType, *, async_op: bool = False) -> Handle | None:
+    def reduce(self, x: DeviceArray, op: str, root: int, dtype: DType, *, async_op: bool = False) -> Handle | None:
         """The root's `x` becomes the reduction of all ranks' `x`; the others' stay as they are."""
         kind, raw_op = self._reduction(op, dtype)
         count = x.nbytes // dtype.itemsize
@@ -150,7 +150,7 @@ class Nccl(Queue):
         return self._run("reduce", [x], dtype, calls, async_op, after)
 
     def reduce_scatter(
-        self, out: Device, x: Device, op: str, counts: Sequence[int], dtype: DType, *, async_op: bool = False
+        self, out: DeviceArray, x: DeviceArray, op: str, counts: Sequence[int], dtype: DType, *, async_op: bool = False
     ) -> Handle | None:
         """`out` becomes this rank's part of the reduction of all ranks' `x`; it may be its own place in `x`.
 
@@ -169,7 +169,7 @@ class Nccl(Queue):
         return self._run("reduce_scatter", [x, out], dtype, calls, async_op, self._average(op, out, dtype))
 
     def all_gather(
-        self, out: Device, x: Device, counts: Sequence[int], dtype: DType, *, async_op: bool = False
+        self, out: DeviceArray, x: DeviceArray, counts: Sequence[int], dtype: DType, *, async_op: bool = False
     ) -> Handle | None:
         """`out` becomes all ranks' `x`, one after the other; `x` may be its own place in `out`. `counts` as above."""
         if len(set(counts)) == 1:
@@ -182,13 +182,13 @@ class Nccl(Queue):
                 calls += self._call(nbytes, self._raw.broadcast, source, target, nbytes, self._bytes, root)
         return self._run("all_gather", [out, x], dtype, calls, async_op)
 
-    def broadcast(self, x: Device, root: int, dtype: DType, *, async_op: bool = False) -> Handle | None:
+    def broadcast(self, x: DeviceArray, root: int, dtype: DType, *, async_op: bool = False) -> Handle | None:
         """Every rank's `x` becomes the root's."""
         calls = self._call(x.nbytes, self._raw.broadcast, x.address, x.address, x.nbytes, self._bytes, root)
         return self._run("broadcast", [x], dtype, calls, async_op)
 
     def gather(
-        self, out: Device | None, x: Device, root: int, dtype: DType, *, async_op: bool = False
+        self, out: DeviceArray | None, x: DeviceArray, root: int, dtype: DType, *, async_op: bool = False
     ) -> Handle | None:
         """The root's `out` becomes all ranks' `x` in order of rank; the others pass None. The root's `x` may be its place in it."""
         in_place = out is not None and out.address + root * x.nbytes == x.address
@@ -200,7 +200,7 @@ class Nccl(Queue):
         return self._run("gather", [x] if out is None else [out, x], dtype, calls, async_op)
 
     def scatter(
-        self, out: Device, x: Device | None, root: int, dtype: DType, *, async_op: bool = False
+        self, out: DeviceArray, x: DeviceArray | None, root: int, dtype: DType, *, async_op: bool = False
     ) -> Handle | None:
         """Every rank's `out` becomes its part of the root's `x`, None elsewhere. The root's `out` may be its place in `x`."""
         in_place = x is not None and x.address + root * out.nbytes == out.address
@@ -211,9 +211,9 @@ class Nccl(Queue):
                     calls += self._send(x.address + peer * out.nbytes, out.nbytes, peer)
         return self._run("scatter", [out] if x is None else [out, x], dtype, calls, async_op)
 
-    def all_to_all(self, out: Device, x: Device, dtype: DType, *, async_op: bool = False) -> Handle | None:
+    def all_to_all(self, out: DeviceArray, x: DeviceArray, dtype: DType, *, async_op: bool = False) -> Handle | None:
         """Part i of `x` goes to rank i; part i of `out` comes from rank i. Equal parts; the two must not overlap."""
-        nbytes, calls = x.nbytes // self.size, list[Call]()
+        nbytes, calls = x.nbytes // self.size, list[DeviceCall]()
         for peer in range(self.size):
             calls += self._send(x.address + peer * nbytes, nbytes, peer)
             calls += self._recv(out.address + peer * nbytes, nbytes, peer)
@@ -221,15 +221,15 @@ class Nccl(Queue):
 
     # Point to point. Two ranks that both send before they receive do so in a group, else they wait for each other for ever.
 
-    def send(self, x: Device, peer: int, dtype: DType) -> None:
+    def send(self, x: DeviceArray, peer: int, dtype: DType) -> None:
         """Send `x` to rank `peer`, which receives as many bytes. NCCL has no tags: messages arrive in the order sent."""
         self._run("send", [x], dtype, self._send(x.address, x.nbytes, peer), False)
 
-    def recv(self, x: Device, peer: int, dtype: DType) -> None:
+    def recv(self, x: DeviceArray, peer: int, dtype: DType) -> None:
         """Receive into `x` what rank `peer` sends."""
         self._run("recv", [x], dtype, self._recv(x.address, x.nbytes, peer), False)
 
-    def upload(self, flat: np.ndarray) -> tuple[Any, Device]:
+    def upload(self, flat: np.ndarray) -> tuple[Any, DeviceArray]:
         """A copy on the device of an array in host memory, and where it lies; see `Binding.upload`."""
         with self._binding.device(self.index):
             return self._binding.upload(flat)
@@ -248,20 +248,20 @@ class Nccl(Queue):
         kind = self._bytes if dtype.nccl is None else self._binding.constant(dtype.nccl)
         return kind, self._binding.constant(_OPS[raw_op])
 
-    def _average(self, op: str, x: Device, dtype: DType) -> list[Call]:
+    def _average(self, op: str, x: DeviceArray, dtype: DType) -> list[DeviceCall]:
         """What makes an average of a sum that stands in `x`."""
         if op != "avg" or not x.nbytes:
             return []
         return [functools.partial(self._binding.divide, x, self.size, dtype, self._stream)]
 
-    def _call(self, count: int, method: Callable[..., None], *arguments: int) -> list[Call]:
+    def _call(self, count: int, method: Callable[..., None], *arguments: int) -> list[DeviceCall]:
         """The call to issue, or none where there is nothing to move: which is so on all ranks."""
         return [functools.partial(method, *arguments, self._stream)] if count else []
 
-    def _send(self, address: int, nbytes: int, peer: int) -> list[Call]:
+    def _send(self, address: int, nbytes: int, peer: int) -> list[DeviceCall]:
         return self._call(nbytes, self._raw.send, address, nbytes, self._bytes, peer)
 
-    def _recv(self, address: int, nbytes: int, peer: int) -> list[Call]:
+    def _recv(self, address: int, nbytes: int, peer: int) -> list[DeviceCall]:
         return self._call(nbytes, self._raw.recv, address, nbytes, self._bytes, peer)
 
 

@@ -25,14 +25,14 @@ from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum, auto
 from typing import NamedTuple
 
-from collectives.arrays.devices import Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import DType
 from collectives.transports.gpu.binding import Binding, RawCommunicator
 from collectives.transports.gpu.lane import Lane
 
 _PAUSE_S = 5e-5  # between two looks at an event
 
-Call = Callable[[], None]
+DeviceCall = Callable[[], None]
 
 
 class NcclError(RuntimeError):
@@ -116,8 +116,8 @@ class _Operation(NamedTuple):
 
     what: _What
     streams: Sequence[int]
-    calls: Sequence[Call]
-    after: Sequence[Call]  # kernels of our own that follow on NCCL's stream
+    calls: Sequence[DeviceCall]
+    after: Sequence[DeviceCall]  # kernels of our own that follow on NCCL's stream
     handle: Handle | None
 
 
@@ -145,7 +145,7 @@ class Queue:
             self._stream = lane.join(self, binding.stream_create)
             self._ready = binding.event_create()
 
-    def mark(self, arrays: Sequence[Device], dtype: DType) -> Handle:
+    def mark(self, arrays: Sequence[DeviceArray], dtype: DType) -> Handle:
         """An operation that does nothing: it has ended when what is queued on the arrays' streams now has."""
         handle = self._run("mark", arrays, dtype, [], True)
         assert handle is not None
@@ -238,7 +238,7 @@ class Queue:
         self._lane.leave(self)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._raw))
 
-    def _give_back(self, end: Call) -> None:
+    def _give_back(self, end: DeviceCall) -> None:
         self._lane.leave(self)
         self._last = None
         with self._ending, self._binding.device(self.index):
@@ -253,11 +253,11 @@ class Queue:
     def _run(
         self,
         operation: str,
-        arrays: Sequence[Device],
+        arrays: Sequence[DeviceArray],
         dtype: DType,
-        calls: Sequence[Call],
+        calls: Sequence[DeviceCall],
         async_op: bool,
-        after: Sequence[Call] = (),
+        after: Sequence[DeviceCall] = (),
     ) -> Handle | None:
         """Issue an operation, or keep it for the end of the group."""
         for array in arrays:

@@ -29,7 +29,7 @@ class Watch:
     `note(device)` is told at each look what has not ended on the device, None for nothing.
     """
 
-    def __init__(self, end: Callable[[str], None], note: Callable[[notice.Device | None], None]) -> None:
+    def __init__(self, end: Callable[[str], None], note: Callable[[notice.DeviceWork | None], None]) -> None:
         self._end, self._note = end, note
         self._operation: Underway | None = None
         self._since = 0.0
@@ -51,7 +51,7 @@ class Watch:
         self._failed_since = 0.0  # it has recovered
         if operation is not self._operation:
             self._operation, self._since = operation, now
-        self._note(None if operation is None else notice.Device(f"NCCL's {operation.what}", self._since))
+        self._note(None if operation is None else notice.DeviceWork(f"NCCL's {operation.what}", self._since))
         if operation is None or not deadline_s or now - self._since <= deadline_s:
             return True
         self._end(

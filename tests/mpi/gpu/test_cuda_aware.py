@@ -15,7 +15,7 @@ import torch
 from device_model import ModelBinding, ModelTorchKernels, ModelTorchStreams
 
 from collectives import Communicator
-from collectives.arrays.devices import Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import TABLE, DType, effective_op
 from collectives.transports.gpu import cuda
 from collectives.transports.gpu.cuda import Support, ask
@@ -37,8 +37,8 @@ def synchronized(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return places
 
 
-def device(array: np.ndarray, stream: int = 0) -> Device:
-    return Device(array.ctypes.data, array.nbytes, INDEX, stream)
+def device(array: np.ndarray, stream: int = 0) -> DeviceArray:
+    return DeviceArray(array.ctypes.data, array.nbytes, INDEX, stream)
 
 
 def library(**functions: Any) -> Callable[[str], Any]:
@@ -150,7 +150,7 @@ def aware(monkeypatch: pytest.MonkeyPatch) -> Iterator[Support]:
     return answer
 
 
-def make(values: list[int]) -> tuple[np.ndarray, Device]:
+def make(values: list[int]) -> tuple[np.ndarray, DeviceArray]:
     array = np.array(values, np.uint8)
     return array, device(array)
 
@@ -166,7 +166,7 @@ def test_all_ranks_agree(comm: Communicator, monkeypatch: pytest.MonkeyPatch, aw
 
 
 def test_bytes_that_do_not_arrive_are_noticed_on_all_ranks(comm: Communicator, aware: Support) -> None:
-    def elsewhere(values: list[int]) -> tuple[np.ndarray, Device]:
+    def elsewhere(values: list[int]) -> tuple[np.ndarray, DeviceArray]:
         """What the last rank receives, it does not find where it looks: as where MPI wrote to a copy of its own."""
         array, where = make(values)
         if comm.rank == comm.size - 1:
@@ -243,7 +243,7 @@ def test_a_view_is_not_touched_by_the_host() -> None:
     from collectives.transports.mpi import message
 
     row: DType = TABLE["bfloat16"]
-    view = cuda.view(Device(0x10, 1 << 20, INDEX, 0), row)
+    view = cuda.view(DeviceArray(0x10, 1 << 20, INDEX, 0), row)
     buffer, count, _ = message(view)
     assert (view.dtype, view.size, buffer.ctypes.data, count) == (row.numpy, 1 << 19, 0x10, 1 << 19)
 
@@ -302,9 +302,9 @@ def test_info_says_what_there_is(comm: Communicator) -> None:
 def test_device_memory_goes_through_mpi(comm: Communicator) -> None:
     index = comm.node.rank % torch.cuda.device_count()
 
-    def on_gpu(values: list[int]) -> tuple[Any, Device]:
+    def on_gpu(values: list[int]) -> tuple[Any, DeviceArray]:
         x = torch.tensor(values, dtype=torch.uint8, device=f"cuda:{index}")
-        return x, Device(x.data_ptr(), x.nbytes, index, torch.cuda.current_stream(index).cuda_stream)
+        return x, DeviceArray(x.data_ptr(), x.nbytes, index, torch.cuda.current_stream(index).cuda_stream)
 
     answer = cuda.agree(comm.mpi, on_gpu)
     if not answer.aware:

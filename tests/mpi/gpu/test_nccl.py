@@ -17,7 +17,7 @@ from closed_forms import inputs, reduced
 from device_model import CONSTANTS, ModelBinding, ModelCommunicator
 
 from collectives import Communicator
-from collectives.arrays.devices import Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import TABLE, DType, DTypeError
 from collectives.transports.gpu import binding as bindings
 from collectives.transports.gpu import nccl as transport
@@ -48,17 +48,17 @@ class ModelRig:
         self.stream, self.other_stream = self.binding.stream(), self.binding.stream()
         self._arrays: list[np.ndarray] = []
 
-    def array(self, nbytes: int) -> Device:
-        """Device memory full of garbage."""
+    def array(self, nbytes: int) -> DeviceArray:
+        """DeviceArray memory full of garbage."""
         array = self.binding.allocate(nbytes, self.stream)
         self._arrays.append(array)
-        return Device(array.ctypes.data, nbytes, self.index, self.stream)
+        return DeviceArray(array.ctypes.data, nbytes, self.index, self.stream)
 
-    def write(self, x: Device, values: np.ndarray) -> None:
+    def write(self, x: DeviceArray, values: np.ndarray) -> None:
         """Queue on the stream of `x` what writes `values` into it."""
         self.binding.write(x.stream, x.address, values)
 
-    def read(self, x: Device, row: DType) -> Read:
+    def read(self, x: DeviceArray, row: DType) -> Read:
         """Queue on the stream of `x` what reads it; the values, once all has ended."""
         source, copy = self._find(x), np.empty(x.nbytes, np.uint8)
         self.binding.queue(x.stream, lambda: copy.__setitem__(slice(None), source))
@@ -74,7 +74,7 @@ class ModelRig:
             comm.mpi.Free()
         assert not self.binding.violations
 
-    def _find(self, x: Device) -> np.ndarray:
+    def _find(self, x: DeviceArray) -> np.ndarray:
         for array in self._arrays:
             if 0 <= x.address - array.ctypes.data <= array.nbytes - x.nbytes:
                 start = x.address - array.ctypes.data
@@ -97,13 +97,13 @@ class GpuRig:
         self._arrays: list[Any] = []
         self._ballast = cupy.ones(1 << 22, cupy.float32)
 
-    def array(self, nbytes: int) -> Device:
+    def array(self, nbytes: int) -> DeviceArray:
         array = self._cupy.full(max(nbytes, 1), 0x3B, self._cupy.uint8)
         self._cupy.cuda.get_current_stream().synchronize()
         self._arrays.append(array)
-        return Device(array.data.ptr, nbytes, self.index, self.stream)
+        return DeviceArray(array.data.ptr, nbytes, self.index, self.stream)
 
-    def write(self, x: Device, values: np.ndarray) -> None:
+    def write(self, x: DeviceArray, values: np.ndarray) -> None:
         if not x.nbytes:
             return
         with self._stream(x):
@@ -112,7 +112,7 @@ class GpuRig:
                 self._cupy.sin(self._ballast, out=self._ballast)
             self._find(x)[...] = source
 
-    def read(self, x: Device, row: DType) -> Read:
+    def read(self, x: DeviceArray, row: DType) -> Read:
         with self._stream(x):
             copy = self._find(x).copy() if x.nbytes else self._cupy.empty(0, self._cupy.uint8)
         return lambda: self._cupy.asnumpy(copy).view(row.numpy)
@@ -125,10 +125,10 @@ class GpuRig:
     def close(self) -> None:
         pass
 
-    def _stream(self, x: Device) -> Any:
+    def _stream(self, x: DeviceArray) -> Any:
         return next(stream for stream in self._streams if stream.ptr == x.stream)
 
-    def _find(self, x: Device) -> Any:
+    def _find(self, x: DeviceArray) -> Any:
         for array in self._arrays:
             if 0 <= x.address - array.data.ptr < array.nbytes:
                 start = x.address - array.data.ptr
@@ -159,7 +159,7 @@ def nccl(rig: Any, comm: Communicator) -> Iterator[Nccl]:
     nccl.free()
 
 
-def place(x: Device, row: DType, start: int, count: int) -> Device:
+def place(x: DeviceArray, row: DType, start: int, count: int) -> DeviceArray:
     """`count` elements of `x` from `start` on."""
     return dataclasses.replace(x, address=x.address + start * row.itemsize, nbytes=count * row.itemsize)
 

@@ -110,7 +110,7 @@ def test_an_operation_under_way_and_a_process_that_was_stopped_are_no_waits(monk
 
 def test_what_is_on_a_device_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = Waits(monkeypatch)
-    notice.note_device(7, notice.Device("NCCL's all_reduce", waits.now))
+    notice.note_device(7, notice.DeviceWork("NCCL's all_reduce", waits.now))
     assert answer.state(0, "")["device"] == "NCCL's all_reduce"
     assert waits.lines(70) == [30, 60]
     notice.note_device(7, None)

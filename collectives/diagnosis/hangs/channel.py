@@ -7,7 +7,7 @@ from typing import Any
 _TAG = 1
 
 
-class Post:
+class MonitorChannel:
     """`mpi`: the communicator. Nothing here waits: a receiver may be stopped."""
 
     def __init__(self, mpi: Any) -> None:
