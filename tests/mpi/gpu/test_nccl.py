@@ -49,7 +49,7 @@ class ModelRig:
         self._arrays: list[np.ndarray] = []
 
     def array(self, nbytes: int) -> DeviceArray:
-        """DeviceArray memory full of garbage."""
+        """Device memory full of garbage."""
         array = self.binding.allocate(nbytes, self.stream)
         self._arrays.append(array)
         return DeviceArray(array.ctypes.data, nbytes, self.index, self.stream)
