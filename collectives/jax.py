@@ -101,8 +101,8 @@ def _bind(name: str, x: Any, comm: Communicator, op: str) -> jax.Array:
 def _check_devices(name: str, num_devices: int) -> None:
     if num_devices > 1:
         raise ValueError(
-            f"{name}: x is spread over {num_devices} devices, whose calls have no order; expected one device a rank: call it outside "
-            "jax.shard_map and jax.pmap, on an array that is on one device"
+            f"{name}: x is spread over {num_devices} devices, whose calls have no order; expected one device a rank: call {name} "
+            "outside jax.shard_map and jax.pmap, on an array that is on one device"
         )
 
 
@@ -117,8 +117,8 @@ def _own(comm: Communicator) -> Communicator:
 
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise RuntimeError(
-                "collectives.jax needs MPI_THREAD_MULTIPLE, since JAX calls back from threads of its own, but this MPI was started "
-                "without: leave mpi4py.rc.thread_level at 'multiple', or use an MPI library that was built for threads"
+                "collectives.jax needs MPI_THREAD_MULTIPLE, since JAX calls back from threads of its own, but MPI was started with "
+                "a lower level: leave mpi4py.rc.thread_level at 'multiple', or use an MPI library that was built for threads"
             )
         own = _own_of[comm] = for_callbacks(comm, "jax.jit", _AfterJitted)
         if jax.default_backend() == "cpu":
@@ -241,13 +241,13 @@ def _jvp(primals: Any, tangents: Any, *, name: str, comm: Communicator, op: str)
     """sum and avg are linear: what they do to the values they do to the tangents."""
     if op not in ("sum", "avg"):
         raise TypeError(
-            f"collectives.jax.{name}: op {op!r} has no derivative here; expected sum or avg. Where none is needed, "
+            f"collectives.jax.{name}: op {op!r} has no derivative here; expected sum or avg. If no derivative is needed, "
             "pass jax.lax.stop_gradient(x)"
         )
     if _under_checkpoint():
         raise TypeError(
-            f"collectives.jax.{name} cannot be differentiated through jax.checkpoint (jax.remat), which would call it again "
-            "out of order; call it outside the function that is checkpointed"
+            f"collectives.jax.{name} cannot be differentiated through jax.checkpoint (jax.remat), which would call the collective "
+            "again out of order; call the collective outside the checkpointed function"
         )
     (x,), (t,) = primals, tangents
     bind = functools.partial(_collective.bind, name=name, comm=comm, op=op)

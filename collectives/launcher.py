@@ -48,13 +48,13 @@ def check_launcher(size: int, library: str, environ: Mapping[str, str] = os.envi
     name, number = next(iter(told.items()))
     launcher = _SIZE_VARIABLES[name]
     if launcher == "srun":
-        remedy = "pass srun the --mpi= that this library was built for, such as --mpi=pmix (srun --mpi=list shows which there are)"
+        remedy = "pass srun the --mpi= that this library was built for, such as --mpi=pmix (srun --mpi=list shows all values)"
     else:
         remedy = (
             f"start the job by the mpirun of {library}, or let MPI4PY_LIBMPI name the libmpi.so of the launcher's MPI"
         )
     raise RuntimeError(
         f"{launcher} has started {number} ranks ({name}={number}), but MPI in this process is {library}, which knows 1 rank; expected "
-        f"a launcher and a library of one MPI, else each rank is a job of its own that writes to the same files: {remedy}. A process "
-        f"that is to run alone must not inherit the launcher's variables: env{''.join(f' -u {each}' for each in told)}"
+        f"a launcher and a library of the same MPI, because each rank would be a separate job that writes to the same files: {remedy}. "
+        f"To run one process alone, remove the launcher's variables: env{''.join(f' -u {each}' for each in told)}"
     )

@@ -196,7 +196,7 @@ def _open_torch(x: Any, name: str) -> np.ndarray:
         row = dtype_of(x.dtype)
         if row.numpy.isbuiltin != 1:  # float8, which they have no word for either
             return x.view(torch.uint8).numpy().view(row.numpy)
-        raise TypeError(f"{name} is no tensor that NumPy can view: {error}") from None
+        raise TypeError(f"{name} is a tensor that NumPy cannot view: {error}") from None
 
 
 def _open_jax(x: Any, name: str) -> np.ndarray:
@@ -243,7 +243,7 @@ def _check(view: np.ndarray, x: Any, name: str, writable: bool) -> DType:
         shape, strides = (tuple(x.shape), x.stride()) if tensor else (view.shape, view.strides)
         advice = f"pass {name}.contiguous()" if tensor else f"pass numpy.ascontiguousarray({name})"
         if writable:  # a copy would be filled, and this array stay as it is
-            advice = "what is written to must be: pass a contiguous array, and copy the result into this one"
+            advice = "an operation writes to this array only if it is contiguous: pass a contiguous array and copy the result"
         raise ValueError(f"{name} is not contiguous (shape {shape}, strides {strides}); {advice}")
     if not view.dtype.isnative:
         raise TypeError(f"{name} has byte order {view.dtype.byteorder!r}; expected the machine's own")
@@ -267,7 +267,7 @@ def _jax_check(x: Any, name: str, *, contents: bool = True) -> DType:
         )
     if isinstance(x, jax.ShapeDtypeStruct) and contents:
         raise TypeError(
-            f"{name} is a jax.ShapeDtypeStruct, which has no values; expected an array (only where a result goes it is enough)"
+            f"{name} is a jax.ShapeDtypeStruct, which has no values; expected an array (a description is enough only for a result)"
         )
     sharding = getattr(x, "sharding", None)
     if sharding is not None and len(sharding.device_set) > 1:

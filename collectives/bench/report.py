@@ -16,8 +16,8 @@ from collectives.bench.units import show_bytes
 
 HEADINGS = ("size", "auto µs", "busbw GB/s", "MPI / auto", "Gloo / auto", "best fixed", "auto / best")
 LEGEND = (
-    "MPI / auto, Gloo / auto: how many times as fast auto is as plain mpi4py, and as torch's Gloo, on private memory; "
-    "auto / best: its time against that of the best fixed algorithm. Medians over the launches."
+    "MPI / auto, Gloo / auto: time of plain mpi4py, and of torch's Gloo, divided by the time of auto, on private memory; "
+    "auto / best: time of auto divided by the time of the best fixed algorithm. Medians over the launches."
 )
 
 

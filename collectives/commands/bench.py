@@ -31,9 +31,10 @@ def add_parser(commands: Commands) -> None:
     """Add the command and its flags."""
     parser = commands.add_parser(
         "bench",
-        help="time every algorithm beside the MPI library's own and Gloo (under mpirun)",
-        description="Times auto, every algorithm and the peers in turn, in one launch: the median over the rounds of the slowest "
-        "rank's time. For figures that can be compared take --json of several launches, and python -m collectives report.",
+        help="time every algorithm, the MPI library's collectives and Gloo (under mpirun)",
+        description="Times auto, every algorithm and the peers in turn, in one launch. The figures are medians over the rounds of "
+        "the slowest rank's time. To compare machines or versions, write --json in several launches, then use "
+        "python -m collectives report.",
     )
     parser.add_argument(
         "--op", type=names_of(list(ALGORITHMS), or_all=True), default=["all_reduce"], metavar="OP,OP,..",
@@ -52,22 +53,27 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--peers", type=names_of(list(PEERS), or_none=True), default=["mpi"], metavar="mpi,gloo",
-        help="mpi: the library called through plain mpi4py; gloo: torch.distributed's (default: mpi)",
+        help="mpi: the MPI library through plain mpi4py; gloo: torch.distributed with Gloo (default: mpi)",
     )  # fmt: skip
     parser.add_argument(
         "--memory", type=names_of(("private", "node")), default=["private", "node"], metavar="KIND,KIND",
-        help="private: ordinary arrays; node: the whole array from empty() or node.shared() (default: private,node)",
+        help="private: ordinary arrays; node: the whole array is in node memory, from empty() or node.shared() (default: private,node)",
     )  # fmt: skip
-    parser.add_argument("--arrays", choices=ARRAYS, default="numpy", help="of which library (default: numpy)")
+    parser.add_argument("--arrays", choices=ARRAYS, default="numpy", help="library of the arrays (default: numpy)")
     parser.add_argument(
         "--seconds", type=positive_seconds, default=2.0, metavar="S",
-        help=f"time for each operation, dtype and size: decides the rounds, {LEAST_ROUNDS} at least (default: 2)",
+        help=f"time for each operation, dtype and size; it decides the number of rounds, at least {LEAST_ROUNDS} (default: 2)",
     )  # fmt: skip
     parser.add_argument(
-        "--rounds", type=positive, default=200, help="timed calls of each at most, however fast they are (default: 200)"
+        "--rounds",
+        type=positive,
+        default=200,
+        help="maximum number of timed calls of each algorithm or peer (default: 200)",
     )
     parser.add_argument(
-        "--overhead", action="store_true", help="also Python's time a call over raw mpi4py at 1 KiB, NumPy and torch"
+        "--overhead",
+        action="store_true",
+        help="also measure the Python time per call over raw mpi4py, at 1 KiB, for NumPy and torch arrays",
     )
     add_json(parser)
     add_plot(parser, "busbw against size")

@@ -18,9 +18,9 @@ DEFAULT_RANKS = "1..64,100,256,1000,4096"
 DEFAULT_STEPS = 1 << 18
 MAX_STEPS = 1 << 23
 LEGEND = (
-    "Proved: every contribution exactly once in each result, no deadlock, the same bits on all ranks; rounds (steps on the longest "
-    "chain) and traffic (what the busiest rank sends, in whole buffers) exactly as the literature's formula says, shown for the last "
-    f"case. Sums of more than {EXACT_RANKS} ranks: up to a chance of 2^-64 each."
+    "Proved: each result contains every contribution exactly once; no deadlock; the same bits on all ranks; rounds (steps on the "
+    "longest chain) and traffic (sent by the busiest rank, in whole buffers) equal the literature's formula, shown for the last case. "
+    f"A wrong sum of more than {EXACT_RANKS} ranks looks right with a probability of 2^-64."
 )
 
 
@@ -31,7 +31,7 @@ def add_parser(commands: Commands) -> None:
         "--ranks",
         type=or_usage_error(parse_counts),
         metavar="N..M,N,..",
-        help=f"default: {DEFAULT_RANKS}, without the largest for algorithms of more than {DEFAULT_STEPS} steps in all",
+        help=f"default: {DEFAULT_RANKS}, but no numbers for which an algorithm has more than {DEFAULT_STEPS} steps in all",
     )
 
 

@@ -51,13 +51,13 @@ def add_parser(commands: Commands) -> None:
         type=bandwidth,
         default="200GB/s",
         metavar="RATE",
-        help="bandwidth within a node, of one rank to another (default: 200GB/s)",
+        help="bandwidth within a node, between two ranks (default: 200GB/s)",
     )
     parser.add_argument(
         "--links-per-node",
         type=positive,
         metavar="L",
-        help="messages that cross a node's edge at full bandwidth (default: one for each of its ranks)",
+        help="number of messages that a node can send, and receive, at full bandwidth (default: one for each rank)",
     )
     add_plot(parser, "time against size")
     add_json(parser)

@@ -41,7 +41,7 @@ def color_and_key(color: Any, key: Any) -> tuple[int | None, int]:
     if color is not None:
         color = integer("split", "color", color)
         if not 0 <= color <= _MAX_INT:
-            raise ValueError(f"split: color {color}; expected 0 to {_MAX_INT}, or None to stay out")
+            raise ValueError(f"split: color {color}; expected 0 to {_MAX_INT}, or None to be in no new communicator")
     key = integer("split", "key", key)
     if not -_MAX_INT <= key <= _MAX_INT:
         raise ValueError(f"split: key {key}; expected {-_MAX_INT} to {_MAX_INT}")
@@ -66,7 +66,7 @@ def fit(
         if len(lengths) != size or min(lengths) < 0:
             raise ValueError(
                 f"{operation}: {len(lengths)} counts, the smallest {min(lengths, default=0)}; expected {size} numbers of elements "
-                "from 0 on, one a rank"
+                "of at least 0, one for each rank"
             )
         if small.size != lengths[rank] or large.size != sum(lengths):
             raise ValueError(
@@ -78,7 +78,7 @@ def fit(
     in_place = overlap(small, large)
     if in_place and small.address - large.address != sum(lengths[:rank]) * small.dtype.itemsize:
         raise ValueError(
-            f"{operation}: {part_name} overlaps {whole_name}, but is not rank {rank}'s place in it; pass that, or a copy"
+            f"{operation}: {part_name} overlaps {whole_name}, but is not rank {rank}'s part of {whole_name}; pass that part, or a copy"
         )
     return lengths, in_place
 

@@ -64,8 +64,8 @@ class Group:
         """ValueError if a group within this one has discarded all."""
         if self._error is not None:
             raise ValueError(
-                "group: nothing was carried out, since a group within this one ended with an exception: let it pass, or issue the "
-                "operations outside"
+                "group: no operation ran, because a group within this one ended with an exception; let the exception leave this group "
+                "too, or issue the operations outside"
             ) from self._error
 
     def _check_thread(self, operation: str) -> None:
@@ -93,4 +93,4 @@ class Groups:
 
 def _refuse_jax(operation: str, result: Any) -> None:
     if is_jax(result):
-        raise ValueError(f"group: {operation} of a JAX array would give a new array; call it outside the group")
+        raise ValueError(f"group: {operation} of a JAX array returns a new array; call {operation} outside the group")

@@ -54,7 +54,7 @@ class Messages:
             return
         if peer == self._rank and self._to_self[tag] >= 0:
             raise ValueError(
-                f"send: peer {peer} is this rank itself, which waits here and will not receive; use isend and irecv, or group()"
+                f"send: peer {peer} is this rank, which would wait here for its own receive; use isend and irecv, or group()"
             )
         if peer == self._rank or self._queue.progress.pending():
             self.start("isend", b, peer, tag).wait()
@@ -71,7 +71,7 @@ class Messages:
         if peer == self._rank:
             if self._to_self[tag] <= 0:
                 raise ValueError(
-                    f"recv: peer {peer} is this rank itself, which has sent nothing and waits here; use isend before, irecv, or group()"
+                    f"recv: peer {peer} is this rank, which has sent no such message; call isend before, or use irecv or group()"
                 )
             self._to_self[tag] -= 1
         return self._receive(b, peer, tag)

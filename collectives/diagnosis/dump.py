@@ -42,7 +42,9 @@ def text(why: str, limit: int = NUM_SLOTS) -> str:
     lines.append(f"  main thread: {stacks.standing(stacks.main_thread())}")
     lines += [f"  {line}" for line in table(operations[-limit:], now)]
     if len(operations) > limit:
-        lines.append(f"  ({len(operations) - limit} earlier ones: set MPITRAIN_RECORD_DIR to have them all in a file)")
+        lines.append(
+            f"  ({len(operations) - limit} earlier operations: set MPITRAIN_RECORD_DIR to write all of them to a file)"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -83,7 +85,7 @@ def write_file(why: str) -> None:
         partial.replace(file)
     except OSError as error:
         say(
-            f"the flight record is not in {file} ({error.strerror}); set MPITRAIN_RECORD_DIR to a folder that can be written"
+            f"cannot write the flight record to {file} ({error.strerror}); set MPITRAIN_RECORD_DIR to a writable folder"
         )
 
 

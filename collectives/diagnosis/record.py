@@ -90,7 +90,7 @@ class Entry:
             self.leave(FAILED)
         if error is not None and type(error).__module__ == "mpi4py.MPI":
             error.add_note(
-                "Perhaps the ranks called different collectives, or with other sizes: MPITRAIN_DEBUG=1 compares them."
+                "Perhaps the ranks called different collectives, or used different sizes: MPITRAIN_DEBUG=1 compares the calls."
             )
 
     @contextmanager

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # which imports this module
     from collectives.diagnosis.record import Entry
 
 _REMEDY = (
-    "expected one thread at a time, since the ranks would come to the threads' operations in different orders: give each thread a "
+    "expected one thread at a time, because the order of the threads' operations would differ between the ranks: give each thread a "
     "communicator of its own, by comm.split(0) on all ranks before the threads start"
 )
 

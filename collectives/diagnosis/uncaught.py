@@ -33,7 +33,7 @@ def ends_well() -> bool:
 def how_ended() -> str:
     """Of this rank's program, which is ending, in words. Python tells neither of a SystemExit nor of its code."""
     error = getattr(sys, "last_value", None)
-    return f"an uncaught {type(error).__name__}" if error is not None else "its script returned, or raised SystemExit"
+    return f"an uncaught {type(error).__name__}" if error is not None else "the script returned, or raised SystemExit"
 
 
 def abort_on_uncaught(mpi: Any) -> None:

@@ -14,10 +14,10 @@ class Freed(Progress):
     on_thread = False
 
     def pending(self) -> bool:
-        raise ValueError("this communicator was freed; make another one by world(), split() or Mesh")
+        raise ValueError("this communicator was freed; create another by world(), split() or Mesh")
 
     def issue(self, operation: Callable[[], Any], name: str, issues: Issues | None) -> Queued:
-        raise ValueError(f"this communicator was freed, and {name} asked of it")
+        raise ValueError(f"{name} on a communicator that was freed")
 
     def flush(self) -> None:
         self.pending()

@@ -43,5 +43,8 @@ def add_plot(parser: argparse.ArgumentParser, drawn: str) -> None:
 def add_report(parser: "argparse.ArgumentParser | argparse._MutuallyExclusiveGroup") -> None:
     """The option --report."""
     parser.add_argument(
-        "--report", nargs="+", metavar="FILE", help="instead: the medians over the launches of these --json (no mpirun)"
+        "--report",
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing; report medians over the launches of these --json files (no mpirun)",
     )

@@ -39,7 +39,7 @@ def set_deadline(seconds: float) -> None:
     try:
         Deadline.seconds = checked_seconds(seconds)
     except ValueError as error:
-        raise ValueError(f"deadline {error}, 0 for none") from None
+        raise ValueError(f"deadline {error}, or 0 for no deadline") from None
 
 
 class Clock:
@@ -80,7 +80,7 @@ def last_resort(stop: threading.Event) -> None:
         clock.look()
         if clock.late(_LAST_RESORT_S) is not None:
             dump.dump(
-                f"no report within {_LAST_RESORT_S:g} s of the deadline, so MPI is stuck or the other ranks are; this process ends"
+                f"no report within {_LAST_RESORT_S:g} s of the deadline, so MPI or the other ranks are stuck; this process ends"
             )
             goodbye.say()
             os._exit(EXIT_CODE)

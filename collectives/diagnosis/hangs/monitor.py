@@ -79,7 +79,7 @@ class Monitor:
         if (fd := self._neighbour.fileno()) >= 0:
             self._bell.add(fd)
         # Leave also where the program ends MPI by itself: before all else that deletes the attributes of COMM_SELF.
-        key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave("it called MPI.Finalize"))
+        key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave("the program called MPI.Finalize"))
         MPI.COMM_SELF.Set_attr(key, True)
         atexit.register(lambda: self.leave(uncaught.how_ended()))
         self._thread.start()
@@ -146,9 +146,7 @@ class Monitor:
         self._bell.remove(fd)
         if not goodbye_said:
             why = f"rank {neighbour.rank} has died"
-            dump.say(
-                f"{why}: its process is gone without a goodbye, as by os._exit, a signal or a crash. The job ends."
-            )
+            dump.say(f"{why}: its process ended without notice, as by os._exit, a signal or a crash. The job ends.")
             dump.write_file(why)
             time.sleep(_LAUNCHER_S)
             abort_job(1)
@@ -248,7 +246,7 @@ class Monitor:
             dump.say(report.end_report(stuck, inquiry.states))
             abort_job(1)
         elif stuck:
-            why = "a rank has ended that others wait for"
+            why = "other ranks wait for a rank that has ended"
             dump.write_file(why)
             self._ask("end", why=why)  # of all: those that have ended too have a file to write
         else:

@@ -36,13 +36,13 @@ def notice(reporter: int, number: int, states: Sequence[State | None], deadline_
     if rest := [rank for _, ranks in order[_NUM_PLACES:] for rank in ranks]:
         parts.append(f"{len(rest)} rank{'s' * (len(rest) > 1)} elsewhere")
     if late is None:
-        parts.append("perhaps not all ranks have called it, or with another size, or in another order")
+        parts.append("perhaps not all ranks have called this operation, or with another size, or in another order")
     elif not apart:
         parts.append("no rank is missing: the operation is slow, or stuck in the MPI library")
     elif not missing:
         parts.append(
-            f"{shown_ranks(sorted(gone))} called an operation of that number and went on: perhaps it was another one, as with "
-            "async_op, or this one is slow"
+            f"{shown_ranks(sorted(gone))} called an operation of that number and went on: perhaps another operation, as with async_op, "
+            "or this operation is slow"
         )
     elsewhere = any(state["waiting"] for rank in apart if (state := states[rank]))
     return _noticed(reporter, mine, late, [*parts, *_hints(elsewhere)], deadline_s)
@@ -121,7 +121,7 @@ def _described(state: State | None, key: str) -> str:
             )
             + device
         )
-    last = f"; its last one there: {state['last'][key]}" if key in state["last"] else ""
+    last = f"; its last operation there: {state['last'][key]}" if key in state["last"] else ""
     where = f"its program has ended: {state['ended']}" if state["ended"] else f"main thread at {state['standing']}"
     doing = f"in {state['doing']}, " if state["doing"] else ""
     return f"in no operation, {doing}{where}{last}{device}"
@@ -131,8 +131,8 @@ def _verdict(late: Waiting, states: Sequence[State | None]) -> str:
     """Whom `late` waits for, and what may help."""
     if not late["sequence"]:  # no operation, see standstill.py
         return (
-            "JAX has computed nothing meanwhile: perhaps a callback of the program waits, for what never comes or for work of JAX's "
-            "own threads, of which a rank that is bound to one core has one"
+            "JAX has computed nothing meanwhile: perhaps a callback of the program waits for an event that never comes, or for work "
+            "of JAX's own threads (a rank that is bound to one core has one of these threads)"
         )
     reasons: dict[tuple[str, str], list[int]] = {}
     for rank in late["awaited"]:
@@ -147,8 +147,8 @@ def _verdict(late: Waiting, states: Sequence[State | None]) -> str:
             reasons.setdefault(_OTHERWISE, []).append(rank)
     if not reasons:
         return (
-            "nobody is missing: all its ranks are in this operation, which is stuck in the MPI library, or slow: then set a later "
-            "deadline"
+            "no rank is missing: all ranks are in this operation, which is stuck in the MPI library, or slow. If the operation is "
+            "slow, set a later deadline"
         )
     missing = "missing: " + "; ".join(
         f"{shown_ranks(ranks)} ({one if len(ranks) == 1 else several})" for (one, several), ranks in reasons.items()
@@ -240,7 +240,7 @@ def end_report(stuck: Mapping[int, Waiting], states: Sequence[State | None]) -> 
         f"wait{'s' * (len(waiting) == 1)} for {'it' if len(gone) == 1 else 'them'} in {first['label']}: {first['call']}. "
         "The job ends."
     ]
-    advice = "a rank must end after the last operation that others make with it"
+    advice = "a rank must not end before the last operation in which it takes part"
     return "\n".join([*lines, *_places(states, first["key"]), f"  => {_verdict(first, states)}", f"  => {advice}"])
 
 
@@ -282,6 +282,6 @@ def deadlock_report(stuck: Mapping[int, Waiting]) -> str:
         groups.setdefault(f"{each['label']}: {each['call']}  at {each['site']}", []).append(rank)
     lines = [f"  {shown_ranks(ranks)}: {words}" for words, ranks in groups.items()]
     return (
-        "the ranks wait for each other in different communicators; expected that all use these in the same order:\n"
+        "the ranks wait for each other in different communicators; expected that all ranks use these communicators in the same order:\n"
         + "\n".join(lines)
     )

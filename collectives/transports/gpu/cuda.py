@@ -78,7 +78,7 @@ def ask(find: Callable[[str], Any], libraries: Collection[str], environ: Mapping
         return Support(not failed and said.value == 1, f"MPIX_GPU_query_support() = {said.value}")
     if cray == "1" and any("libmpi_gtl_cuda" in path for path in libraries):
         return Support(True, "MPICH_GPU_SUPPORT_ENABLED=1 and libmpi_gtl_cuda is loaded")
-    return Support(False, f"the MPI library does not say; set {VARIABLE}=1 if you know that it does")
+    return Support(False, f"the MPI library gives no answer; set {VARIABLE}=1 if the library takes device addresses")
 
 
 def view(x: DeviceArray, dtype: DType) -> np.ndarray:

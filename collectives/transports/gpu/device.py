@@ -76,8 +76,8 @@ class Devices:
             self._index = index
         if strange := [device.index for device in devices if device.index != self._index]:
             raise ValueError(
-                f"{operation}: an array is on device {strange[0]}, but this communicator's others were on device {self._index}; "
-                "use one device on each rank"
+                f"{operation}: an array is on device {strange[0]}, but earlier arrays of this communicator were on device "
+                f"{self._index}; use one device on each rank"
             )
         enter = partial(self._recorder.enter, operation, op=op, root=call.root, elements=first.size, dtype=dtype.name)
         is_alone = self._size == 1 and algorithm != "nccl" and not mixed
@@ -98,7 +98,7 @@ class Devices:
             return False
         if mixed:
             raise ValueError(
-                f"{operation}: of x and out one is in GPU memory and one in host memory; pass both in the same kind of memory"
+                f"{operation}: one of x and out is in GPU memory, the other in host memory; pass both in the same kind of memory"
             )
         with enter() as entry:
             entry.by(chosen)

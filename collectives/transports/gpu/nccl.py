@@ -72,7 +72,7 @@ def connect(
                 _try(nccl)
     except Exception as error:
         if nccl is not None:
-            nccl.abort("a rank cannot use it")
+            nccl.abort("a rank cannot use NCCL")
         elif raw is not None:  # connected here, but not on another rank
             with suppress(Exception), binding.device(index):
                 raw.abort()
@@ -115,9 +115,9 @@ def _check_seats(seats: Sequence[_Seat]) -> bool:
     if is_enabled and len(most) <= _MOST_RANKS_PER_GPU:
         return True
     raise NcclUnavailableError(
-        f"it takes one rank per GPU, and ranks {', '.join(map(str, most))} have the same one ({gpu}, or slices of it); start one rank "
+        f"NCCL takes one rank per GPU, and ranks {', '.join(map(str, most))} share a GPU ({gpu}, or slices of it); start one rank "
         f"per GPU and choose the device by comm.node.rank. From NCCL {version_text(_SHARED_GPU_VERSION)} on (here "
-        f"{version_text(versions[0])}) {_SHARED_GPU_VARIABLE}=1 on all ranks lets {_MOST_RANKS_PER_GPU} ranks share one"
+        f"{version_text(versions[0])}) {_SHARED_GPU_VARIABLE}=1 on all ranks lets {_MOST_RANKS_PER_GPU} ranks share a GPU"
     )
 
 
@@ -244,7 +244,9 @@ class Nccl(Queue):
         """NCCL's numbers for an element type and an operation."""
         raw_op = effective_op(dtype, op)
         if not reduces(dtype):
-            raise TypeError(f"NCCL cannot reduce {dtype.name}; expected a type of 8, 32 or 64 bits, or a floating one")
+            raise TypeError(
+                f"NCCL cannot reduce {dtype.name}; expected a type of 8, 32 or 64 bits, or a floating-point type"
+            )
         kind = self._bytes if dtype.nccl is None else self._binding.constant(dtype.nccl)
         return kind, self._binding.constant(_OPS[raw_op])
 

@@ -84,7 +84,8 @@ class Handle:
         """Whether the operation has ended on the device. NcclError if an error was noticed, RuntimeError if it was captured."""
         if self._is_captured:
             raise RuntimeError(
-                f"done() of {self.what}: it was captured in a CUDA graph, and ends whenever the graph is replayed; ask about the replay"
+                f"done() of {self.what}: the operation was captured in a CUDA graph, and ends whenever the graph is replayed; ask "
+                "about the replay"
             )
         return self._queue._has_ended(self.what, self._event())
 
@@ -155,7 +156,7 @@ class Queue:
     def group(self) -> Iterator[None]:
         """Operations in the block start together, as one, at its end. An exception in the block: none of them starts."""
         if self._group is not None:
-            raise RuntimeError("a group inside a group; end the first one")
+            raise RuntimeError("a group inside a group; end the first group before")
         operations: list[_Operation] = []
         self._group = operations
         try:
@@ -344,7 +345,8 @@ class Queue:
             with self._binding.device(self.index):
                 if handle._is_captured and not self._binding.is_capturing(self._stream):
                     raise RuntimeError(
-                        f"wait() of {handle.what} comes after the end of the CUDA graph capture that it was issued in; call it before"
+                        f"wait() of {handle.what} comes after the end of the CUDA graph capture in which the operation was issued; "
+                        "call wait() before"
                     )
                 for stream in streams:
                     self._binding.stream_wait(stream, event.number)

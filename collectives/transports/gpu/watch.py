@@ -56,7 +56,7 @@ class Watch:
             return True
         self._end(
             f"NCCL's {operation.what} has not ended on the device {deadline_s:g} s after it was started: "
-            "perhaps not all ranks have called it, or with another size, or in another order"
+            "perhaps not all ranks have called this operation, or with another size, or in another order"
         )
         return False
 

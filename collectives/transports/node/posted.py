@@ -84,7 +84,7 @@ class Posts:
             view = self._memory.view(self._board[at], self._board[at + 1], nbytes)
             if view is None:
                 raise RuntimeError(
-                    f"rank {rank} has passed an array of another allocation; all pass parts of the same one"
+                    f"rank {rank} has passed an array of another allocation; expected parts of the same allocation on all ranks"
                 )
             arrays.append(view)
         return arrays

@@ -175,7 +175,9 @@ def test_tune_into_a_file_adds_to_what_it_holds(tmp_path: Path) -> None:
     file.write_text("not a table")
     result = collectives(2, "tune", "--op", "broadcast", "--output", str(file))
     assert result.returncode != 0
-    assert "table.json is in the way: " in result.stderr and "name another file" in result.stderr, str(result)
+    assert "table.json exists and is no table: " in result.stderr and "choose another file" in result.stderr, str(
+        result
+    )
     assert file.read_text() == "not a table"
 
 

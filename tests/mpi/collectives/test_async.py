@@ -379,7 +379,7 @@ def test_an_exception_in_a_group_within_a_group_discards_all(flying: Communicato
     with pytest.raises(KeyError, match="stop"):
         fail(OSError)
     with pytest.raises(
-        ValueError, match="nothing was carried out, since a group within this one ended with an exc"
+        ValueError, match="no operation ran, because a group within this one ended with an exc"
     ) as caught:
         fail(KeyError)
     assert isinstance(caught.value.__cause__, KeyError)
@@ -516,6 +516,6 @@ def test_freeing_a_communicator_waits_for_what_is_in_flight(flying: Communicator
         lambda: group.empty(3, np.float32),
     ):
         with pytest.raises(
-            ValueError, match=r"this communicator was freed; make another one by world\(\), split\(\) or Mesh"
+            ValueError, match=r"this communicator was freed; create another by world\(\), split\(\) or Mesh"
         ):
             use()

@@ -533,7 +533,7 @@ def test_ranks_that_share_a_gpu_need_nccl_to_be_told(comm: Communicator, model: 
         shared.setenv(transport._SHARED_GPU_VARIABLE, variable)
         with pytest.raises(
             bindings.NcclUnavailableError,
-            match=r"ranks 0, 1 have the same one \(GPU 0000:00:00.0, or slices of it\); start one .*MULTI_RANK_GPU_ENABLE=1",
+            match=r"ranks 0, 1 share a GPU \(GPU 0000:00:00.0, or slices of it\); start one .*MULTI_RANK_GPU_ENABLE=1",
         ):
             connect(comm.mpi, model.index, model.binding, lane=model.lane)
     assert not model.binding.communicators
@@ -554,7 +554,7 @@ def test_more_than_two_ranks_on_a_gpu(comm: Communicator, model: ModelRig, share
     shared.setattr(model.binding, "version", lambda: 23003)
     shared.setenv(transport._SHARED_GPU_VARIABLE, "1")
     with pytest.raises(
-        bindings.NcclUnavailableError, match=r"ranks 0, 1, 2(, 3)? have the same one .* lets 2 ranks share one"
+        bindings.NcclUnavailableError, match=r"ranks 0, 1, 2(, 3)? share a GPU .* lets 2 ranks share a GPU"
     ):
         connect(comm.mpi, model.index, model.binding, lane=model.lane)
 
