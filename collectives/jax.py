@@ -127,7 +127,7 @@ def _own(comm: Communicator) -> Communicator:
 
 
 class _AfterJitted(Progress):
-    """Of a Communicator that has a twin for JAX. Each call asks its Progress first, and waits here for the jitted ones before it."""
+    """The Progress of a Communicator that has a twin for JAX. Each call asks its Progress first, and waits here for jitted calls."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ def _transpose(cotangent: Any, x: Any, *, name: str, comm: Communicator, op: str
 
 
 def _batch(operands: Any, axes: Any, *, name: str, comm: Communicator, op: str) -> Any:
-    """One operation for the whole batch, whose axis must not be the first: that one holds the rows."""
+    """One operation for the whole batch, whose axis must not be the first one, because the first axis holds the rows."""
     (x,), (axis,) = operands, axes
     if name != "all_reduce" and axis == 0:
         x, axis = jnp.moveaxis(x, 0, 1), 1
@@ -277,7 +277,7 @@ batching.primitive_batchers[_collective] = _batch
 
 
 def _under_checkpoint() -> bool:
-    """Whether jax.checkpoint is at work up the stack. JAX tells nobody, and would fail later without naming a function."""
+    """Whether jax.checkpoint is at work up the stack. JAX itself would fail later, and not name the function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == jax.checkpoint.__module__:

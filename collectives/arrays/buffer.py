@@ -1,7 +1,7 @@
-"""One view of any array: NumPy, torch, JAX and CuPy, and what else offers DLPack or the buffer protocol.
+"""One view of any array: of NumPy, torch, JAX, CuPy, and every object with DLPack or the buffer protocol.
 
-In host memory without a copy; in GPU memory the array is described (devices.py) and copied only for who asks for a host view.
-torch, JAX and CuPy are never imported here: such an array can only be handed in by somebody who did.
+In host memory without a copy; in GPU memory the array is described (devices.py) and copied only if a caller asks for a host view.
+torch, JAX and CuPy are never imported here: a caller with an array of these libraries has imported the library.
 """
 
 import sys
@@ -97,7 +97,7 @@ class Buffer:
         return address_of(self.flat) if self.device is None else self.device.address
 
     def current_stream(self) -> int | None:
-        """Of an array in GPU memory: the stream that its library works on now; None where the array does not tell."""
+        """The current stream of the library of an array in GPU memory; None if the array does not tell a stream."""
         return devices.describe(self._array, "x", writable=False)[0].stream
 
     def result(self) -> Any:
@@ -120,7 +120,7 @@ def address_of(flat: np.ndarray) -> int:
 
 
 def unowned(flat: np.ndarray) -> np.ndarray:
-    """A view of the same elements that does not keep their memory alive. For who knows otherwise that it is."""
+    """A view of the same elements that does not keep their memory alive. The caller must keep it alive."""
     memory = sys.modules["mpi4py.MPI"].memory.fromaddress(address_of(flat), flat.nbytes)
     return np.frombuffer(memory, np.uint8).view(flat.dtype)
 
@@ -258,7 +258,7 @@ def _kind(x: object) -> str:
 
 
 def _jax_check(x: Any, name: str, *, contents: bool = True) -> DType:
-    """The dtype of a JAX array on one device; TypeError or ValueError for what is none."""
+    """The dtype of a JAX array on one device; TypeError or ValueError for any other array."""
     jax = sys.modules["jax"]
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
@@ -290,7 +290,7 @@ def _jax_copy(x: Any, name: str, *, contents: bool) -> np.ndarray:
 
 
 def _jax_array(x: Any, flat: np.ndarray) -> Any:
-    """`flat`, which nobody may write to any more, as a JAX array of the dtype, shape and device of `x`."""
+    """`flat`, which must not be written to any more, as a JAX array of the dtype, shape and device of `x`."""
     jax = sys.modules["jax"]
     # An array that JAX put where it liked stays movable; one that a user placed is placed again.
     place = x.sharding if getattr(x, "committed", True) else None

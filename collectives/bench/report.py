@@ -109,7 +109,7 @@ def _on(launches: Sequence[CollectivesLaunch]) -> str:
 
 
 def heading(launch: CollectivesLaunch) -> str:
-    """What a group was measured on, in a line."""
+    """The machine of a group, in a line."""
     cpu, cores, mpi = (launch.machine.get(name, "?") for name in ("cpu", "cores", "mpi"))
     return f"{launch.ranks_on_nodes} of {cpu}, {cores} cores each; {mpi}; {launch.arrays} arrays"
 

@@ -90,7 +90,7 @@ def _prove(
 
 
 def _shown(setup: Setup, operation: str, algorithm: str) -> str:
-    """What tells this case from others with as many ranks."""
+    """The root, node size and segments of this case, as far as they matter."""
     return ", ".join(
         [f"root {setup.root}"] * (operation in ROOTED)
         + [f"{setup.per_node} a node"] * (algorithm in TWO_LEVEL)

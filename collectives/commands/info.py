@@ -1,4 +1,4 @@
-"""`python -m collectives info`: what this machine offers."""
+"""`python -m collectives info`: MPI, ranks, nodes, memory, dtypes and algorithms here."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show what there is here: under mpirun all its ranks, else this process alone."""
+    """Show the table: under mpirun for all ranks, else for this process alone."""
     from collectives.transports import mpi
     from collectives.transports.gpu import cuda
     from collectives.transports.node import memory

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _before(comm: Communicator, output: str | None) -> tuple[Table, Path]:
-    """What is known already, on rank 0, and the file to write. ValueError if there is a file that holds no table; OSError."""
+    """The table so far, on rank 0, and the file to write. ValueError if the file exists and holds no table; OSError."""
     if output is None:
         return (comm.rank == 0 and table_cache.read(comm.machine())) or Table(()), table_cache.path_of(comm.machine())
     path = Path(output)
@@ -90,7 +90,7 @@ def _before(comm: Communicator, output: str | None) -> tuple[Table, Path]:
 
 
 def _shown(entries: list[Entry], comm: Communicator) -> Shown:
-    title = f"what auto takes, {comm.size} ranks on {plural(comm.num_nodes, 'node')}"
+    title = f"algorithms of auto, {comm.size} ranks on {plural(comm.num_nodes, 'node')}"
     shown = new_table(("operation", "dtypes", "memory", "algorithm"), title=title, left=4)
     shown.columns[-1].no_wrap = False
     for entry in entries:

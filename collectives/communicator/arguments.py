@@ -1,4 +1,4 @@
-"""Whether the arguments of an operation are right and fit each other: what a rank can see by itself, before anything is sent."""
+"""Checks of the arguments of an operation that a rank can make by itself, before data is sent."""
 
 from collections.abc import Iterable, Sequence
 from operator import index
@@ -14,7 +14,7 @@ Named = tuple[str, Buffer]  # an array, and what errors call it
 
 
 def integer(operation: str, name: str, value: Any) -> int:
-    """An argument as an int: also NumPy's integers, and arrays of no dimension. TypeError for what is none; a float is not rounded."""
+    """An argument as an int: also NumPy's integers, and arrays of no dimension. TypeError for other values; a float is not rounded."""
     try:
         return index(value)
     except TypeError:
@@ -27,7 +27,7 @@ def not_an_integer(operation: str, name: str, value: Any) -> TypeError:
 
 
 def rank_of(operation: str, root: Any, size: int) -> int:
-    """A `root` as an int; TypeError or ValueError if it is no rank. A truth value is none: `root=True` is a slip."""
+    """A `root` as an int; TypeError or ValueError if it is no rank. A bool is refused, because `root=True` is a slip."""
     if isinstance(root, bool):
         raise not_an_integer(operation, "root", root)
     root = integer(operation, "root", root)
@@ -37,7 +37,7 @@ def rank_of(operation: str, root: Any, size: int) -> int:
 
 
 def color_and_key(color: Any, key: Any) -> tuple[int | None, int]:
-    """What `split` takes, as ints; TypeError or ValueError for what MPI does not."""
+    """The arguments of `split`, as ints; TypeError or ValueError for values that MPI does not take."""
     if color is not None:
         color = integer("split", "color", color)
         if not 0 <= color <= _MAX_INT:

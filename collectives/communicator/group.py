@@ -75,19 +75,19 @@ class Group:
 
 
 class Groups:
-    """Of one communicator, which `log` knows: `current` is the group that is open, None outside of any."""
+    """The groups of the communicator of `log`: `current` is the open group, None outside of a group."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self.current: Group | None = None
 
     def open(self) -> Group:
-        """A group of what is issued until `close`."""
+        """A group of the operations issued until `close`."""
         self.current = Group(str(self._log))
         return self.current
 
     def close(self) -> None:
-        """What is issued from now on belongs to no group."""
+        """Operations issued from now on belong to no group."""
         self.current = None
 
 

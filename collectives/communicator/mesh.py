@@ -65,7 +65,7 @@ class Mesh:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes.items())})"
 
     def _long(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of the axes that are longer than 1: the others change no group."""
+        """The axes that are longer than 1; the other axes change no group."""
         return tuple(name for name in names if self.axes[name] > 1)
 
 

@@ -102,7 +102,7 @@ class Messages:
         return peer, tag
 
     def _array(self, operation: str, x: Any) -> Buffer:
-        """What `operation` sends or receives. In checked mode ValueError if an unfinished operation uses it."""
+        """The array that `operation` sends or receives. In checked mode ValueError if an unfinished operation uses it."""
         b = Buffer(x, "x", write_only=operation[-4:] == "recv")
         if self._checked:
             unfinished.refuse(operation, (b,))
@@ -158,7 +158,7 @@ class Messages:
 
 
 class InFlight:
-    """The messages of a communicator that are not through: MPI reads and writes their arrays, also where nobody holds the Work."""
+    """The unfinished messages of a communicator: MPI reads and writes their arrays, also if the program has dropped the Work."""
 
     def __init__(self) -> None:
         self.transfers: set[Transfer] = set()
@@ -186,7 +186,7 @@ class InFlight:
 
 
 _FEW = 8
-_in_flight: set["Transfer"] = set()  # of all communicators, also those that nobody holds
+_in_flight: set["Transfer"] = set()  # of all communicators, also of communicators that the program has dropped
 
 
 class Transfer(Work):

@@ -16,7 +16,7 @@ from collectives.progress.work import Work
 
 
 class _Use(NamedTuple):
-    """Of a stretch of memory, by an operation that was called at `site`."""
+    """The use of a stretch of memory by an operation that was called at `site`."""
 
     work: "weakref.ref[Work]"  # what carries it out holds it until it has ended
     begin: int

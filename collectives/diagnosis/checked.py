@@ -1,4 +1,4 @@
-"""Checked mode: before each collective the ranks compare what they are about to call.
+"""Checked mode: before each collective the ranks compare their calls.
 
 A fingerprint is the call in words with its number on its communicator. Different ones are an error on all ranks at once. Ranks that
 wait for each other's fingerprints on different communicators would wait for ever: the monitor notices that and sets the verdict.

@@ -16,7 +16,7 @@ NUM_SHOWN = 20  # operations, where only the newest are shown
 
 
 class RecordOutput:
-    """Where this process's record goes: set once by `world()`, the folder also by `set_record_folder`."""
+    """The rank and the folder of this process's dumps: set once by `world()`, the folder also by `set_record_folder`."""
 
     rank = 0
     folder: Path | None = None
@@ -60,7 +60,7 @@ def table(operations: Sequence[Operation], now: float) -> list[str]:
 
 
 def _since(begun: float, now: float) -> float:
-    """Seconds, none of them negative: an operation may have begun after the clock was read."""
+    """Seconds, at least 0: an operation may have begun after the clock was read."""
     return max(now - begun, 0.0)
 
 

@@ -21,7 +21,7 @@ class Neighbour:
     def __init__(self, mpi: Any) -> None:
         from mpi4py import MPI
 
-        self.rank = -1  # in the job; -1: there is nobody to listen to
+        self.rank = -1  # in the job; -1: there is no such rank
         self._socket: socket.socket | None = None
         node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
         if node.size > 1:
@@ -53,7 +53,7 @@ class Neighbour:
                 self.rank = before
 
     def fileno(self) -> int:
-        """What to wait at; -1 where there is nothing to wait for."""
+        """The descriptor to wait at; -1 if there is none."""
         return -1 if self._socket is None else self._socket.fileno()
 
     def heard(self) -> bool | None:

@@ -1,4 +1,4 @@
-"""Where a thread of this process stands, in words. Looked up when somebody asks, so that no call pays for it.
+"""The place of a thread of this process in its program, in words. Looked up on demand, so that no call pays for it.
 
 Only an operation that is carried out later than it was called, or by another thread, notes its place at once: `issued_here`. A place
 is one of the user's program: its author knows nothing of the frames in between (`pass_over`), but what they do has a name (`name`).
@@ -27,7 +27,7 @@ def pass_over(*packages: str) -> None:
 
 
 def name(function: Callable[..., Any], words: Callable[[Mapping[str, Any]], str]) -> None:
-    """A thread in a call of `function` is said to be in `words(local variables)`: of the innermost such call, when somebody asks."""
+    """A thread in a call of `function` is reported to be in `words(local variables)`, of the innermost named call."""
     _names[function.__code__] = words
 
 
@@ -43,7 +43,7 @@ class Site:
         return "" if self._code is None else f"{self._code.co_filename}:{self._line} in {self._code.co_name}"
 
     def carry_out(self, operation: Callable[[], Any]) -> Any:
-        """What the call asked for: while it goes on, this is where its thread is said to be."""
+        """Carry out the operation of the call; meanwhile this is the reported place of the thread."""
         thread = threading.get_ident()
         outer = _working_for.get(thread)
         _working_for[thread] = self
@@ -116,9 +116,9 @@ def main_thread() -> int:
 
 
 def doing(thread: int) -> str:
-    """What the thread of that ident is in, as `name` has it; "" if it is in no such call.
+    """The words of `name` for the innermost named call of the thread of that ident; "" outside of named calls.
 
-    What carries out operations for the main thread is in what that waits in meanwhile.
+    A thread that carries out operations for the main thread has the words of the main thread's call.
     """
     main, words = main_thread(), _named(thread)
     return words or (_named(main) if thread in _working_for and thread != main and inside_package(main) else "")

@@ -38,7 +38,7 @@ def joined(
     doing: str,
     mark: Callable[[Exception, int], Exception] = lambda error, speaker: error,
 ) -> Iterator[None]:
-    """What `together` is, over any ranks. `gather`: what each rank reports, on all; `mark(error, speaker)`: what is raised of it."""
+    """`together` over any ranks. `gather(report)`: the reports of all ranks; `mark(error, speaker)`: the error that is raised."""
     error: Exception | None = None
     try:
         yield

@@ -9,7 +9,7 @@ from collectives.progress.work import Progress, Queued, of_this_process
 
 
 class Freed(Progress):
-    """Of a communicator that was freed: whatever is asked of it asks this first."""
+    """The Progress of a communicator that was freed: every operation of the communicator asks its Progress first."""
 
     on_thread = False
 
@@ -30,7 +30,7 @@ class Freed(Progress):
 
 
 class Forked(Freed):
-    """Of all communicators in a child process that a rank has forked, where each call would wait for ever or harm the parent's."""
+    """The Progress of all communicators in a forked child, where each call would wait for ever or disturb the parent's calls."""
 
     def pending(self) -> bool:
         raise RuntimeError(
@@ -46,7 +46,7 @@ class Forked(Freed):
         self.pending()
 
     def close(self) -> None:
-        """Nothing: at the end of a child there is nothing to carry out."""
+        """A child has no operations to carry out at its end."""
 
 
 def _forked() -> None:

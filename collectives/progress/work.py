@@ -33,7 +33,7 @@ from collectives.transports.node.meeting import Meeting
 class Work(ABC):
     """An operation in flight: `wait()` gives its result, `done()` tells whether it has ended.
 
-    Its arrays stay alive until it has ended, also where nobody holds the Work.
+    Its arrays stay alive until it has ended, also if the program has dropped the Work.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Arrived(Work):
     def __init__(self, meeting: Meeting, entry: Entry) -> None:
         super().__init__()
         self._meeting, self._count, self._entry, self._site = meeting, meeting.arrive(), entry, issued_here()
-        entry.leave()  # unless somebody waits
+        entry.leave()  # unless the program waits
 
     def done(self) -> bool:
         self._ended = self._ended or self._meeting.is_complete(self._count)
@@ -90,7 +90,7 @@ of_this_process: "weakref.WeakSet[Progress]" = weakref.WeakSet()
 
 
 class Progress(ABC):
-    """Carries out asynchronous operations in the order in which they were issued [Note: progress]. One a process."""
+    """Carries out asynchronous operations in the order of issue [Note: progress]. A process has one."""
 
     on_thread: bool
 
@@ -107,7 +107,7 @@ class Progress(ABC):
         """Queue `operation`, a collective of the communicator of `issues`, which only `Deferred` needs. `name`: what it is."""
 
     def queue(self, operation: Callable[[], Any], announced: Announced) -> "Queued":
-        """Queue `operation`, which this rank has announced. Of a Progress without a thread."""
+        """Queue `operation`, which this rank has announced. For a Progress without a thread."""
         raise NotImplementedError
 
     @abstractmethod
@@ -176,7 +176,7 @@ class _Deferred(Queued):
 
 
 class _Queue:
-    """What one thread has issued. Another thread that waits for one of these Works carries them out up to that one."""
+    """The operations that one thread has issued. Another thread that waits for one of these Works carries them out up to that Work."""
 
     def __init__(self, progress: "Deferred") -> None:
         self.progress = progress
@@ -321,7 +321,7 @@ class Thread(Progress):
         return work
 
     def _begin(self) -> "tuple[_Line, threading.Thread]":
-        """What carries out the operations of this thread."""
+        """Start the thread that carries out the operations of this thread."""
         line: _Line = queue.SimpleQueue()
         thread = threading.Thread(target=self._run, args=(line,), name="collectives-progress", daemon=True)
         self._lines[threading.get_ident()] = line, thread
@@ -346,7 +346,7 @@ class Thread(Progress):
     def _run(self, line: "_Line") -> None:
         while (work := line.get()) is not None:
             work.carry_out()
-            del work  # its end is known by that, where nobody else holds it
+            del work  # the last reference, if the program has dropped the Work
 
 
 def choose_progress(mpi: Any, threads_allowed: bool, checked: bool) -> Progress:

@@ -18,7 +18,7 @@ def _scatter_steps(setup: Setup, rank: int) -> tuple[Step, ...]:
 
 
 def _all_to_all_steps(size: int, rank: int) -> tuple[Step, ...]:
-    """In step s each rank sends to the s-th after it: nobody ever gets two messages at once."""
+    """In step s each rank sends to the s-th rank after it: no rank gets two messages at once."""
     steps = []
     for s in range(1, size):
         to, source = (rank + s) % size, (rank - s) % size

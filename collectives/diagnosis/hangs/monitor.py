@@ -38,7 +38,7 @@ _STAGGER_S, _MAX_STAGGER_S = 0.25, 4.0  # a rank leaves lower ones time to ask f
 _ORDER_S = 0.6  # checked mode: a comparison that waits longer is looked into
 _CONFIRM_S = 0.15  # and again after this, before it is called a deadlock
 _ENDED_S = 0.3  # a rank that has ended says so where the others have not ended too by then
-_ROUND_S = 1.0  # between two rounds of questions who waits for it
+_ROUND_S = 1.0  # between two rounds of the question which ranks wait for an ended rank
 _ROUND_SHARE = 0.05  # of rank 0's time at most: what thousands of ranks answer takes a while to read
 
 
@@ -96,7 +96,7 @@ class Monitor:
         together = True
         try:
             end_together(self.mpi, well=uncaught.ends_well())
-        except Exception:  # a rank died and the job goes on: nobody to wait for
+        except Exception:  # a rank died and the job goes on: there is no rank to wait for
             together = False
             if Before.others:
                 Before.others.end(well=False)
@@ -293,7 +293,7 @@ class Monitor:
             purpose = message["purpose"]
             if message["why"]:
                 dump.write_file(message["why"])
-            # Whoever asked first goes on; of those that asked at the same time, the lowest.
+            # The rank that asked first goes on; of several that asked at the same time, the lowest.
             mine = inquiry is not None and inquiry.purpose == purpose
             if not mine or rank < self.rank:
                 if mine:

@@ -1,4 +1,4 @@
-"""What the ranks' answers mean: who waits for whom, who is missing, and who can never go on. Pure: no MPI, no threads.
+"""Reports made of the ranks' answers: which ranks wait, for which ranks, and which can never go on. Pure: no MPI, no threads.
 
 A `State` is what one rank says of itself (a JSON object); None stands for a rank that did not answer.
 """
@@ -93,7 +93,7 @@ def _place(words: str, ranks: Sequence[int], states: Sequence[State | None] | Ma
 
 
 def _waiting_for(ranks: Sequence[int], states: Sequence[State | None]) -> str:
-    """For whom ranks in the same place wait."""
+    """The ranks for which ranks in the same place wait."""
     operations = {
         (each["key"], each["counter"], each["call"], each["algorithm"]): each
         for rank in ranks
@@ -128,7 +128,7 @@ def _described(state: State | None, key: str) -> str:
 
 
 def _verdict(late: Waiting, states: Sequence[State | None]) -> str:
-    """Whom `late` waits for, and what may help."""
+    """The ranks for which `late` waits, and advice."""
     if not late["sequence"]:  # no operation, see standstill.py
         return (
             "JAX has computed nothing meanwhile: perhaps a callback of the program waits for an event that never comes, or for work "
@@ -184,7 +184,7 @@ def _absent(waiting: Waiting, states: Sequence[State | None]) -> list[int]:
 
 
 def _hints(apart: bool) -> list[str]:
-    """What may help to find why ranks are missing. `apart`: some of them are in another operation."""
+    """Advice on how to find why ranks are missing. `apart`: some of them are in another operation."""
     if not apart or os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0"):
         return []
     return ["MPITRAIN_DEBUG=1 finds the call at which the ranks part"]

@@ -15,9 +15,9 @@ _IDLE_S = 0.02
 
 
 class Standstill:
-    """Of this process. Only the CPU's JAX is watched: the host is idle while a GPU computes."""
+    """The standstill of this process. Only the CPU's JAX is watched: the host is idle while a GPU computes."""
 
-    log: Log | None = None  # None: nobody uses jitted collectives here
+    log: Log | None = None  # None: this process uses no jitted collectives
 
     def __init__(self) -> None:
         self._begin(time.monotonic())

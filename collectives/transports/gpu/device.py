@@ -1,6 +1,6 @@
-"""Collectives on arrays in GPU memory, by whichever way there is: NCCL, else CUDA-aware MPI; and what goes by neither.
+"""Collectives on arrays in GPU memory: by NCCL, else by CUDA-aware MPI.
 
-Each says whether it was carried out here. Where not, the caller goes on with a copy in host memory
+Each collective returns whether it was carried out here. If not, the caller goes on with a copy in host memory
 (collectives/arrays/devices.py).
 """
 
@@ -178,7 +178,7 @@ class Devices:
     def _mark(
         self, handles: list[tuple[Handle, Buffer]], buffers: Sequence[Buffer], devices: Sequence[DeviceArray]
     ) -> None:
-        """One rank alone, and `async_op`: what follows `wait()` comes after what is queued on the arrays' streams now."""
+        """For one rank alone with `async_op`: work after `wait()` starts after the work that is queued on the arrays' streams now."""
         assert devices[0].index is not None
         self._look(devices[0].index)
         if self._nccl is None:
@@ -235,7 +235,7 @@ class Connected:
         return not any(nccl.is_aborted for nccl, _ in self._all)
 
     def end(self, *, well: bool) -> None:
-        """`well`: all ranks destroy their communicators together. Else this one aborts its own, and waits for nobody."""
+        """`well`: all ranks destroy their communicators together. Else this rank aborts its own, and waits for no other rank."""
         while self._all:
             nccl, log = self._all.pop(0)
             if not well:

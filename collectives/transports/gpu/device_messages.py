@@ -43,7 +43,7 @@ def exchange(nccl: Nccl, messages: Sequence[Message], log: Log) -> list[Callable
 
 
 def reach(b: Buffer) -> np.ndarray:
-    """What MPI reads or writes for the message `b`: where it lies, or a copy in host memory, which `b.result()` copies back."""
+    """The array that MPI reads or writes for `b`: on the device, or a copy in host memory, which `b.result()` copies back."""
     if b.device is None or b.device.index is None or not cuda.takes_messages(b.device.index):
         return b.flat
     cuda.wait_for(b.device)

@@ -91,7 +91,7 @@ def _try(nccl: "Nccl") -> None:
 
 
 class _Seat(NamedTuple):
-    """What a rank has for NCCL."""
+    """The GPU and the version of NCCL of a rank."""
 
     gpu: Gpu
     version: int
@@ -235,7 +235,7 @@ class Nccl(Queue):
             return self._binding.upload(flat)
 
     def download(self, array: Any, flat: np.ndarray) -> None:
-        """What `upload` gave, back in host memory. Blocks until the operations on it have ended."""
+        """Copy an array of `upload` back to host memory. Blocks until the operations on this array have ended."""
         self._binding.download(array, flat)
 
     # Parts of the operations above
@@ -251,7 +251,7 @@ class Nccl(Queue):
         return kind, self._binding.constant(_OPS[raw_op])
 
     def _average(self, op: str, x: DeviceArray, dtype: DType) -> list[DeviceCall]:
-        """What makes an average of a sum that stands in `x`."""
+        """The call that divides the sum in `x`, for an average."""
         if op != "avg" or not x.nbytes:
             return []
         return [functools.partial(self._binding.divide, x, self.size, dtype, self._stream)]

@@ -8,10 +8,10 @@ Nothing of this blocks the host. With `async_op` the last wait is left to `Handl
 [Note: memory] The pools of torch and of CuPy give freed memory out again in the order of the stream that it was allocated on. They
 know nothing of NCCL's stream. Without `async_op` the caller's stream waits for NCCL, so memory that is freed afterwards comes back
 in the right order. With `async_op` it does not wait yet: so the handle holds the arrays until `wait()`, and the queue holds the handle.
-An operation that nobody waits for gives its arrays up when it has ended on the device.
+An operation without a `wait()` gives its arrays up when it has ended on the device.
 
 [Note: captures] Within a CUDA graph capture no operation runs. Its events are edges of the graph, and CUDA answers a question about
-one of them with an error, which also ends the capture. So nobody asks: neither this queue nor the thread that watches it. NCCL counts
+one of them with an error, which also ends the capture. So neither this queue nor the thread that watches it asks. NCCL counts
 the graphs that hold its operations, and destroys or aborts no communicator before they are gone. It would wait, perhaps for ever: so a
 communicator that has taken part in a capture is left to the end of the process.
 """
@@ -72,9 +72,9 @@ class Handle:
         self._queue._kept.append(self)
 
     def wait(self, stream: int | None = None) -> None:
-        """What is queued on `stream` (the one of the call if not given) from now on starts after the operation.
+        """Work queued on `stream` (by default the stream of the call) from now on starts after the operation.
 
-        So does what is queued on the streams of the call: an array freed now may be handed out there again. NcclError if an error
+        So does work on the streams of the call, because an array freed now may be allocated there again. NcclError if an error
         was noticed, RuntimeError if the operation was captured in a CUDA graph and the capture has ended.
         """
         self._queue._order(self, self._event(), dict.fromkeys([*self._streams, *([] if stream is None else [stream])]))
@@ -96,7 +96,7 @@ class Handle:
 
 
 class _Event:
-    """A CUDA event from the communicator's pool, which it returns to when nobody holds it."""
+    """A CUDA event from the communicator's pool, to which it returns when no object holds it."""
 
     def __init__(self, number: int, pool: list[int]) -> None:
         self.number, self._pool = number, pool
@@ -154,7 +154,7 @@ class Queue:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Operations in the block start together, as one, at its end. An exception in the block: none of them starts."""
+        """Operations in the block start together, as one, at its end. After an exception in the block no operation starts."""
         if self._group is not None:
             raise RuntimeError("a group inside a group; end the first group before")
         operations: list[_Operation] = []
@@ -235,7 +235,7 @@ class Queue:
             self._give_back(self._raw.destroy)
 
     def _leave_to_the_end(self) -> None:
-        """Of the process: Python's own end must not come to it, since CuPy's object destroys the communicator when it goes."""
+        """Keep the communicator until the process ends: CuPy's object would destroy it at the end of Python."""
         self._lane.leave(self)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._raw))
 
@@ -321,7 +321,7 @@ class Queue:
 
     def _needs_no_arrays(self, handle: Handle) -> bool:
         if not handle._arrays:
-            return True  # somebody has waited for it
+            return True  # the program has waited for it
         if handle._is_captured:
             # A replay finds them where they were if they are of the graph's own memory pool, or if the program keeps them.
             return not self._binding.is_capturing(self._stream)
@@ -339,7 +339,7 @@ class Queue:
         self._binding.group_end()
 
     def _order(self, handle: Handle, event: _Event, streams: Iterable[int]) -> None:
-        """What is queued on `streams` from now on starts after `event`."""
+        """Work queued on `streams` from now on starts after `event`."""
         if self._state is not _State.FREED:
             self._check(handle.what)
             with self._binding.device(self.index):

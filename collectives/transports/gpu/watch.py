@@ -24,9 +24,9 @@ _GRACE_S = 5.0  # for the program to notice an error by itself, and to say where
 
 
 class Watch:
-    """One look after the other at one communicator's operations. `end(why)` is called once, if it comes to that.
+    """Looks at one communicator's operations, again and again. `end(why)` is called at most once.
 
-    `note(device)` is told at each look what has not ended on the device, None for nothing.
+    `note(work)` gets at each look the work that has not ended on the device, or None.
     """
 
     def __init__(self, end: Callable[[str], None], note: Callable[[notice.DeviceWork | None], None]) -> None:

@@ -131,7 +131,7 @@ def test_what_tune_has_measured_is_used_by_all_ranks_of_the_next_start(tmp_path:
     cache = tmp_path / "cache"
     result = collectives(2, "tune", "--op", "broadcast,reduce", "--sizes", "1KiB,64KiB", "--seconds", "1", cache=cache)
     assert result.returncode == 0, str(result)
-    assert "what auto takes, 2 ranks on 1 node" in result.stdout
+    assert "algorithms of auto, 2 ranks on 1 node" in result.stdout
     (file,) = cache.iterdir()
     assert str(file) in result.stdout.replace("\n", "")
     measured = Table.from_dict(json.loads(file.read_text()))
