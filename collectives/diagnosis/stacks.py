@@ -68,7 +68,6 @@ def _caller(frame: FrameType | None) -> Site:
     """The nearest frame of the program, from `frame` outwards; where there is none, the nearest one outside this package."""
     outside: FrameType | None = None
     while frame is not None:
-        # `_is_of` without its call: each asynchronous operation asks this of some frames
         if _package_of(frame.f_globals.get("__name__", "")) != _PACKAGE:
             if not _is_between(frame):
                 return Site(frame.f_code, frame.f_lineno)
@@ -94,7 +93,7 @@ def any_inside(package: str) -> bool:
 
 
 def _is_inside(frame: FrameType | None, package: str) -> bool:
-    while frame is not None and not _is_of(frame, package):
+    while frame is not None and _package_of(frame.f_globals.get("__name__", "")) != package:
         frame = frame.f_back
     return frame is not None
 
@@ -138,10 +137,6 @@ def stack(thread: int) -> str:
     """The whole stack of a thread, as a traceback shows it."""
     frame = sys._current_frames().get(thread)
     return "" if frame is None else "".join(traceback.format_stack(frame))
-
-
-def _is_of(frame: FrameType, package: str) -> bool:
-    return _package_of(frame.f_globals.get("__name__", "")) == package
 
 
 @functools.cache

@@ -40,8 +40,13 @@ def support() -> Support:
     from mpi4py import MPI
 
     assert MPI.Is_initialized()
-    paths = _loaded_libraries()
-    return ask(_finder(paths), paths, os.environ)
+    paths = binding.loaded_libraries("libmpi", "libmpich")  # mpi4py loads them out of sight of a plain look-up by name
+
+    def find(name: str) -> Any:
+        functions = (getattr(ctypes.CDLL(path), name, None) for path in paths)
+        return next((function for function in functions if function is not None), None)
+
+    return ask(find, paths, os.environ)
 
 
 def agree(mpi: Any, make: Callable[[list[int]], tuple[Any, DeviceArray]] | None) -> Support:
@@ -138,22 +143,6 @@ def info_lines() -> list[tuple[str, str]]:
     if path := binding.library_path():  # found, whatever else is missing
         nccl += f" ({path})"
     return [("CUDA-aware MPI", f"{'yes' if aware else 'no'} ({why})"), ("NCCL", nccl)]
-
-
-def _loaded_libraries() -> list[str]:
-    """The MPI libraries that this process has loaded. mpi4py loads them out of sight of a plain look-up by name."""
-    return binding.loaded_libraries("libmpi", "libmpich")
-
-
-def _finder(paths: Collection[str]) -> Callable[[str], Any]:
-    def find(name: str) -> Any:
-        for path in paths:
-            function = getattr(ctypes.CDLL(path), name, None)
-            if function is not None:
-                return function
-        return None
-
-    return find
 
 
 def _synchronize(index: int, stream: int) -> None:

@@ -6,9 +6,8 @@ at every hop. An average is a sum that is divided once, on NCCL's stream: NCCL_A
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from collectives.diagnosis import together
 from collectives.transports.gpu.binding import Binding, Gpu, NcclUnavailableError, RawCommunicator, load, version_text
 from collectives.transports.gpu.lane import Lane, lane_of
 from collectives.transports.gpu.nccl_queue import DeviceCall, Handle, NcclError, Queue
+from collectives.transports.transport import parts
 
 _OPS = {"sum": "NCCL_SUM", "avg": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 
@@ -162,8 +162,8 @@ class Nccl(Queue):
             calls = self._call(count, self._raw.reduceScatter, x.address, out.address, count, kind, raw_op)
         else:
             calls = []
-            for root, (start, count) in enumerate(_parts(counts)):
-                part = x.address + start * dtype.itemsize
+            for root, (start, end) in enumerate(parts(counts)):
+                part, count = x.address + start * dtype.itemsize, end - start
                 target = out.address if root == self.rank else 0
                 calls += self._call(count, self._raw.reduce, part, target, count, kind, raw_op, root)
         return self._run("reduce_scatter", [x, out], dtype, calls, async_op, self._average(op, out, dtype))
@@ -176,8 +176,8 @@ class Nccl(Queue):
             calls = self._call(x.nbytes, self._raw.allGather, x.address, out.address, x.nbytes, self._bytes)
         else:
             calls = []
-            for root, (start, nbytes) in enumerate(_parts([count * dtype.itemsize for count in counts])):
-                target = out.address + start
+            for root, (start, end) in enumerate(parts(counts)):
+                target, nbytes = out.address + start * dtype.itemsize, (end - start) * dtype.itemsize
                 source = x.address if root == self.rank else target
                 calls += self._call(nbytes, self._raw.broadcast, source, target, nbytes, self._bytes, root)
         return self._run("all_gather", [out, x], dtype, calls, async_op)
@@ -265,8 +265,3 @@ class Nccl(Queue):
 
     def _recv(self, address: int, nbytes: int, peer: int) -> list[DeviceCall]:
         return self._call(nbytes, self._raw.recv, address, nbytes, self._bytes, peer)
-
-
-def _parts(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where each part begins, and how long it is."""
-    return zip(accumulate(lengths, initial=0), lengths, strict=False)

@@ -18,6 +18,7 @@ from collectives import Communicator
 from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import TABLE, DType, effective_op
 from collectives.transports.gpu import cuda
+from collectives.transports.gpu.binding import loaded_libraries
 from collectives.transports.gpu.cuda import Support, ask
 from collectives.transports.gpu.lane import Lane
 from collectives.transports.gpu.nccl import connect
@@ -113,7 +114,7 @@ def test_the_library_of_this_run_is_found_and_asked(comm: Communicator) -> None:
     """Open MPI's and MPICH's wheels both have the function; a library of a cluster may not."""
     from mpi4py import MPI
 
-    paths = cuda._loaded_libraries()
+    paths = loaded_libraries("libmpi", "libmpich")
     assert any(os.path.basename(path).startswith("libmpi") for path in paths)
     answer = cuda.support()
     assert answer is cuda.support(), "asked once"
