@@ -73,7 +73,7 @@ GTL = ["/opt/cray/pe/lib64/libmpi_gtl_cuda.so.0"]
         (library(MPIX_GPU_query_support=mpich(1, failed=1)), [], {}, False, "MPIX_GPU_query_support() = 1"),
         (library(), GTL, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True, "libmpi_gtl_cuda is loaded"),
         (library(), [], {"MPICH_GPU_SUPPORT_ENABLED": "1"}, False, "gives no answer; set MPITRAIN_CUDA_AWARE=1"),
-        (library(), GTL, {}, False, "does not say"),
+        (library(), GTL, {}, False, "gives no answer"),
         (
             library(MPIX_GPU_query_support=mpich(1)),
             GTL,
