@@ -15,13 +15,13 @@ def switch(name: str, environ: Mapping[str, str] = os.environ) -> bool | None:
 
 
 def check_switches() -> None:
-    """ValueError where one of them is neither, also if nothing in this job would ever read it."""
+    """ValueError if a switch has another value, also if this job never reads the switch."""
     for name in SWITCHES:
         switch(name)
 
 
 def seconds_of(name: str, default: float, none: str) -> float:
-    """The variable's seconds, `default` where it is unset or empty. `none`: what 0 means. ValueError for what is no such number."""
+    """The variable's seconds, `default` where it is unset or empty. `none`: the meaning of 0 in words. ValueError for other values."""
     said = os.environ.get(name, "")
     try:
         return checked_seconds(float(said)) if said else default
@@ -32,7 +32,7 @@ def seconds_of(name: str, default: float, none: str) -> float:
 
 
 def checked_seconds(value: float) -> float:
-    """`value`. ValueError for what is no finite number of at least 0."""
+    """`value`. ValueError unless it is a finite number of at least 0."""
     if not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ValueError(f"{value!r}; expected seconds of at least 0")
     return value

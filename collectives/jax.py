@@ -101,8 +101,8 @@ def _bind(name: str, x: Any, comm: Communicator, op: str) -> jax.Array:
 def _check_devices(name: str, num_devices: int) -> None:
     if num_devices > 1:
         raise ValueError(
-            f"{name}: x is spread over {num_devices} devices, whose calls have no order; expected one device a rank: call it outside "
-            "jax.shard_map and jax.pmap, on an array that is on one device"
+            f"{name}: x is spread over {num_devices} devices, whose calls have no order; expected one device a rank: call {name} "
+            "outside jax.shard_map and jax.pmap, on an array that is on one device"
         )
 
 
@@ -117,8 +117,8 @@ def _own(comm: Communicator) -> Communicator:
 
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise RuntimeError(
-                "collectives.jax needs MPI_THREAD_MULTIPLE, since JAX calls back from threads of its own, but this MPI was started "
-                "without: leave mpi4py.rc.thread_level at 'multiple', or use an MPI library that was built for threads"
+                "collectives.jax needs MPI_THREAD_MULTIPLE, since JAX calls back from threads of its own, but MPI was started with "
+                "a lower level: leave mpi4py.rc.thread_level at 'multiple', or use an MPI library that was built for threads"
             )
         own = _own_of[comm] = for_callbacks(comm, "jax.jit", _AfterJitted)
         if jax.default_backend() == "cpu":
@@ -127,7 +127,7 @@ def _own(comm: Communicator) -> Communicator:
 
 
 class _AfterJitted(Progress):
-    """Of a Communicator that has a twin for JAX. Each call asks its Progress first, and waits here for the jitted ones before it."""
+    """The Progress of a Communicator that has a twin for JAX. Each call asks its Progress first, and waits here for jitted calls."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
@@ -241,13 +241,13 @@ def _jvp(primals: Any, tangents: Any, *, name: str, comm: Communicator, op: str)
     """sum and avg are linear: what they do to the values they do to the tangents."""
     if op not in ("sum", "avg"):
         raise TypeError(
-            f"collectives.jax.{name}: op {op!r} has no derivative here; expected sum or avg. Where none is needed, "
+            f"collectives.jax.{name}: op {op!r} has no derivative here; expected sum or avg. If no derivative is needed, "
             "pass jax.lax.stop_gradient(x)"
         )
     if _under_checkpoint():
         raise TypeError(
-            f"collectives.jax.{name} cannot be differentiated through jax.checkpoint (jax.remat), which would call it again "
-            "out of order; call it outside the function that is checkpointed"
+            f"collectives.jax.{name} cannot be differentiated through jax.checkpoint (jax.remat), which would call the collective "
+            "again out of order; call the collective outside the checkpointed function"
         )
     (x,), (t,) = primals, tangents
     bind = functools.partial(_collective.bind, name=name, comm=comm, op=op)
@@ -264,7 +264,7 @@ def _transpose(cotangent: Any, x: Any, *, name: str, comm: Communicator, op: str
 
 
 def _batch(operands: Any, axes: Any, *, name: str, comm: Communicator, op: str) -> Any:
-    """One operation for the whole batch, whose axis must not be the first: that one holds the rows."""
+    """One operation for the whole batch, whose axis must not be the first one, because the first axis holds the rows."""
     (x,), (axis,) = operands, axes
     if name != "all_reduce" and axis == 0:
         x, axis = jnp.moveaxis(x, 0, 1), 1
@@ -277,7 +277,7 @@ batching.primitive_batchers[_collective] = _batch
 
 
 def _under_checkpoint() -> bool:
-    """Whether jax.checkpoint is at work up the stack. JAX tells nobody, and would fail later without naming a function."""
+    """Whether jax.checkpoint is at work up the stack. JAX itself would fail later, and not name the function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == jax.checkpoint.__module__:

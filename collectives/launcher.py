@@ -1,4 +1,4 @@
-"""What a process can know of the launcher that started it, before MPI is."""
+"""The launcher of this process, as far as it can be known before MPI starts."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 # Where launchers say which rank a process is: it is one of several if any of them is set.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
-# What a launcher tells its ranks. A child process that inherits it takes itself for a rank, and brings the job down.
+# Prefixes of a launcher's variables. A child process that inherits these variables acts as a rank, and ends the job.
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPIR_CVAR_")
 
 # Where launchers say how many ranks they have started, and which launcher that is.
@@ -25,7 +25,7 @@ def launched_rank() -> int:
 
 
 def is_live_terminal() -> bool:
-    """Whether what this process prints is seen at once by a person.
+    """Whether a person sees the output of this process at once.
 
     mpirun stands between a rank and the terminal, and may give it a terminal of its own where it writes to a file itself: a rank can
     only be told, by MPITRAIN_TTY, as mpirun/train does.
@@ -37,7 +37,7 @@ def is_live_terminal() -> bool:
 def check_launcher(size: int, library: str, environ: Mapping[str, str] = os.environ) -> None:
     """RuntimeError if the launcher has started several ranks, and the MPI library `library` knows this process alone: `size` is 1.
 
-    That is what comes of the mpirun of one MPI and the library of another. Each rank would be a job of its own, all of them in the
+    This happens with the mpirun of one MPI and the library of another. Each rank would be a separate job, all of them in the
     same folders. A launcher within a job of another may well start one process, so one variable that says 1 is enough to go on.
     """
     told = {name: int(environ[name]) for name in _SIZE_VARIABLES if environ.get(name, "").isdigit()}
@@ -48,13 +48,13 @@ def check_launcher(size: int, library: str, environ: Mapping[str, str] = os.envi
     name, number = next(iter(told.items()))
     launcher = _SIZE_VARIABLES[name]
     if launcher == "srun":
-        remedy = "pass srun the --mpi= that this library was built for, such as --mpi=pmix (srun --mpi=list shows which there are)"
+        remedy = "pass srun the --mpi= that this library was built for, such as --mpi=pmix (srun --mpi=list shows all values)"
     else:
         remedy = (
             f"start the job by the mpirun of {library}, or let MPI4PY_LIBMPI name the libmpi.so of the launcher's MPI"
         )
     raise RuntimeError(
         f"{launcher} has started {number} ranks ({name}={number}), but MPI in this process is {library}, which knows 1 rank; expected "
-        f"a launcher and a library of one MPI, else each rank is a job of its own that writes to the same files: {remedy}. A process "
-        f"that is to run alone must not inherit the launcher's variables: env{''.join(f' -u {each}' for each in told)}"
+        f"a launcher and a library of the same MPI, because each rank would be a separate job that writes to the same files: {remedy}. "
+        f"To run one process alone, remove the launcher's variables: env{''.join(f' -u {each}' for each in told)}"
     )

@@ -1,7 +1,7 @@
-"""One view of any array: NumPy, torch, JAX and CuPy, and what else offers DLPack or the buffer protocol.
+"""One view of any array: of NumPy, torch, JAX, CuPy, and every object with DLPack or the buffer protocol.
 
-In host memory without a copy; in GPU memory the array is described (devices.py) and copied only for who asks for a host view.
-torch, JAX and CuPy are never imported here: such an array can only be handed in by somebody who did.
+In host memory without a copy; in GPU memory the array is described (devices.py) and copied only if a caller asks for a host view.
+torch, JAX and CuPy are never imported here: a caller with an array of these libraries has imported the library.
 """
 
 import sys
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from collectives.arrays import devices
-from collectives.arrays.devices import Device as Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import BFLOAT16, NATIVE, DType, dtype_of
 
 _ALIGN = 64  # bytes: memory aligned so becomes a JAX array without a copy
@@ -47,7 +47,7 @@ class Buffer:
     """An array that a collective reads or writes: its elements in host memory, or where they lie on a GPU.
 
     `flat`: 1-D NumPy view in host memory. For an array in GPU memory it is made when first asked for: a copy in pinned memory, said
-    once in the log. `dtype`: the row of the dtype table. `device`: None for host memory, else a `Device`.
+    once in the log. `dtype`: the row of the dtype table. `device`: None for host memory, else a `DeviceArray`.
 
     `writable`: the operation writes to `flat`, and `result()` is what it returns to its caller. JAX arrays are immutable: `flat` is
     then a copy, and `result()` a new array. `write_only`: it writes and reads nothing of what stands in `x`, so that nothing is
@@ -58,7 +58,7 @@ class Buffer:
 
     flat: np.ndarray
     dtype: DType
-    device: Device | None
+    device: DeviceArray | None
 
     def __init__(self, x: Any, name: str, *, writable: bool = False, write_only: bool = False) -> None:
         self._array, self.writes = x, writable or write_only
@@ -97,7 +97,7 @@ class Buffer:
         return address_of(self.flat) if self.device is None else self.device.address
 
     def current_stream(self) -> int | None:
-        """Of an array in GPU memory: the stream that its library works on now; None where the array does not tell."""
+        """The current stream of the library of an array in GPU memory; None if the array does not tell a stream."""
         return devices.describe(self._array, "x", writable=False)[0].stream
 
     def result(self) -> Any:
@@ -120,7 +120,7 @@ def address_of(flat: np.ndarray) -> int:
 
 
 def unowned(flat: np.ndarray) -> np.ndarray:
-    """A view of the same elements that does not keep their memory alive. For who knows otherwise that it is."""
+    """A view of the same elements that does not keep their memory alive. The caller must keep it alive."""
     memory = sys.modules["mpi4py.MPI"].memory.fromaddress(address_of(flat), flat.nbytes)
     return np.frombuffer(memory, np.uint8).view(flat.dtype)
 
@@ -196,17 +196,13 @@ def _open_torch(x: Any, name: str) -> np.ndarray:
         row = dtype_of(x.dtype)
         if row.numpy.isbuiltin != 1:  # float8, which they have no word for either
             return x.view(torch.uint8).numpy().view(row.numpy)
-        raise TypeError(f"{name} is no tensor that NumPy can view: {error}") from None
+        raise TypeError(f"{name} is a tensor that NumPy cannot view: {error}") from None
 
 
 def _open_jax(x: Any, name: str) -> np.ndarray:
     _jax_check(x, name)
     view = np.asarray(x)
     return view if view.flags.c_contiguous else np.ascontiguousarray(view)  # JAX may choose another layout
-
-
-def _open_cuda(x: Any, name: str) -> np.ndarray:
-    raise TypeError(f"{name} is in GPU memory; expected host memory")
 
 
 def _open_dlpack(x: Any, name: str) -> np.ndarray:
@@ -218,11 +214,9 @@ def _open_dlpack(x: Any, name: str) -> np.ndarray:
         raise TypeError(f"{name} is a {_kind(x)} that cannot be viewed in host memory: {error}") from None
 
 
-def _open_buffer(x: Any, name: str) -> np.ndarray:
-    return np.asarray(memoryview(x))
-
-
-def _open_none(x: Any, name: str) -> np.ndarray:
+def _refuse(x: Any, name: str) -> np.ndarray:
+    if _library(x) == "cuda":
+        raise TypeError(f"{name} is in GPU memory; expected host memory")
     raise TypeError(f"{name} is a {_kind(x)}; expected an array of NumPy, torch, CuPy or JAX")
 
 
@@ -230,10 +224,10 @@ _OPEN: dict[Library, Callable[[Any, str], np.ndarray]] = {
     "numpy": _open_numpy,
     "torch": _open_torch,
     "jax": _open_jax,
-    "cuda": _open_cuda,
+    "cuda": _refuse,
     "dlpack": _open_dlpack,
-    "buffer": _open_buffer,
-    "none": _open_none,
+    "buffer": lambda x, name: np.asarray(memoryview(x)),
+    "none": _refuse,
 }
 
 
@@ -249,7 +243,7 @@ def _check(view: np.ndarray, x: Any, name: str, writable: bool) -> DType:
         shape, strides = (tuple(x.shape), x.stride()) if tensor else (view.shape, view.strides)
         advice = f"pass {name}.contiguous()" if tensor else f"pass numpy.ascontiguousarray({name})"
         if writable:  # a copy would be filled, and this array stay as it is
-            advice = "what is written to must be: pass a contiguous array, and copy the result into this one"
+            advice = "an operation writes to this array only if it is contiguous: pass a contiguous array and copy the result"
         raise ValueError(f"{name} is not contiguous (shape {shape}, strides {strides}); {advice}")
     if not view.dtype.isnative:
         raise TypeError(f"{name} has byte order {view.dtype.byteorder!r}; expected the machine's own")
@@ -264,7 +258,7 @@ def _kind(x: object) -> str:
 
 
 def _jax_check(x: Any, name: str, *, contents: bool = True) -> DType:
-    """The dtype of a JAX array on one device; TypeError or ValueError for what is none."""
+    """The dtype of a JAX array on one device; TypeError or ValueError for any other array."""
     jax = sys.modules["jax"]
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
@@ -273,7 +267,7 @@ def _jax_check(x: Any, name: str, *, contents: bool = True) -> DType:
         )
     if isinstance(x, jax.ShapeDtypeStruct) and contents:
         raise TypeError(
-            f"{name} is a jax.ShapeDtypeStruct, which has no values; expected an array (only where a result goes it is enough)"
+            f"{name} is a jax.ShapeDtypeStruct, which has no values; expected an array (a description is enough only for a result)"
         )
     sharding = getattr(x, "sharding", None)
     if sharding is not None and len(sharding.device_set) > 1:
@@ -296,7 +290,7 @@ def _jax_copy(x: Any, name: str, *, contents: bool) -> np.ndarray:
 
 
 def _jax_array(x: Any, flat: np.ndarray) -> Any:
-    """`flat`, which nobody may write to any more, as a JAX array of the dtype, shape and device of `x`."""
+    """`flat`, which must not be written to any more, as a JAX array of the dtype, shape and device of `x`."""
     jax = sys.modules["jax"]
     # An array that JAX put where it liked stays movable; one that a user placed is placed again.
     place = x.sharding if getattr(x, "committed", True) else None

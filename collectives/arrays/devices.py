@@ -21,7 +21,7 @@ LEGACY_STREAM = 1  # CUDA's handle of the default stream, for which all blocking
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceArray:
     """An array in GPU memory, as a transport that reads it there needs it.
 
     `address`: of the first element. `index`: the device's number in this process; None where the array does not tell.
@@ -41,22 +41,22 @@ def say_once(text: str, about: str = "") -> None:
         _log.log(logging.WARNING if launched_rank() <= 0 else logging.INFO, text)
 
 
-def describe(x: Any, name: str, *, writable: bool) -> tuple[Device, DType]:
+def describe(x: Any, name: str, *, writable: bool) -> tuple[DeviceArray, DType]:
     """Where an array in GPU memory lies, and its dtype. ValueError if it is not contiguous, or masked, or read-only if `writable`."""
     return _describe_tensor(x, name) if _is_tensor(x) else _describe_interface(x, name, writable)
 
 
-def _describe_tensor(x: Any, name: str) -> tuple[Device, DType]:
+def _describe_tensor(x: Any, name: str) -> tuple[DeviceArray, DType]:
     row = dtype_of(x.dtype)
     if not x.is_contiguous():
         raise ValueError(
             f"{name} is not contiguous (shape {tuple(x.shape)}, strides {x.stride()}); pass {name}.contiguous()"
         )
     stream = sys.modules["torch"].cuda.current_stream(x.device).cuda_stream
-    return Device(x.data_ptr(), x.numel() * row.itemsize, x.device.index, stream), row
+    return DeviceArray(x.data_ptr(), x.numel() * row.itemsize, x.device.index, stream), row
 
 
-def _describe_interface(x: Any, name: str, writable: bool) -> tuple[Device, DType]:
+def _describe_interface(x: Any, name: str, writable: bool) -> tuple[DeviceArray, DType]:
     said = x.__cuda_array_interface__
     # The array's own dtype where it has one: a type string has no word for bf16.
     dtype = np.dtype(getattr(x, "dtype", None) or said["typestr"])
@@ -76,7 +76,7 @@ def _describe_interface(x: Any, name: str, writable: bool) -> tuple[Device, DTyp
     # Before version 3 an array could not tell its stream.
     stream = said.get("stream") if said.get("version", 0) >= 3 else LEGACY_STREAM
     index = getattr(getattr(x, "device", None), "id", None)
-    return Device(address or 0, prod(shape) * row.itemsize, index, stream), row
+    return DeviceArray(address or 0, prod(shape) * row.itemsize, index, stream), row
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

@@ -18,7 +18,7 @@ OPS = ARITHMETIC | {"avg"}
 class DTypeError(TypeError, ValueError):
     """An element type that is not in the table, or that an operation is not defined for.
 
-    Python's habit calls it a TypeError; who catches other wrong arguments of a collective by ValueError catches it too.
+    By Python's conventions this is a TypeError; a handler of ValueError, as for other wrong arguments of a collective, catches it too.
     """
 
 
@@ -98,7 +98,7 @@ _answers: dict[object, DType] = {}
 
 
 def dtype_of(dtype: object) -> DType:
-    """The row for a dtype of any array library, its name, or a scalar type, also of what is only moved; DTypeError if there is none."""
+    """The row for a dtype of any array library, its name, or a scalar type, also if it is only moved. DTypeError for other dtypes."""
     try:
         return _answers[dtype]
     except (KeyError, TypeError):  # not asked before, or nothing that a dict can hold, and no dtype then
@@ -115,7 +115,7 @@ def dtype_of(dtype: object) -> DType:
 
 
 def number_of(dtype: object) -> DType:
-    """`dtype_of` for who takes numbers alone: DTypeError for what is only moved, too."""
+    """`dtype_of` for callers that take numbers alone: DTypeError also for types that are only moved."""
     row = dtype_of(dtype)
     if row.name not in TABLE:
         raise DTypeError(f"dtype {dtype} is not supported; expected one of {', '.join(TABLE)}")
@@ -123,7 +123,7 @@ def number_of(dtype: object) -> DType:
 
 
 def effective_op(dtype: DType, op: str) -> str:
-    """The operation to carry out on the raw elements; ValueError if `op` is unknown, DTypeError if `dtype` has none such.
+    """The operation to carry out on the raw elements; ValueError if `op` is unknown, DTypeError if `dtype` does not have it.
 
     TypeError if `op` is no string, such as MPI's own handles.
     """

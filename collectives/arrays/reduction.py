@@ -38,7 +38,7 @@ def mpi_agrees(op: str, dtype: np.dtype) -> bool:
 
 
 class Arithmetic(Protocol):
-    """What an algorithm does to elements where they lie: this module in host memory, transports/gpu/kernels.py in GPU memory."""
+    """The arithmetic of algorithms, on elements in their place: this module for host memory, gpu/kernels.py for GPU memory."""
 
     def reduce_into(self, out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DType) -> None: ...
     def divide(self, flat: np.ndarray, divisor: int, dtype: DType) -> None: ...
@@ -47,7 +47,7 @@ class Arithmetic(Protocol):
 
 
 class _OfThread(threading.local):
-    """What a thread needs to add."""
+    """The scratch memory and the NumPy context of a thread that adds."""
 
     def __init__(self) -> None:
         self.scratch = [np.empty(0, np.uint8)] * 2
@@ -153,7 +153,7 @@ def _torch(size: int) -> Any:
 
 
 def _tensor(torch: Any, x: np.ndarray) -> Any:
-    """`x`, of fp32, fp16 or bf16, as a torch tensor without a copy, but where it is read-only: torch knows no such tensors."""
+    """`x`, of fp32, fp16 or bf16, as a torch tensor without a copy. Copied if read-only: torch has no such tensors."""
     if not x.flags.writeable:
         x = x.copy()
     if x.dtype.name == "bfloat16":

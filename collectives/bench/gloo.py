@@ -27,18 +27,13 @@ class Gloo:
 
     def call(self, operation: str, arrays: Arrays) -> Call:
         dtype = dtype_of(arrays.whole.dtype).name
-        size = self._comm.size
+        kind, size = getattr(self._torch, dtype), self._comm.size
         try:
             with self._comm.together():
-                self._make(
-                    operation, *(self._torch.zeros(n, dtype=getattr(self._torch, dtype)) for n in (size, 1, size))
-                )()
+                self._make(operation, *(self._torch.zeros(n, dtype=kind) for n in (size, 1, size)))()
         except Exception as error:
             raise CannotTakePart(f"gloo has no {operation} of {dtype}: {str(error).splitlines()[0]}") from None
-        return self._make(operation, *map(self._tensor, arrays))
-
-    def _tensor(self, array: Any) -> Any:
-        return array if is_torch(array) else like(array, getattr(self._torch, dtype_of(array.dtype).name))
+        return self._make(operation, *(array if is_torch(array) else like(array, kind) for array in arrays))
 
     def _make(self, operation: str, whole: Any, part: Any, other: Any) -> Call:
         dist, is_root = self._dist, self._comm.rank == 0

@@ -6,9 +6,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from collectives.communicator.communicator import Communicator
 
-OPERATIONS = (
-    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
-)  # fmt: skip
 Call = Callable[[], Any]
 
 
@@ -29,4 +26,4 @@ class Peer(Protocol):
         """Collective. CannotTakePart on all ranks if the library cannot be used. `ended` ends its resources after the measurement."""
 
     def call(self, operation: str, arrays: Arrays) -> Call:
-        """A call of `operation` on the memory of `arrays`. Collective. CannotTakePart on all ranks if the library has no such call."""
+        """A call of `operation` on the memory of `arrays`. Collective. CannotTakePart on all ranks if the library does not have it."""

@@ -16,8 +16,8 @@ from collectives.bench.units import show_bytes
 
 HEADINGS = ("size", "auto µs", "busbw GB/s", "MPI / auto", "Gloo / auto", "best fixed", "auto / best")
 LEGEND = (
-    "MPI / auto, Gloo / auto: how many times as fast auto is as plain mpi4py, and as torch's Gloo, on private memory; "
-    "auto / best: its time against that of the best fixed algorithm. Medians over the launches."
+    "MPI / auto, Gloo / auto: time of plain mpi4py, and of torch's Gloo, divided by the time of auto, on private memory; "
+    "auto / best: time of auto divided by the time of the best fixed algorithm. Medians over the launches."
 )
 
 
@@ -109,7 +109,7 @@ def _on(launches: Sequence[CollectivesLaunch]) -> str:
 
 
 def heading(launch: CollectivesLaunch) -> str:
-    """What a group was measured on, in a line."""
+    """The machine of a group, in a line."""
     cpu, cores, mpi = (launch.machine.get(name, "?") for name in ("cpu", "cores", "mpi"))
     return f"{launch.ranks_on_nodes} of {cpu}, {cores} cores each; {mpi}; {launch.arrays} arrays"
 

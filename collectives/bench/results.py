@@ -61,7 +61,7 @@ class CollectivesLaunch(Launch):
 
 
 def bus_factor(operation: str, num_ranks: int) -> float:
-    """What an optimal algorithm moves in and out of the busiest rank for each byte of the whole array."""
+    """The bytes that an optimal algorithm moves through the busiest rank for each byte of the whole array."""
     n = num_ranks
     if operation in ("broadcast", "reduce"):
         return 1.0

@@ -11,7 +11,6 @@ from time import monotonic
 
 from collectives.arrays.dtypes import TABLE, DType
 from collectives.bench.calls import Entrants
-from collectives.bench.peer import OPERATIONS
 from collectives.bench.results import Measurement
 from collectives.bench.timing import Limits, measure
 from collectives.communicator.communicator import Communicator
@@ -72,7 +71,7 @@ def cases(comm: Communicator, operations: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def tune(
-    comm: Communicator, *, operations: Sequence[str] = OPERATIONS, sizes: Sequence[int] = SIZES, seconds: float = 90.0
+    comm: Communicator, *, operations: Sequence[str], sizes: Sequence[int] = SIZES, seconds: float = 90.0
 ) -> Iterator[tuple[Entry, list[Measurement]]]:
     """Measure every algorithm in each case, one after the other, and choose: the entry for this `comm`, and what it follows from.
 

@@ -24,7 +24,7 @@ def _parsed(text: str, units: dict[str, Fraction], error: str) -> Fraction:
 
 
 def parse_size(text: str) -> int:
-    """'64KiB' as a number of bytes; ValueError if it is none, or less than 1."""
+    """'64KiB' as a number of bytes; ValueError for other texts, and for less than 1."""
     error = "size {}; expected bytes, 1 at least, such as 4096, 64KiB, 1.5MiB or 1.2GB"
     nbytes = int(_parsed(text, _BYTES, error))
     if nbytes < 1:
@@ -53,7 +53,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_bandwidth(text: str) -> float:
-    """'25GB/s' as bytes per second; ValueError if it is none, or 0."""
+    """'25GB/s' as bytes per second; ValueError for other texts, and for 0."""
     error = "bandwidth {}; expected a number above 0 and its unit, such as 800MB/s, 25GB/s or 100Gbit/s"
     bandwidth = _parsed(text, _BANDWIDTHS, error)
     if not bandwidth:
@@ -62,7 +62,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_counts(text: str) -> list[int]:
-    """'1..64,100' as whole numbers, rising and each once; ValueError if one is none, or 0."""
+    """'1..64,100' as whole numbers, rising and each once; ValueError for other texts, and for 0."""
     counts: set[int] = set()
     for part in text.split(","):
         ends = part.split("..", 1)

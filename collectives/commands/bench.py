@@ -11,7 +11,7 @@ from collectives.bench.kit.arguments import add_json, add_plot, names_of, positi
 from collectives.bench.kit.running import measure_and_show
 from collectives.bench.kit.turns import make_each
 from collectives.bench.overhead import overhead
-from collectives.bench.peer import OPERATIONS, Peer
+from collectives.bench.peer import Peer
 from collectives.bench.plain_mpi import PlainMpi
 from collectives.bench.plot import plot
 from collectives.bench.results import CollectivesLaunch, Measurement, Skipped
@@ -20,6 +20,7 @@ from collectives.bench.timing import LEAST_ROUNDS, Limits, measure
 from collectives.bench.units import parse_sizes
 from collectives.commands.terminal import Commands, or_usage_error, positive, several_ranks
 from collectives.communicator.communicator import Communicator
+from collectives.selection.selector import ALGORITHMS
 
 ARRAYS = ("numpy", "torch")
 PEERS: dict[str, type[Peer]] = {"mpi": PlainMpi, "gloo": Gloo}
@@ -30,13 +31,14 @@ def add_parser(commands: Commands) -> None:
     """Add the command and its flags."""
     parser = commands.add_parser(
         "bench",
-        help="time every algorithm beside the MPI library's own and Gloo (under mpirun)",
-        description="Times auto, every algorithm and the peers in turn, in one launch: the median over the rounds of the slowest "
-        "rank's time. For figures that can be compared take --json of several launches, and python -m collectives report.",
+        help="time every algorithm, the MPI library's collectives and Gloo (under mpirun)",
+        description="Times auto, every algorithm and the peers in turn, in one launch. The figures are medians over the rounds of "
+        "the slowest rank's time. To compare machines or versions, write --json in several launches, then use "
+        "python -m collectives report.",
     )
     parser.add_argument(
-        "--op", type=names_of(OPERATIONS, or_all=True), default=["all_reduce"], metavar="OP,OP,..",
-        help=f"of {', '.join(OPERATIONS)}, or all (default: all_reduce)",
+        "--op", type=names_of(list(ALGORITHMS), or_all=True), default=["all_reduce"], metavar="OP,OP,..",
+        help=f"of {', '.join(ALGORITHMS)}, or all (default: all_reduce)",
     )  # fmt: skip
     parser.add_argument(
         "--sizes", type=or_usage_error(parse_sizes), default=SIZES,
@@ -51,22 +53,27 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--peers", type=names_of(list(PEERS), or_none=True), default=["mpi"], metavar="mpi,gloo",
-        help="mpi: the library called through plain mpi4py; gloo: torch.distributed's (default: mpi)",
+        help="mpi: the MPI library through plain mpi4py; gloo: torch.distributed with Gloo (default: mpi)",
     )  # fmt: skip
     parser.add_argument(
         "--memory", type=names_of(("private", "node")), default=["private", "node"], metavar="KIND,KIND",
-        help="private: ordinary arrays; node: the whole array from empty() or node.shared() (default: private,node)",
+        help="private: ordinary arrays; node: the whole array is in node memory, from empty() or node.shared() (default: private,node)",
     )  # fmt: skip
-    parser.add_argument("--arrays", choices=ARRAYS, default="numpy", help="of which library (default: numpy)")
+    parser.add_argument("--arrays", choices=ARRAYS, default="numpy", help="library of the arrays (default: numpy)")
     parser.add_argument(
         "--seconds", type=positive_seconds, default=2.0, metavar="S",
-        help=f"time for each operation, dtype and size: decides the rounds, {LEAST_ROUNDS} at least (default: 2)",
+        help=f"time for each operation, dtype and size; it decides the number of rounds, at least {LEAST_ROUNDS} (default: 2)",
     )  # fmt: skip
     parser.add_argument(
-        "--rounds", type=positive, default=200, help="timed calls of each at most, however fast they are (default: 200)"
+        "--rounds",
+        type=positive,
+        default=200,
+        help="maximum number of timed calls of each algorithm or peer (default: 200)",
     )
     parser.add_argument(
-        "--overhead", action="store_true", help="also Python's time a call over raw mpi4py at 1 KiB, NumPy and torch"
+        "--overhead",
+        action="store_true",
+        help="also measure the Python time per call over raw mpi4py, at 1 KiB, for NumPy and torch arrays",
     )
     add_json(parser)
     add_plot(parser, "busbw against size")

@@ -17,6 +17,11 @@ DEFAULT_RANKS = "1..64,100,256,1000,4096"
 # Rings of thousands of ranks have millions of messages: they are proved where --ranks asks for them, up to the second number.
 DEFAULT_STEPS = 1 << 18
 MAX_STEPS = 1 << 23
+LEGEND = (
+    "Proved: each result contains every contribution exactly once; no deadlock; the same bits on all ranks; rounds (steps on the "
+    "longest chain) and traffic (sent by the busiest rank, in whole buffers) equal the literature's formula, shown for the last case. "
+    f"A wrong sum of more than {EXACT_RANKS} ranks looks right with a probability of 2^-64."
+)
 
 
 def add_parser(commands: Commands) -> None:
@@ -26,7 +31,7 @@ def add_parser(commands: Commands) -> None:
         "--ranks",
         type=or_usage_error(parse_counts),
         metavar="N..M,N,..",
-        help=f"default: {DEFAULT_RANKS}, without the largest for algorithms of more than {DEFAULT_STEPS} steps in all",
+        help=f"default: {DEFAULT_RANKS}, but no numbers for which an algorithm has more than {DEFAULT_STEPS} steps in all",
     )
 
 
@@ -55,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
                 style="bold red" if wrong else "",
             )
         table.add_section()
-    print_once(table, _legend(), *(Text(problem, "bold red") for problem in problems))
+    print_once(table, Text(LEGEND), *(Text(problem, "bold red") for problem in problems))
     return 1 if problems else 0
 
 
@@ -85,18 +90,9 @@ def _prove(
 
 
 def _shown(setup: Setup, operation: str, algorithm: str) -> str:
-    """What tells this case from others with as many ranks."""
+    """The root, node size and segments of this case, as far as they matter."""
     return ", ".join(
         [f"root {setup.root}"] * (operation in ROOTED)
         + [f"{setup.per_node} a node"] * (algorithm in TWO_LEVEL)
         + [f"{setup.num_segments} segment" + "s" * (setup.num_segments > 1)] * (algorithm in PIPELINED)
-    )
-
-
-def _legend() -> Text:
-    return Text(
-        "Proved: every contribution exactly once in each result, no deadlock, the same bits on all ranks; rounds (steps on "
-        "the longest chain) and traffic (what the busiest rank sends, in whole buffers) exactly as the literature's formula "
-        "says, shown for the last case. "
-        f"Sums of more than {EXACT_RANKS} ranks: up to a chance of 2^-64 each."
     )

@@ -4,11 +4,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from collectives.bench.kit.arguments import add_json, add_plot
 from collectives.bench.units import parse_bandwidth, parse_seconds, parse_sizes, show_bytes, show_seconds
 from collectives.commands.plot import draw
 from collectives.commands.terminal import Commands, UsageError, or_usage_error, positive, print_once
@@ -49,16 +51,16 @@ def add_parser(commands: Commands) -> None:
         type=bandwidth,
         default="200GB/s",
         metavar="RATE",
-        help="bandwidth within a node, of one rank to another (default: 200GB/s)",
+        help="bandwidth within a node, between two ranks (default: 200GB/s)",
     )
     parser.add_argument(
         "--links-per-node",
         type=positive,
         metavar="L",
-        help="messages that cross a node's edge at full bandwidth (default: one for each of its ranks)",
+        help="number of messages that a node can send, and receive, at full bandwidth (default: one for each rank)",
     )
-    parser.add_argument("--plot", metavar="FILE.png", help="also draw time against size")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    add_plot(parser, "time against size")
+    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -86,7 +88,9 @@ def run(options: argparse.Namespace) -> int:
             }
             draw(options.plot, title, _described(network), lines)
         if options.json:
-            _write_json(options.json, options.op, options.ranks, network, results)
+            figures = {"operation": options.op, "ranks": options.ranks, "network": asdict(network)}
+            figures["results"] = [asdict(price) for price in results]
+            Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
     print_once(Text(title), Text(_described(network)), _table(results))
     return 0
 
@@ -123,19 +127,3 @@ def _described(network: Network) -> str:
         return text
     within = f"within a node {show_seconds(network.node_alpha)} and {network.node_bandwidth / 1e9:g} GB/s"
     return f"{text}, {links} at a time; {within}"
-
-
-def _write_json(path: str, operation: str, ranks: int, network: Network, results: Sequence[Price]) -> None:
-    """One object: the network (seconds, bytes per second), and the list of prices."""
-    with open(path, "w") as file:
-        json.dump(
-            {
-                "operation": operation,
-                "ranks": ranks,
-                "network": asdict(network),
-                "results": [asdict(price) for price in results],
-            },
-            file,
-            indent=1,
-        )
-        file.write("\n")

@@ -1,4 +1,4 @@
-"""`python -m collectives info`: what this machine offers."""
+"""`python -m collectives info`: MPI, ranks, nodes, memory, dtypes and algorithms here."""
 
 import argparse
 import os
@@ -10,9 +10,9 @@ from rich.text import Text
 
 import collectives
 from collectives.arrays.dtypes import MOVED, TABLE
-from collectives.bench.peer import OPERATIONS
 from collectives.bench.units import show_bytes
 from collectives.commands.terminal import Commands, console
+from collectives.selection.selector import ALGORITHMS
 
 
 def add_parser(commands: Commands) -> None:
@@ -21,7 +21,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show what there is here: under mpirun all its ranks, else this process alone."""
+    """Show the table: under mpirun for all ranks, else for this process alone."""
     from collectives.transports import mpi
     from collectives.transports.gpu import cuda
     from collectives.transports.node import memory
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
             table.add_row(label, Text(text))  # brackets in it are no markup
         table.add_row("dtypes", ", ".join(TABLE))
         table.add_row("only moved", ", ".join(MOVED))
-        for operation in OPERATIONS:
+        for operation in ALGORITHMS:
             table.add_row(operation, ", ".join(("auto", *comm.algorithms(operation))))
         console().print(table)
     return 0

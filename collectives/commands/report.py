@@ -14,9 +14,9 @@ from collectives.commands.terminal import Commands, UsageError, print_once
 def add_parser(commands: Commands) -> None:
     """Add the command and its flags."""
     parser = commands.add_parser(
-        "report", help="medians over several launches of bench, and auto against its peers (runs without MPI)"
+        "report", help="medians over several launches of bench, and auto compared with its peers (runs without MPI)"
     )
-    parser.add_argument("files", nargs="+", metavar="FILE.json", help="what bench --json has written, one launch each")
+    parser.add_argument("files", nargs="+", metavar="FILE.json", help="files of bench --json, one for each launch")
     parser.add_argument("--markdown", metavar="FILE", help="write the tables to this file instead of printing them")
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: reading arguments, and printing once however many ranks there are."""
+"""Shared by the commands: parsers of arguments, and printing on one rank alone."""
 
 import argparse
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _FILE_WIDTH = 240  # of what goes to a file or a pipe
 
 
 class UsageError(Exception):
-    """What the user asked for cannot be done; the text is all there is to say."""
+    """The request of the user cannot be carried out; the text is the whole message."""
 
 
 def or_usage_error(parse: Callable[[str], T]) -> Callable[[str], T]:

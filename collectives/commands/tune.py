@@ -10,12 +10,12 @@ from rich.text import Text
 from collectives.bench.kit.arguments import names_of, positive_seconds
 from collectives.bench.kit.running import writable
 from collectives.bench.kit.tables import new_table, plural
-from collectives.bench.peer import OPERATIONS
 from collectives.bench.tuning import CLEARLY, QUICK_SIZES, SIZES, tune
 from collectives.bench.units import parse_sizes, show_bytes
 from collectives.commands.terminal import Commands, UsageError, or_usage_error, print_once, several_ranks
 from collectives.communicator.communicator import Communicator
 from collectives.selection import table_cache
+from collectives.selection.selector import ALGORITHMS
 from collectives.selection.table import Entry, Table
 
 SECONDS, QUICK_SECONDS = 90.0, 20.0
@@ -25,28 +25,28 @@ def add_parser(commands: Commands) -> None:
     """Add the command and its flags."""
     parser = commands.add_parser(
         "tune",
-        help="measure every algorithm on these ranks, and keep for this machine which one auto takes (under mpirun)",
-        description=f"Measures every algorithm from {show_bytes(SIZES[0])} to {show_bytes(SIZES[-1])} and keeps, for this machine, MPI "
-        "library and numbers of ranks and nodes, from which size on which one is the fastest; the next start uses it. An algorithm "
-        f"that is less than {CLEARLY:.0%} faster does not take over.",
+        help="measure every algorithm on these ranks, and keep the fastest for auto on this machine (under mpirun)",
+        description=f"Measures every algorithm from {show_bytes(SIZES[0])} to {show_bytes(SIZES[-1])}. Keeps, for this machine, MPI "
+        "library and numbers of ranks and nodes, the fastest algorithm of each range of sizes; the next start uses this table. A "
+        f"change of algorithm must be at least {CLEARLY:.0%} faster.",
     )
     parser.add_argument(
-        "--op", type=names_of(OPERATIONS, or_all=True), default=list(OPERATIONS), metavar="OP,OP,..",
-        help="only these operations; what is known of the others stays (default: all)",
+        "--op", type=names_of(list(ALGORITHMS), or_all=True), default=list(ALGORITHMS), metavar="OP,OP,..",
+        help="measure only these operations; the table keeps its entries for the others (default: all)",
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help=f"half of the sizes, and {QUICK_SECONDS:g} s in all")
+    parser.add_argument("--quick", action="store_true", help=f"measure half of the sizes, in {QUICK_SECONDS:g} s")
     parser.add_argument(
         "--sizes",
         type=or_usage_error(parse_sizes),
-        help="bytes of the whole array to measure at: a range in steps of 4, or a list such as 1KiB,3MiB",
+        help="bytes of the whole array: a range in steps of 4, or a list such as 1KiB,3MiB",
     )
     parser.add_argument(
-        "--seconds", type=positive_seconds, metavar="S", help=f"time in all, about (default: {SECONDS:g})"
+        "--seconds", type=positive_seconds, metavar="S", help=f"approximate time in all (default: {SECONDS:g})"
     )
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="write the table to this file, not to the user's cache; what it holds for other ranks and nodes stays",
+        help="write the table to this file, not to the user's cache; entries for other numbers of ranks and nodes stay",
     )
 
 
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _before(comm: Communicator, output: str | None) -> tuple[Table, Path]:
-    """What is known already, on rank 0, and the file to write. ValueError if there is a file that holds no table; OSError."""
+    """The table so far, on rank 0, and the file to write. ValueError if the file exists and holds no table; OSError."""
     if output is None:
         return (comm.rank == 0 and table_cache.read(comm.machine())) or Table(()), table_cache.path_of(comm.machine())
     path = Path(output)
@@ -86,11 +86,11 @@ def _before(comm: Communicator, output: str | None) -> tuple[Table, Path]:
     try:
         return Table.from_dict(json.loads(path.read_text())), path
     except ValueError as error:
-        raise ValueError(f"{path} is in the way: {error}; name another file") from None
+        raise ValueError(f"{path} exists and is no table: {error}; choose another file") from None
 
 
 def _shown(entries: list[Entry], comm: Communicator) -> Shown:
-    title = f"what auto takes, {comm.size} ranks on {plural(comm.num_nodes, 'node')}"
+    title = f"algorithms of auto, {comm.size} ranks on {plural(comm.num_nodes, 'node')}"
     shown = new_table(("operation", "dtypes", "memory", "algorithm"), title=title, left=4)
     shown.columns[-1].no_wrap = False
     for entry in entries:

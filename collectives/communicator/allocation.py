@@ -14,7 +14,7 @@ from collectives.transports.node.memory import NodeMemory
 
 
 class Allocation:
-    """What a communicator allocates. `memory`: what its ranks share; None on several nodes."""
+    """The allocations of a communicator. `memory`: shared by its ranks; None on several nodes."""
 
     def __init__(self, memory: NodeMemory | None, *, recorder: Recorder, queue: AsyncQueue) -> None:
         self._memory, self._recorder, self._queue = memory, recorder, queue

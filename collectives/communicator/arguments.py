@@ -1,4 +1,4 @@
-"""Whether the arguments of an operation are right and fit each other: what a rank can see by itself, before anything is sent."""
+"""Checks of the arguments of an operation that a rank can make by itself, before data is sent."""
 
 from collections.abc import Iterable, Sequence
 from operator import index
@@ -14,7 +14,7 @@ Named = tuple[str, Buffer]  # an array, and what errors call it
 
 
 def integer(operation: str, name: str, value: Any) -> int:
-    """An argument as an int: also NumPy's integers, and arrays of no dimension. TypeError for what is none; a float is not rounded."""
+    """An argument as an int: also NumPy's integers, and arrays of no dimension. TypeError for other values; a float is not rounded."""
     try:
         return index(value)
     except TypeError:
@@ -27,7 +27,7 @@ def not_an_integer(operation: str, name: str, value: Any) -> TypeError:
 
 
 def rank_of(operation: str, root: Any, size: int) -> int:
-    """A `root` as an int; TypeError or ValueError if it is no rank. A truth value is none: `root=True` is a slip."""
+    """A `root` as an int; TypeError or ValueError if it is no rank. A bool is refused, because `root=True` is a slip."""
     if isinstance(root, bool):
         raise not_an_integer(operation, "root", root)
     root = integer(operation, "root", root)
@@ -37,11 +37,11 @@ def rank_of(operation: str, root: Any, size: int) -> int:
 
 
 def color_and_key(color: Any, key: Any) -> tuple[int | None, int]:
-    """What `split` takes, as ints; TypeError or ValueError for what MPI does not."""
+    """The arguments of `split`, as ints; TypeError or ValueError for values that MPI does not take."""
     if color is not None:
         color = integer("split", "color", color)
         if not 0 <= color <= _MAX_INT:
-            raise ValueError(f"split: color {color}; expected 0 to {_MAX_INT}, or None to stay out")
+            raise ValueError(f"split: color {color}; expected 0 to {_MAX_INT}, or None to be in no new communicator")
     key = integer("split", "key", key)
     if not -_MAX_INT <= key <= _MAX_INT:
         raise ValueError(f"split: key {key}; expected {-_MAX_INT} to {_MAX_INT}")
@@ -55,51 +55,32 @@ def fit(
 
     ValueError unless both have the sizes and the dtype that follow, or if they overlap elsewhere. `counts`: None where all are alike.
     """
-    lengths = _lengths(operation, None if counts is None else _integers(operation, counts), rank, size, part, whole)
-    return lengths, _is_in_place(operation, lengths, rank, part, whole)
-
-
-def _integers(operation: str, counts: Iterable[int]) -> list[int]:
+    (part_name, small), (whole_name, large) = part, whole
     try:
-        return [index(count) for count in counts]
+        lengths = [small.size] * size if counts is None else [index(count) for count in counts]
     except TypeError:
         raise TypeError(
             f"{operation}: counts is {counts!r}; expected integers, the number of elements of each rank"
         ) from None
-
-
-def _lengths(
-    operation: str, counts: Sequence[int] | None, rank: int, size: int, part: Named, whole: Named
-) -> Sequence[int]:
-    (part_name, small), (whole_name, large) = part, whole
-    if counts is None:
-        counts = [small.size] * size
-        if large.size == small.size * size and small.dtype is large.dtype:
-            return counts
-    if len(counts) != size or min(counts) < 0:
+    if counts is not None or large.size != small.size * size or small.dtype is not large.dtype:
+        if len(lengths) != size or min(lengths) < 0:
+            raise ValueError(
+                f"{operation}: {len(lengths)} counts, the smallest {min(lengths, default=0)}; expected {size} numbers of elements "
+                "of at least 0, one for each rank"
+            )
+        if small.size != lengths[rank] or large.size != sum(lengths):
+            raise ValueError(
+                f"{operation}: {part_name} has {small.size} elements and {whole_name} {large.size}; expected "
+                f"{lengths[rank]} in {part_name} and {sum(lengths)} in {whole_name} on {size} ranks"
+            )
+        if small.dtype != large.dtype:
+            raise ValueError(f"{operation}: {part_name} is {small.dtype.name}, but {whole_name} is {large.dtype.name}")
+    in_place = overlap(small, large)
+    if in_place and small.address - large.address != sum(lengths[:rank]) * small.dtype.itemsize:
         raise ValueError(
-            f"{operation}: {len(counts)} counts, the smallest {min(counts, default=0)}; expected {size} numbers of elements "
-            "from 0 on, one a rank"
+            f"{operation}: {part_name} overlaps {whole_name}, but is not rank {rank}'s part of {whole_name}; pass that part, or a copy"
         )
-    if small.size != counts[rank] or large.size != sum(counts):
-        raise ValueError(
-            f"{operation}: {part_name} has {small.size} elements and {whole_name} {large.size}; expected "
-            f"{counts[rank]} in {part_name} and {sum(counts)} in {whole_name} on {size} ranks"
-        )
-    if small.dtype != large.dtype:
-        raise ValueError(f"{operation}: {part_name} is {small.dtype.name}, but {whole_name} is {large.dtype.name}")
-    return counts
-
-
-def _is_in_place(operation: str, lengths: Sequence[int], rank: int, part: Named, whole: Named) -> bool:
-    (part_name, small), (whole_name, large) = part, whole
-    if not overlap(small, large):
-        return False
-    if small.address - large.address != sum(lengths[:rank]) * small.dtype.itemsize:
-        raise ValueError(
-            f"{operation}: {part_name} overlaps {whole_name}, but is not rank {rank}'s place in it; pass that, or a copy"
-        )
-    return True
+    return lengths, in_place
 
 
 def overlap(one: Buffer, other: Buffer) -> bool:

@@ -1,4 +1,4 @@
-"""What a collective was called with, once its arrays are checked."""
+"""The call of a collective after its arrays are checked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

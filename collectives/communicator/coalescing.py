@@ -65,7 +65,7 @@ def _apart(messages: list[Message], calls: list[WaitingCall]) -> list[Message]:
 
 
 def _runs(calls: list[WaitingCall]) -> Iterator[list[WaitingCall]]:
-    """Neighbours that can share a message, together. One that reads what one before it writes must come after that."""
+    """Runs of neighbours that can share a message. A call that reads an array which an earlier call writes begins a new run."""
     for key, neighbours in groupby(calls, lambda waiting: _sharing(waiting.call)):
         run: list[WaitingCall] = []
         written = _Stretches()
@@ -109,7 +109,7 @@ class _Stretches:
 
 
 def _ending(wait: Callable[[], Any], message: Message, moved: Message) -> Callable[[], Any]:
-    """What is left to do for a `message` that travels as `moved`."""
+    """The last step of a `message` that travels as `moved`."""
 
     def deliver() -> None:
         wait()

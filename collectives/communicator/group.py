@@ -64,8 +64,8 @@ class Group:
         """ValueError if a group within this one has discarded all."""
         if self._error is not None:
             raise ValueError(
-                "group: nothing was carried out, since a group within this one ended with an exception: let it pass, or issue the "
-                "operations outside"
+                "group: no operation ran, because a group within this one ended with an exception; let the exception leave this group "
+                "too, or issue the operations outside"
             ) from self._error
 
     def _check_thread(self, operation: str) -> None:
@@ -75,22 +75,22 @@ class Group:
 
 
 class Groups:
-    """Of one communicator, which `log` knows: `current` is the group that is open, None outside of any."""
+    """The groups of the communicator of `log`: `current` is the open group, None outside of a group."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self.current: Group | None = None
 
     def open(self) -> Group:
-        """A group of what is issued until `close`."""
+        """A group of the operations issued until `close`."""
         self.current = Group(str(self._log))
         return self.current
 
     def close(self) -> None:
-        """What is issued from now on belongs to no group."""
+        """Operations issued from now on belong to no group."""
         self.current = None
 
 
 def _refuse_jax(operation: str, result: Any) -> None:
     if is_jax(result):
-        raise ValueError(f"group: {operation} of a JAX array would give a new array; call it outside the group")
+        raise ValueError(f"group: {operation} of a JAX array returns a new array; call {operation} outside the group")

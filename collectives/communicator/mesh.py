@@ -32,7 +32,7 @@ class Mesh:
             if other != meshes[0]:
                 with comm.together():
                     raise ValueError(
-                        f"rank 0 has {meshes[0]}, rank {rank} has {other}; expected the same axes in one order"
+                        f"rank 0 has {meshes[0]}, rank {rank} has {other}; expected the same axes in the same order"
                     )
         self.comm = comm
         place = np.unravel_index(comm.rank, tuple(self.axes.values()))
@@ -48,7 +48,7 @@ class Mesh:
         names = names if isinstance(names, tuple) else (names,)
         for name in names:
             if name not in self.axes:
-                raise KeyError(f"mesh has no axis {name!r}; it has {', '.join(self.axes)}")
+                raise KeyError(f"mesh has no axis {name!r}; its axes are {', '.join(self.axes)}")
         in_order = tuple(name for name in self.axes if name in names)
         if names != in_order:
             expected = ", ".join(map(repr, in_order))
@@ -65,7 +65,7 @@ class Mesh:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes.items())})"
 
     def _long(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of the axes that are longer than 1: the others change no group."""
+        """The axes that are longer than 1; the other axes change no group."""
         return tuple(name for name in names if self.axes[name] > 1)
 
 
@@ -73,9 +73,7 @@ def _fit(axes: dict[str, int], num_ranks: int) -> dict[str, int]:
     shown, sizes = " x ".join(f"{name}={size}" for name, size in axes.items()), list(axes.values())
     whole = all(isinstance(size, int | np.integer) for size in sizes)
     if not axes or not whole or any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
-        raise ValueError(
-            f"mesh {shown or '(no axes)'}: expected sizes of at least 1, one of them may be -1, as whole numbers"
-        )
+        raise ValueError(f"mesh {shown or '(no axes)'}: expected whole numbers of at least 1, of which one may be -1")
     known = prod(int(size) for size in sizes if size != -1)
     if num_ranks % known or (-1 not in sizes and known != num_ranks):
         raise ValueError(f"mesh {shown} makes {known} ranks, but the communicator has {num_ranks}")

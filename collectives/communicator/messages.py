@@ -54,7 +54,7 @@ class Messages:
             return
         if peer == self._rank and self._to_self[tag] >= 0:
             raise ValueError(
-                f"send: peer {peer} is this rank itself, which waits here and will not receive; use isend and irecv, or group()"
+                f"send: peer {peer} is this rank, which would wait here for its own receive; use isend and irecv, or group()"
             )
         if peer == self._rank or self._queue.progress.pending():
             self.start("isend", b, peer, tag).wait()
@@ -71,7 +71,7 @@ class Messages:
         if peer == self._rank:
             if self._to_self[tag] <= 0:
                 raise ValueError(
-                    f"recv: peer {peer} is this rank itself, which has sent nothing and waits here; use isend before, irecv, or group()"
+                    f"recv: peer {peer} is this rank, which has sent no such message; call isend before, or use irecv or group()"
                 )
             self._to_self[tag] -= 1
         return self._receive(b, peer, tag)
@@ -102,7 +102,7 @@ class Messages:
         return peer, tag
 
     def _array(self, operation: str, x: Any) -> Buffer:
-        """What `operation` sends or receives. In checked mode ValueError if an unfinished operation uses it."""
+        """The array that `operation` sends or receives. In checked mode ValueError if an unfinished operation uses it."""
         b = Buffer(x, "x", write_only=operation[-4:] == "recv")
         if self._checked:
             unfinished.refuse(operation, (b,))
@@ -158,7 +158,7 @@ class Messages:
 
 
 class InFlight:
-    """The messages of a communicator that are not through: MPI reads and writes their arrays, also where nobody holds the Work."""
+    """The unfinished messages of a communicator: MPI reads and writes their arrays, also if the program has dropped the Work."""
 
     def __init__(self) -> None:
         self.transfers: set[Transfer] = set()
@@ -186,7 +186,7 @@ class InFlight:
 
 
 _FEW = 8
-_in_flight: set["Transfer"] = set()  # of all communicators, also those that nobody holds
+_in_flight: set["Transfer"] = set()  # of all communicators, also of communicators that the program has dropped
 
 
 class Transfer(Work):

@@ -45,7 +45,7 @@ class Collectives:
         call = Call("all_reduce", (b,), algorithm, op=op, accumulate=accumulate)
 
         def carry_out(dispatch: Dispatch) -> Any:
-            if b.device is not None and dispatch.devices.all_reduce(b, op, algorithm, accumulate):
+            if b.device is not None and dispatch.devices.carry_out(call, (b,), raw):
                 return b.result()
             with dispatch.begin(call) as entry:
                 flat, dtype = _wide(b, entry.algorithm, accumulate)
@@ -66,7 +66,7 @@ class Collectives:
         call = Call("all_gather", (dst, src), algorithm, counts=lengths)
 
         def carry_out(dispatch: Dispatch) -> Any:
-            if dst.device is not None and dispatch.devices.all_gather(dst, src, lengths, algorithm):
+            if dst.device is not None and dispatch.devices.carry_out(call, (dst, src), lengths):
                 return dst.result()
             with dispatch.begin(call) as entry:
                 dispatch.transports.of(entry.algorithm).all_gather(dst.flat, src.flat, lengths)
@@ -97,7 +97,7 @@ class Collectives:
         call = Call("reduce_scatter", (src, dst), algorithm, op=op, counts=lengths, accumulate=accumulate)
 
         def carry_out(dispatch: Dispatch) -> Any:
-            if dst.device is not None and dispatch.devices.reduce_scatter(dst, src, op, lengths, algorithm, accumulate):
+            if dst.device is not None and dispatch.devices.carry_out(call, (dst, src), raw, lengths):
                 return dst.result()
             with dispatch.begin(call) as entry:
                 flat, dtype = _wide(src, entry.algorithm, accumulate)
@@ -125,7 +125,7 @@ class Collectives:
         call = Call("broadcast", (b,), algorithm, root=root)
 
         def carry_out(dispatch: Dispatch) -> Any:
-            if b.device is not None and dispatch.devices.broadcast(b, root, algorithm):
+            if b.device is not None and dispatch.devices.carry_out(call, (b,), root):
                 return b.result()
             with dispatch.begin(call) as entry:
                 dispatch.transports.of(entry.algorithm).broadcast(b.flat, root)
@@ -149,7 +149,7 @@ class Collectives:
         call = Call("reduce", (b,), algorithm, op=op, root=root, accumulate=accumulate)
 
         def carry_out(dispatch: Dispatch) -> Any:
-            if b.device is not None and dispatch.devices.reduce(b, root, op, algorithm, accumulate):
+            if b.device is not None and dispatch.devices.carry_out(call, (b,), raw, root):
                 return b.result()
             with dispatch.begin(call) as entry:
                 flat, dtype = _wide(b, entry.algorithm, accumulate)
@@ -168,7 +168,7 @@ class Collectives:
         call = Call("gather", (src,) if dst is None else (src, dst), algorithm, root=root)
 
         def carry_out(dispatch: Dispatch) -> Any:
-            if src.device is not None and dispatch.devices.gather(dst, src, root, algorithm):
+            if src.device is not None and dispatch.devices.carry_out(call, (dst, src), root):
                 return dst and dst.result()
             with dispatch.begin(call) as entry:
                 if dst is not None and not in_place:
@@ -186,7 +186,7 @@ class Collectives:
         call = Call("scatter", (dst,) if src is None else (dst, src), algorithm, root=root)
 
         def carry_out(dispatch: Dispatch) -> Any:
-            if dst.device is not None and dispatch.devices.scatter(dst, src, root, algorithm):
+            if dst.device is not None and dispatch.devices.carry_out(call, (dst, src), root):
                 return dst.result()
             with dispatch.begin(call) as entry:
                 if src is not None and not in_place:
@@ -208,7 +208,7 @@ class Collectives:
         call = Call("all_to_all", (src, dst), algorithm)
 
         def carry_out(dispatch: Dispatch) -> Any:
-            if dst.device is not None and dispatch.devices.all_to_all(dst, src, algorithm):
+            if dst.device is not None and dispatch.devices.carry_out(call, (dst, src)):
                 return dst.result()
             with dispatch.begin(call) as entry:
                 dispatch.transports.of(entry.algorithm).all_to_all(dst.flat, src.flat)

@@ -18,10 +18,10 @@ _log = logging.getLogger("collectives")
 
 
 class Transports:
-    """Of the ranks of `mpi`. `grid[k]`: those on node k, in order; `placement` tells how many they are.
+    """The transports of the ranks of `mpi`. `grid[k]`: the ranks on node k, in order; `placement` tells their numbers.
 
-    `memory`: what all ranks see, None on several nodes. `shared`: what goes through it; None where it cannot be had, too.
-    `table`: what "auto" chooses from; `selector`: how it does so.
+    `memory`: visible to all ranks, None on several nodes. `shared`: the transport through it; None also if it cannot be allocated.
+    `table`: from which "auto" chooses; `selector`: makes the choice.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Transports:
         self.use(table)
 
     def _share(self, memory: NodeMemory) -> None:
-        """Of the ranks of a node: what goes through its memory. Where that cannot be had, all else works."""
+        """Make the transports through the node's memory. If this memory cannot be allocated, all other transports work."""
         try:
             staged = Staged(self._mpi)
             self.shared = self._on_node = Shared(self._mpi, memory, staged)
@@ -73,7 +73,7 @@ class Transports:
                 _log.warning("collectives on this node go through MPI instead of its memory: %s", error)
 
     def _join(self, node: "Transports") -> None:
-        """Of ranks that may be on several nodes: what the ranks of a node can do together."""
+        """Take the transports of this rank's node, for a communicator that may be on several nodes."""
         self._on_node = node.shared
         if len(self._grid) == 1:
             self.memory, self.shared = node.memory, node.shared
@@ -101,7 +101,7 @@ class Transports:
         return self._made[algorithm]
 
     def planner(self, algorithm: str) -> Planner | None:
-        """What makes plans of the calls that `algorithm` has carried out, if anything does."""
+        """The transport that plans calls of `algorithm`, or None."""
         return self._planners.get(algorithm)
 
     def chosen(self, operation: str, dtype: DType, nbytes: int) -> Transport:

@@ -16,7 +16,7 @@ from collectives.progress.work import Work
 
 
 class _Use(NamedTuple):
-    """Of a stretch of memory, by an operation that was called at `site`."""
+    """The use of a stretch of memory by an operation that was called at `site`."""
 
     work: "weakref.ref[Work]"  # what carries it out holds it until it has ended
     begin: int
@@ -42,8 +42,8 @@ def refuse(operation: str, arrays: Sequence[Buffer]) -> None:
                 if begin < use.end and use.begin < end and (b.writes or use.writes):
                     raise ValueError(
                         f"{operation} at {issued_here()} {_verb(b.writes)} an array that {use.operation} at {use.site} still "
-                        f"{_verb(use.writes)}; expected that no unfinished operation uses it: call wait() of the first one before, or "
-                        "pass another array"
+                        f"{_verb(use.writes)}; expected an array that no unfinished operation uses: call wait() of the first operation "
+                        "before, or pass another array"
                     )
 
 

@@ -1,11 +1,11 @@
-"""Who is in which operation, who is missing, and errors that concern more than one rank.
+"""Shows the operation of each rank and the missing ranks, and raises errors that concern more than one rank.
 
 together.py: an error of one rank becomes one of all. uncaught.py: a rank that ends by an error ends the job; goodbye.py: a rank that
-dies is noticed; finalize.py: MPI ends with Python, and only in ranks. checked.py: ranks compare their calls; recorder.py: what a
-communicator notes of each. record.py: the last operations of each rank; dump.py: the same in words; threads.py: two threads in one
-communicator. monitor.py: a thread that asks the other ranks (inquiry.py) and answers them (post.py), also while its rank is stuck:
+dies is noticed; finalize.py: MPI ends with Python, and only in ranks. checked.py: ranks compare their calls; recorder.py: how a
+communicator records each call. record.py: the last operations of each rank; dump.py: the same in words; threads.py: two threads in one
+communicator. monitor.py: a thread that asks the other ranks (inquiry.py) and answers them (channel.py), also while its rank is stuck:
 when a wait lasts (notice.py), at the deadline (deadline.py; standstill.py where JAX is what is stuck), after the end of a rank, and
-at SIGUSR2 (bell.py); report.py makes sense of the answers. stacks.py: where a thread stands. ending.py: what ends before MPI.
+at SIGUSR2 (bell.py); report.py turns the answers into reports. stacks.py: where a thread is. ending.py: NCCL ends before MPI.
 """
 
 from collectives.diagnosis.checked import compare_calls

@@ -15,8 +15,8 @@ from collectives.diagnosis.record import NUM_SLOTS, Operation, last_operations, 
 NUM_SHOWN = 20  # operations, where only the newest are shown
 
 
-class Place:
-    """Where this process's record goes: set once by `world()`, the folder also by `set_record_folder`."""
+class RecordOutput:
+    """The rank and the folder of this process's dumps: set once by `world()`, the folder also by `set_record_folder`."""
 
     rank = 0
     folder: Path | None = None
@@ -24,14 +24,14 @@ class Place:
 
 def set_record_folder(folder: str | Path | None) -> None:
     """Write dumps of the flight record to `rank-N.txt` in this folder too. None: to stderr only. MPITRAIN_RECORD_DIR is the default."""
-    Place.folder = None if folder is None else Path(folder)
+    RecordOutput.folder = None if folder is None else Path(folder)
 
 
 def text(why: str, limit: int = NUM_SLOTS) -> str:
     """The record in words: where the threads stand, and the newest `limit` operations."""
     now, operations = time.monotonic(), last_operations()
     lines = [
-        f"flight record of rank {Place.rank}: {why}; {time.strftime('%Y-%m-%d %H:%M:%S')}, "
+        f"flight record of rank {RecordOutput.rank}: {why}; {time.strftime('%Y-%m-%d %H:%M:%S')}, "
         f"process {os.getpid()} on {socket.gethostname()}"
     ]
     for one in open_operations():
@@ -39,10 +39,12 @@ def text(why: str, limit: int = NUM_SLOTS) -> str:
         lines.append(
             f"  now, for {_since(one.begun, now):.1f} s: {described(one)}{doing}, at {stacks.call_site(one.thread)}"
         )
-    lines.append(f"  main thread: {stacks.standing(_main_thread())}")
+    lines.append(f"  main thread: {stacks.standing(stacks.main_thread())}")
     lines += [f"  {line}" for line in table(operations[-limit:], now)]
     if len(operations) > limit:
-        lines.append(f"  ({len(operations) - limit} earlier ones: set MPITRAIN_RECORD_DIR to have them all in a file)")
+        lines.append(
+            f"  ({len(operations) - limit} earlier operations: set MPITRAIN_RECORD_DIR to write all of them to a file)"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -58,7 +60,7 @@ def table(operations: Sequence[Operation], now: float) -> list[str]:
 
 
 def _since(begun: float, now: float) -> float:
-    """Seconds, none of them negative: an operation may have begun after the clock was read."""
+    """Seconds, at least 0: an operation may have begun after the clock was read."""
     return max(now - begun, 0.0)
 
 
@@ -68,26 +70,22 @@ def described(operation: Operation) -> str:
     return f"{operation.log}: {operation.call}{by}"
 
 
-def _main_thread() -> int:
-    return threading.main_thread().ident or 0
-
-
 def write_file(why: str) -> None:
     """Write the whole record, and the stacks of all threads, to this rank's file if there is a folder. Raises nothing."""
-    if Place.folder is None:
+    if RecordOutput.folder is None:
         return
     stacks_text = "".join(
         f"\nthread {thread.name}:\n{stacks.stack(thread.ident or 0)}" for thread in threading.enumerate()
     )
-    file = Place.folder / f"rank-{Place.rank}.txt"
+    file = RecordOutput.folder / f"rank-{RecordOutput.rank}.txt"
     try:
-        Place.folder.mkdir(parents=True, exist_ok=True)
+        RecordOutput.folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
         partial.write_text(text(why) + stacks_text)
         partial.replace(file)
     except OSError as error:
         say(
-            f"the flight record is not in {file} ({error.strerror}); set MPITRAIN_RECORD_DIR to a folder that can be written"
+            f"cannot write the flight record to {file} ({error.strerror}); set MPITRAIN_RECORD_DIR to a writable folder"
         )
 
 
@@ -100,5 +98,5 @@ def dump(why: str) -> None:
 def say(lines: str) -> None:
     """Print to stderr in one piece, each line with this rank."""
     with suppress(OSError, ValueError):
-        sys.stderr.write("".join(f"[rank {Place.rank}] {line}\n" for line in lines.splitlines()))
+        sys.stderr.write("".join(f"[rank {RecordOutput.rank}] {line}\n" for line in lines.splitlines()))
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What has to end before MPI does: NCCL's communicators, by the ranks together, or by each alone where the job leaves on an error."""
+"""NCCL's communicators end before MPI: by all ranks together, or by each rank alone where an error ends the job."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ _ending = threading.RLock()
 
 
 class Others(Protocol):
-    """What ends before MPI."""
+    """Resources that end before MPI."""
 
     def __bool__(self) -> bool:
         """Whether there is anything."""
@@ -23,11 +23,11 @@ class Others(Protocol):
         """Wait until its operations have ended; whether they have, without an error. All ranks have ended their programs."""
 
     def end(self, *, well: bool) -> None:
-        """`well`: by all ranks together. Else by this rank alone, at once, waiting for nobody."""
+        """`well`: by all ranks together. Else by this rank alone, at once, without waiting for other ranks."""
 
 
 class Before:
-    """Of this process: what ends before MPI."""
+    """The resources of this process that end before MPI."""
 
     others: Others | None = None
 

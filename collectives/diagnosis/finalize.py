@@ -41,8 +41,8 @@ def _leave_child() -> None:
         return
     if not hasattr(sys, "last_value"):
         print(
-            "a forked child ends with exit status 1, as its own is not known; expected that the program calls collectives.world() "
-            "before it imports mpi4py.MPI, or that the child ends by os._exit",
+            "a forked child ends with exit status 1, because its own exit status is not known; call collectives.world() before "
+            "mpi4py.MPI is imported, or end the child by os._exit",
             file=sys.stderr,
         )
     sys.stdout.flush()

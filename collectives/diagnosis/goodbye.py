@@ -21,7 +21,7 @@ class Neighbour:
     def __init__(self, mpi: Any) -> None:
         from mpi4py import MPI
 
-        self.rank = -1  # in the job; -1: there is nobody to listen to
+        self.rank = -1  # in the job; -1: there is no such rank
         self._socket: socket.socket | None = None
         node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
         if node.size > 1:
@@ -45,13 +45,15 @@ class Neighbour:
             before, can_hear = node.allgather((rank, reached))[node.rank - 1]
             if reached:
                 _say_at(to_next)
+            else:
+                to_next.close()
             if can_hear:
                 self._socket = listener.accept()[0]
                 self._socket.setblocking(False)
                 self.rank = before
 
     def fileno(self) -> int:
-        """What to wait at; -1 where there is nothing to wait for."""
+        """The descriptor to wait at; -1 if there is none."""
         return -1 if self._socket is None else self._socket.fileno()
 
     def heard(self) -> bool | None:
@@ -64,26 +66,32 @@ class Neighbour:
             return None
         except OSError:  # this rank's own goodbye has not been read
             said = False
-        self._socket.close()
-        self._socket = None
+        self.close()
         return said
 
+    def close(self) -> None:
+        """Listen no more. Idempotent."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
     def _forked(self) -> None:
-        """A child does not hold its parent's sockets open."""
-        for each in (self._socket, _to_next):
-            if each is not None:
-                each.close()
-        self._socket = None
-        _say_at(None)
+        """A child does not hold its parent's sockets open, and says no goodbye in its parent's place."""
+        self.close()
+        if (end := _say_at(None)) is not None:
+            end.close()
 
 
 def say() -> None:
-    """This process is about to end, and the others need not be told of it."""
-    if _to_next is not None:
-        with suppress(OSError):
-            _to_next.send(_BYTE)
+    """Say goodbye: this process is about to end, and that is no death. Idempotent."""
+    if (end := _say_at(None)) is not None:
+        with suppress(OSError):  # the next rank has ended before
+            end.send(_BYTE)
+        end.close()  # the next rank still receives the byte
 
 
-def _say_at(end: socket.socket | None) -> None:
+def _say_at(end: socket.socket | None) -> socket.socket | None:
+    """From now on this process says goodbye at `end`; returns where it did so far."""
     global _to_next
-    _to_next = end
+    before, _to_next = _to_next, end
+    return before

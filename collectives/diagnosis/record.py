@@ -19,7 +19,7 @@ from collectives.diagnosis import stacks, threads
 
 NUM_SLOTS = 256  # a power of two
 
-# States of an operation. ISSUED: under way, but nobody waits for it (`async_op=True` before `wait()`).
+# States of an operation. ISSUED: under way, but no thread waits for it (`async_op=True` before `wait()`).
 ISSUED, BEGUN, ENDED, FAILED = "issued", "begun", "ended", "failed"
 
 
@@ -62,7 +62,7 @@ class Operation(NamedTuple):
         return self.words if self.is_pair else f"#{self.sequence} {self.words}"
 
 
-Call = tuple[str, int, str, str | int | None, int | None]  # name, elements, dtype, op, root
+Signature = tuple[str, int, str, str | int | None, int | None]  # name, elements, dtype, op, root
 
 _next_number = counter().__next__
 _now, _this_thread = time.monotonic, threading.get_ident
@@ -77,7 +77,7 @@ class Entry:
     number: int
     log: "Log"
     sequence: int
-    call: Call
+    call: Signature
 
     def leave(self, state: str = ENDED) -> None:
         """The operation has ended."""
@@ -90,7 +90,7 @@ class Entry:
             self.leave(FAILED)
         if error is not None and type(error).__module__ == "mpi4py.MPI":
             error.add_note(
-                "Perhaps the ranks called different collectives, or with other sizes: MPITRAIN_DEBUG=1 compares them."
+                "Perhaps the ranks called different collectives, or used different sizes: MPITRAIN_DEBUG=1 compares the calls."
             )
 
     @contextmanager
@@ -103,7 +103,7 @@ class Entry:
             raise
 
     def issued(self) -> None:
-        """The operation goes on by itself: from here on nobody waits in it, until `wait`."""
+        """The operation goes on by itself: no thread waits in it, until `wait`."""
         self.state = ISSUED
 
     def wait(self) -> None:
@@ -122,12 +122,12 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Of the operation."""
+        """The name of the operation."""
         return self.call[0]
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What `Log.enter` was called with, and the algorithm."""
+        """The arguments of `Log.enter`, and the algorithm."""
         return (*self.call, self.algorithm)
 
     @property
@@ -166,7 +166,7 @@ _overtaken: list[Entry] = []  # those that were BEGUN when the ring came round t
 
 
 def _keep(entry: Entry) -> None:
-    """One that is BEGUN has no slot any more."""
+    """Keep an operation that is BEGUN and has no slot any more."""
     for each in _overtaken.copy():
         if each.state != BEGUN:
             with suppress(ValueError):  # another thread has done so
@@ -174,7 +174,7 @@ def _keep(entry: Entry) -> None:
     _overtaken.append(entry)
 
 
-def _begin(log: "Log", sequence: int, call: Call, algorithm: str) -> Entry:
+def _begin(log: "Log", sequence: int, call: Signature, algorithm: str) -> Entry:
     entry = Entry()
     entry.number = number = _next_number()
     entry.log = log
@@ -289,7 +289,7 @@ def shown_ranks(ranks: Sequence[int], limit: int = 8) -> str:
 
 
 def last_operations() -> list[Operation]:
-    """What the record holds, oldest first."""
+    """The operations in the record, oldest first."""
     return sorted((entry.operation for entry in _slots.copy() if entry is not None), key=lambda each: each.number)
 
 
@@ -307,7 +307,7 @@ def open_operations(*, begun_before: float = math.inf) -> list[Operation]:
     }
     for entry in entries.values():
         if not stacks.inside_package(entry.thread):
-            entry.fail()  # nobody has reported its exception, and its thread is elsewhere
+            entry.fail()  # its thread has left it by an exception that was not reported
     return [entries[number].operation for number in sorted(entries) if entries[number].state == BEGUN]
 
 

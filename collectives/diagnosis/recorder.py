@@ -7,7 +7,7 @@ from collectives.diagnosis.record import Entry, Log
 
 
 class Recorder:
-    """Of the communicator `mpi`. `checked`: whether its ranks compare what they call."""
+    """Records the calls of the communicator `mpi`. `checked`: whether its ranks compare their calls."""
 
     def __init__(self, mpi: Any, log: Log, *, checked: bool) -> None:
         self._mpi, self.log, self.checked = mpi, log, checked

@@ -1,4 +1,4 @@
-"""Where a thread of this process stands, in words. Looked up when somebody asks, so that no call pays for it.
+"""The place of a thread of this process in its program, in words. Looked up on demand, so that no call pays for it.
 
 Only an operation that is carried out later than it was called, or by another thread, notes its place at once: `issued_here`. A place
 is one of the user's program: its author knows nothing of the frames in between (`pass_over`), but what they do has a name (`name`).
@@ -27,7 +27,7 @@ def pass_over(*packages: str) -> None:
 
 
 def name(function: Callable[..., Any], words: Callable[[Mapping[str, Any]], str]) -> None:
-    """A thread in a call of `function` is said to be in `words(local variables)`: of the innermost such call, when somebody asks."""
+    """A thread in a call of `function` is reported to be in `words(local variables)`, of the innermost named call."""
     _names[function.__code__] = words
 
 
@@ -43,7 +43,7 @@ class Site:
         return "" if self._code is None else f"{self._code.co_filename}:{self._line} in {self._code.co_name}"
 
     def carry_out(self, operation: Callable[[], Any]) -> Any:
-        """What the call asked for: while it goes on, this is where its thread is said to be."""
+        """Carry out the operation of the call; meanwhile this is the reported place of the thread."""
         thread = threading.get_ident()
         outer = _working_for.get(thread)
         _working_for[thread] = self
@@ -68,7 +68,6 @@ def _caller(frame: FrameType | None) -> Site:
     """The nearest frame of the program, from `frame` outwards; where there is none, the nearest one outside this package."""
     outside: FrameType | None = None
     while frame is not None:
-        # `_is_of` without its call: each asynchronous operation asks this of some frames
         if _package_of(frame.f_globals.get("__name__", "")) != _PACKAGE:
             if not _is_between(frame):
                 return Site(frame.f_code, frame.f_lineno)
@@ -94,7 +93,7 @@ def any_inside(package: str) -> bool:
 
 
 def _is_inside(frame: FrameType | None, package: str) -> bool:
-    while frame is not None and not _is_of(frame, package):
+    while frame is not None and _package_of(frame.f_globals.get("__name__", "")) != package:
         frame = frame.f_back
     return frame is not None
 
@@ -110,13 +109,17 @@ def standing(thread: int, depth: int = 3) -> str:
     return ", from ".join(places) or "no Python code"
 
 
-def doing(thread: int) -> str:
-    """What the thread of that ident is in, as `name` has it; "" if it is in no such call.
+def main_thread() -> int:
+    """The ident of this process's main thread."""
+    return threading.main_thread().ident or 0
 
-    What carries out operations for the main thread is in what that waits in meanwhile.
+
+def doing(thread: int) -> str:
+    """The words of `name` for the innermost named call of the thread of that ident; "" outside of named calls.
+
+    A thread that carries out operations for the main thread has the words of the main thread's call.
     """
-    main = threading.main_thread().ident or 0
-    words = _named(thread)
+    main, words = main_thread(), _named(thread)
     return words or (_named(main) if thread in _working_for and thread != main and inside_package(main) else "")
 
 
@@ -134,10 +137,6 @@ def stack(thread: int) -> str:
     """The whole stack of a thread, as a traceback shows it."""
     frame = sys._current_frames().get(thread)
     return "" if frame is None else "".join(traceback.format_stack(frame))
-
-
-def _is_of(frame: FrameType, package: str) -> bool:
-    return _package_of(frame.f_globals.get("__name__", "")) == package
 
 
 @functools.cache

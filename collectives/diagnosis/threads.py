@@ -6,29 +6,20 @@ the job hangs. Threads that take turns, in an order that the program gives them,
 """
 
 import threading
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from collectives.diagnosis import stacks
 
-
-class Entered(Protocol):
-    """What is asked of an entry of the flight record."""
-
-    thread: int
-    call: Any
-    log: Any
-    state: str
-
-    def fail(self) -> None: ...
-
+if TYPE_CHECKING:  # which imports this module
+    from collectives.diagnosis.record import Entry
 
 _REMEDY = (
-    "expected one thread at a time, since the ranks would come to the threads' operations in different orders: give each thread a "
+    "expected one thread at a time, because the order of the threads' operations would differ between the ranks: give each thread a "
     "communicator of its own, by comm.split(0) on all ranks before the threads start"
 )
 
 
-def refuse_unless_gone(other: Entered, mine: Entered) -> None:
+def refuse_unless_gone(other: "Entry", mine: "Entry") -> None:
     """RuntimeError: this thread has entered `mine` while another is inside `other`, of the same Log. The Log is lost from then on.
 
     The order of what was called is not known any more, so each later collective is refused too, of whatever thread: else those that go

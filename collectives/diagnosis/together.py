@@ -38,40 +38,28 @@ def joined(
     doing: str,
     mark: Callable[[Exception, int], Exception] = lambda error, speaker: error,
 ) -> Iterator[None]:
-    """What `together` is, over any ranks. `gather`: what each rank reports, on all; `mark(error, speaker)`: what is raised of it."""
+    """`together` over any ranks. `gather(report)`: the reports of all ranks; `mark(error, speaker)`: the error that is raised."""
     error: Exception | None = None
     try:
         yield
     except Exception as raised:
         error = raised
-    found = joint_error(gather(report_of(error)), doing)
-    if found is not None:
-        raise mark(*found) from error
+    reports = gather(None if error is None else (type(error).__module__, type(error).__qualname__, str(error)))
+    failed = {rank: report for rank, report in enumerate(reports) if report}
+    if not failed:
+        return
+    first, (module, name, text) = next(iter(failed.items()))
+    others = {report[2] for report in failed.values()} - {text}
+    if others:
+        text += f" (and {len(others)} other error{'s' * (len(others) > 1)})"
+    if len(failed) < len(reports):
+        ranks = [str(rank) for rank in failed]
+        text += f" [rank {', '.join(ranks[:8])}{', ...' if ranks[8:] else ''} of {len(reports)}]"
+    raise mark(_make(module, name, f"{doing}: {text}" if doing else text), first) from error
 
 
 Report = tuple[str, str, str]
 """An error in words: its type's module and name, its text."""
-
-
-def report_of(error: Exception | None) -> Report | None:
-    """What the other ranks are told of an error."""
-    return None if error is None else (type(error).__module__, type(error).__qualname__, str(error))
-
-
-def joint_error(reports: Sequence[Report | None], doing: str) -> tuple[Exception, int] | None:
-    """The error that all ranks raise, and the rank whose it was first; None if there was none on any."""
-    failed = [rank for rank, report in enumerate(reports) if report]
-    if not failed:
-        return None
-    module, name, text = reports[failed[0]]  # type: ignore[misc]
-    others = {report[2] for report in reports if report} - {text}
-    who = (
-        ""
-        if len(failed) == len(reports)
-        else f" [rank {', '.join(map(str, failed[:8]))}{', ...' if failed[8:] else ''} of {len(reports)}]"
-    )
-    more = f" (and {len(others)} other error{'s' * (len(others) > 1)})" if others else ""
-    return _make(module, name, f"{doing}: {text}{more}{who}" if doing else f"{text}{more}{who}"), failed[0]
 
 
 def raised_on(mpi: Any, error: Exception, speaker: int) -> Exception:

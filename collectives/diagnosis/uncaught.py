@@ -19,7 +19,7 @@ _leaving_together = False
 
 
 def leave_together() -> None:
-    """Say that all ranks are about to end, with whatever exit code: none of them is to end the others."""
+    """Announce that all ranks are about to end, with whatever exit code, so that no rank ends the others."""
     global _leaving_together
     _leaving_together = True
     goodbye.say()
@@ -31,9 +31,9 @@ def ends_well() -> bool:
 
 
 def how_ended() -> str:
-    """Of this rank's program, which is ending, in words. Python tells neither of a SystemExit nor of its code."""
+    """How this rank's program ends, in words. Python tells neither of a SystemExit nor of its code."""
     error = getattr(sys, "last_value", None)
-    return f"an uncaught {type(error).__name__}" if error is not None else "its script returned, or raised SystemExit"
+    return f"an uncaught {type(error).__name__}" if error is not None else "the script returned, or raised SystemExit"
 
 
 def abort_on_uncaught(mpi: Any) -> None:
@@ -95,7 +95,7 @@ def abort_on_uncaught(mpi: Any) -> None:
             end_job(args.exc_type, args.exc_value, args.exc_traceback, hook)
 
     if mpi.size == 1:
-        return  # nobody waits
+        return  # no other rank waits
     process = os.getpid()
     before, thread_before = sys.excepthook, threading.excepthook
     sys.excepthook = on_exception
@@ -103,7 +103,7 @@ def abort_on_uncaught(mpi: Any) -> None:
 
 
 def _stderr() -> Any:
-    """Where last words are read. torch.distributed puts a hook around ours that keeps what is written in memory, and dies with it."""
+    """The last messages' stream. torch.distributed puts a hook around ours that keeps what is written in memory, and dies with it."""
     try:
         sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):

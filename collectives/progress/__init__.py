@@ -1,1 +1,1 @@
-"""Asynchronous operations: what is in flight, and who carries it out."""
+"""Asynchronous operations: those in flight, and how a rank carries them out."""

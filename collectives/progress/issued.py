@@ -63,7 +63,7 @@ class Posted(Announced):
 
 
 class _Announced(Announced):
-    """One that ranks come together for; a barrier tells that all have issued it."""
+    """An operation that needs all ranks at the same time; the end of a barrier shows that all ranks have issued it."""
 
     def __init__(self, log: Log, name: str, request: Any, checked: bool) -> None:
         self._entry, self._request, self._checked, self._site = log.enter(name), request, checked, issued_here()

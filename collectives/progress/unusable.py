@@ -9,15 +9,15 @@ from collectives.progress.work import Progress, Queued, of_this_process
 
 
 class Freed(Progress):
-    """Of a communicator that was freed: whatever is asked of it asks this first."""
+    """The Progress of a communicator that was freed: every operation of the communicator asks its Progress first."""
 
     on_thread = False
 
     def pending(self) -> bool:
-        raise ValueError("this communicator was freed; make another one by world(), split() or Mesh")
+        raise ValueError("this communicator was freed; create another by world(), split() or Mesh")
 
     def issue(self, operation: Callable[[], Any], name: str, issues: Issues | None) -> Queued:
-        raise ValueError(f"this communicator was freed, and {name} asked of it")
+        raise ValueError(f"{name} on a communicator that was freed")
 
     def flush(self) -> None:
         self.pending()
@@ -30,7 +30,7 @@ class Freed(Progress):
 
 
 class Forked(Freed):
-    """Of all communicators in a child process that a rank has forked, where each call would wait for ever or harm the parent's."""
+    """The Progress of all communicators in a forked child, where each call would wait for ever or disturb the parent's calls."""
 
     def pending(self) -> bool:
         raise RuntimeError(
@@ -46,7 +46,7 @@ class Forked(Freed):
         self.pending()
 
     def close(self) -> None:
-        """Nothing: at the end of a child there is nothing to carry out."""
+        """A child has no operations to carry out at its end."""
 
 
 def _forked() -> None:

@@ -33,7 +33,7 @@ from collectives.transports.node.meeting import Meeting
 class Work(ABC):
     """An operation in flight: `wait()` gives its result, `done()` tells whether it has ended.
 
-    Its arrays stay alive until it has ended, also where nobody holds the Work.
+    Its arrays stay alive until it has ended, also if the program has dropped the Work.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Arrived(Work):
     def __init__(self, meeting: Meeting, entry: Entry) -> None:
         super().__init__()
         self._meeting, self._count, self._entry, self._site = meeting, meeting.arrive(), entry, issued_here()
-        entry.leave()  # unless somebody waits
+        entry.leave()  # unless the program waits
 
     def done(self) -> bool:
         self._ended = self._ended or self._meeting.is_complete(self._count)
@@ -90,7 +90,7 @@ of_this_process: "weakref.WeakSet[Progress]" = weakref.WeakSet()
 
 
 class Progress(ABC):
-    """Carries out asynchronous operations in the order in which they were issued [Note: progress]. One a process."""
+    """Carries out asynchronous operations in the order of issue [Note: progress]. A process has one."""
 
     on_thread: bool
 
@@ -107,7 +107,7 @@ class Progress(ABC):
         """Queue `operation`, a collective of the communicator of `issues`, which only `Deferred` needs. `name`: what it is."""
 
     def queue(self, operation: Callable[[], Any], announced: Announced) -> "Queued":
-        """Queue `operation`, which this rank has announced. Of a Progress without a thread."""
+        """Queue `operation`, which this rank has announced. For a Progress without a thread."""
         raise NotImplementedError
 
     @abstractmethod
@@ -150,7 +150,7 @@ class Queued(Work):
 class _Deferred(Queued):
     def __init__(self, queue: "_Queue", operation: Callable[[], Any], announced: Announced) -> None:
         super().__init__()
-        self._queue, self._operation, self._announced = queue, operation, announced
+        self._queue, self._operation, self.announced = queue, operation, announced
 
     def done(self) -> bool:
         if not self._ended:
@@ -165,55 +165,46 @@ class _Deferred(Queued):
             self._queue.next()
 
     def hand_over(self) -> None:
-        if not self._queue.is_carried_out:
+        if not self._queue.carrier:
             self._finish()
-
-    def is_ready(self) -> bool:
-        return self._announced.by_all()
 
     def carry_out(self) -> None:
         self._end(self._operation)
-        self._announced.close(
-            self._error
-        )  # not before: while it waits for other ranks, the record is to show the operation
+        # Not before: while it waits for other ranks, the record is to show the operation.
+        self.announced.close(self._error)
         del self._operation
 
 
 class _Queue:
-    """What one thread has issued. Another thread that waits for one of these Works carries them out up to that one."""
+    """The operations that one thread has issued. Another thread that waits for one of these Works carries them out up to that Work."""
 
     def __init__(self, progress: "Deferred") -> None:
         self.progress = progress
         self._works: deque[_Deferred] = deque()
         self._lock = threading.RLock()
-        self._carrier = 0  # the thread that carries one out
+        self.carrier = 0  # the thread that carries one out
 
     def add(self, work: _Deferred) -> None:
         self.progress.count(1)
         self._works.append(work)
 
-    @property
-    def is_carried_out(self) -> bool:
-        """Whether a thread carries one out."""
-        return self._carrier != 0
-
     def pending(self) -> bool:
         """Whether operations are left. Not to the thread that carries one out: that is itself a collective, and would flush."""
-        return self._carrier != threading.get_ident() if self._carrier else bool(self._works)
+        return self.carrier != threading.get_ident() if self.carrier else bool(self._works)
 
     def next(self) -> _Deferred | None:
         """Carry out the first one, if any is left when no other thread is about it."""
         with self._lock:
             if not self._works:
                 return None
-            self._carrier = me = threading.get_ident()
+            self.carrier = me = threading.get_ident()
             self.progress.carriers.add(me)
             try:
                 work = self._works.popleft()
                 work.carry_out()
             finally:
                 self.progress.carriers.discard(me)
-                self._carrier = 0
+                self.carrier = 0
                 self.progress.count(-1)
             return work
 
@@ -221,7 +212,7 @@ class _Queue:
         """Carry out the first one if all ranks have issued it."""
         if self.pending() and self._lock.acquire(blocking=False):
             try:
-                if self._works and self._works[0].is_ready():
+                if self._works and self._works[0].announced.by_all():
                     self.next()
             finally:
                 self._lock.release()
@@ -330,7 +321,7 @@ class Thread(Progress):
         return work
 
     def _begin(self) -> "tuple[_Line, threading.Thread]":
-        """What carries out the operations of this thread."""
+        """Start the thread that carries out the operations of this thread."""
         line: _Line = queue.SimpleQueue()
         thread = threading.Thread(target=self._run, args=(line,), name="collectives-progress", daemon=True)
         self._lines[threading.get_ident()] = line, thread
@@ -355,7 +346,7 @@ class Thread(Progress):
     def _run(self, line: "_Line") -> None:
         while (work := line.get()) is not None:
             work.carry_out()
-            del work  # its end is known by that, where nobody else holds it
+            del work  # the last reference, if the program has dropped the Work
 
 
 def choose_progress(mpi: Any, threads_allowed: bool, checked: bool) -> Progress:

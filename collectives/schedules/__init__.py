@@ -1,4 +1,4 @@
-"""Algorithms as data: who sends which chunk to whom, and when. No MPI in here.
+"""Algorithms as data: for each rank the chunks that it sends and receives, in order. No MPI in here.
 
 `build(operation, algorithm, size)` gives the schedule. A new algorithm is one short file and a line in `BUILDERS`.
 """
@@ -77,7 +77,7 @@ def build(
 def goes_in_rounds(algorithm: str, size: int) -> bool:
     """Whether what a rank sends in its k-th step is what its peer receives in its k-th, on all ranks, for as many steps.
 
-    Then schedules on different chunks may be carried on step by step in turn, and nobody waits for who waits for it.
+    Then schedules on different chunks may be carried on step by step in turn, and no two ranks wait for each other.
     """
     return algorithm in _IN_ROUNDS or (algorithm == "recursive_doubling" and size & (size - 1) == 0)
 

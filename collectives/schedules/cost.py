@@ -56,7 +56,7 @@ def prices(operation: str, size: int, network: Network, sizes: Sequence[int]) ->
     """
     if size < 1 or network.per_node < 1 or size % network.per_node:
         raise ValueError(
-            f"{size} ranks with {network.per_node} on each node; expected a number of ranks that is a multiple of that"
+            f"{size} ranks with {network.per_node} on each node; expected a multiple of {network.per_node} ranks"
         )
     nbytes = np.array(sizes, float)
     found = []

@@ -7,7 +7,7 @@ buffer.
 
 from fractions import Fraction
 
-from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step, mirrored
+from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step
 
 
 def _scatter_steps(setup: Setup, rank: int) -> tuple[Step, ...]:
@@ -18,7 +18,7 @@ def _scatter_steps(setup: Setup, rank: int) -> tuple[Step, ...]:
 
 
 def _all_to_all_steps(size: int, rank: int) -> tuple[Step, ...]:
-    """In step s each rank sends to the s-th after it: nobody ever gets two messages at once."""
+    """In step s each rank sends to the s-th rank after it: no rank gets two messages at once."""
     steps = []
     for s in range(1, size):
         to, source = (rank + s) % size, (rank - s) % size
@@ -36,10 +36,7 @@ def scatter(setup: Setup) -> Schedule:
 def gather(setup: Setup) -> Schedule:
     """The root ends with all ranks' chunks."""
     n = setup.size
-    cost = Cost(n - 1, Fraction(min(1, n - 1), n))
-    return Schedule(
-        "gather", "linear", n, setup.root, n, lambda rank: mirrored(_scatter_steps(setup, rank), reduce=False), cost
-    )
+    return scatter(setup).mirrored("gather", reduce=False, cost=Cost(n - 1, Fraction(min(1, n - 1), n)))
 
 
 def all_to_all(setup: Setup) -> Schedule:

@@ -14,7 +14,7 @@ import functools
 from fractions import Fraction
 from typing import NamedTuple
 
-from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step, mirrored
+from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step
 
 
 class _Edge(NamedTuple):
@@ -120,27 +120,11 @@ def broadcast(setup: Setup) -> Schedule:
 
 def reduce(setup: Setup) -> Schedule:
     """The root ends with the sum of all ranks; the others keep partial sums."""
-    n = setup.size
-    cost = Cost(_rounds(setup), Fraction(min(1, n - 1)))
-    return Schedule(
-        "reduce",
-        "double_tree",
-        n,
-        setup.root,
-        2 * setup.num_segments,
-        lambda rank: mirrored(_spread(setup, rank), reduce=True),
-        cost,
-    )
+    return broadcast(setup).mirrored("reduce", reduce=True)
 
 
 def all_reduce(setup: Setup) -> Schedule:
     """A reduce up both trees, then a broadcast down. A rank that has two children somewhere sends the buffer twice, as in a ring."""
     n = setup.size
-
-    def program(rank: int) -> tuple[Step, ...]:
-        down = _spread(setup, rank)
-        return mirrored(down, reduce=True) + down
-
     traffic = 1 + Fraction(min(n - 2, 2), 2) if n > 1 else Fraction(0)
-    cost = Cost(2 * _rounds(setup), traffic)
-    return Schedule("all_reduce", "double_tree", n, setup.root, 2 * setup.num_segments, program, cost)
+    return reduce(setup).then(broadcast(setup), "all_reduce", "double_tree", Cost(2 * _rounds(setup), traffic))

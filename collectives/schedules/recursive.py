@@ -12,8 +12,8 @@ from fractions import Fraction
 from itertools import zip_longest
 from typing import NamedTuple
 
-from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step, mirrored
-from collectives.schedules.tree import depth, largest_subtree, scatter_steps
+from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step
+from collectives.schedules.tree import depth, gather, scatter
 
 
 class Area(NamedTuple):
@@ -89,12 +89,13 @@ def doubling_rounds(p: int, closed: bool) -> int:
 # On all ranks
 
 
-def _doubling(n: int, rank: int) -> tuple[Step, ...]:
-    return doubling_steps(Area(range(n)), rank, n)
-
-
-def _period(n: int) -> int | None:
-    return 1 if n & n - 1 else None  # pairs are made by xor, which no shift keeps
+def _doubling(setup: Setup) -> Schedule:
+    """The all-gather of which the algorithms below are made."""
+    n = setup.size
+    cost = Cost(depth(n), Fraction(n - 1, n))
+    period = 1 if n & n - 1 else None  # pairs are made by xor, which no shift keeps
+    area, name = Area(range(n)), "halving"  # as its mirror image is called
+    return Schedule("all_gather", name, n, setup.root, n, lambda rank: doubling_steps(area, rank, n), cost, period)
 
 
 def bruck_all_gather(setup: Setup) -> Schedule:
@@ -108,53 +109,19 @@ def bruck_all_gather(setup: Setup) -> Schedule:
 
 def halving_reduce_scatter(setup: Setup) -> Schedule:
     """Rank r ends with the sum of all ranks' chunk r."""
-    n = setup.size
-    cost = Cost(depth(n), Fraction(n - 1, n))
-    return Schedule(
-        "reduce_scatter",
-        "halving",
-        n,
-        setup.root,
-        n,
-        lambda rank: mirrored(_doubling(n, rank), reduce=True),
-        cost,
-        period=_period(n),
-    )
+    return _doubling(setup).mirrored("reduce_scatter", reduce=True)
 
 
 def halving_doubling_all_reduce(setup: Setup) -> Schedule:
     """A reduce-scatter by halving, then an all-gather by doubling: as few bytes as a ring in 2 log2 N rounds."""
-    n = setup.size
-
-    def program(rank: int) -> tuple[Step, ...]:
-        gather = _doubling(n, rank)
-        return mirrored(gather, reduce=True) + gather
-
-    cost = Cost(2 * depth(n), Fraction(2 * (n - 1), n))
-    return Schedule("all_reduce", "halving_doubling", n, setup.root, n, program, cost, period=_period(n))
+    return halving_reduce_scatter(setup).then(_doubling(setup), "all_reduce", "halving_doubling")
 
 
 def scatter_all_gather_broadcast(setup: Setup) -> Schedule:
     """All ranks end with the root's buffer: a scatter down a binomial tree, then an all-gather (van de Geijn). For long messages."""
-    n = setup.size
-    cost = Cost(2 * depth(n), Fraction(2 * (n - 1), n))
-    return Schedule(
-        "broadcast",
-        "scatter_all_gather",
-        n,
-        setup.root,
-        n,
-        lambda rank: scatter_steps(setup, rank) + _doubling(n, rank),
-        cost,
-    )
+    return scatter(setup).then(_doubling(setup), "broadcast", "scatter_all_gather")
 
 
 def reduce_scatter_gather_reduce(setup: Setup) -> Schedule:
     """The root ends with the sum of all ranks: a reduce-scatter, then a gather up a binomial tree (Rabenseifner). For long messages."""
-    n = setup.size
-
-    def program(rank: int) -> tuple[Step, ...]:
-        return mirrored(_doubling(n, rank), reduce=True) + mirrored(scatter_steps(setup, rank), reduce=False)
-
-    cost = Cost(2 * depth(n), Fraction(n - 1, n) + largest_subtree(n))
-    return Schedule("reduce", "reduce_scatter_gather", n, setup.root, n, program, cost)
+    return halving_reduce_scatter(setup).then(gather(setup), "reduce", "reduce_scatter_gather")

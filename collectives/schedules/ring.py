@@ -6,7 +6,7 @@ one path, so that every rank ends with the same bits. Latency grows with N: for 
 
 from fractions import Fraction
 
-from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step, mirrored
+from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step
 
 
 def _all_gather_steps(size: int, rank: int) -> tuple[Step, ...]:
@@ -17,11 +17,6 @@ def _all_gather_steps(size: int, rank: int) -> tuple[Step, ...]:
     )
 
 
-def _reduce_scatter_steps(size: int, rank: int) -> tuple[Step, ...]:
-    """After step s this rank holds the sum of s + 2 ranks' chunk rank - s - 2; the last one is its own."""
-    return mirrored(_all_gather_steps(size, rank), reduce=True)
-
-
 def all_gather(setup: Setup) -> Schedule:
     """Rank r begins with chunk r; all end with all chunks."""
     n = setup.size
@@ -30,25 +25,10 @@ def all_gather(setup: Setup) -> Schedule:
 
 
 def reduce_scatter(setup: Setup) -> Schedule:
-    """Rank r ends with the sum of all ranks' chunk r."""
-    n = setup.size
-    cost = Cost(n - 1, Fraction(n - 1, n))
-    return Schedule(
-        "reduce_scatter", "ring", n, setup.root, n, lambda rank: _reduce_scatter_steps(n, rank), cost, period=1
-    )
+    """Rank r ends with the sum of all ranks' chunk r: after step s it holds the sum of s + 2 ranks' chunk r - s - 2."""
+    return all_gather(setup).mirrored("reduce_scatter", reduce=True)
 
 
 def all_reduce(setup: Setup) -> Schedule:
     """A reduce-scatter, then an all-gather of its results."""
-    n = setup.size
-    cost = Cost(2 * (n - 1), Fraction(2 * (n - 1), n))
-    return Schedule(
-        "all_reduce",
-        "ring",
-        n,
-        setup.root,
-        n,
-        lambda rank: _reduce_scatter_steps(n, rank) + _all_gather_steps(n, rank),
-        cost,
-        period=1,
-    )
+    return reduce_scatter(setup).then(all_gather(setup), "all_reduce", "ring")

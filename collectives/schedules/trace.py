@@ -1,4 +1,4 @@
-"""What happens when a schedule runs: which send meets which receive, and in which round. For proofs (check.py) and prices (cost.py).
+"""The run of a schedule: which send meets which receive, and in which round. For proofs (check.py) and prices (cost.py).
 
 Sends are taken to wait for their receiver (MPI_Ssend): what ends here ends with any amount of buffering in the MPI library. Messages
 between two ranks are received in the order in which they were sent. NumPy works on all ranks of a round at once: a million messages
@@ -80,7 +80,7 @@ def trace(schedule: Schedule, num_ranks: int | None = None) -> Trace:
         mine = current[current < ends]
         offered = mine[~sent[mine]]
         accepting = partner[offered]
-        # Both stand at the step in question; a step that does not exist is nobody's current one.
+        # Both stand at the step in question; a step that does not exist is no rank's current step.
         ready = offered[(accepting >= 0) & (current[owner[accepting]] == accepting)]
         if not len(ready):
             break
@@ -128,7 +128,7 @@ def _table(programs: Sequence[Sequence[Step]]) -> np.ndarray:
 def _match(size: int, num_ranks: int, rank: np.ndarray, peer_to: np.ndarray, peer_from: np.ndarray) -> np.ndarray:
     """For each step the step that receives what it sends, or -1: the i-th send from a to b meets b's i-th receive from a."""
     sends, receives = np.flatnonzero(peer_to != _NOBODY), np.flatnonzero(peer_from != _NOBODY)
-    # Who sends, and how far on the receiver is: that tells pairs of ranks apart within a period too.
+    # The sender and the distance to the receiver: these distinguish pairs of ranks within a period too.
     send_key = rank[sends] * size + (peer_to[sends] - rank[sends]) % size
     recv_key = peer_from[receives] % num_ranks * size + (rank[receives] - peer_from[receives]) % size
     send_order, send_id = _numbered(send_key, len(rank))

@@ -7,7 +7,7 @@ up to the next number that has no less zeros at its end; so the parts of a subtr
 
 from fractions import Fraction
 
-from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step, mirrored
+from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step
 
 
 def depth(size: int) -> int:
@@ -35,12 +35,7 @@ def _spread(setup: Setup, rank: int, *, parts: bool) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def scatter_steps(setup: Setup, rank: int) -> tuple[Step, ...]:
-    """The root's chunk r goes to rank r."""
-    return _spread(setup, rank, parts=True)
-
-
-def largest_subtree(size: int) -> Fraction:
+def _largest_subtree(size: int) -> Fraction:
     """What the root's busiest child passes up in a gather, in whole buffers: the topmost subtree may be cut short by N."""
     top = 1 << depth(size) - 1 if size > 1 else 1
     return Fraction(max(size - top, top // 2), size)
@@ -56,40 +51,23 @@ def broadcast(setup: Setup) -> Schedule:
 def reduce(setup: Setup) -> Schedule:
     """The root ends with the sum of all ranks; the others keep partial sums."""
     n = setup.size
-    cost = Cost(depth(n), Fraction(min(1, n - 1)))
-    return Schedule(
-        "reduce",
-        "tree",
-        n,
-        setup.root,
-        1,
-        lambda rank: mirrored(_spread(setup, rank, parts=False), reduce=True),
-        cost,
-    )
+    return broadcast(setup).mirrored("reduce", reduce=True, cost=Cost(depth(n), Fraction(min(1, n - 1))))
 
 
 def all_reduce(setup: Setup) -> Schedule:
     """A reduce to the root, then a broadcast from it."""
-    n = setup.size
-
-    def program(rank: int) -> tuple[Step, ...]:
-        down = _spread(setup, rank, parts=False)
-        return mirrored(down, reduce=True) + down
-
-    return Schedule("all_reduce", "tree", n, setup.root, 1, program, Cost(2 * depth(n), Fraction(depth(n))))
+    rounds = depth(setup.size)
+    return reduce(setup).then(broadcast(setup), "all_reduce", "tree", Cost(2 * rounds, Fraction(rounds)))
 
 
 def scatter(setup: Setup) -> Schedule:
     """Rank r ends with the root's chunk r. On the way a rank holds its subtree's chunks."""
     n = setup.size
     cost = Cost(depth(n), Fraction(n - 1, n))
-    return Schedule("scatter", "tree", n, setup.root, n, lambda rank: scatter_steps(setup, rank), cost)
+    return Schedule("scatter", "tree", n, setup.root, n, lambda rank: _spread(setup, rank, parts=True), cost)
 
 
 def gather(setup: Setup) -> Schedule:
     """The root ends with all ranks' chunks. On the way a rank holds its subtree's chunks."""
     n = setup.size
-    cost = Cost(depth(n), largest_subtree(n))
-    return Schedule(
-        "gather", "tree", n, setup.root, n, lambda rank: mirrored(scatter_steps(setup, rank), reduce=False), cost
-    )
+    return scatter(setup).mirrored("gather", reduce=False, cost=Cost(depth(n), _largest_subtree(n)))

@@ -8,7 +8,7 @@ Both levels double or halve (collectives/schedules/recursive.py).
 from fractions import Fraction
 
 from collectives.schedules.recursive import Area, doubling_rounds, doubling_steps, skips
-from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step, mirrored
+from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, Step
 from collectives.schedules.tree import depth
 
 
@@ -30,60 +30,26 @@ def _all_gather_steps(setup: Setup, rank: int) -> tuple[Step, ...]:
     steps = gather_slices(a * g, 1)
     for held, count in skips(n):
         to, source = (a - held) % n, (a + held) % n
-        across = Step(
-            Send(to * g + l, a * g + l * count, count), Recv(source * g + l, source * g + l * count, False, count)
-        )
-        steps += _wrapped(across, size), *gather_slices(source * g, count)
+        send = Send(to * g + l, (a * g + l * count) % size, count)
+        recv = Recv(source * g + l, (source * g + l * count) % size, False, count)
+        steps += Step(send, recv), *gather_slices(source * g, count)
     return steps
-
-
-def _wrapped(step: Step, num_chunks: int) -> Step:
-    assert step.send and step.recv
-    return Step(
-        step.send._replace(chunk=step.send.chunk % num_chunks), step.recv._replace(chunk=step.recv.chunk % num_chunks)
-    )
-
-
-def _parts_cost(setup: Setup) -> Cost:
-    """Of all_gather and reduce_scatter."""
-    size, g = setup.size, setup.per_node
-    across, within = depth(size // g), doubling_rounds(g, closed=g == size)
-    return Cost(across + (across + 1) * within, Fraction(size - 1, size))
-
-
-def _period(setup: Setup) -> int | None:
-    """Pairs within a node are the same on every node."""
-    return setup.per_node if setup.per_node < setup.size else None
 
 
 def all_gather(setup: Setup) -> Schedule:
     """Rank r begins with chunk r; all end with all chunks."""
-    n = setup.size
+    size, g = setup.size, setup.per_node
+    across, within = depth(size // g), doubling_rounds(g, closed=g == size)
+    cost = Cost(across + (across + 1) * within, Fraction(size - 1, size))
+    period = g if g < size else None  # pairs within a node are the same on every node
     return Schedule(
-        "all_gather",
-        "two_level",
-        n,
-        setup.root,
-        n,
-        lambda rank: _all_gather_steps(setup, rank),
-        _parts_cost(setup),
-        period=_period(setup),
+        "all_gather", "two_level", size, setup.root, size, lambda rank: _all_gather_steps(setup, rank), cost, period
     )
 
 
 def reduce_scatter(setup: Setup) -> Schedule:
     """Rank r ends with the sum of all ranks' chunk r."""
-    n = setup.size
-    return Schedule(
-        "reduce_scatter",
-        "two_level",
-        n,
-        setup.root,
-        n,
-        lambda rank: mirrored(_all_gather_steps(setup, rank), reduce=True),
-        _parts_cost(setup),
-        period=_period(setup),
-    )
+    return all_gather(setup).mirrored("reduce_scatter", reduce=True)
 
 
 def all_reduce(setup: Setup) -> Schedule:
@@ -98,9 +64,9 @@ def all_reduce(setup: Setup) -> Schedule:
         a, l = divmod(rank, g)  # noqa: E741
         within = doubling_steps(Area(range(a * g, a * g + g), 0, n), l, size)
         across = doubling_steps(Area(range(l, size, g), l * n, 1, closed=g == 1), a, size)
-        return mirrored(across + within, reduce=True) + across + within
+        return across + within
 
-    rounds = 2 * (depth(g) + doubling_rounds(n, closed=g == 1))
-    cost = Cost(rounds, 2 * (Fraction(g - 1, g) + Fraction(n - 1, size)))
+    cost = Cost(depth(g) + doubling_rounds(n, closed=g == 1), Fraction(g - 1, g) + Fraction(n - 1, size))
     period = 1 if g == 1 and n & n - 1 else None  # else pairs, or messages cut in two on some nodes alone
-    return Schedule("all_reduce", "two_level", size, setup.root, size, program, cost, period=period)
+    gather = Schedule("all_gather", "two_level", size, setup.root, size, program, cost, period)
+    return gather.mirrored("reduce_scatter", reduce=True).then(gather, "all_reduce", "two_level")

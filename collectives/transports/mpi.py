@@ -157,9 +157,9 @@ class Library:
             self._memory.divide(flat, self._mpi.size, dtype)
 
     def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
-        """The one call of MPI that an operation with these arguments comes to, which keeps none of their arrays alive.
+        """The one call of MPI that carries out an operation with these arguments; the plan keeps no array alive.
 
-        `all_gather` and `reduce_scatter` with equal counts and not in place. None where more is to be done than that call.
+        `all_gather` and `reduce_scatter` with equal counts and not in place. None where one call is not enough.
         """
         match operation, arguments:
             case "all_reduce", (flat, op, dtype) if dtype.mpi is not None and op != "avg":

@@ -1,4 +1,4 @@
-"""What every transport of host arrays offers. The caller has checked the arguments; one contract suite tests them all."""
+"""The interface of every transport of host arrays. The caller has checked the arguments; one contract suite tests them all."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -43,10 +43,10 @@ class Transport(Protocol):
 
 
 class Planner(Protocol):
-    """What a transport offers besides, if a call of it comes to one call of another function."""
+    """An optional interface of a transport: a call of the transport may come to one call of another function."""
 
     def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
-        """That function and its arguments for such a call again; None where there is more to do. It keeps no array alive."""
+        """The function and its arguments that repeat such a call; None if one call is not enough. The plan keeps no array alive."""
 
 
 def parts(counts: Sequence[int]) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ import torch
 from mpi4py import MPI
 
 from collectives.arrays import reduction
-from collectives.arrays.devices import Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import DType
 from collectives.transports.gpu.binding import Gpu
 from collectives.transports.gpu.kernels import CupyKernels, TorchKernels
@@ -280,18 +280,18 @@ class ModelBinding(Machine):
             raise self.refuses
         return comm
 
-    def divide(self, x: Device, divisor: int, dtype: DType, stream: int) -> None:
+    def divide(self, x: DeviceArray, divisor: int, dtype: DType, stream: int) -> None:
         self._on_device()
         assert stream in self.own and self.collected is None, "a kernel belongs after the group's end"
         flat = memory(x.address, x.nbytes).view(dtype.numpy)
         self.queue(stream, lambda: reduction.divide(flat, divisor, dtype))
 
-    def upload(self, flat: np.ndarray) -> tuple[np.ndarray, Device]:
+    def upload(self, flat: np.ndarray) -> tuple[np.ndarray, DeviceArray]:
         self._on_device()
         stream = self._stream_of_uploads
         array = self.allocate(flat.nbytes, stream)
         self.write(stream, array.ctypes.data, flat)
-        return array, Device(array.ctypes.data, array.nbytes, self.index, stream)
+        return array, DeviceArray(array.ctypes.data, array.nbytes, self.index, stream)
 
     def download(self, array: np.ndarray, flat: np.ndarray) -> None:
         self.drain()

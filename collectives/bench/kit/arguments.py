@@ -2,16 +2,14 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 
 def positive_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected seconds, such as 0.5")
-    return seconds
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < float("inf"):
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r}; expected seconds, such as 0.5")
 
 
 def names_of(known: Sequence[str], *, or_all: bool = False, or_none: bool = False) -> Callable[[str], list[str]]:
@@ -45,5 +43,8 @@ def add_plot(parser: argparse.ArgumentParser, drawn: str) -> None:
 def add_report(parser: "argparse.ArgumentParser | argparse._MutuallyExclusiveGroup") -> None:
     """The option --report."""
     parser.add_argument(
-        "--report", nargs="+", metavar="FILE", help="instead: the medians over the launches of these --json (no mpirun)"
+        "--report",
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing; report medians over the launches of these --json files (no mpirun)",
     )

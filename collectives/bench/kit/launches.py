@@ -68,7 +68,7 @@ def alike(launches: Sequence[L]) -> list[list[L]]:
 
 
 def median_known(values: Iterable[float | None]) -> float | None:
-    """The median of the values that are known; None if there is none."""
+    """The median of the known values; None if no value is known."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 

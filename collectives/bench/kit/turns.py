@@ -11,7 +11,7 @@ from collectives.communicator.communicator import Communicator
 C = TypeVar("C")
 K = TypeVar("K", bound=Hashable)
 Seconds = dict[str, float]
-"""Of one rank and one turn, by the action."""
+"""The seconds of one rank in one turn, by the action."""
 Series = dict[tuple[K, str], np.ndarray]
 """The seconds of all counted rounds, by contestant and action."""
 

@@ -1,4 +1,4 @@
-"""What a rank says of itself when another one's monitor asks, as a JSON object."""
+"""The answer of a rank to the monitor of another rank, as a JSON object."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ class Waiting(TypedDict):
     algorithm: str
     age: float  # seconds
     site: str
-    doing: str  # what its thread is in, such as "the forward of blocks.3"; "" where nobody named it
+    doing: str  # what its thread is in, such as "the forward of blocks.3"; "" without a name
     thread: int
     dispensable: bool  # the program can end although it never ends
     comparing: bool  # still waits for the others' fingerprints
@@ -48,7 +48,7 @@ def state(rank: int, ended: str) -> State:
     now, recorded = record.open_operations(), record.last_operations()
     # The ring may have overtaken what a thread has been in for long.
     last = {each.log.key: each for each in [*now, *recorded] if not each.is_pair}
-    main = threading.main_thread().ident or 0
+    main = stacks.main_thread()
     device = notice.on_device()
     issued: dict[str, list[int]] = {}
     for each in recorded:

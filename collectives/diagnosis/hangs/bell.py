@@ -29,7 +29,7 @@ class Bell:
             return
         other = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if other != -1:
-            # Somebody's event loop has it: then the main thread must be awake to notice.
+            # The event loop of another library has it: then the main thread must be awake to notice.
             signal.set_wakeup_fd(other)
             signal.signal(signal.SIGUSR2, self._handle)
         else:
@@ -41,7 +41,7 @@ class Bell:
             os.write(self._write, bytes([number]))
 
     def wait(self, seconds: float) -> bool:
-        """Until it rings, or so long. Whether SIGUSR2 has rung, and nobody else has taken that signal over."""
+        """Wait until a ring, or so long. Whether SIGUSR2 has rung, and no other code has taken that signal over."""
         rung = any(fd == self._read for fd, _ in self._poll.poll(seconds * 1000))
         heard = os.read(self._read, 4096) if rung else b""
         return signal.SIGUSR2 in heard and signal.getsignal(signal.SIGUSR2) in (_heard, self._handle)

@@ -18,13 +18,13 @@ _PAUSE_S = 5.0  # a longer gap between two looks: the process was stopped, and t
 
 
 class Deadline:
-    """Of this process, in seconds, 0 for none: set by `world()`, then also by `set_deadline`. None before."""
+    """The deadline of this process in seconds, 0 for no deadline: set by `world()`, then also by `set_deadline`. None before."""
 
     seconds: float | None = None
 
 
 def from_environment() -> float:
-    """MPITRAIN_DEADLINE_S in seconds, 0 for none. ValueError where it is no such number."""
+    """MPITRAIN_DEADLINE_S in seconds, 0 for no deadline. ValueError unless it is a number of at least 0."""
     return seconds_of("MPITRAIN_DEADLINE_S", DEFAULT_DEADLINE_S, "no deadline")
 
 
@@ -32,14 +32,14 @@ def set_deadline(seconds: float) -> None:
     """End the job with a report when an operation of this rank waits longer than this. 0: never. Call it alike on all ranks.
 
     The default is 600, or MPITRAIN_DEADLINE_S. It counts from the entry into each operation, so ranks may compute as long as they
-    like while none of the others waits for them. ValueError for what is no such number, RuntimeError before `world()`.
+    like while none of the others waits for them. ValueError for other numbers, RuntimeError before `world()`.
     """
     if Deadline.seconds is None:
         raise RuntimeError("set_deadline: call collectives.world() first")
     try:
         Deadline.seconds = checked_seconds(seconds)
     except ValueError as error:
-        raise ValueError(f"deadline {error}, 0 for none") from None
+        raise ValueError(f"deadline {error}, or 0 for no deadline") from None
 
 
 class Clock:
@@ -56,7 +56,7 @@ class Clock:
         return self.now
 
     def limit(self, waited_s: float) -> float:
-        """What began before that has waited so long; minus infinity where nothing has."""
+        """An operation that began before this time has waited so long; minus infinity if the process was stopped meanwhile."""
         begun_before = self.now - waited_s
         return begun_before if self.awake_since < begun_before else -math.inf
 
@@ -70,21 +70,17 @@ class Clock:
         return next(iter(self.waits(Deadline.seconds + grace_s)), None) if Deadline.seconds else None
 
 
-class LastResort(threading.Thread):
-    """Uses no MPI, which may be what is stuck, and the monitor with it. It ends the process, and thereby the launcher the job."""
+def last_resort(stop: threading.Event) -> None:
+    """The program of a thread that uses no MPI, which may be stuck, and the monitor with it. Ends when `stop` is set.
 
-    def __init__(self, stop: threading.Event) -> None:
-        """`stop`: set when it is no longer needed."""
-        super().__init__(name="collectives-last-resort", daemon=True)
-        self._no_more = stop
-
-    def run(self) -> None:
-        clock = Clock()
-        while not self._no_more.wait(_POLL_S):
-            clock.look()
-            if clock.late(_LAST_RESORT_S) is not None:
-                dump.dump(
-                    f"no report within {_LAST_RESORT_S:g} s of the deadline, so MPI is stuck or the other ranks are; this process ends"
-                )
-                goodbye.say()
-                os._exit(EXIT_CODE)
+    Long after the deadline it ends the process, and thereby the launcher the job.
+    """
+    clock = Clock()
+    while not stop.wait(_POLL_S):
+        clock.look()
+        if clock.late(_LAST_RESORT_S) is not None:
+            dump.dump(
+                f"no report within {_LAST_RESORT_S:g} s of the deadline, so MPI or the other ranks are stuck; this process ends"
+            )
+            goodbye.say()
+            os._exit(EXIT_CODE)

@@ -25,9 +25,9 @@ from collectives.diagnosis.ending import Before, abort_job, end_together
 from collectives.diagnosis.hangs import answer, deadline, notice, report
 from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.hangs.bell import Bell
-from collectives.diagnosis.hangs.deadline import Clock, Deadline, LastResort
+from collectives.diagnosis.hangs.channel import MonitorChannel
+from collectives.diagnosis.hangs.deadline import Clock, Deadline, last_resort
 from collectives.diagnosis.hangs.inquiry import ANSWER_S, Inquiry
-from collectives.diagnosis.hangs.post import Post
 from collectives.diagnosis.hangs.standstill import Standstill
 
 _POLL_S = 0.5  # between two looks at messages: costs no measurable time
@@ -38,7 +38,7 @@ _STAGGER_S, _MAX_STAGGER_S = 0.25, 4.0  # a rank leaves lower ones time to ask f
 _ORDER_S = 0.6  # checked mode: a comparison that waits longer is looked into
 _CONFIRM_S = 0.15  # and again after this, before it is called a deadlock
 _ENDED_S = 0.3  # a rank that has ended says so where the others have not ended too by then
-_ROUND_S = 1.0  # between two rounds of questions who waits for it
+_ROUND_S = 1.0  # between two rounds of the question which ranks wait for an ended rank
 _ROUND_SHARE = 0.05  # of rank 0's time at most: what thousands of ranks answer takes a while to read
 
 
@@ -48,13 +48,15 @@ class Monitor:
     def __init__(self, mpi: Any, *, talks: bool, checked: bool) -> None:
         self.mpi, self.rank, self.size, self.checked = mpi, mpi.rank, mpi.size, checked
         self._may_talk = talks
-        self._post = Post(mpi if talks else None)
+        self._channel = MonitorChannel(mpi if talks else None)
         self._neighbour = goodbye.Neighbour(mpi)
         self._process = os.getpid()
         self._bell = Bell()
         self._thread = threading.Thread(target=self._run, name="collectives-monitor", daemon=True)
         self._stop = threading.Event()
-        self._last_resort = LastResort(self._stop)
+        self._last_resort = threading.Thread(
+            target=last_resort, args=(self._stop,), name="collectives-last-resort", daemon=True
+        )
         self._ended = ""  # how this rank's program has ended
         self._ended_at = 0.0
         self._told_end = False
@@ -70,22 +72,19 @@ class Monitor:
 
     def start(self) -> None:
         """Begin to listen. From the main thread also to SIGUSR2, unless the user's program does."""
+        from mpi4py import MPI
+
         if threading.current_thread() is threading.main_thread():
             self._bell.ring_at_signal()
         if (fd := self._neighbour.fileno()) >= 0:
             self._bell.add(fd)
-        self._leave_before_finalize()
+        # Leave also where the program ends MPI by itself: before all else that deletes the attributes of COMM_SELF.
+        key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave("the program called MPI.Finalize"))
+        MPI.COMM_SELF.Set_attr(key, True)
         atexit.register(lambda: self.leave(uncaught.how_ended()))
         self._thread.start()
         if self.size > 1:
             self._last_resort.start()
-
-    def _leave_before_finalize(self) -> None:
-        """Leave also where the program ends MPI by itself: before all else that deletes the attributes of COMM_SELF."""
-        from mpi4py import MPI
-
-        key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave("it called MPI.Finalize"))
-        MPI.COMM_SELF.Set_attr(key, True)
 
     def leave(self, how: str) -> None:
         """This rank's program has ended: answer until those of all ranks have, then stop. MPI_Finalize would wait for them too."""
@@ -97,7 +96,7 @@ class Monitor:
         together = True
         try:
             end_together(self.mpi, well=uncaught.ends_well())
-        except Exception:  # a rank died and the job goes on: nobody to wait for
+        except Exception:  # a rank died and the job goes on: there is no rank to wait for
             together = False
             if Before.others:
                 Before.others.end(well=False)
@@ -107,8 +106,10 @@ class Monitor:
         self._thread.join(_GRACE_S)
         if self._last_resort.is_alive():
             self._last_resort.join(_GRACE_S)
-        if together and not self._thread.is_alive():
-            self.mpi.Free()
+        if not self._thread.is_alive():
+            self._neighbour.close()
+            if together:
+                self.mpi.Free()
 
     def _talks(self) -> bool:
         from mpi4py import MPI
@@ -128,7 +129,7 @@ class Monitor:
             self._listen()
             now = self._clock.look()
             if self._talks():
-                for rank, message in self._post.received():
+                for rank, message in self._channel.received():
                     self._take(rank, message)
             if self._inquiry is not None and self._inquiry.purpose == "notice" and self._late() is not None:
                 self._inquiry = None  # the deadline's report tells more
@@ -145,9 +146,7 @@ class Monitor:
         self._bell.remove(fd)
         if not goodbye_said:
             why = f"rank {neighbour.rank} has died"
-            dump.say(
-                f"{why}: its process is gone without a goodbye, as by os._exit, a signal or a crash. The job ends."
-            )
+            dump.say(f"{why}: its process ended without notice, as by os._exit, a signal or a crash. The job ends.")
             dump.write_file(why)
             time.sleep(_LAUNCHER_S)
             abort_job(1)
@@ -236,7 +235,9 @@ class Monitor:
             verdict = report.deadlock_report(stuck)
             for rank in stuck:
                 self._send(rank, {"kind": "verdict", "text": verdict})
-        self._quiet_until["order"] = now + (_CONFIRM_S if stuck else max(2 * _ORDER_S, self._longest_wait(now)))
+        # A rank that is merely slow is asked ever more rarely.
+        longest = max((now - each.begun for each in record.open_operations()), default=0.0)
+        self._quiet_until["order"] = now + (_CONFIRM_S if stuck else max(2 * _ORDER_S, longest))
 
     def _judge_end(self, inquiry: Inquiry, now: float) -> None:
         """End the job where a rank waits for one that has ended, if a second look finds it where it was."""
@@ -245,7 +246,7 @@ class Monitor:
             dump.say(report.end_report(stuck, inquiry.states))
             abort_job(1)
         elif stuck:
-            why = "a rank has ended that others wait for"
+            why = "other ranks wait for a rank that has ended"
             dump.write_file(why)
             self._ask("end", why=why)  # of all: those that have ended too have a file to write
         else:
@@ -257,10 +258,6 @@ class Monitor:
         last, found = self._suspects[purpose], {rank: each["number"] for rank, each in stuck.items()}
         self._suspects[purpose] = found
         return bool(found) and found == last
-
-    def _longest_wait(self, now: float) -> float:
-        """So that a rank which is merely slow is asked ever more rarely."""
-        return max((now - each.begun for each in record.open_operations()), default=0.0)
 
     # Messages, each of a "kind"
 
@@ -288,7 +285,7 @@ class Monitor:
         if rank == self.rank:
             self._take(rank, message)
         else:
-            self._post.send(rank, message)
+            self._channel.send(rank, message)
 
     def _take(self, rank: int, message: Mapping[str, Any]) -> None:
         inquiry = self._inquiry
@@ -296,7 +293,7 @@ class Monitor:
             purpose = message["purpose"]
             if message["why"]:
                 dump.write_file(message["why"])
-            # Whoever asked first goes on; of those that asked at the same time, the lowest.
+            # The rank that asked first goes on; of several that asked at the same time, the lowest.
             mine = inquiry is not None and inquiry.purpose == purpose
             if not mine or rank < self.rank:
                 if mine:
@@ -324,6 +321,6 @@ def start(world: Any, *, checked: bool) -> None:
     Deadline.seconds = deadline.from_environment()
     if folder := os.environ.get("MPITRAIN_RECORD_DIR"):
         dump.set_record_folder(folder)
-    dump.Place.rank = world.rank
+    dump.RecordOutput.rank = world.rank
     talks = world.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
     Monitor(world.Dup(), talks=talks, checked=checked).start()

@@ -1,4 +1,4 @@
-"""The notice: one line about a wait that lasts, long before the deadline ends the job. What is due here, report.py puts into words.
+"""The notice: one line about a wait that lasts, long before the deadline ends the job. report.py writes the line.
 
 A wait is due when it has lasted MPITRAIN_NOTICE_S (30 s), and again whenever it has lasted twice as long as at the last line about
 it: a rank that is merely slow is no flood of lines. The monitor asks all ranks then; a line is about the waits of all ranks that were
@@ -16,42 +16,42 @@ DEFAULT_NOTICE_S = 30.0
 
 
 def from_environment() -> float:
-    """MPITRAIN_NOTICE_S in seconds, 0 for no notices. ValueError where it is no such number."""
+    """MPITRAIN_NOTICE_S in seconds, 0 for no notices. ValueError unless it is a number of at least 0."""
     return seconds_of("MPITRAIN_NOTICE_S", DEFAULT_NOTICE_S, "no notices")
 
 
 class Wait(NamedTuple):
-    """One that a line is due for."""
+    """A wait for which a line is due."""
 
     number: int  # of its operation; of what is on a device, a number below 0
     begun: float
 
 
-class Device(NamedTuple):
-    """What NCCL has on the device, where the host waits for it in no operation of the record."""
+class DeviceWork(NamedTuple):
+    """Work of NCCL on the device for which the host waits in no operation of the record."""
 
     what: str
     since: float  # on `time.monotonic`
 
 
-_on_devices: dict[int, Device] = {}  # by the id of its queue
+_on_devices: dict[int, DeviceWork] = {}  # by the id of its queue
 
 
-def note_device(queue: int, device: Device | None) -> None:
-    """What has not ended on the device, of the queue of that id; None: nothing."""
+def note_device(queue: int, device: DeviceWork | None) -> None:
+    """Note the unfinished work of the queue of that id; None: it has none."""
     if device is not None:
         _on_devices[queue] = device
     else:
         _on_devices.pop(queue, None)
 
 
-def on_device() -> Device | None:
-    """What has been on a device of this process for longest."""
+def on_device() -> DeviceWork | None:
+    """The work that has been on a device of this process for longest."""
     return min(_on_devices.copy().values(), key=lambda device: device.since, default=None)
 
 
 class Notices:
-    """Of this process: which of its waits a line is due for."""
+    """The waits of this process for which a line is due."""
 
     def __init__(self, seconds: float) -> None:
         """`seconds`: after which the first line is due; 0: never."""

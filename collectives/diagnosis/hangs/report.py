@@ -1,4 +1,4 @@
-"""What the ranks' answers mean: who waits for whom, who is missing, and who can never go on. Pure: no MPI, no threads.
+"""Reports made of the ranks' answers: which ranks wait, for which ranks, and which can never go on. Pure: no MPI, no threads.
 
 A `State` is what one rank says of itself (a JSON object); None stands for a rank that did not answer.
 """
@@ -36,13 +36,13 @@ def notice(reporter: int, number: int, states: Sequence[State | None], deadline_
     if rest := [rank for _, ranks in order[_NUM_PLACES:] for rank in ranks]:
         parts.append(f"{len(rest)} rank{'s' * (len(rest) > 1)} elsewhere")
     if late is None:
-        parts.append("perhaps not all ranks have called it, or with another size, or in another order")
+        parts.append("perhaps not all ranks have called this operation, or with another size, or in another order")
     elif not apart:
         parts.append("no rank is missing: the operation is slow, or stuck in the MPI library")
     elif not missing:
         parts.append(
-            f"{shown_ranks(sorted(gone))} called an operation of that number and went on: perhaps it was another one, as with "
-            "async_op, or this one is slow"
+            f"{shown_ranks(sorted(gone))} called an operation of that number and went on: perhaps another operation, as with async_op, "
+            "or this operation is slow"
         )
     elsewhere = any(state["waiting"] for rank in apart if (state := states[rank]))
     return _noticed(reporter, mine, late, [*parts, *_hints(elsewhere)], deadline_s)
@@ -93,7 +93,7 @@ def _place(words: str, ranks: Sequence[int], states: Sequence[State | None] | Ma
 
 
 def _waiting_for(ranks: Sequence[int], states: Sequence[State | None]) -> str:
-    """For whom ranks in the same place wait."""
+    """The ranks for which ranks in the same place wait."""
     operations = {
         (each["key"], each["counter"], each["call"], each["algorithm"]): each
         for rank in ranks
@@ -121,40 +121,37 @@ def _described(state: State | None, key: str) -> str:
             )
             + device
         )
-    last = f"; its last one there: {state['last'][key]}" if key in state["last"] else ""
+    last = f"; its last operation there: {state['last'][key]}" if key in state["last"] else ""
     where = f"its program has ended: {state['ended']}" if state["ended"] else f"main thread at {state['standing']}"
     doing = f"in {state['doing']}, " if state["doing"] else ""
     return f"in no operation, {doing}{where}{last}{device}"
 
 
 def _verdict(late: Waiting, states: Sequence[State | None]) -> str:
-    """Whom `late` waits for, and what may help."""
+    """The ranks for which `late` waits, and advice."""
     if not late["sequence"]:  # no operation, see standstill.py
         return (
-            "JAX has computed nothing meanwhile: perhaps a callback of the program waits, for what never comes or for work of JAX's "
-            "own threads, of which a rank that is bound to one core has one"
+            "JAX has computed nothing meanwhile: perhaps a callback of the program waits for an event that never comes, or for work "
+            "of JAX's own threads (a rank that is bound to one core has one of these threads)"
         )
-    reasons: dict[str, list[int]] = {}
+    reasons: dict[tuple[str, str], list[int]] = {}
     for rank in late["awaited"]:
         state = states[rank]
         if state is None:
-            reasons.setdefault("do not answer", []).append(rank)
+            reasons.setdefault(_SILENT, []).append(rank)
         elif not state["waiting"]:
-            reasons.setdefault("have ended" if state["ended"] else "are in no operation", []).append(rank)
-        else:
-            there = [each for each in state["waiting"] if each["key"] == late["key"]]
-            if not there:
-                reasons.setdefault(_ELSEWHERE, []).append(rank)
-            elif not any(_is_same(each, late) for each in there):
-                reasons.setdefault(_OTHERWISE, []).append(rank)
+            reasons.setdefault(_ENDED if state["ended"] else _IDLE, []).append(rank)
+        elif not any(each["key"] == late["key"] for each in state["waiting"]):
+            reasons.setdefault(_ELSEWHERE, []).append(rank)
+        elif not _is_in(late, state):
+            reasons.setdefault(_OTHERWISE, []).append(rank)
     if not reasons:
         return (
-            "nobody is missing: all its ranks are in this operation, which is stuck in the MPI library, or slow: then set a later "
-            "deadline"
+            "no rank is missing: all ranks are in this operation, which is stuck in the MPI library, or slow. If the operation is "
+            "slow, set a later deadline"
         )
     missing = "missing: " + "; ".join(
-        f"{shown_ranks(ranks)} ({reason if len(ranks) > 1 else _SINGULAR.get(reason, reason)})"
-        for reason, ranks in reasons.items()
+        f"{shown_ranks(ranks)} ({one if len(ranks) == 1 else several})" for (one, several), ranks in reasons.items()
     )
     return "\n  => ".join([missing, *_hints(_ELSEWHERE in reasons or _OTHERWISE in reasons)])
 
@@ -187,21 +184,23 @@ def _absent(waiting: Waiting, states: Sequence[State | None]) -> list[int]:
 
 
 def _hints(apart: bool) -> list[str]:
-    """What may help to find why ranks are missing. `apart`: some of them are in another operation."""
+    """Advice on how to find why ranks are missing. `apart`: some of them are in another operation."""
     if not apart or os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0"):
         return []
     return ["MPITRAIN_DEBUG=1 finds the call at which the ranks part"]
 
 
-_ELSEWHERE = "are in an operation of another communicator"
-_OTHERWISE = "are in a different operation of the same communicator"
-_SINGULAR = {
-    "do not answer": "does not answer",
-    "have ended": "has ended",
-    "are in no operation": "is in no operation",
-    _ELSEWHERE: "is in an operation of another communicator",
-    _OTHERWISE: "is in a different operation of the same communicator",
-}
+# Why ranks are missing, in words for one of them and for several.
+_SILENT = "does not answer", "do not answer"
+_ENDED = "has ended", "have ended"
+_IDLE, _ELSEWHERE, _OTHERWISE = (
+    (f"is in {place}", f"are in {place}")
+    for place in (
+        "no operation",
+        "an operation of another communicator",
+        "a different operation of the same communicator",
+    )
+)
 
 
 def abandoned(states: Sequence[State | None]) -> dict[int, Waiting]:
@@ -241,7 +240,7 @@ def end_report(stuck: Mapping[int, Waiting], states: Sequence[State | None]) -> 
         f"wait{'s' * (len(waiting) == 1)} for {'it' if len(gone) == 1 else 'them'} in {first['label']}: {first['call']}. "
         "The job ends."
     ]
-    advice = "a rank must end after the last operation that others make with it"
+    advice = "a rank must not end before the last operation in which it takes part"
     return "\n".join([*lines, *_places(states, first["key"]), f"  => {_verdict(first, states)}", f"  => {advice}"])
 
 
@@ -283,6 +282,6 @@ def deadlock_report(stuck: Mapping[int, Waiting]) -> str:
         groups.setdefault(f"{each['label']}: {each['call']}  at {each['site']}", []).append(rank)
     lines = [f"  {shown_ranks(ranks)}: {words}" for words, ranks in groups.items()]
     return (
-        "the ranks wait for each other in different communicators; expected that all use these in the same order:\n"
+        "the ranks wait for each other in different communicators; expected that all ranks use these communicators in the same order:\n"
         + "\n".join(lines)
     )

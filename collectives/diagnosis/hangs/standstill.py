@@ -5,7 +5,6 @@ thread, no rank enters an operation, and none would pass the deadline. Seen from
 process uses no processor time. A computation, however long, uses some.
 """
 
-import threading
 import time
 
 from collectives.diagnosis import stacks
@@ -16,9 +15,9 @@ _IDLE_S = 0.02
 
 
 class Standstill:
-    """Of this process. Only the CPU's JAX is watched: the host is idle while a GPU computes."""
+    """The standstill of this process. Only the CPU's JAX is watched: the host is idle while a GPU computes."""
 
-    log: Log | None = None  # None: nobody uses jitted collectives here
+    log: Log | None = None  # None: this process uses no jitted collectives
 
     def __init__(self) -> None:
         self._begin(time.monotonic())
@@ -39,7 +38,7 @@ class Standstill:
             return None
         if self._since >= begun_before:
             return None
-        name, main = "standing still before an operation begins", threading.main_thread().ident or 0
+        name, main = "standing still before an operation begins", stacks.main_thread()
         return Operation(-1, self.log, 0, name, 0, "", None, None, "", BEGUN, main, self._since, 0.0)
 
     def _begin(self, now: float) -> None:

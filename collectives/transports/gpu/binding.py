@@ -1,4 +1,4 @@
-"""What the NCCL transport needs of NCCL and CUDA, as an interface, and that interface by CuPy.
+"""The functions of NCCL and CUDA that the NCCL transport needs, as an interface, and the implementation by CuPy.
 
 Another binding (ctypes, another GPU library, a model in host memory) replaces CuPy by giving the same functions. Streams and
 events are the plain numbers that CUDA knows them by, buffers are addresses: nothing here knows an array library's types.
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from collectives.arrays.devices import Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import DType
 from collectives.transports.gpu.kernels import CupyKernels, place
 
@@ -74,7 +74,7 @@ class Binding(Protocol):
         """The value of a constant of `nccl.h` such as NCCL_FLOAT32; NcclUnavailableError if this NCCL has none of that name."""
 
     def gpu(self, index: int) -> Gpu:
-        """What tells this GPU from all others, on other nodes too."""
+        """The identity of this GPU among the GPUs of all nodes."""
 
     def device(self, index: int) -> AbstractContextManager[Any]:
         """`with binding.device(i):` makes it this thread's current device. All calls below happen in such a block."""
@@ -90,10 +90,10 @@ class Binding(Protocol):
 
     def group_end(self) -> None: ...
 
-    def divide(self, x: Device, divisor: int, dtype: DType, stream: int) -> None:
+    def divide(self, x: DeviceArray, divisor: int, dtype: DType, stream: int) -> None:
         """Queue on `stream`: x /= divisor, of floating numbers, rounded once."""
 
-    def upload(self, flat: np.ndarray) -> tuple[Any, Device]:
+    def upload(self, flat: np.ndarray) -> tuple[Any, DeviceArray]:
         """A copy of a host array on the current device, ready in its turn on the stream that it tells; the first keeps it alive."""
 
     def download(self, array: Any, flat: np.ndarray) -> None:
@@ -103,15 +103,15 @@ class Binding(Protocol):
         """A stream of the highest priority that does not wait for the default stream, nor it for this one."""
 
     def stream_wait(self, stream: int, event: int) -> None:
-        """What is queued on `stream` from now on starts after what `event` marks now."""
+        """Work queued on `stream` from now on starts after the work that `event` marks now."""
 
     def event_create(self) -> int: ...
 
     def event_record(self, event: int, stream: int) -> None:
-        """`event` marks all that is queued on `stream` up to now."""
+        """`event` marks all work that is queued on `stream` up to now."""
 
     def event_done(self, event: int) -> bool:
-        """Whether what `event` marks has ended. Does not block. Leaves CUDA graph captures alone, of any thread.
+        """Whether the work that `event` marks has ended. Does not block. Does not disturb CUDA graph captures of any thread.
 
         Not to be asked of an event that was recorded in a capture: CUDA then raises, and ends the capture.
         """
@@ -119,7 +119,7 @@ class Binding(Protocol):
     def event_destroy(self, event: int) -> None: ...
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether what is queued on `stream` now becomes a part of a CUDA graph instead of running."""
+        """Whether work queued on `stream` now becomes a part of a CUDA graph instead of running."""
 
 
 class NcclUnavailableError(RuntimeError):
@@ -150,16 +150,16 @@ class CuPyBinding:
     def gpu(self, index: int) -> Gpu:
         return Gpu(_boot_id(), self._runtime.deviceGetPCIBusId(index))
 
-    def divide(self, x: Device, divisor: int, dtype: DType, stream: int) -> None:
+    def divide(self, x: DeviceArray, divisor: int, dtype: DType, stream: int) -> None:
         assert x.index is not None
         with self._cupy.cuda.Stream.from_external(_Foreign(stream)):
             flat = place(None, x.address, x.nbytes, dtype.numpy)
             CupyKernels(self._cupy, x.index).queue_divide(flat, divisor, dtype)
 
-    def upload(self, flat: np.ndarray) -> tuple[Any, Device]:
+    def upload(self, flat: np.ndarray) -> tuple[Any, DeviceArray]:
         array = self._cupy.asarray(flat.view(np.uint8))
         stream = self._cupy.cuda.get_current_stream().ptr
-        return array, Device(array.data.ptr, array.nbytes, array.device.id, stream)
+        return array, DeviceArray(array.data.ptr, array.nbytes, array.device.id, stream)
 
     def download(self, array: Any, flat: np.ndarray) -> None:
         with array.device:
@@ -263,7 +263,7 @@ def _cuda_of_torch() -> int | None:
 
 
 def _advice(cuda: int | None) -> str:
-    """What to install for a major version of CUDA."""
+    """The command that installs CuPy and NCCL for a major version of CUDA."""
     if cuda not in (12, 13):
         return (
             "pip install 'mpitrain[cuda12]' or 'mpitrain[cuda13]', whichever CUDA the driver has (nvidia-smi shows it)"
@@ -288,7 +288,7 @@ def loaded_libraries(*names: str) -> list[str]:
 
 @functools.cache
 def is_available() -> bool:
-    """Whether this process could use NCCL: if not, none of its communicators ever will. Imports CuPy."""
+    """Whether this process could use NCCL. If not, no communicator of this process will use NCCL. Imports CuPy."""
     try:
         load()
     except NcclUnavailableError:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.arrays.devices import LEGACY_STREAM, Device
+from collectives.arrays.devices import LEGACY_STREAM, DeviceArray
 from collectives.arrays.dtypes import DType
 from collectives.arrays.reduction import mpi_agrees
 from collectives.environment import switch
@@ -40,11 +40,16 @@ def support() -> Support:
     from mpi4py import MPI
 
     assert MPI.Is_initialized()
-    paths = _loaded_libraries()
-    return ask(_finder(paths), paths, os.environ)
+    paths = binding.loaded_libraries("libmpi", "libmpich")  # mpi4py loads them out of sight of a plain look-up by name
+
+    def find(name: str) -> Any:
+        functions = (getattr(ctypes.CDLL(path), name, None) for path in paths)
+        return next((function for function in functions if function is not None), None)
+
+    return ask(find, paths, os.environ)
 
 
-def agree(mpi: Any, make: Callable[[list[int]], tuple[Any, Device]] | None) -> Support:
+def agree(mpi: Any, make: Callable[[list[int]], tuple[Any, DeviceArray]] | None) -> Support:
     """Whether all ranks of `mpi` may hand device addresses to it: the same answer everywhere, the first "no" if there is one.
 
     Collective. `make`: makes an array of these bytes on the device, and says where it lies: two bytes are sent round the ranks to
@@ -78,10 +83,10 @@ def ask(find: Callable[[str], Any], libraries: Collection[str], environ: Mapping
         return Support(not failed and said.value == 1, f"MPIX_GPU_query_support() = {said.value}")
     if cray == "1" and any("libmpi_gtl_cuda" in path for path in libraries):
         return Support(True, "MPICH_GPU_SUPPORT_ENABLED=1 and libmpi_gtl_cuda is loaded")
-    return Support(False, f"the MPI library does not say; set {VARIABLE}=1 if you know that it does")
+    return Support(False, f"the MPI library gives no answer; set {VARIABLE}=1 if the library takes device addresses")
 
 
-def view(x: Device, dtype: DType) -> np.ndarray:
+def view(x: DeviceArray, dtype: DType) -> np.ndarray:
     """`x` as a NumPy array for mpi4py alone, which reads the address and no more: its elements are out of the host's reach.
 
     The transports that transports/gpu/kernels.py is the arithmetic of take it. Only within `calling`. It does not keep `x` alive.
@@ -95,7 +100,7 @@ def reduces(dtype: DType, op: str) -> bool:
 
 
 @contextmanager
-def calling(*arrays: Device) -> Iterator[None]:
+def calling(*arrays: DeviceArray) -> Iterator[None]:
     """Around a blocking MPI call on these arrays: the kernels queued on their streams have ended, and NCCL stands still.
 
     No request may outlive the block.
@@ -107,7 +112,7 @@ def calling(*arrays: Device) -> Iterator[None]:
         yield
 
 
-def wait_for(*arrays: Device) -> None:
+def wait_for(*arrays: DeviceArray) -> None:
     """Block until the kernels queued on the arrays' streams have ended."""
     for index, stream in sorted({(x.index, x.stream) for x in arrays if x.index is not None and x.stream is not None}):
         _synchronize(index, stream)
@@ -140,22 +145,6 @@ def info_lines() -> list[tuple[str, str]]:
     return [("CUDA-aware MPI", f"{'yes' if aware else 'no'} ({why})"), ("NCCL", nccl)]
 
 
-def _loaded_libraries() -> list[str]:
-    """The MPI libraries that this process has loaded. mpi4py loads them out of sight of a plain look-up by name."""
-    return binding.loaded_libraries("libmpi", "libmpich")
-
-
-def _finder(paths: Collection[str]) -> Callable[[str], Any]:
-    def find(name: str) -> Any:
-        for path in paths:
-            function = getattr(ctypes.CDLL(path), name, None)
-            if function is not None:
-                return function
-        return None
-
-    return find
-
-
 def _synchronize(index: int, stream: int) -> None:
     """Block until the kernels of a stream have ended, by the library that made it."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
@@ -170,7 +159,7 @@ def _synchronize(index: int, stream: int) -> None:
             cupy.cuda.runtime.streamSynchronize(stream)
 
 
-def _try(mpi: Any, make: Callable[[list[int]], tuple[Any, Device]]) -> str:
+def _try(mpi: Any, make: Callable[[list[int]], tuple[Any, DeviceArray]]) -> str:
     """Send two bytes to the next rank; what went wrong, or nothing."""
     from mpi4py import MPI
 

@@ -1,6 +1,6 @@
-"""Collectives on arrays in GPU memory, by whichever way there is: NCCL, else CUDA-aware MPI; and what goes by neither.
+"""Collectives on arrays in GPU memory: by NCCL, else by CUDA-aware MPI.
 
-Each says whether it was carried out here. Where not, the caller goes on with a copy in host memory
+Each collective returns whether it was carried out here. If not, the caller goes on with a copy in host memory
 (collectives/arrays/devices.py).
 """
 
@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.buffer import Buffer
-from collectives.arrays.devices import Device, say_once
-from collectives.arrays.dtypes import DType, effective_op
+from collectives.arrays.devices import DeviceArray, say_once
+from collectives.arrays.dtypes import DType
+from collectives.communicator.call import Call
+from collectives.diagnosis.record import Log
 from collectives.diagnosis.recorder import Recorder
 from collectives.progress.work import Work
 from collectives.schedules import BUILDERS
@@ -53,113 +55,67 @@ class Devices:
         """Whether NCCL connects the ranks: known after the first collective."""
         return self._nccl is not None
 
-    # Collectives
+    def carry_out(self, call: Call, arrays: Sequence[Buffer | None], *arguments: Any) -> bool:
+        """Whether `call` was carried out here: by NCCL if that can, else by MPI on device addresses if that can.
 
-    def all_reduce(self, x: Buffer, op: str, algorithm: str, accumulate: str | None) -> bool:
-        raw = effective_op(x.dtype, op)
-        return self._carry_out(
-            "all_reduce",
-            [x],
-            op,
-            algorithm,
-            lambda nccl, x_, **more: nccl.all_reduce(x_, op, x.dtype, **more),
-            lambda by, x_: by.all_reduce(x_, raw, x.dtype),
-            accumulate=accumulate,
-        )
-
-    def reduce(self, x: Buffer, root: int, op: str, algorithm: str, accumulate: str | None) -> bool:
-        raw = effective_op(x.dtype, op)
-        return self._carry_out(
-            "reduce",
-            [x],
-            op,
-            algorithm,
-            lambda nccl, x_, **more: nccl.reduce(x_, root, op, x.dtype, **more),
-            lambda by, x_: by.reduce(x_, raw, root, x.dtype),
-            root=root,
-            accumulate=accumulate,
-        )
-
-    def reduce_scatter(
-        self, out: Buffer, x: Buffer, op: str, counts: Sequence[int], algorithm: str, accumulate: str | None
-    ) -> bool:
-        raw = effective_op(x.dtype, op)
-        return self._carry_out(
-            "reduce_scatter",
-            [out, x],
-            op,
-            algorithm,
-            lambda nccl, out_, x_, **more: nccl.reduce_scatter(out_, x_, op, x.dtype, counts=counts, **more),
-            lambda by, out_, x_: by.reduce_scatter(out_, x_, raw, counts, x.dtype),
-            accumulate=accumulate,
-        )
-
-    def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int], algorithm: str) -> bool:
-        return self._carry_out(
-            "all_gather",
-            [out, x],
-            None,
-            algorithm,
-            lambda nccl, out_, x_, **more: nccl.all_gather(out_, x_, x.dtype, counts=counts, **more),
-            lambda by, out_, x_: by.all_gather(out_, x_, counts),
-        )
-
-    def broadcast(self, x: Buffer, root: int, algorithm: str) -> bool:
-        return self._carry_out(
-            "broadcast",
-            [x],
-            None,
-            algorithm,
-            lambda nccl, x_, **more: nccl.broadcast(x_, root, x.dtype, **more),
-            lambda by, x_: by.broadcast(x_, root),
-            root=root,
-        )
-
-    def gather(self, out: Buffer | None, x: Buffer, root: int, algorithm: str) -> bool:
-        def by_mpi(by: Transport, x_: np.ndarray, out_: np.ndarray | None = None) -> None:
-            if out_ is not None:
-                assert self._kernels is not None
-                put_own_part(out_, x_, [x.size] * self._size, root, self._kernels)
-            by.gather(out_, x_, root)
-
-        return self._carry_out(
-            "gather",
-            [x] if out is None else [x, out],
-            None,
-            algorithm,
-            lambda nccl, x_, out_=None, **more: nccl.gather(out_, x_, root, x.dtype, **more),
-            by_mpi,
-            root=root,
-        )
-
-    def scatter(self, out: Buffer, x: Buffer | None, root: int, algorithm: str) -> bool:
-        def by_mpi(by: Transport, out_: np.ndarray, x_: np.ndarray | None = None) -> None:
-            if x_ is not None:
-                mine = x_[root * out.size :][: out.size]
-                if not np.may_share_memory(out_, mine):
-                    assert self._kernels is not None
-                    self._kernels.move(out_, mine)
-            by.scatter(out_, x_, root)
-
-        return self._carry_out(
-            "scatter",
-            [out] if x is None else [out, x],
-            None,
-            algorithm,
-            lambda nccl, out_, x_=None, **more: nccl.scatter(out_, x_, root, out.dtype, **more),
-            by_mpi,
-            root=root,
-        )
-
-    def all_to_all(self, out: Buffer, x: Buffer, algorithm: str) -> bool:
-        return self._carry_out(
-            "all_to_all",
-            [out, x],
-            None,
-            algorithm,
-            lambda nccl, out_, x_, **more: nccl.all_to_all(out_, x_, x.dtype, **more),
-            lambda by, out_, x_: by.all_to_all(out_, x_),
-        )
+        `arrays`, `arguments`: those of the `Transport`'s method of that name; of a reduction all but the dtype, its last one. The first
+        of `call.arrays`, which is in GPU memory, decides for all ranks: of gather and scatter they have no other in common.
+        """
+        operation, algorithm, op, first = call.operation, call.algorithm, call.op, call.arrays[0]
+        devices = [b.device for b in call.arrays if b.device is not None]
+        mixed = len(devices) < len(call.arrays)
+        index, dtype = devices[0].index, first.dtype
+        if (mixed and operation not in ("gather", "scatter")) or index is None:
+            return False  # ... an array that does not tell on which GPU it lies
+        if algorithm not in ("auto", "nccl", "mpi") and not _is_schedule(operation, algorithm):
+            return False
+        if call.accumulate is not None and dtype.is_half:
+            return False  # fp32 travels for it, of which the host makes the copy
+        self._flush()  # also by NCCL: a rank that waits for the device carries nothing else out
+        if self._index is None:
+            self._index = index
+        if strange := [device.index for device in devices if device.index != self._index]:
+            raise ValueError(
+                f"{operation}: an array is on device {strange[0]}, but earlier arrays of this communicator were on device "
+                f"{self._index}; use one device on each rank"
+            )
+        enter = partial(self._recorder.enter, operation, op=op, root=call.root, elements=first.size, dtype=dtype.name)
+        is_alone = self._size == 1 and algorithm != "nccl" and not mixed
+        if is_alone and len({device.address for device in devices}) == 1:  # the result is there already
+            with enter():
+                if self._handles is not None:
+                    self._mark(self._handles, call.arrays, devices)
+            return True
+        self._look(index)
+        nccl = self._nccl if algorithm in ("auto", "nccl") and (op is None or reduces(dtype)) else None
+        if nccl is None and algorithm == "nccl":
+            raise ValueError(
+                f"algorithm 'nccl' cannot be used on this {dtype.name} array: {self._why_not or 'NCCL cannot reduce it'}"
+            )
+        nbytes = max(b.size for b in call.arrays) * dtype.itemsize
+        chosen = "nccl" if nccl is not None else self._choose(operation, algorithm, op, dtype, nbytes)
+        if chosen is None:
+            return False
+        if mixed:
+            raise ValueError(
+                f"{operation}: one of x and out is in GPU memory, the other in host memory; pass both in the same kind of memory"
+            )
+        with enter() as entry:
+            entry.by(chosen)
+            at = [b and b.device for b in arrays]
+            if nccl is not None:
+                handle = getattr(nccl, operation)(*at, *arguments, dtype, async_op=self._handles is not None)
+                if handle is not None and self._handles is not None:
+                    handle.keep(*call.arrays)
+                    self._handles.append((handle, first))
+            else:
+                with cuda.calling(*devices):
+                    views = [device and cuda.view(device, dtype) for device in at]
+                    if operation in ("gather", "scatter"):
+                        self._put_own_part(operation, *views)
+                    reduction = (dtype,) if op is not None else ()
+                    getattr(self._transport(chosen), operation)(*views, *arguments, *reduction)
+        return True
 
     def issue(self, operation: Callable[[], Any]) -> Work:
         """Start `operation`, a collective on arrays in GPU memory, at once: NCCL's stream is what makes it asynchronous."""
@@ -172,9 +128,9 @@ class Devices:
 
     def takes(self, message: Message) -> bool:
         """Whether a message of a group goes by NCCL, not by MPI [Note: messages]."""
-        return self._nccl is not None and device_messages.goes_by_nccl(message)
+        return self._nccl is not None and message.tag == 0
 
-    def exchange(self, messages: Sequence[Message]) -> list[Callable[[], None]]:
+    def exchange(self, messages: Sequence[Message]) -> list[Callable[[], Any]]:
         """Start messages by NCCL, as one; what is left to do at the end of their group."""
         if not messages:
             return []
@@ -184,103 +140,20 @@ class Devices:
     def free(self) -> None:
         """Collective."""
         if self._nccl is not None:
-            connected.remove(self)
+            connected.remove(self._nccl)
             self._nccl.free()
         if self._executor is not None:
             self._executor.free()
 
-    # The end of the process, of those that NCCL connects
-
-    @property
-    def is_aborted(self) -> bool:
-        """Whether NCCL's operations were given up."""
-        return self._nccl is not None and self._nccl.is_aborted
-
-    def synchronize(self) -> None:
-        """Wait until NCCL's operations have ended on the device."""
-        assert self._nccl is not None
-        with self._recorder.log.enter("ending NCCL"):
-            self._nccl.synchronize()
-
-    def disconnect(self) -> None:
-        """Collective."""
-        assert self._nccl is not None
-        with self._recorder.log.enter("ending NCCL"):
-            self._nccl.free()
-
-    def abort(self, why: str) -> None:
-        """Give up NCCL's operations, by this rank alone."""
-        assert self._nccl is not None
-        self._nccl.abort(why)
-
-    # Parts of the operations above
-
-    def _carry_out(
-        self,
-        operation: str,
-        buffers: Sequence[Buffer],
-        op: str | None,
-        algorithm: str,
-        by_nccl: Callable[..., Handle | None],
-        by_mpi: Callable[..., None],
-        *,
-        root: int | None = None,
-        accumulate: str | None = None,
-    ) -> bool:
-        """`by_nccl(nccl, *devices, async_op=...)` if NCCL can, else `by_mpi(transport, *views)` if MPI can. `op`: of a reduction.
-
-        The first of `buffers`, which is in GPU memory, decides for all ranks: of gather and scatter they have no other in common.
-        """
-        first = buffers[0]
-        devices = [b.device for b in buffers if b.device is not None]
-        mixed = len(devices) < len(buffers)
-        index, dtype = devices[0].index, first.dtype
-        if (mixed and operation not in ("gather", "scatter")) or index is None:
-            return False  # ... an array that does not tell on which GPU it lies
-        if algorithm not in ("auto", "nccl", "mpi") and not _is_schedule(operation, algorithm):
-            return False
-        if accumulate is not None and dtype.is_half:
-            return False  # fp32 travels for it, of which the host makes the copy
-        self._flush()  # also by NCCL: a rank that waits for the device carries nothing else out
-        if self._index is None:
-            self._index = index
-        if strange := [device.index for device in devices if device.index != self._index]:
-            raise ValueError(
-                f"{operation}: an array is on device {strange[0]}, but this communicator's others were on device {self._index}; "
-                "use one device on each rank"
-            )
-        enter = partial(self._recorder.enter, operation, op=op, root=root, elements=first.size, dtype=dtype.name)
-        is_alone = self._size == 1 and algorithm != "nccl" and not mixed
-        if is_alone and len({device.address for device in devices}) == 1:  # the result is there already
-            with enter():
-                if self._handles is not None:
-                    self._mark(self._handles, buffers, devices)
-            return True
-        self._look(index)
-        nccl = self._nccl if algorithm in ("auto", "nccl") and (op is None or reduces(dtype)) else None
-        if nccl is None and algorithm == "nccl":
-            raise ValueError(
-                f"algorithm 'nccl' cannot be used on this {dtype.name} array: {self._why_not or 'NCCL cannot reduce it'}"
-            )
-        nbytes = max(b.size for b in buffers) * dtype.itemsize
-        chosen = "nccl" if nccl is not None else self._choose(operation, algorithm, op, dtype, nbytes)
-        if chosen is None:
-            return False
-        if mixed:
-            raise ValueError(
-                f"{operation}: of x and out one is in GPU memory and one in host memory; pass both in the same kind of memory"
-            )
-        with enter() as entry:
-            entry.by(chosen)
-            if nccl is not None:
-                handle = by_nccl(nccl, *devices, async_op=self._handles is not None)
-                if handle is not None and self._handles is not None:
-                    handle.keep(*buffers)
-                    self._handles.append((handle, first))
-            else:
-                with cuda.calling(*devices):
-                    by_mpi(self._transport(chosen), *(cuda.view(device, dtype) for device in devices))
-        return True
+    def _put_own_part(self, operation: str, out: Any, x: Any) -> None:
+        """The root's own part of a gather or a scatter, which a transport leaves to its caller."""
+        assert self._kernels is not None
+        if operation == "gather" and out is not None:
+            put_own_part(out, x, [x.size] * self._size, self._rank, self._kernels)
+        if operation == "scatter" and x is not None:
+            mine = x[self._rank * out.size :][: out.size]
+            if not np.may_share_memory(out, mine):
+                self._kernels.move(out, mine)
 
     def _choose(self, operation: str, algorithm: str, op: str | None, dtype: DType, nbytes: int) -> str | None:
         """The algorithm for MPI on device addresses; None where it does not take them, or has none for this."""
@@ -302,8 +175,10 @@ class Devices:
             self._executor = Executor(self._mpi, self._kernels)
         return Scheduled(self._executor, algorithm, rank=self._rank, size=self._size)
 
-    def _mark(self, handles: list[tuple[Handle, Buffer]], buffers: Sequence[Buffer], devices: Sequence[Device]) -> None:
-        """One rank alone, and `async_op`: what follows `wait()` comes after what is queued on the arrays' streams now."""
+    def _mark(
+        self, handles: list[tuple[Handle, Buffer]], buffers: Sequence[Buffer], devices: Sequence[DeviceArray]
+    ) -> None:
+        """For one rank alone with `async_op`: work after `wait()` starts after the work that is queued on the arrays' streams now."""
         assert devices[0].index is not None
         self._look(devices[0].index)
         if self._nccl is None:
@@ -320,7 +195,7 @@ class Devices:
         with self._recorder.enter("connecting GPUs"):
             try:
                 self._nccl = connect(self._mpi, index)
-                connected.add(self)
+                connected.add(self._nccl, self._recorder.log)
                 watch.over(self._nccl)
             except NcclUnavailableError as error:  # raised on all ranks
                 self._why_not = str(error)
@@ -332,43 +207,43 @@ class Devices:
 
 
 class Connected:
-    """The `Devices` of this process that NCCL connects, in the order in which it did: the same on all ranks that share any of them.
+    """NCCL's communicators in this process, in the order in which they were made: the same on all ranks that share any of them.
 
     Held here, no NCCL communicator is destroyed by Python's garbage collector: destroying is collective. See diagnosis/ending.py.
     """
 
     def __init__(self) -> None:
-        self._devices: list[Devices] = []
+        self._all: list[tuple[Nccl, Log]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._devices)
+        return bool(self._all)
 
-    def add(self, devices: Devices) -> None:
-        self._devices.append(devices)
+    def add(self, nccl: Nccl, log: Log) -> None:
+        self._all.append((nccl, log))
 
-    def remove(self, devices: Devices) -> None:
-        self._devices = [
-            other for other in self._devices if other is not devices
-        ]  # not there any more if all have ended
+    def remove(self, nccl: Nccl) -> None:
+        self._all = [each for each in self._all if each[0] is not nccl]  # not there any more if all have ended
 
     def settle(self) -> bool:
         """Wait until all operations have ended on the device; whether they have, without an error."""
         try:
-            for devices in self._devices:
-                devices.synchronize()
+            for nccl, log in self._all:
+                with log.enter("ending NCCL"):
+                    nccl.synchronize()
         except Exception as error:
             _log.warning("at the end of the program: %s", error)
-        return not any(devices.is_aborted for devices in self._devices)
+        return not any(nccl.is_aborted for nccl, _ in self._all)
 
     def end(self, *, well: bool) -> None:
-        """`well`: all ranks destroy their communicators together. Else this one aborts its own, and waits for nobody."""
-        while self._devices:
-            devices = self._devices.pop(0)
+        """`well`: all ranks destroy their communicators together. Else this rank aborts its own, and waits for no other rank."""
+        while self._all:
+            nccl, log = self._all.pop(0)
             if not well:
-                devices.abort("the program ends by an error")
+                nccl.abort("the program ends by an error")
                 continue
             try:
-                devices.disconnect()
+                with log.enter("ending NCCL"):
+                    nccl.free()
             except Exception as error:
                 _log.warning("at the end of the program: %s", error)
                 well = False

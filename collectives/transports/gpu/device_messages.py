@@ -23,14 +23,9 @@ from collectives.transports.gpu.nccl import Nccl
 from collectives.transports.message import Message
 
 
-def goes_by_nccl(message: Message) -> bool:
-    """Of a message in a group, on ranks that NCCL has connected."""
-    return message.tag == 0
-
-
-def exchange(nccl: Nccl, messages: Sequence[Message], log: Log) -> list[Callable[[], None]]:
+def exchange(nccl: Nccl, messages: Sequence[Message], log: Log) -> list[Callable[[], Any]]:
     """Start messages by NCCL, as one; what is left to do at the end of their group."""
-    ends: list[Callable[[], None]] = []
+    ends: list[Callable[[], Any]] = []
     copies: list[Any] = []  # which live until the messages are issued: only then do their streams wait for NCCL
     with nccl.group():
         for operation, b, peer, tag in messages:
@@ -43,18 +38,12 @@ def exchange(nccl: Nccl, messages: Sequence[Message], log: Log) -> list[Callable
                     copies.append(copy)
                 (nccl.send if sends else nccl.recv)(there, peer, b.dtype)
             if copy is not None and not sends:
-                ends.append(partial(_land, nccl, copy, b))
+                ends += [partial(nccl.download, copy, b.flat), b.result]
     return ends
 
 
-def _land(nccl: Nccl, copy: Any, b: Buffer) -> None:
-    """The end of a message that has arrived on the device for an array that is not there."""
-    nccl.download(copy, b.flat)
-    b.result()
-
-
 def reach(b: Buffer) -> np.ndarray:
-    """What MPI reads or writes for the message `b`: where it lies, or a copy in host memory, which `b.result()` copies back."""
+    """The array that MPI reads or writes for `b`: on the device, or a copy in host memory, which `b.result()` copies back."""
     if b.device is None or b.device.index is None or not cuda.takes_messages(b.device.index):
         return b.flat
     cuda.wait_for(b.device)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.buffer import address_of
-from collectives.arrays.devices import Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import TABLE, DType
 from collectives.arrays.reduction import TORCH_UFUNCS, UFUNCS
 
@@ -22,7 +22,7 @@ _BYTES = TABLE["uint8"]
 
 
 class Kernels(ABC):
-    """`collectives.arrays.reduction.Arithmetic` on one device. What a method has started there has ended when it returns."""
+    """`collectives.arrays.reduction.Arithmetic` on one device. The work of a method on the device has ended when the method returns."""
 
     def __init__(self, library: Any, index: int) -> None:
         self._library, self._index = library, index
@@ -55,11 +55,11 @@ class Kernels(ABC):
             memory = self._array(max(nbytes, 1))
             return place(memory, self._address(memory), nbytes, dtype)
 
-    def array(self, values: list[int]) -> tuple[Any, Device]:
+    def array(self, values: list[int]) -> tuple[Any, DeviceArray]:
         """An array of these bytes, and where it lies."""
         with self._on_device():
             array = self._array(values)
-            return array, Device(self._address(array), len(values), self._index, self._stream())
+            return array, DeviceArray(self._address(array), len(values), self._index, self._stream())
 
     def reduces(self, dtype: DType, op: str) -> bool:
         """Whether `reduce_into` takes this type with this operation."""
@@ -196,7 +196,7 @@ class CupyKernels(Kernels):
 
 
 def kernels_of(index: int) -> Kernels | None:
-    """Those of device `index`: torch's where it uses the GPU, else CuPy's where it is loaded; None without either."""
+    """The kernels of device `index`: torch's if torch uses the GPU, else CuPy's if CuPy is loaded, else None."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and torch.cuda.is_initialized():
         return TorchKernels(torch, index)
@@ -211,7 +211,7 @@ class _Interface:
             "shape": (x.nbytes,),
             "typestr": "|u1",
             "data": (address_of(x), False),
-            "version": 2,  # which tells no stream: whoever made `x` has waited for it
+            "version": 2,  # which tells no stream: the maker of `x` has waited for its stream
         }
 
 

@@ -60,7 +60,7 @@ class Lane:
         if not self._lock.acquire(timeout=timeout_s):
             raise TimeoutError(
                 f"another thread's MPI call on device memory has not ended after {timeout_s:g} s; start NCCL and CUDA-aware MPI "
-                "operations of one device in the same order on all ranks, best from one thread"
+                "operations of one device in the same order on all ranks, preferably from one thread"
             )
         try:
             yield

@@ -6,19 +6,19 @@ at every hop. An average is a sum that is divided once, on NCCL's stream: NCCL_A
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.arrays.devices import Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import TABLE, DType, effective_op
 from collectives.diagnosis import together
 from collectives.transports.gpu.binding import Binding, Gpu, NcclUnavailableError, RawCommunicator, load, version_text
 from collectives.transports.gpu.lane import Lane, lane_of
-from collectives.transports.gpu.nccl_queue import Call, Handle, NcclError, Queue
+from collectives.transports.gpu.nccl_queue import DeviceCall, Handle, NcclError, Queue
+from collectives.transports.transport import parts
 
 _OPS = {"sum": "NCCL_SUM", "avg": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 
@@ -72,7 +72,7 @@ def connect(
                 _try(nccl)
     except Exception as error:
         if nccl is not None:
-            nccl.abort("a rank cannot use it")
+            nccl.abort("a rank cannot use NCCL")
         elif raw is not None:  # connected here, but not on another rank
             with suppress(Exception), binding.device(index):
                 raw.abort()
@@ -91,7 +91,7 @@ def _try(nccl: "Nccl") -> None:
 
 
 class _Seat(NamedTuple):
-    """What a rank has for NCCL."""
+    """The GPU and the version of NCCL of a rank."""
 
     gpu: Gpu
     version: int
@@ -115,31 +115,32 @@ def _check_seats(seats: Sequence[_Seat]) -> bool:
     if is_enabled and len(most) <= _MOST_RANKS_PER_GPU:
         return True
     raise NcclUnavailableError(
-        f"it takes one rank per GPU, and ranks {', '.join(map(str, most))} have the same one ({gpu}, or slices of it); start one rank "
+        f"NCCL takes one rank per GPU, and ranks {', '.join(map(str, most))} share a GPU ({gpu}, or slices of it); start one rank "
         f"per GPU and choose the device by comm.node.rank. From NCCL {version_text(_SHARED_GPU_VERSION)} on (here "
-        f"{version_text(versions[0])}) {_SHARED_GPU_VARIABLE}=1 on all ranks lets {_MOST_RANKS_PER_GPU} ranks share one"
+        f"{version_text(versions[0])}) {_SHARED_GPU_VARIABLE}=1 on all ranks lets {_MOST_RANKS_PER_GPU} ranks share a GPU"
     )
 
 
 class Nccl(Queue):
     """The collectives of a communicator's ranks on device memory. Made by `connect`.
 
-    All ranks call the same operations in the same order. Arrays are `Device` records on device `index`, of `dtype`; sizes follow
-    from their bytes and are the caller's to check. In place where the addresses say so. Each returns None, its result being
-    ordered for the streams of its arrays, or with `async_op` a `Handle`. NcclError names the operation; DTypeError or ValueError
-    for an `op` that `dtype` has not, TypeError for a dtype that NCCL cannot reduce (see `reduces`).
+    All ranks call the same operations in the same order. Arguments are those of `Transport`, and always the dtype. Arrays are
+    `DeviceArray` records on device `index`, of `dtype`; sizes follow from their bytes and are the caller's to check. In place where
+    the addresses say so. Each returns None, its result being ordered for the streams of its arrays, or with `async_op` a `Handle`.
+    NcclError names the operation; DTypeError or ValueError for an `op` that `dtype` has not, TypeError for a dtype that NCCL cannot
+    reduce (see `reduces`).
     """
 
     # Collectives
 
-    def all_reduce(self, x: Device, op: str, dtype: DType, *, async_op: bool = False) -> Handle | None:
+    def all_reduce(self, x: DeviceArray, op: str, dtype: DType, *, async_op: bool = False) -> Handle | None:
         """Every rank's `x` becomes the reduction of all ranks' `x`."""
         kind, raw_op = self._reduction(op, dtype)
         count = x.nbytes // dtype.itemsize
         calls = self._call(count, self._raw.allReduce, x.address, x.address, count, kind, raw_op)
         return self._run("all_reduce", [x], dtype, calls, async_op, self._average(op, x, dtype))
 
-    def reduce(self, x: Device, root: int, op: str, dtype: DType, *, async_op: bool = False) -> Handle | None:
+    def reduce(self, x: DeviceArray, op: str, root: int, dtype: DType, *, async_op: bool = False) -> Handle | None:
         """The root's `x` becomes the reduction of all ranks' `x`; the others' stay as they are."""
         kind, raw_op = self._reduction(op, dtype)
         count = x.nbytes // dtype.itemsize
@@ -149,52 +150,45 @@ class Nccl(Queue):
         return self._run("reduce", [x], dtype, calls, async_op, after)
 
     def reduce_scatter(
-        self,
-        out: Device,
-        x: Device,
-        op: str,
-        dtype: DType,
-        *,
-        counts: Sequence[int] | None = None,
-        async_op: bool = False,
+        self, out: DeviceArray, x: DeviceArray, op: str, counts: Sequence[int], dtype: DType, *, async_op: bool = False
     ) -> Handle | None:
         """`out` becomes this rank's part of the reduction of all ranks' `x`; it may be its own place in `x`.
 
-        `counts`: elements of each rank's part, where they differ.
+        `counts`: elements of each rank's part.
         """
         kind, raw_op = self._reduction(op, dtype)
-        if counts is None or len(set(counts)) == 1:
+        if len(set(counts)) == 1:
             count = out.nbytes // dtype.itemsize
             calls = self._call(count, self._raw.reduceScatter, x.address, out.address, count, kind, raw_op)
         else:
             calls = []
-            for root, (start, count) in enumerate(_parts(counts)):
-                part = x.address + start * dtype.itemsize
+            for root, (start, end) in enumerate(parts(counts)):
+                part, count = x.address + start * dtype.itemsize, end - start
                 target = out.address if root == self.rank else 0
                 calls += self._call(count, self._raw.reduce, part, target, count, kind, raw_op, root)
         return self._run("reduce_scatter", [x, out], dtype, calls, async_op, self._average(op, out, dtype))
 
     def all_gather(
-        self, out: Device, x: Device, dtype: DType, *, counts: Sequence[int] | None = None, async_op: bool = False
+        self, out: DeviceArray, x: DeviceArray, counts: Sequence[int], dtype: DType, *, async_op: bool = False
     ) -> Handle | None:
         """`out` becomes all ranks' `x`, one after the other; `x` may be its own place in `out`. `counts` as above."""
-        if counts is None or len(set(counts)) == 1:
+        if len(set(counts)) == 1:
             calls = self._call(x.nbytes, self._raw.allGather, x.address, out.address, x.nbytes, self._bytes)
         else:
             calls = []
-            for root, (start, nbytes) in enumerate(_parts([count * dtype.itemsize for count in counts])):
-                target = out.address + start
+            for root, (start, end) in enumerate(parts(counts)):
+                target, nbytes = out.address + start * dtype.itemsize, (end - start) * dtype.itemsize
                 source = x.address if root == self.rank else target
                 calls += self._call(nbytes, self._raw.broadcast, source, target, nbytes, self._bytes, root)
         return self._run("all_gather", [out, x], dtype, calls, async_op)
 
-    def broadcast(self, x: Device, root: int, dtype: DType, *, async_op: bool = False) -> Handle | None:
+    def broadcast(self, x: DeviceArray, root: int, dtype: DType, *, async_op: bool = False) -> Handle | None:
         """Every rank's `x` becomes the root's."""
         calls = self._call(x.nbytes, self._raw.broadcast, x.address, x.address, x.nbytes, self._bytes, root)
         return self._run("broadcast", [x], dtype, calls, async_op)
 
     def gather(
-        self, out: Device | None, x: Device, root: int, dtype: DType, *, async_op: bool = False
+        self, out: DeviceArray | None, x: DeviceArray, root: int, dtype: DType, *, async_op: bool = False
     ) -> Handle | None:
         """The root's `out` becomes all ranks' `x` in order of rank; the others pass None. The root's `x` may be its place in it."""
         in_place = out is not None and out.address + root * x.nbytes == x.address
@@ -206,7 +200,7 @@ class Nccl(Queue):
         return self._run("gather", [x] if out is None else [out, x], dtype, calls, async_op)
 
     def scatter(
-        self, out: Device, x: Device | None, root: int, dtype: DType, *, async_op: bool = False
+        self, out: DeviceArray, x: DeviceArray | None, root: int, dtype: DType, *, async_op: bool = False
     ) -> Handle | None:
         """Every rank's `out` becomes its part of the root's `x`, None elsewhere. The root's `out` may be its place in `x`."""
         in_place = x is not None and x.address + root * out.nbytes == out.address
@@ -217,9 +211,9 @@ class Nccl(Queue):
                     calls += self._send(x.address + peer * out.nbytes, out.nbytes, peer)
         return self._run("scatter", [out] if x is None else [out, x], dtype, calls, async_op)
 
-    def all_to_all(self, out: Device, x: Device, dtype: DType, *, async_op: bool = False) -> Handle | None:
+    def all_to_all(self, out: DeviceArray, x: DeviceArray, dtype: DType, *, async_op: bool = False) -> Handle | None:
         """Part i of `x` goes to rank i; part i of `out` comes from rank i. Equal parts; the two must not overlap."""
-        nbytes, calls = x.nbytes // self.size, list[Call]()
+        nbytes, calls = x.nbytes // self.size, list[DeviceCall]()
         for peer in range(self.size):
             calls += self._send(x.address + peer * nbytes, nbytes, peer)
             calls += self._recv(out.address + peer * nbytes, nbytes, peer)
@@ -227,21 +221,21 @@ class Nccl(Queue):
 
     # Point to point. Two ranks that both send before they receive do so in a group, else they wait for each other for ever.
 
-    def send(self, x: Device, peer: int, dtype: DType) -> None:
+    def send(self, x: DeviceArray, peer: int, dtype: DType) -> None:
         """Send `x` to rank `peer`, which receives as many bytes. NCCL has no tags: messages arrive in the order sent."""
         self._run("send", [x], dtype, self._send(x.address, x.nbytes, peer), False)
 
-    def recv(self, x: Device, peer: int, dtype: DType) -> None:
+    def recv(self, x: DeviceArray, peer: int, dtype: DType) -> None:
         """Receive into `x` what rank `peer` sends."""
         self._run("recv", [x], dtype, self._recv(x.address, x.nbytes, peer), False)
 
-    def upload(self, flat: np.ndarray) -> tuple[Any, Device]:
+    def upload(self, flat: np.ndarray) -> tuple[Any, DeviceArray]:
         """A copy on the device of an array in host memory, and where it lies; see `Binding.upload`."""
         with self._binding.device(self.index):
             return self._binding.upload(flat)
 
     def download(self, array: Any, flat: np.ndarray) -> None:
-        """What `upload` gave, back in host memory. Blocks until the operations on it have ended."""
+        """Copy an array of `upload` back to host memory. Blocks until the operations on this array have ended."""
         self._binding.download(array, flat)
 
     # Parts of the operations above
@@ -250,27 +244,24 @@ class Nccl(Queue):
         """NCCL's numbers for an element type and an operation."""
         raw_op = effective_op(dtype, op)
         if not reduces(dtype):
-            raise TypeError(f"NCCL cannot reduce {dtype.name}; expected a type of 8, 32 or 64 bits, or a floating one")
+            raise TypeError(
+                f"NCCL cannot reduce {dtype.name}; expected a type of 8, 32 or 64 bits, or a floating-point type"
+            )
         kind = self._bytes if dtype.nccl is None else self._binding.constant(dtype.nccl)
         return kind, self._binding.constant(_OPS[raw_op])
 
-    def _average(self, op: str, x: Device, dtype: DType) -> list[Call]:
-        """What makes an average of a sum that stands in `x`."""
+    def _average(self, op: str, x: DeviceArray, dtype: DType) -> list[DeviceCall]:
+        """The call that divides the sum in `x`, for an average."""
         if op != "avg" or not x.nbytes:
             return []
         return [functools.partial(self._binding.divide, x, self.size, dtype, self._stream)]
 
-    def _call(self, count: int, method: Callable[..., None], *arguments: int) -> list[Call]:
+    def _call(self, count: int, method: Callable[..., None], *arguments: int) -> list[DeviceCall]:
         """The call to issue, or none where there is nothing to move: which is so on all ranks."""
         return [functools.partial(method, *arguments, self._stream)] if count else []
 
-    def _send(self, address: int, nbytes: int, peer: int) -> list[Call]:
+    def _send(self, address: int, nbytes: int, peer: int) -> list[DeviceCall]:
         return self._call(nbytes, self._raw.send, address, nbytes, self._bytes, peer)
 
-    def _recv(self, address: int, nbytes: int, peer: int) -> list[Call]:
+    def _recv(self, address: int, nbytes: int, peer: int) -> list[DeviceCall]:
         return self._call(nbytes, self._raw.recv, address, nbytes, self._bytes, peer)
-
-
-def _parts(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where each part begins, and how long it is."""
-    return zip(accumulate(lengths, initial=0), lengths, strict=False)

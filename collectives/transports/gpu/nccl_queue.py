@@ -8,10 +8,10 @@ Nothing of this blocks the host. With `async_op` the last wait is left to `Handl
 [Note: memory] The pools of torch and of CuPy give freed memory out again in the order of the stream that it was allocated on. They
 know nothing of NCCL's stream. Without `async_op` the caller's stream waits for NCCL, so memory that is freed afterwards comes back
 in the right order. With `async_op` it does not wait yet: so the handle holds the arrays until `wait()`, and the queue holds the handle.
-An operation that nobody waits for gives its arrays up when it has ended on the device.
+An operation without a `wait()` gives its arrays up when it has ended on the device.
 
 [Note: captures] Within a CUDA graph capture no operation runs. Its events are edges of the graph, and CUDA answers a question about
-one of them with an error, which also ends the capture. So nobody asks: neither this queue nor the thread that watches it. NCCL counts
+one of them with an error, which also ends the capture. So neither this queue nor the thread that watches it asks. NCCL counts
 the graphs that hold its operations, and destroys or aborts no communicator before they are gone. It would wait, perhaps for ever: so a
 communicator that has taken part in a capture is left to the end of the process.
 """
@@ -25,14 +25,14 @@ from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum, auto
 from typing import NamedTuple
 
-from collectives.arrays.devices import Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import DType
 from collectives.transports.gpu.binding import Binding, RawCommunicator
 from collectives.transports.gpu.lane import Lane
 
 _PAUSE_S = 5e-5  # between two looks at an event
 
-Call = Callable[[], None]
+DeviceCall = Callable[[], None]
 
 
 class NcclError(RuntimeError):
@@ -72,9 +72,9 @@ class Handle:
         self._queue._kept.append(self)
 
     def wait(self, stream: int | None = None) -> None:
-        """What is queued on `stream` (the one of the call if not given) from now on starts after the operation.
+        """Work queued on `stream` (by default the stream of the call) from now on starts after the operation.
 
-        So does what is queued on the streams of the call: an array freed now may be handed out there again. NcclError if an error
+        So does work on the streams of the call, because an array freed now may be allocated there again. NcclError if an error
         was noticed, RuntimeError if the operation was captured in a CUDA graph and the capture has ended.
         """
         self._queue._order(self, self._event(), dict.fromkeys([*self._streams, *([] if stream is None else [stream])]))
@@ -84,7 +84,8 @@ class Handle:
         """Whether the operation has ended on the device. NcclError if an error was noticed, RuntimeError if it was captured."""
         if self._is_captured:
             raise RuntimeError(
-                f"done() of {self.what}: it was captured in a CUDA graph, and ends whenever the graph is replayed; ask about the replay"
+                f"done() of {self.what}: the operation was captured in a CUDA graph, and ends whenever the graph is replayed; ask "
+                "about the replay"
             )
         return self._queue._has_ended(self.what, self._event())
 
@@ -95,7 +96,7 @@ class Handle:
 
 
 class _Event:
-    """A CUDA event from the communicator's pool, which it returns to when nobody holds it."""
+    """A CUDA event from the communicator's pool, to which it returns when no object holds it."""
 
     def __init__(self, number: int, pool: list[int]) -> None:
         self.number, self._pool = number, pool
@@ -116,8 +117,8 @@ class _Operation(NamedTuple):
 
     what: _What
     streams: Sequence[int]
-    calls: Sequence[Call]
-    after: Sequence[Call]  # kernels of our own that follow on NCCL's stream
+    calls: Sequence[DeviceCall]
+    after: Sequence[DeviceCall]  # kernels of our own that follow on NCCL's stream
     handle: Handle | None
 
 
@@ -145,7 +146,7 @@ class Queue:
             self._stream = lane.join(self, binding.stream_create)
             self._ready = binding.event_create()
 
-    def mark(self, arrays: Sequence[Device], dtype: DType) -> Handle:
+    def mark(self, arrays: Sequence[DeviceArray], dtype: DType) -> Handle:
         """An operation that does nothing: it has ended when what is queued on the arrays' streams now has."""
         handle = self._run("mark", arrays, dtype, [], True)
         assert handle is not None
@@ -153,9 +154,9 @@ class Queue:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Operations in the block start together, as one, at its end. An exception in the block: none of them starts."""
+        """Operations in the block start together, as one, at its end. After an exception in the block no operation starts."""
         if self._group is not None:
-            raise RuntimeError("a group inside a group; end the first one")
+            raise RuntimeError("a group inside a group; end the first group before")
         operations: list[_Operation] = []
         self._group = operations
         try:
@@ -234,11 +235,11 @@ class Queue:
             self._give_back(self._raw.destroy)
 
     def _leave_to_the_end(self) -> None:
-        """Of the process: Python's own end must not come to it, since CuPy's object destroys the communicator when it goes."""
+        """Keep the communicator until the process ends: CuPy's object would destroy it at the end of Python."""
         self._lane.leave(self)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._raw))
 
-    def _give_back(self, end: Call) -> None:
+    def _give_back(self, end: DeviceCall) -> None:
         self._lane.leave(self)
         self._last = None
         with self._ending, self._binding.device(self.index):
@@ -253,11 +254,11 @@ class Queue:
     def _run(
         self,
         operation: str,
-        arrays: Sequence[Device],
+        arrays: Sequence[DeviceArray],
         dtype: DType,
-        calls: Sequence[Call],
+        calls: Sequence[DeviceCall],
         async_op: bool,
-        after: Sequence[Call] = (),
+        after: Sequence[DeviceCall] = (),
     ) -> Handle | None:
         """Issue an operation, or keep it for the end of the group."""
         for array in arrays:
@@ -320,7 +321,7 @@ class Queue:
 
     def _needs_no_arrays(self, handle: Handle) -> bool:
         if not handle._arrays:
-            return True  # somebody has waited for it
+            return True  # the program has waited for it
         if handle._is_captured:
             # A replay finds them where they were if they are of the graph's own memory pool, or if the program keeps them.
             return not self._binding.is_capturing(self._stream)
@@ -338,13 +339,14 @@ class Queue:
         self._binding.group_end()
 
     def _order(self, handle: Handle, event: _Event, streams: Iterable[int]) -> None:
-        """What is queued on `streams` from now on starts after `event`."""
+        """Work queued on `streams` from now on starts after `event`."""
         if self._state is not _State.FREED:
             self._check(handle.what)
             with self._binding.device(self.index):
                 if handle._is_captured and not self._binding.is_capturing(self._stream):
                     raise RuntimeError(
-                        f"wait() of {handle.what} comes after the end of the CUDA graph capture that it was issued in; call it before"
+                        f"wait() of {handle.what} comes after the end of the CUDA graph capture in which the operation was issued; "
+                        "call wait() before"
                     )
                 for stream in streams:
                     self._binding.stream_wait(stream, event.number)

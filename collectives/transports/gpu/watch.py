@@ -24,12 +24,12 @@ _GRACE_S = 5.0  # for the program to notice an error by itself, and to say where
 
 
 class Watch:
-    """One look after the other at one communicator's operations. `end(why)` is called once, if it comes to that.
+    """Looks at one communicator's operations, again and again. `end(why)` is called at most once.
 
-    `note(device)` is told at each look what has not ended on the device, None for nothing.
+    `note(work)` gets at each look the work that has not ended on the device, or None.
     """
 
-    def __init__(self, end: Callable[[str], None], note: Callable[[notice.Device | None], None]) -> None:
+    def __init__(self, end: Callable[[str], None], note: Callable[[notice.DeviceWork | None], None]) -> None:
         self._end, self._note = end, note
         self._operation: Underway | None = None
         self._since = 0.0
@@ -51,12 +51,12 @@ class Watch:
         self._failed_since = 0.0  # it has recovered
         if operation is not self._operation:
             self._operation, self._since = operation, now
-        self._note(None if operation is None else notice.Device(f"NCCL's {operation.what}", self._since))
+        self._note(None if operation is None else notice.DeviceWork(f"NCCL's {operation.what}", self._since))
         if operation is None or not deadline_s or now - self._since <= deadline_s:
             return True
         self._end(
             f"NCCL's {operation.what} has not ended on the device {deadline_s:g} s after it was started: "
-            "perhaps not all ranks have called it, or with another size, or in another order"
+            "perhaps not all ranks have called this operation, or with another size, or in another order"
         )
         return False
 

@@ -47,7 +47,7 @@ class Meeting:
                 self._wait(other, count)
 
     def meet(self) -> None:
-        """Return when every rank has called it. What a rank wrote before, the others read after."""
+        """Return when every rank has called this. Writes of a rank before the call are visible to the other ranks after it."""
         words = self._words  # as arrive() and wait(): one call less, in what takes a microsecond
         self._count = count = self._count + 1
         words[self._mine] = count

@@ -63,7 +63,7 @@ def peer_readers(mpi: Any) -> list[PeerReader] | None:
                     works = works and seen.tobytes() == expected
         except OSError:
             works = False
-    # Collective, and so also what keeps everyone's token alive until all have read it.
+    # This call is collective, so it also keeps every rank's token alive until all ranks have read it.
     return readers if all(mpi.allgather(works)) else None
 
 

@@ -1,8 +1,9 @@
-"""Reduce-scatters in node memory that a rank posts and goes on from: what `async_op` is there without a progress thread.
+"""Posted reduce-scatters in node memory: `async_op` without a progress thread.
 
-In a meeting all ranks wait for the slowest, at every call. Here a rank waits for nobody until somebody needs the result: it notes that
-its array may be read; adds up its part of all arrays whenever it looks and all have noted theirs; and the operation has ended when all
-have noted that they have read. So ranks that are held up in turn do not add up their delays, as long as each looks now and then.
+In a meeting all ranks wait for the slowest, at every call. Here a rank waits for no other rank until its program needs the result. The
+rank notes that its array may be read. Whenever it looks and all ranks have noted theirs, it adds up its part of all arrays. The
+operation has ended when all ranks have noted that they have read. So ranks that are held up in turn do not add up their delays, as long
+as each rank looks now and then.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +70,7 @@ class Posts:
         return not self.read.is_complete(self._number + 1 - _SLOTS)
 
     def post(self, flat: np.ndarray, add: Callable[[Sequence[np.ndarray]], None]) -> Post:
-        """The peers may read `flat`; `add(arrays)` is to read theirs, in order of rank. All ranks together, but nobody waits."""
+        """The peers may read `flat`; `add(arrays)` is to read theirs, in order of rank. Collective, but no rank waits."""
         self._number = number = self._number + 1
         at = self._at(number, self._rank)
         self._board[at], self._board[at + 1] = self._memory.find(flat)
@@ -77,14 +78,14 @@ class Posts:
         return Post(self, number, flat.nbytes, add)
 
     def arrays(self, number: int, nbytes: int) -> list[np.ndarray]:
-        """What the ranks have posted. RuntimeError where this rank has let go of an allocation in which another one's lies."""
+        """The arrays that the ranks have posted. RuntimeError if this rank has freed the allocation of another rank's array."""
         arrays = []
         for rank in range(self._size):
             at = self._at(number, rank)
             view = self._memory.view(self._board[at], self._board[at + 1], nbytes)
             if view is None:
                 raise RuntimeError(
-                    f"rank {rank} has passed an array of another allocation; all pass parts of the same one"
+                    f"rank {rank} has passed an array of another allocation; expected parts of the same allocation on all ranks"
                 )
             arrays.append(view)
         return arrays

@@ -1,4 +1,4 @@
-"""Operations that only move elements, between ranks that can all read what each shows: who copies what from whom."""
+"""Operations that only move elements, between ranks that can read each other's shown arrays: the copies that each rank makes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class Pull(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What a rank shows and what it copies. `longest`: the elements of the longest array that is shown, the same on all ranks."""
+    """The array that a rank shows, and the copies that it makes. `longest`: elements of the longest array, the same on all ranks."""
 
     shown: np.ndarray
     pulls: Sequence[Pull]

@@ -65,7 +65,7 @@ class Race:
 
 
 class _Source:
-    """A rank's array, as the others see it: a view of it, or its address and who reads there."""
+    """A rank's array, as the other ranks see it: a view of the array, or its address and the reader of that rank's memory."""
 
     __slots__ = ("_address", "_reader", "view")
 
@@ -97,7 +97,7 @@ class Shared(ByPulling):
     def __init__(self, mpi: Any, memory: NodeMemory, staged: Staged) -> None:
         self._rank, self._size = mpi.rank, mpi.size
         self._memory, self._staged = memory, staged
-        # There are two boards in turn: who meets for the next operation has read the board of this one.
+        # There are two boards in turn: a rank that meets for the next operation has read the board of this operation.
         lengths = [WORDS * mpi.size, _SAID * mpi.size, _SAID * mpi.size]
         words = memoryview(NodeMemory(mpi).shared(8 * sum(lengths))).cast("Q")  # type: ignore[arg-type]
         meeting, *self._boards = (words[slice(*part)] for part in parts(lengths))
@@ -124,7 +124,7 @@ class Shared(ByPulling):
             self._staged.all_reduce(flat, op, dtype)
             self._arrived()
             return
-        # Nobody else reads this rank's array in its own slice, so the sum may be written there at once.
+        # No other rank reads this rank's array in its own slice, so the sum may be written there at once.
         begin, end = bounds[self._rank]
         self._add(flat[begin:end], sources, begin, op, dtype)
         self._meet()
@@ -162,14 +162,14 @@ class Shared(ByPulling):
         return self._put, (unowned(out[begin:end]), unowned(flat))
 
     def _put(self, target: np.ndarray, source: np.ndarray) -> None:
-        self._meet()  # no rank still reads what stood here
+        self._meet()  # no rank still reads the previous contents
         target[...] = source
         self._meet()
 
     def post_reduce_scatter(
         self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType
     ) -> Post:
-        """`reduce_scatter` of an array that `posts` takes, without waiting for anyone."""
+        """`reduce_scatter` of an array that `posts` takes, without waiting for another rank."""
         begin = sum(counts[: self._rank])
 
         def add(arrays: Sequence[np.ndarray]) -> None:
@@ -194,7 +194,7 @@ class Shared(ByPulling):
         else:
             for part, out in outs.items():
                 self._add(out, sources, bounds[part][0], op, dtype)
-            self._meet()  # everyone has read: the caller may write again
+            self._meet()  # all ranks have read: the caller may write again
         self._arrived()
 
     def pull(self, shown: np.ndarray, pulls: Sequence[Pull], longest: int) -> None:
@@ -232,7 +232,7 @@ class Shared(ByPulling):
         board[at + 4] = self._race.pick(kind) if flat.nbytes >= _RACE_BYTES else 0
         self._meet()
         said = [board[at : at + _SAID].tolist() for at in range(0, _SAID * self._size, _SAID)]
-        # Who passes an array of an allocation has not let go of it. So where all pass arrays of one, all can read all.
+        # A rank that passes an array of an allocation still holds it. So if all ranks pass arrays of one allocation, all can read all.
         number, way, longest = said[0][0], said[0][4], max(nbytes for _, _, nbytes, _, _ in said)
         of_one = number != 0 and all(other == number for other, _, _, _, _ in said)
         if self._readers is None and not of_one:

@@ -131,7 +131,7 @@ def test_what_tune_has_measured_is_used_by_all_ranks_of_the_next_start(tmp_path:
     cache = tmp_path / "cache"
     result = collectives(2, "tune", "--op", "broadcast,reduce", "--sizes", "1KiB,64KiB", "--seconds", "1", cache=cache)
     assert result.returncode == 0, str(result)
-    assert "what auto takes, 2 ranks on 1 node" in result.stdout
+    assert "algorithms of auto, 2 ranks on 1 node" in result.stdout
     (file,) = cache.iterdir()
     assert str(file) in result.stdout.replace("\n", "")
     measured = Table.from_dict(json.loads(file.read_text()))
@@ -175,7 +175,9 @@ def test_tune_into_a_file_adds_to_what_it_holds(tmp_path: Path) -> None:
     file.write_text("not a table")
     result = collectives(2, "tune", "--op", "broadcast", "--output", str(file))
     assert result.returncode != 0
-    assert "table.json is in the way: " in result.stderr and "name another file" in result.stderr, str(result)
+    assert "table.json exists and is no table: " in result.stderr and "choose another file" in result.stderr, str(
+        result
+    )
     assert file.read_text() == "not a table"
 
 

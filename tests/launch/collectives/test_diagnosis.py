@@ -57,7 +57,7 @@ comm.all_reduce({X})
     lines = report(result, "world (ranks 0-2): #2 all_reduce(4 x float32, op=sum)")
     assert re.fullmatch(r"  ranks 0, 2: in world .* by \w+, at <string>:10 in <module>, for \d\.\d s", lines[0]), lines
     assert lines[1].startswith("  rank 1: in no operation, main thread at <string>:6 in load, from <string>:9 "), lines
-    assert lines[1].endswith("its last one there: #1 barrier (ended)")
+    assert lines[1].endswith("its last operation there: #1 barrier (ended)")
     assert lines[2:] == ["  => missing: rank 1 (is in no operation)"]
     files = {file.name: file.read_text() for file in (tmp_path / "record").iterdir()}
     assert sorted(files) == ["rank-0.txt", "rank-1.txt", "rank-2.txt"]
@@ -101,11 +101,11 @@ comm.all_reduce({X})
 
 
 ENDS = {
-    "return": ("pass", "its script returned, or raised SystemExit"),
-    "raise": ("raise SystemExit(3)", "its script returned, or raised SystemExit"),
-    "sys.exit": ("sys.exit()", "its script returned, or raised SystemExit"),
-    "sys.exit(3)": ("sys.exit(3)", "its script returned, or raised SystemExit"),
-    "finalize": ("from mpi4py import MPI; MPI.Finalize(); time.sleep(60)", "it called MPI.Finalize"),
+    "return": ("pass", "the script returned, or raised SystemExit"),
+    "raise": ("raise SystemExit(3)", "the script returned, or raised SystemExit"),
+    "sys.exit": ("sys.exit()", "the script returned, or raised SystemExit"),
+    "sys.exit(3)": ("sys.exit(3)", "the script returned, or raised SystemExit"),
+    "finalize": ("from mpi4py import MPI; MPI.Finalize(); time.sleep(60)", "the program called MPI.Finalize"),
 }
 
 
@@ -127,11 +127,11 @@ else:
     assert place and float(place[1]) < PROMPT_S, lines
     assert (
         lines[1]
-        == f"  rank 1: in no operation, its program has ended: {ENDS[how][1]}; its last one there: #1 barrier (ended)"
+        == f"  rank 1: in no operation, its program has ended: {ENDS[how][1]}; its last operation there: #1 barrier (ended)"
     )
     assert lines[2:] == [
         "  => missing: rank 1 (has ended)",
-        "  => a rank must end after the last operation that others make with it",
+        "  => a rank must not end before the last operation in which it takes part",
     ]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rank-0.txt", "rank-1.txt", "rank-2.txt"]
 
@@ -249,9 +249,9 @@ def test_a_rank_that_dies_is_named_at_once(end: str, others: str) -> None:
     result = job(3, f"if comm.rank == 1:\n    {end}\n{others}\n")
     assert result.returncode != 0, str(result)
     assert result.seconds < PROMPT_S, str(result)
-    assert (
-        result.stderr.replace("\r", "").count("[rank 2] rank 1 has died: its process is gone without a goodbye") == 1
-    ), str(result)
+    assert result.stderr.replace("\r", "").count("[rank 2] rank 1 has died: its process ended without notice") == 1, (
+        str(result)
+    )
     assert result.stderr.count("has died") == 1, str(result)
 
 
@@ -280,6 +280,13 @@ comm.barrier()
     result = job(2, script)
     assert result.returncode != 0, str(result)
     assert "[rank 0] rank 1 has died" in result.stderr, str(result)
+
+
+@pytest.mark.parametrize("end", ["comm.barrier()", *extent([], ["collectives.leave_together()"])])
+def test_a_job_that_ends_leaves_no_socket_open(end: str) -> None:
+    result = launch(2, "-X", "dev", "-c", HEADER + end, cwd=ROOT)
+    assert result.returncode == 0, str(result)
+    assert "ResourceWarning" not in result.stderr, str(result)
 
 
 # in a full run four of the eight, in which each two of the values meet

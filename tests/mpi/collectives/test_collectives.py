@@ -295,7 +295,7 @@ def test_the_conjugate_of_a_tensor_is_not_taken_for_the_tensor(group: Communicat
     x, out = torch.full((3,), 1 + 2j), torch.zeros(3 * group.size, dtype=torch.complex64)
     for _ in range(2):
         assert (group.all_gather(out, x, algorithm="mpi") == 1 + 2j).all()
-    with pytest.raises(TypeError, match=r"x is no tensor that NumPy can view: .*resolve_conj"):
+    with pytest.raises(TypeError, match=r"x is a tensor that NumPy cannot view: .*resolve_conj"):
         group.all_gather(out, x.conj(), algorithm="mpi")
     assert (group.all_gather(out, x.conj().resolve_conj(), algorithm="mpi") == 1 - 2j).all()
 

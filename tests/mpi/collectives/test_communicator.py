@@ -55,7 +55,9 @@ def test_split_takes_numpy_s_integers_and_none_to_stay_out(comm: Communicator) -
         assert group.all_gather_object(comm.rank) == list(range(last))[::-1]
         group.free()
     for color in (-1, 1 << 40):
-        with pytest.raises(ValueError, match=f"split: color {color}; expected 0 to 2147483647, or None to stay out"):
+        with pytest.raises(
+            ValueError, match=f"split: color {color}; expected 0 to 2147483647, or None to be in no new communicator"
+        ):
             comm.split(color)
     for wrong in (0.0, "0"):
         with pytest.raises(
@@ -91,7 +93,7 @@ def test_mesh_axes_are_groups_and_the_last_one_is_of_neighbours(comm: Communicat
             assert mesh[name].all_gather_object(comm.rank) == grid[tuple(place)].tolist()
             assert mesh[name].rank == mesh.coordinates[name]
         assert repr(mesh) == f"Mesh({', '.join(f'{name}={size}' for name, size in mesh.axes.items())})"
-        with pytest.raises(KeyError, match=f"mesh has no axis 'x'; it has {', '.join(axes)}"):
+        with pytest.raises(KeyError, match=f"mesh has no axis 'x'; its axes are {', '.join(axes)}"):
             mesh["x"]
         mesh.free()
 
@@ -132,9 +134,9 @@ def test_two_meshes_of_the_same_ranks(comm: Communicator) -> None:
 def test_axes_that_a_mesh_does_not_have_and_products_in_another_order(comm: Communicator) -> None:
     mesh = Mesh(comm, {"pp": 1, "dp": -1, "cp": 1})
     for names, text in [
-        ("x", "mesh has no axis 'x'; it has pp, dp, cp"),
-        (("dp", "x"), "mesh has no axis 'x'; it has pp, dp, cp"),
-        (0, "mesh has no axis 0; it has"),
+        ("x", "mesh has no axis 'x'; its axes are pp, dp, cp"),
+        (("dp", "x"), "mesh has no axis 'x'; its axes are pp, dp, cp"),
+        (0, "mesh has no axis 0; its axes are"),
         (("dp", "dp"), r"mesh axes \('dp', 'dp'\): expected each once and in the order of the mesh: mesh\['dp'\]"),
         (
             ("cp", "pp"),
@@ -153,7 +155,7 @@ def test_meshes_that_differ_between_ranks_are_an_error_on_all(comm: Communicator
     last = comm.rank == comm.size - 1
     for usual, other in [({"a": 1, "b": -1}, {"b": -1, "a": 1}), ({"a": 1, "b": -1}, {"a": -1, "b": 1})]:
         with pytest.raises(
-            ValueError, match=r"rank 0 has Mesh\(a=1, b=.*rank .* has .*; expected the same axes in one order"
+            ValueError, match=r"rank 0 has Mesh\(a=1, b=.*rank .* has .*; expected the same axes in the same order"
         ):
             Mesh(comm, other if last else usual)
     with pytest.raises(ValueError, match=f"mesh a={comm.size + 1} makes {comm.size + 1} ranks"):
@@ -166,10 +168,10 @@ def test_mesh_that_does_not_fit_shows_every_factor(comm: Communicator) -> None:
     for axes, text in [
         ({"dp": 2, "tp": n}, f"mesh dp=2 x tp={n} makes {2 * n} ranks, but the communicator has {n}"),
         ({"dp": -1, "tp": n + 1}, f"mesh dp=-1 x tp={n + 1} makes {n + 1} ranks, but the communicator has {n}"),
-        ({"dp": 0}, "mesh dp=0: expected sizes of at least 1, one of them may be -1"),
-        ({"dp": -1, "tp": -1}, "mesh dp=-1 x tp=-1: expected sizes of at least 1"),
-        ({}, r"mesh \(no axes\): expected sizes"),
-        ({"dp": float(n)}, f"mesh dp={n}.0: expected sizes of at least 1, one of them may be -1, as whole numbers"),
+        ({"dp": 0}, "mesh dp=0: expected whole numbers of at least 1, of which one may be -1"),
+        ({"dp": -1, "tp": -1}, "mesh dp=-1 x tp=-1: expected whole numbers of at least 1"),
+        ({}, r"mesh \(no axes\): expected whole numbers"),
+        ({"dp": float(n)}, f"mesh dp={n}.0: expected whole numbers of at least 1, of which one may be -1"),
     ]:
         with pytest.raises(ValueError, match=text):
             Mesh(comm, axes)
@@ -369,12 +371,12 @@ def test_local_errors_are_raised_by_the_call_before_anything_is_sent(comm: Commu
         (TypeError, "all_gather: counts is 3; expected integers", lambda **how: comm.all_gather(xs, x, counts=3, **how)),
         (TypeError, "reduce_scatter: counts is .*; expected integers",
          lambda **how: comm.reduce_scatter(x, xs, counts="3" * n, **how)),
-        (ValueError, "one a rank", lambda **how: comm.reduce_scatter(x, xs, counts=np.full(n, -3), **how)),
+        (ValueError, "one for each rank", lambda **how: comm.reduce_scatter(x, xs, counts=np.full(n, -3), **how)),
         (ValueError, f"and out {3 * n + 1}; expected 3 in x and {3 * n} in out", lambda **how: comm.all_gather(longer, x, **how)),
         (ValueError, "all_gather: x is float32, but out is float64", lambda **how: comm.all_gather(xs, x.astype(np.float32), **how)),
-        (ValueError, f"{n + 1} counts, the smallest 3; expected {n} numbers of elements from 0 on, one a rank",
+        (ValueError, f"{n + 1} counts, the smallest 3; expected {n} numbers of elements of at least 0, one for each rank",
          lambda **how: comm.all_gather(xs, x, counts=[3] * (n + 1), **how)),
-        (ValueError, "one a rank", lambda **how: comm.reduce_scatter(x, xs, counts=[-3] * n, **how)),
+        (ValueError, "one for each rank", lambda **how: comm.reduce_scatter(x, xs, counts=[-3] * n, **how)),
         (ValueError, "reduce_scatter: out has 3 elements and x", lambda **how: comm.reduce_scatter(x, np.zeros(3 * n + 1), **how)),
         (ValueError, "all_gather: x overlaps out, but is not rank", lambda **how: comm.all_gather(longer[:-1], beside, **how)),
         (ValueError, "reduce_scatter: out overlaps x, but is not", lambda **how: comm.reduce_scatter(beside, longer[:-1], **how)),

@@ -237,7 +237,7 @@ def test_checkpoint_says_what_to_do(comm: Communicator) -> None:
     assert jax.jit(jax.checkpoint(f))(x) == pytest.approx(
         3 * np.sin(comm.size), rel=1e-5
     )  # not differentiated: as without
-    text = r"collectives.jax.all_reduce cannot be differentiated through jax.checkpoint .* call it outside the function"
+    text = r"collectives.jax.all_reduce cannot be differentiated through jax.checkpoint .* call the collective outside the checkpointed"
     for derive in (jax.grad(jax.checkpoint(f)), jax.jit(jax.grad(jax.remat(f))), jax.grad(jax.checkpoint(jax.jit(f)))):
         with pytest.raises(TypeError, match=text):
             derive(x)

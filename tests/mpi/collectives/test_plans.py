@@ -70,7 +70,7 @@ def test_other_arrays_at_the_same_address(group: Communicator) -> None:
         group.all_reduce(t.view(2, 3).t().expand(3, 2))
     with pytest.raises(TypeError, match=r"torch\.sparse_coo tensor; expected a dense one"):
         group.all_reduce(t.to_sparse())
-    with pytest.raises(TypeError, match="x is no tensor that NumPy can view"):
+    with pytest.raises(TypeError, match="x is a tensor that NumPy cannot view"):
         group.all_reduce(torch._neg_view(t))
 
 

@@ -20,7 +20,7 @@ def deferring(comm: Communicator) -> Communicator:
 
 
 def is_posted(work: Any) -> bool:
-    return isinstance(work._announced, Posted)
+    return isinstance(work.announced, Posted)
 
 
 def test_two_buffers_in_turn_with_ranks_that_are_slow_at_random(deferring: Communicator) -> None:

@@ -15,9 +15,10 @@ import torch
 from device_model import ModelBinding, ModelTorchKernels, ModelTorchStreams
 
 from collectives import Communicator
-from collectives.arrays.devices import Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import TABLE, DType, effective_op
 from collectives.transports.gpu import cuda
+from collectives.transports.gpu.binding import loaded_libraries
 from collectives.transports.gpu.cuda import Support, ask
 from collectives.transports.gpu.lane import Lane
 from collectives.transports.gpu.nccl import connect
@@ -37,8 +38,8 @@ def synchronized(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return places
 
 
-def device(array: np.ndarray, stream: int = 0) -> Device:
-    return Device(array.ctypes.data, array.nbytes, INDEX, stream)
+def device(array: np.ndarray, stream: int = 0) -> DeviceArray:
+    return DeviceArray(array.ctypes.data, array.nbytes, INDEX, stream)
 
 
 def library(**functions: Any) -> Callable[[str], Any]:
@@ -71,8 +72,8 @@ GTL = ["/opt/cray/pe/lib64/libmpi_gtl_cuda.so.0"]
         (library(MPIX_GPU_query_support=mpich(0)), [], {}, False, "MPIX_GPU_query_support() = 0"),
         (library(MPIX_GPU_query_support=mpich(1, failed=1)), [], {}, False, "MPIX_GPU_query_support() = 1"),
         (library(), GTL, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True, "libmpi_gtl_cuda is loaded"),
-        (library(), [], {"MPICH_GPU_SUPPORT_ENABLED": "1"}, False, "does not say; set MPITRAIN_CUDA_AWARE=1"),
-        (library(), GTL, {}, False, "does not say"),
+        (library(), [], {"MPICH_GPU_SUPPORT_ENABLED": "1"}, False, "gives no answer; set MPITRAIN_CUDA_AWARE=1"),
+        (library(), GTL, {}, False, "gives no answer"),
         (
             library(MPIX_GPU_query_support=mpich(1)),
             GTL,
@@ -113,7 +114,7 @@ def test_the_library_of_this_run_is_found_and_asked(comm: Communicator) -> None:
     """Open MPI's and MPICH's wheels both have the function; a library of a cluster may not."""
     from mpi4py import MPI
 
-    paths = cuda._loaded_libraries()
+    paths = loaded_libraries("libmpi", "libmpich")
     assert any(os.path.basename(path).startswith("libmpi") for path in paths)
     answer = cuda.support()
     assert answer is cuda.support(), "asked once"
@@ -150,7 +151,7 @@ def aware(monkeypatch: pytest.MonkeyPatch) -> Iterator[Support]:
     return answer
 
 
-def make(values: list[int]) -> tuple[np.ndarray, Device]:
+def make(values: list[int]) -> tuple[np.ndarray, DeviceArray]:
     array = np.array(values, np.uint8)
     return array, device(array)
 
@@ -166,7 +167,7 @@ def test_all_ranks_agree(comm: Communicator, monkeypatch: pytest.MonkeyPatch, aw
 
 
 def test_bytes_that_do_not_arrive_are_noticed_on_all_ranks(comm: Communicator, aware: Support) -> None:
-    def elsewhere(values: list[int]) -> tuple[np.ndarray, Device]:
+    def elsewhere(values: list[int]) -> tuple[np.ndarray, DeviceArray]:
         """What the last rank receives, it does not find where it looks: as where MPI wrote to a copy of its own."""
         array, where = make(values)
         if comm.rank == comm.size - 1:
@@ -243,7 +244,7 @@ def test_a_view_is_not_touched_by_the_host() -> None:
     from collectives.transports.mpi import message
 
     row: DType = TABLE["bfloat16"]
-    view = cuda.view(Device(0x10, 1 << 20, INDEX, 0), row)
+    view = cuda.view(DeviceArray(0x10, 1 << 20, INDEX, 0), row)
     buffer, count, _ = message(view)
     assert (view.dtype, view.size, buffer.ctypes.data, count) == (row.numpy, 1 << 19, 0x10, 1 << 19)
 
@@ -302,9 +303,9 @@ def test_info_says_what_there_is(comm: Communicator) -> None:
 def test_device_memory_goes_through_mpi(comm: Communicator) -> None:
     index = comm.node.rank % torch.cuda.device_count()
 
-    def on_gpu(values: list[int]) -> tuple[Any, Device]:
+    def on_gpu(values: list[int]) -> tuple[Any, DeviceArray]:
         x = torch.tensor(values, dtype=torch.uint8, device=f"cuda:{index}")
-        return x, Device(x.data_ptr(), x.nbytes, index, torch.cuda.current_stream(index).cuda_stream)
+        return x, DeviceArray(x.data_ptr(), x.nbytes, index, torch.cuda.current_stream(index).cuda_stream)
 
     answer = cuda.agree(comm.mpi, on_gpu)
     if not answer.aware:

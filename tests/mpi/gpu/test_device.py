@@ -149,7 +149,7 @@ def test_a_root_that_mixes_memories(gpu: Gpu) -> None:
         comm.gather(out, gpu.full(1, rank))
         assert out is None or out.tolist() == list(range(n))
     elif n == 1:
-        with pytest.raises(ValueError, match="gather: of x and out one is in GPU memory and one in host memory"):
+        with pytest.raises(ValueError, match="gather: one of x and out is in GPU memory, the other in host memory"):
             comm.gather(out, gpu.full(1, rank))
     parts = gpu.full(n, 0) if rank == 0 else None
     comm.gather(parts, np.full(1, rank, np.float32))  # all go by the host: the part says so

@@ -208,7 +208,7 @@ def test_ranks_that_share_a_gpu_go_on_without_nccl(
     said = [record for record in caplog.records if "no NCCL" in record.message]
     assert len(said) == 1, [record.message for record in said]
     assert said[0].levelno == (logging.WARNING if comm.rank == 0 else logging.INFO)
-    assert "ranks 0, 1 have the same one (GPU 0000:00:00.0, or slices of it)" in said[0].message
+    assert "ranks 0, 1 share a GPU (GPU 0000:00:00.0, or slices of it)" in said[0].message
     assert not rig.model.communicators
     pair.free()
     rig.close()

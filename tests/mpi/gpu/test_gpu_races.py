@@ -15,7 +15,7 @@ import torch
 
 import mpitrain
 from collectives import Communicator
-from collectives.arrays.devices import Device
+from collectives.arrays.devices import DeviceArray
 from collectives.transports.gpu import cuda
 from collectives.transports.gpu.lane import lane_of
 
@@ -137,7 +137,7 @@ def test_the_default_stream_is_waited_for(rig: Rig) -> None:
             x = torch.zeros(4, device=rig.device)
             torch.cuda._sleep(SLEEP)
             x.fill_(1)
-            cuda.wait_for(Device(x.data_ptr(), x.nbytes, rig.device.index, stream.cuda_stream))
+            cuda.wait_for(DeviceArray(x.data_ptr(), x.nbytes, rig.device.index, stream.cuda_stream))
             assert stream.query(), "MPI would read before the kernels have ended"
 
 

@@ -17,7 +17,7 @@ from closed_forms import inputs, reduced
 from device_model import CONSTANTS, ModelBinding, ModelCommunicator
 
 from collectives import Communicator
-from collectives.arrays.devices import Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import TABLE, DType, DTypeError
 from collectives.transports.gpu import binding as bindings
 from collectives.transports.gpu import nccl as transport
@@ -48,17 +48,17 @@ class ModelRig:
         self.stream, self.other_stream = self.binding.stream(), self.binding.stream()
         self._arrays: list[np.ndarray] = []
 
-    def array(self, nbytes: int) -> Device:
+    def array(self, nbytes: int) -> DeviceArray:
         """Device memory full of garbage."""
         array = self.binding.allocate(nbytes, self.stream)
         self._arrays.append(array)
-        return Device(array.ctypes.data, nbytes, self.index, self.stream)
+        return DeviceArray(array.ctypes.data, nbytes, self.index, self.stream)
 
-    def write(self, x: Device, values: np.ndarray) -> None:
+    def write(self, x: DeviceArray, values: np.ndarray) -> None:
         """Queue on the stream of `x` what writes `values` into it."""
         self.binding.write(x.stream, x.address, values)
 
-    def read(self, x: Device, row: DType) -> Read:
+    def read(self, x: DeviceArray, row: DType) -> Read:
         """Queue on the stream of `x` what reads it; the values, once all has ended."""
         source, copy = self._find(x), np.empty(x.nbytes, np.uint8)
         self.binding.queue(x.stream, lambda: copy.__setitem__(slice(None), source))
@@ -74,7 +74,7 @@ class ModelRig:
             comm.mpi.Free()
         assert not self.binding.violations
 
-    def _find(self, x: Device) -> np.ndarray:
+    def _find(self, x: DeviceArray) -> np.ndarray:
         for array in self._arrays:
             if 0 <= x.address - array.ctypes.data <= array.nbytes - x.nbytes:
                 start = x.address - array.ctypes.data
@@ -97,13 +97,13 @@ class GpuRig:
         self._arrays: list[Any] = []
         self._ballast = cupy.ones(1 << 22, cupy.float32)
 
-    def array(self, nbytes: int) -> Device:
+    def array(self, nbytes: int) -> DeviceArray:
         array = self._cupy.full(max(nbytes, 1), 0x3B, self._cupy.uint8)
         self._cupy.cuda.get_current_stream().synchronize()
         self._arrays.append(array)
-        return Device(array.data.ptr, nbytes, self.index, self.stream)
+        return DeviceArray(array.data.ptr, nbytes, self.index, self.stream)
 
-    def write(self, x: Device, values: np.ndarray) -> None:
+    def write(self, x: DeviceArray, values: np.ndarray) -> None:
         if not x.nbytes:
             return
         with self._stream(x):
@@ -112,7 +112,7 @@ class GpuRig:
                 self._cupy.sin(self._ballast, out=self._ballast)
             self._find(x)[...] = source
 
-    def read(self, x: Device, row: DType) -> Read:
+    def read(self, x: DeviceArray, row: DType) -> Read:
         with self._stream(x):
             copy = self._find(x).copy() if x.nbytes else self._cupy.empty(0, self._cupy.uint8)
         return lambda: self._cupy.asnumpy(copy).view(row.numpy)
@@ -125,10 +125,10 @@ class GpuRig:
     def close(self) -> None:
         pass
 
-    def _stream(self, x: Device) -> Any:
+    def _stream(self, x: DeviceArray) -> Any:
         return next(stream for stream in self._streams if stream.ptr == x.stream)
 
-    def _find(self, x: Device) -> Any:
+    def _find(self, x: DeviceArray) -> Any:
         for array in self._arrays:
             if 0 <= x.address - array.data.ptr < array.nbytes:
                 start = x.address - array.data.ptr
@@ -159,7 +159,7 @@ def nccl(rig: Any, comm: Communicator) -> Iterator[Nccl]:
     nccl.free()
 
 
-def place(x: Device, row: DType, start: int, count: int) -> Device:
+def place(x: DeviceArray, row: DType, start: int, count: int) -> DeviceArray:
     """`count` elements of `x` from `start` on."""
     return dataclasses.replace(x, address=x.address + start * row.itemsize, nbytes=count * row.itemsize)
 
@@ -175,7 +175,7 @@ def test_all_reduce_and_reduce(rig: Any, nccl: Nccl) -> None:
                     rig.write(array, inputs(op, row, size, rank))
                 root = size % n
                 assert nccl.all_reduce(x, op, row) is None
-                assert nccl.reduce(y, root, op, row) is None
+                assert nccl.reduce(y, op, root, row) is None
                 everywhere, at_root = rig.read(x, row), rig.read(y, row)
                 rig.finish()
                 check(everywhere(), expected, (row.name, op, size))
@@ -196,7 +196,7 @@ def test_reduce_scatter(rig: Any, nccl: Nccl) -> None:
                     x = rig.array(total * row.itemsize)
                     out = place(x, row, start, counts[rank]) if in_place else rig.array(counts[rank] * row.itemsize)
                     rig.write(x, inputs(op, row, total, rank))
-                    assert nccl.reduce_scatter(out, x, op, row, counts=counts) is None
+                    assert nccl.reduce_scatter(out, x, op, counts, row) is None
                     result, left = rig.read(out, row), rig.read(x, row)
                     rig.finish()
                     check(result(), expected, (row.name, op, counts, in_place))
@@ -214,7 +214,7 @@ def test_all_gather(rig: Any, nccl: Nccl) -> None:
                 out = rig.array(total * row.itemsize)
                 x = place(out, row, start, counts[rank]) if in_place else rig.array(counts[rank] * row.itemsize)
                 rig.write(x, whole[start : start + counts[rank]])
-                assert nccl.all_gather(out, x, row, counts=counts) is None
+                assert nccl.all_gather(out, x, counts, row) is None
                 result = rig.read(out, row)
                 rig.finish()
                 check(result(), whole, (row.name, counts, in_place))
@@ -290,7 +290,7 @@ def test_a_group_of_collectives_starts_as_one(rig: Any, nccl: Nccl) -> None:
     with nccl.group():
         assert nccl.all_reduce(x, "sum", row) is None
         handle = nccl.all_reduce(y, "max", row, async_op=True)
-        nccl.all_gather(out, place(out, row, rank * 6, 6), row)
+        nccl.all_gather(out, place(out, row, rank * 6, 6), [6] * n, row)
         assert handle is not None
         with pytest.raises(RuntimeError, match="after the group's end"):
             handle.wait()
@@ -338,7 +338,7 @@ def test_arrays_on_two_streams(rig: Any, nccl: Nccl) -> None:
     x, out = rig.array(5 * 4), dataclasses.replace(rig.array(5 * 4 * n), stream=rig.other_stream)
     rig.write(x, inputs("sum", row, 5, rank))
     rig.write(out, np.zeros(5 * n, np.float32))  # too late, it would wipe the result away
-    nccl.all_gather(out, x, row)
+    nccl.all_gather(out, x, [5] * n, row)
     result = rig.read(out, row)
     rig.write(x, np.zeros(5, np.float32))  # too early, it would be gathered
     rig.finish()
@@ -533,7 +533,7 @@ def test_ranks_that_share_a_gpu_need_nccl_to_be_told(comm: Communicator, model: 
         shared.setenv(transport._SHARED_GPU_VARIABLE, variable)
         with pytest.raises(
             bindings.NcclUnavailableError,
-            match=r"ranks 0, 1 have the same one \(GPU 0000:00:00.0, or slices of it\); start one .*MULTI_RANK_GPU_ENABLE=1",
+            match=r"ranks 0, 1 share a GPU \(GPU 0000:00:00.0, or slices of it\); start one .*MULTI_RANK_GPU_ENABLE=1",
         ):
             connect(comm.mpi, model.index, model.binding, lane=model.lane)
     assert not model.binding.communicators
@@ -554,7 +554,7 @@ def test_more_than_two_ranks_on_a_gpu(comm: Communicator, model: ModelRig, share
     shared.setattr(model.binding, "version", lambda: 23003)
     shared.setenv(transport._SHARED_GPU_VARIABLE, "1")
     with pytest.raises(
-        bindings.NcclUnavailableError, match=r"ranks 0, 1, 2(, 3)? have the same one .* lets 2 ranks share one"
+        bindings.NcclUnavailableError, match=r"ranks 0, 1, 2(, 3)? share a GPU .* lets 2 ranks share a GPU"
     ):
         connect(comm.mpi, model.index, model.binding, lane=model.lane)
 

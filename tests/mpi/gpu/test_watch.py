@@ -10,7 +10,7 @@ import pytest
 from device_model import Graph
 from gpu_rig import INDEX, Gpu
 
-from collectives.diagnosis.hangs.notice import Device
+from collectives.diagnosis.hangs.notice import DeviceWork
 from collectives.transports.gpu import watch
 from collectives.transports.gpu.lane import Lane
 from collectives.transports.gpu.nccl import connect
@@ -24,11 +24,11 @@ class Clocked:
 
     def __init__(self, gpu: Gpu) -> None:
         self.said: list[str] = []
-        self.noted: Device | None = None
+        self.noted: DeviceWork | None = None
         self._watch, self._now = watch.Watch(self.said.append, self._note), 100.0
         self._nccl = gpu.comm._devices._nccl
 
-    def _note(self, device: Device | None) -> None:
+    def _note(self, device: DeviceWork | None) -> None:
         self.noted = device
 
     def after(self, seconds: float, deadline_s: float = 60.0) -> bool:
@@ -83,7 +83,7 @@ def test_an_error_that_the_program_does_not_notice_ends_the_job(gpu: Gpu) -> Non
     assert not clocked.after(2)
     assert clocked.said == ["NCCL failed, and the program waits on: NCCL_ERROR_REMOTE_ERROR"]
     gpu.comm._devices._nccl.abort()  # as an operation does that notices it
-    clocked.noted = Device("before", 0.0)
+    clocked.noted = DeviceWork("before", 0.0)
     assert not clocked.after(1), "over"
     assert clocked.noted is None
 

@@ -247,7 +247,8 @@ def test_read_only_arrays_cannot_be_loaded_into(tmp_path):
 def test_arrays_that_are_not_contiguous_cannot_be_loaded_into(tmp_path, array):
     path = ckpt.save(tmp_path / "a", {"x": np.ones((2, 3))}, comm=None)
     with pytest.raises(
-        ValueError, match=r"^tensor 'x' is not contiguous .*; what is written to must be: pass a"
+        ValueError,
+        match=r"^tensor 'x' is not contiguous .*; an operation writes to this array only if it is contiguous: pass a",
     ) as raised:
         ckpt.load(path, {"x": array})
     assert "ascontiguousarray" not in str(raised.value) and ".contiguous()" not in str(raised.value)

@@ -140,7 +140,7 @@ def test_what_offers_them_and_does_not_fit() -> None:
         (
             torch.zeros(3, dtype=torch.complex64).conj(),
             TypeError,
-            "gradient is no tensor that NumPy can view: Can't call",
+            "gradient is a tensor that NumPy cannot view: Can't call",
         ),
         (np.zeros(3, ">f4"), TypeError, "gradient has byte order '>'; expected the machine's own"),
         (np.zeros((4, 3))[:, 1], ValueError, "gradient is not contiguous (shape (4,), strides (24,)); pass numpy.asc"),

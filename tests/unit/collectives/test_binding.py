@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.arrays.devices import Device
+from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import TABLE
 from collectives.transports.gpu import binding as bindings
 from collectives.transports.gpu import cuda
@@ -104,7 +104,7 @@ def test_no_call_of_cupy_warns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     cupy.cuda.ExternalStream = old
     cupy.cuda.Stream.from_external = staticmethod(lambda stream: entered(seen)(stream.__cuda_stream__()))
-    CuPyBinding(cupy).divide(Device(x.ctypes.data, x.nbytes, 0, 0x77), 2, TABLE["float32"], 0x77)
+    CuPyBinding(cupy).divide(DeviceArray(x.ctypes.data, x.nbytes, 0, 0x77), 2, TABLE["float32"], 0x77)
     assert (seen, x.tolist()) == ([(0, 0x77)], [4, 4, 4])
 
 

@@ -127,7 +127,7 @@ def test_every_algorithm_has_a_price() -> None:
         assert all(1e-6 < price.seconds < 1 for price in found), found
     assert "two_level" not in {price.algorithm for price in prices("all_reduce", 24, Network(1), [1])}
     assert {price.seconds for price in prices("all_reduce", 1, Network(1), [1 << 20])} == {0.0}
-    with pytest.raises(ValueError, match="10 ranks with 8 on each node; expected a number of ranks that is a multiple"):
+    with pytest.raises(ValueError, match="10 ranks with 8 on each node; expected a multiple of 8 ranks"):
         prices("all_reduce", 10, Network(8), [1])
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collectives.arrays import devices
-from collectives.arrays.buffer import Buffer, Device, as_numpy
+from collectives.arrays.buffer import Buffer, DeviceArray, as_numpy
 from collectives.arrays.dtypes import MOVED, TABLE, DTypeError
 
 ROWS = TABLE | MOVED
@@ -38,12 +38,12 @@ def test_a_gpu_array_is_described_and_not_touched(name: str) -> None:
         x = OnGPU((2, 3), ROWS[name].numpy)
         buffer = Buffer(x, "x", **options)
         assert buffer.dtype is ROWS[name]
-        assert buffer.device == Device(address=0x7F00, nbytes=6 * ROWS[name].itemsize, index=None, stream=42)
+        assert buffer.device == DeviceArray(address=0x7F00, nbytes=6 * ROWS[name].itemsize, index=None, stream=42)
         assert buffer.result() is x
 
 
 def test_the_stream_and_the_device_of_each_version_of_the_interface() -> None:
-    def device(**said: Any) -> Device | None:
+    def device(**said: Any) -> DeviceArray | None:
         return Buffer(OnGPU((3,), **said), "x").device
 
     streams = [device(stream=stream) for stream in (None, 1, 2)]
@@ -52,9 +52,9 @@ def test_the_stream_and_the_device_of_each_version_of_the_interface() -> None:
     assert old is not None and old.stream == 1  # it tells none: the default stream waits for all others
     x: Any = OnGPU((3,))
     x.device = SimpleNamespace(id=5)  # as CuPy's arrays have it
-    assert Buffer(x, "x").device == Device(0x7F00, 12, 5, 42)
+    assert Buffer(x, "x").device == DeviceArray(0x7F00, 12, 5, 42)
     empty = OnGPU((0, 3), data=(0, False))
-    assert Buffer(empty, "x").device == Device(0, 0, None, 42)
+    assert Buffer(empty, "x").device == DeviceArray(0, 0, None, 42)
 
 
 def test_only_the_type_string_is_enough() -> None:

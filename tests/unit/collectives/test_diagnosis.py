@@ -292,8 +292,8 @@ def test_a_record_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.
     set_record_folder(tmp_path / "file")
     dump.write_file("asked")
     assert capsys.readouterr().err == (
-        f"[rank 0] the flight record is not in {tmp_path}/file/rank-0.txt (File exists); "
-        "set MPITRAIN_RECORD_DIR to a folder that can be written\n"
+        f"[rank 0] cannot write the flight record to {tmp_path}/file/rank-0.txt (File exists); "
+        "set MPITRAIN_RECORD_DIR to a writable folder\n"
     )
 
 
@@ -431,7 +431,7 @@ def test_the_report_names_every_kind_of_missing_rank(monkeypatch: pytest.MonkeyP
     assert text.splitlines() == [
         "rank 0 has waited 3.0 s in A (ranks 0-7): #5 all_reduce; the deadline is 2 s (MPITRAIN_DEADLINE_S). The job ends.",
         "  ranks 0, 1: in A (ranks 0-7): #5 all_reduce, at a.py:3 in f, for 3.0 s",
-        "  rank 2: in no operation, main thread at b.py:4 in g; its last one there: #4 barrier (ended)",
+        "  rank 2: in no operation, main thread at b.py:4 in g; its last operation there: #4 barrier (ended)",
         "  rank 3: no answer: dead, stopped, or stuck outside Python",
         "  rank 4: in no operation, its program has ended: sys.exit(0)",
         "  rank 5: in B (ranks 5, 6): #2 all_reduce, at a.py:3 in f, for 3.0 s",
@@ -448,7 +448,7 @@ def test_the_report_names_every_kind_of_missing_rank(monkeypatch: pytest.MonkeyP
 
 def test_nobody_is_missing_where_all_are_in_the_operation() -> None:
     late = waiting()
-    assert "=> nobody is missing" in deadline_report(1, late, [state(late), state(late), None], 1.0), (
+    assert "=> no rank is missing" in deadline_report(1, late, [state(late), state(late), None], 1.0), (
         "rank 2 is no part of it"
     )
 
@@ -484,7 +484,7 @@ def test_the_report_of_an_end_names_who_how_and_for_whom_others_wait() -> None:
     everyone = range(4)
     states = [
         state(waiting(ranks=everyone)),
-        state(ended="its script returned", counts={"A": 4}, last={"A": "#4 barrier (ended)"}),
+        state(ended="the script returned", counts={"A": 4}, last={"A": "#4 barrier (ended)"}),
         state(waiting("B", 2, ranks=(0, 2))),
         state(waiting(ranks=everyone)),
     ]
@@ -492,11 +492,11 @@ def test_the_report_of_an_end_names_who_how_and_for_whom_others_wait() -> None:
     assert text.splitlines() == [
         "rank 1 has ended, and ranks 0, 3 wait for it in A (ranks 0-3): #5 all_reduce. The job ends.",
         "  ranks 0, 3: in A (ranks 0-3): #5 all_reduce, at a.py:3 in f, for 3.0 s",
-        "  rank 1: in no operation, its program has ended: its script returned; its last one there: #4 barrier (ended)",
+        "  rank 1: in no operation, its program has ended: the script returned; its last operation there: #4 barrier (ended)",
         "  rank 2: in B (ranks 0, 2): #2 all_reduce, at a.py:3 in f, for 3.0 s",
         "  => missing: rank 1 (has ended); rank 2 (is in an operation of another communicator)",
         "  => MPITRAIN_DEBUG=1 finds the call at which the ranks part",
-        "  => a rank must end after the last operation that others make with it",
+        "  => a rank must not end before the last operation in which it takes part",
     ]
 
 

@@ -110,7 +110,7 @@ def test_an_operation_under_way_and_a_process_that_was_stopped_are_no_waits(monk
 
 def test_what_is_on_a_device_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = Waits(monkeypatch)
-    notice.note_device(7, notice.Device("NCCL's all_reduce", waits.now))
+    notice.note_device(7, notice.DeviceWork("NCCL's all_reduce", waits.now))
     assert answer.state(0, "")["device"] == "NCCL's all_reduce"
     assert waits.lines(70) == [30, 60]
     notice.note_device(7, None)
@@ -137,7 +137,7 @@ def test_a_notice_is_one_line_that_says_where_all_are_and_for_whom_they_wait(mon
     assert report.notice(1, 9, states, 600.0).split(" | ") == [
         "notice: rank 1 has waited 30 s",
         f"ranks 0, 1: {where}",
-        "rank 2: in no operation, main thread at b.py:4 in g; its last one there: #4 barrier (ended)",
+        "rank 2: in no operation, main thread at b.py:4 in g; its last operation there: #4 barrier (ended)",
         "rank 3: in B (ranks 3, 4): #2 barrier, at a.py:3 in f, for 3.0 s, waiting for rank 4",
         "rank 4: in no operation, in the backward of layers.2, main thread at c.py:5 in h",
         "at 600 s the job ends (MPITRAIN_DEADLINE_S)",
@@ -177,7 +177,7 @@ def test_a_rank_that_called_an_operation_of_that_number_and_waits_elsewhere_is_t
     line = report.notice(0, 9, states, 600.0)
     assert "rank 1: in B (ranks 0, 1): #3 all_reduce, at a.py:3 in f, for 3.0 s, waiting for rank 0 | " in line
     assert (
-        " | rank 1 called an operation of that number and went on: perhaps it was another one, as with async_op, or"
+        " | rank 1 called an operation of that number and went on: perhaps another operation, as with async_op, or"
         in line
     )
     assert "no rank is missing" not in line and " | MPITRAIN_DEBUG=1 finds the call" in line
@@ -199,6 +199,6 @@ def test_a_notice_of_what_is_on_a_device() -> None:
         "notice: rank 0 has waited 31 s",
         "rank 0: in no operation, main thread at b.py:4 in g; on its device NCCL's all_reduce, which has not ended, for 31.0 s",
         "rank 1: in no operation, main thread at b.py:4 in g",
-        "perhaps not all ranks have called it, or with another size, or in another order",
+        "perhaps not all ranks have called this operation, or with another size, or in another order",
         "at 600 s the job ends (MPITRAIN_DEADLINE_S)",
     ]

@@ -7,7 +7,7 @@ from typing import Any
 _TAG = 1
 
 
-class Post:
+class MonitorChannel:
     """`mpi`: the communicator. Nothing here waits: a receiver may be stopped."""
 
     def __init__(self, mpi: Any) -> None:
@@ -21,7 +21,7 @@ class Post:
         self._sending.append((self._mpi.Isend(data, rank, _TAG), data))
 
     def received(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """What has come, each with the rank that sent it."""
+        """The messages that have come, each with the rank that sent it."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -29,7 +29,7 @@ class Post:
         def look() -> Any:
             return self._mpi.Improbe(MPI.ANY_SOURCE, _TAG, status)
 
-        # A look carries MPI on, and may find what that has brought only at the next one: else that would be at the monitor's next turn.
+        # A look makes MPI progress, and only the next look finds a message that came by it: so look twice in each turn of the monitor.
         while (message := look() or look()) is not None:
             data = bytearray(status.Get_count(MPI.BYTE))
             message.Recv(data)
