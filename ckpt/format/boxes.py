@@ -72,8 +72,8 @@ def cover_error(shape: Shape, boxes: Sequence[Box], owner: Callable[[int], str])
     for i, box in enumerate(boxes):
         if not box.inside(shape):
             return f"{owner(i)}'s box of {box.shape} at {box.offset} does not lie inside the shape {shape}"
-    filled = [(box, owner(i)) for i, box in enumerate(boxes) if box.size]
-    if problem := _overlap(filled):
+    filled = [(box, i) for i, box in enumerate(boxes) if box.size]
+    if problem := _overlap(filled, owner):
         return problem
     # Disjoint boxes cover a tensor exactly if their sizes add up to it.
     if sum(box.size for box, _ in filled) == prod(shape):
@@ -93,8 +93,8 @@ def _stacked(shape: Shape, boxes: Sequence[Box]) -> bool:
     return at == shape[0] and 0 not in shape
 
 
-def _overlap(filled: list[tuple[Box, str]]) -> str | None:
-    """Which two of `filled` overlap, or None.
+def _overlap(filled: list[tuple[Box, int]], owner: Callable[[int], str]) -> str | None:
+    """The message about two of `filled`, numbered boxes, that overlap, or None.
 
     Whatever was cut by planes falls apart along them: those boxes that meet others along every dimension are left to be compared
     each with each. Boxes that interlock by hundreds come from nobody but who wants to keep us busy: the work is bounded.
@@ -110,16 +110,16 @@ def _overlap(filled: list[tuple[Box, str]]) -> str | None:
                 todo += parts
                 break
         else:
-            for (box, owner), (other, other_owner) in islice(combinations(group, 2), max(0, budget)):
+            for (box, i), (other, j) in islice(combinations(group, 2), max(0, budget)):
                 if box.intersect(other):
-                    return f"{owner}'s box {box} and {other_owner}'s box {other} overlap"
+                    return f"{owner(i)}'s box {box} and {owner(j)}'s box {other} overlap"
             budget -= len(group) * (len(group) - 1) // 2
     return None if budget > 0 else "its boxes interlock too much to be checked; expected cuts along planes"
 
 
-def _apart(group: list[tuple[Box, str]], axis: int) -> list[list[tuple[Box, str]]]:
+def _apart(group: list[tuple[Box, int]], axis: int) -> list[list[tuple[Box, int]]]:
     """`group` cut by all planes across `axis` that pass between its boxes."""
-    parts: list[list[tuple[Box, str]]] = []
+    parts: list[list[tuple[Box, int]]] = []
     end = -1
     for pair in sorted(group, key=lambda pair: pair[0].offset[axis]):
         start, length = pair[0].offset[axis], pair[0].shape[axis]

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from ckpt.format.boxes import Shape
-from ckpt.format.manifest import FORMAT, Manifest, Tensor, encode_meta, version_of
+from ckpt.format.manifest import FORMAT, Tensor, encode_meta, version_of
 from ckpt.saving.placement import PAGE_BYTES
 from ckpt.storage.local import naming
 from collectives.arrays.dtypes import DTYPES
@@ -59,42 +59,45 @@ def new_data_file(path: Path, elements: Mapping[str, int], mpi: Any = None) -> I
         del datasets
 
 
-def index_image(manifest: Manifest, scalars: Mapping[str, np.ndarray]) -> bytes:
+def index_image(
+    tensors: Mapping[str, Tensor],
+    lengths: Mapping[str, Mapping[str, int]],
+    meta: Mapping[str, Any],
+    scalars: Mapping[str, np.ndarray],
+) -> bytes:
     """The bytes of `index.h5`: every tensor in its full shape, under its name, as a virtual dataset of the rank files' ranges.
 
-    `scalars`: the values of the 0-D tensors, which HDF5 cannot make virtual. What a missing rank file held reads as NaN.
-    The file is made in memory, which spares the file system thousands of small writes.
+    `lengths`: of each data file the elements of its datasets, in the order of the manifest's files. `scalars`: the values of the
+    0-D tensors, which HDF5 cannot make virtual. What a missing rank file held reads as NaN. The file is made in memory, which spares
+    the file system thousands of small writes.
     """
-    with h5py.File(h5py.h5f.open_file_image(_kept_frame(manifest), h5py.h5f.FILE_IMAGE_OPEN_RW)) as file:
-        meta = encode_meta(manifest.meta)
-        if len(meta) <= MAX_ATTRIBUTE_BYTES:
-            file.attrs["meta"] = meta
+    image = _kept_frame(list(tensors.values()), lengths)
+    with h5py.File(h5py.h5f.open_file_image(image, h5py.h5f.FILE_IMAGE_OPEN_RW)) as file:
+        text = encode_meta(meta)
+        if len(text) <= MAX_ATTRIBUTE_BYTES:
+            file.attrs["meta"] = text
         for name, value in scalars.items():
             # The memory's type is named as the file's, so that the bits of a bf16 go in as they are.
-            kind = h5_type(manifest.tensors[name].dtype)
-            h5py.h5d.open(file.id, name.encode()).write(_SCALAR, _SCALAR, value, kind)
+            h5py.h5d.open(file.id, name.encode()).write(_SCALAR, _SCALAR, value, h5_type(tensors[name].dtype))
         file.flush()
         return file.id.get_file_image()
 
 
-def _kept_frame(manifest: Manifest) -> bytes:
+def _kept_frame(tensors: Sequence[Tensor], lengths: Mapping[str, Mapping[str, int]]) -> bytes:
     """The index but for what changes from save to save: `meta` and the values of scalars.
 
     A training saves the same tensors again and again, and HDF5 needs 0.25 to 0.3 ms for each: so the last ones are kept.
     """
-    lengths = [(file.name, {dtype: d.elements for dtype, d in file.datasets.items()}) for file in manifest.files]
-    tensors = list(manifest.tensors.values())
     key = xxhash.xxh3_128_digest(msgspec.msgpack.encode((lengths, tensors)))
     with _keeping:
-        frame = _kept.pop(key, None) or _make_frame(lengths, tensors)
+        frame = _kept.pop(key, None) or _make_frame(tensors, lengths)
         _kept[key] = frame
         while len(_kept) > 1 and sum(map(len, _kept.values())) > _KEPT_BYTES:
             del _kept[next(iter(_kept))]
     return frame
 
 
-def _make_frame(lengths: Sequence[tuple[str, Mapping[str, int]]], tensors: Sequence[Tensor]) -> bytes:
-    """`lengths`: of each data file its name, and the elements of its datasets."""
+def _make_frame(tensors: Sequence[Tensor], lengths: Mapping[str, Mapping[str, int]]) -> bytes:
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fapl_core(1 << 20, False)
     with h5py.File(h5py.h5f.create(INDEX_NAME.encode(), fapl=access)) as file:
@@ -105,9 +108,9 @@ def _make_frame(lengths: Sequence[tuple[str, Mapping[str, int]]], tensors: Seque
         links.set_char_encoding(h5py.h5t.CSET_UTF8)
         sources = [
             (name.encode(), {dtype: h5py.h5s.create_simple((count,)) for dtype, count in datasets.items()})
-            for name, datasets in lengths
+            for name, datasets in lengths.items()
         ]
-        names = [name for name, _ in lengths]
+        names = list(lengths)
         # Each object costs h5py some microseconds, so they are used again where they can be.
         spaces: dict[Shape, h5py.h5s.SpaceID] = {(): _SCALAR}
         for tensor in tensors:
@@ -140,7 +143,7 @@ def _map_blocks(plist: h5py.h5p.PropDCID, tensor: Tensor, target: h5py.h5s.Space
         name, spaces = sources[block.file]
         source = spaces[tensor.dtype]
         source.select_hyperslab((block.start,), (1,), block=(block.box.size,))
-        target.select_hyperslab(block.box.offset, (1,) * len(tensor.shape), block=block.box.shape)
+        target.select_hyperslab(block.offset, (1,) * len(tensor.shape), block=block.shape)
         plist.set_virtual(target, name, b"/" + tensor.dtype.encode(), source)
     target.select_all()
 

@@ -106,7 +106,7 @@ def _manifest_at(place: Place, known: bytes | None, comm: Ranks) -> tuple[bytes,
 
 def _fill(part: LocalBox, tensor: Tensor, reader: Reader) -> None:
     """Read a box of `tensor`, converted if need be."""
-    if part.dtype == tensor.dtype:
+    if part.array.dtype == DTYPES[tensor.dtype].numpy:
         reader.fill(part.array, tensor, part.box)
         return
     for piece in pieces(part.box, _CAST_ELEMENTS):
@@ -145,9 +145,11 @@ def _match(
     wanted = [local for local in asked if local.name in stored]
     for asked_for in (local.description for local in wanted if local.description is not None):
         tensor = manifest.tensors[asked_for.name]
+        if tensor.shape == asked_for.shape and tensor.dtype == asked_for.dtype:
+            continue
         kind = DTYPES[tensor.dtype].kind
         converts = kind in ("float", "complex") and DTYPES[asked_for.dtype].kind == kind
-        if tensor.shape != asked_for.shape or (tensor.dtype != asked_for.dtype and not (cast and converts)):
+        if tensor.shape != asked_for.shape or not (cast and converts):
             hint = " (cast=True converts it)" if tensor.shape == asked_for.shape and converts else ""
             raise CheckpointError(
                 f"{folder}: tensor {tensor.name!r} is {tensor.dtype} {tensor.shape} there; "

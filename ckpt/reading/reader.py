@@ -6,6 +6,7 @@ memory stays bounded however large a tensor is.
 """
 
 from collections.abc import Iterator
+from math import prod
 from types import TracebackType
 
 import numpy as np
@@ -57,14 +58,14 @@ class Reader:
         itemsize = target.dtype.itemsize
         try:
             for block in tensor.blocks:
-                if block.box == box:  # as it was saved
+                if block.offset == box.offset and block.shape == box.shape:  # as it was saved
                     self._copy_run(memory, tensor, block, 0)
                     return
             for block in tensor.blocks:
                 if (inner := block.box.intersect(box)) is None:
                     continue
-                elif single_run(inner, block.box.shape, box.shape):
-                    start = flat_index(inner.relative_to(block.box.offset).offset, block.box.shape) * itemsize
+                elif single_run(inner, block.shape, box.shape):
+                    start = flat_index(inner.relative_to(block.offset).offset, block.shape) * itemsize
                     at = flat_index(inner.relative_to(box.offset).offset, box.shape) * itemsize
                     self._copy_run(memory[at : at + inner.size * itemsize], tensor, block, start)
                 else:
@@ -117,14 +118,14 @@ class Reader:
     def _copy_rectangles(self, target: np.ndarray, tensor: Tensor, block: Block, inner: Box, box: Box) -> None:
         """Chunk by chunk through a buffer; a chunk is a few rectangles of the block, cut with what is wanted of it."""
         itemsize = target.dtype.itemsize
-        wanted = inner.relative_to(block.box.offset)
+        wanted = inner.relative_to(block.offset)
         last_wanted = tuple(o + n - 1 for o, n in zip(wanted.offset, wanted.shape, strict=True))
-        start = flat_index(wanted.offset, block.box.shape) * itemsize
-        stop = (flat_index(last_wanted, block.box.shape) + 1) * itemsize
+        start = flat_index(wanted.offset, block.shape) * itemsize
+        stop = (flat_index(last_wanted, block.shape) + 1) * itemsize
         for i, first, last in self._chunks(tensor, block, start, stop):
             pieces = []
             begin = 0
-            for rectangle in rectangles(block.box.shape, first // itemsize, last // itemsize):
+            for rectangle in rectangles(block.shape, first // itemsize, last // itemsize):
                 if part := rectangle.intersect(wanted):
                     pieces.append((begin, rectangle, part))
                 begin += rectangle.size
@@ -137,17 +138,16 @@ class Reader:
                 source = elements[begin : begin + rectangle.size].reshape(rectangle.shape)
                 # The part, counted from the block, as counted from the target.
                 there = Box(
-                    tuple(p + b - t for p, b, t in zip(part.offset, block.box.offset, box.offset, strict=True)),
+                    tuple(p + b - t for p, b, t in zip(part.offset, block.offset, box.offset, strict=True)),
                     part.shape,
                 )
                 target[there.slices] = source[part.relative_to(rectangle.offset).slices]
 
-    def _chunks(self, tensor: Tensor, block: Block, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _chunks(self, tensor: Tensor, block: Block, start: int, stop: int) -> list[tuple[int, int, int]]:
         """The block's chunks that bytes `start:stop` touch: number, first byte, end."""
         size = self._manifest.chunk_bytes
-        end = block.box.size * DTYPES[tensor.dtype].itemsize
-        for i in range(start // size, -(-stop // size)):
-            yield i, i * size, min((i + 1) * size, end)
+        end = prod(block.shape) * DTYPES[tensor.dtype].itemsize
+        return [(i, i * size, min((i + 1) * size, end)) for i in range(start // size, -(-stop // size))]
 
     def _read_chunk(self, tensor: Tensor, block: Block, i: int, memory: memoryview) -> None:
         position = self._position(tensor, block) + i * self._manifest.chunk_bytes

@@ -5,8 +5,10 @@ What each rank can check by itself was checked before; nothing there may depend 
 
 import socket
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -47,14 +49,11 @@ def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> A
     Collective. ValueError on all ranks, `doing` what: which argument or tensor it is, and how it differs.
     """
     said = {local.name: local.description for local in held}
-    boxes: dict[str, list[Box]] = {}
-    scalars: dict[str, bytes] = {}  # HDF5 cannot make a scalar virtual: the index, which rank 0 writes, has its value
-    for name, _, box, array in (part for local in held if not local.whole for part in local.boxes):
-        boxes.setdefault(name, []).append(box)
-        if not box.shape:
-            scalars[name] = array.tobytes()
-    plain = [(local.name, local.description and tuple(local.description)) for local in held]  # whose text is soon made
-    digest = xxhash.xxh3_128_hexdigest(repr((arguments, plain)).encode())
+    cut = [local for local in held if local.boxes and not local.whole]
+    boxes = {local.name: [part.box for part in local.boxes] for local in cut}
+    # HDF5 cannot make a scalar virtual: the index, which rank 0 writes, has its value.
+    scalars = {local.name: local.boxes[0].array.tobytes() for local in cut if not local.boxes[0].box.shape}
+    digest = xxhash.xxh3_128_hexdigest(repr(arguments).encode() + msgspec.json.encode(said))
     gathered = comm.all_gather_object((digest, boxes, scalars, socket.gethostname()))
     all_boxes = [boxes for _, boxes, *_ in gathered]
     everyone: Sequence[Said] = [said]
@@ -115,16 +114,19 @@ def _tensor_difference(everyone: Sequence[Said], known: Mapping[str, Description
 
 def _cover_problem(tensors: Collection[Description], boxes: Sequence[Mapping[str, Sequence[Box]]]) -> str | None:
     """Which tensor the ranks' boxes do not cover exactly, and where, or None."""
-    found: dict[str, list[Box]] = {tensor.name: [] for tensor in tensors if not tensor.whole}
-    owners: dict[str, list[str]] = {name: [] for name in found}
-    for rank, theirs in enumerate(boxes):
+    found: dict[str, list[Box]] = {}
+    for theirs in boxes:
         for name, held in theirs.items():
-            found[name] += held
-            owners[name] += [f"rank {rank}"] * len(held)
+            found.setdefault(name, []).extend(held)
     for tensor in tensors:
         if tensor.whole:
             continue
-        if problem := cover_error(tensor.shape, found[tensor.name], owners[tensor.name].__getitem__):
+        if problem := cover_error(tensor.shape, found.get(tensor.name, ()), partial(_owner, boxes, tensor.name)):
             alone = "; ranks that save one checkpoint together pass comm=collectives.world()" if len(boxes) == 1 else ""
             return f"tensor {tensor.name!r}: {problem}{alone}"
     return None
+
+
+def _owner(boxes: Sequence[Mapping[str, Sequence[Box]]], name: str, number: int) -> str:
+    """The rank that holds box `number` of the tensor, as `_cover_problem` counts its boxes."""
+    return f"rank {[rank for rank, theirs in enumerate(boxes) for _ in theirs.get(name, ())][number]}"

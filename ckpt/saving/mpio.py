@@ -63,10 +63,10 @@ class Mpio:
 
     def _write(self, blocks: Sequence[LocalBox], opened: dict[str, h5py.h5d.DatasetID]) -> Checksums:
         pieces: dict[str, list[tuple[int, int, np.ndarray]]] = {dtype: [] for dtype in opened}
-        for number, (block, placed) in enumerate(zip(blocks, self._plan.items[self._rank], strict=True)):
-            flat, step = block.array.reshape(-1), _CHUNKS * CHUNK_BYTES // DTYPES[block.dtype].itemsize
+        for number, (block, item) in enumerate(zip(blocks, self._plan.items[self._rank], strict=True)):
+            flat, step = block.array.reshape(-1), _CHUNKS * CHUNK_BYTES // DTYPES[item.dtype].itemsize
             for begin in range(0, flat.size, step):
-                pieces[block.dtype].append((number, placed.start + begin, flat[begin : begin + step]))
+                pieces[item.dtype].append((number, item.start + begin, flat[begin : begin + step]))
         how = h5py.h5p.create(h5py.h5p.DATASET_XFER)
         how.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE if self._collective else h5py.h5fd.MPIO_INDEPENDENT)
         checksums = [""] * len(blocks)

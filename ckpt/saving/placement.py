@@ -22,18 +22,12 @@ Files = str | int
 
 
 class Item(NamedTuple):
-    """A block that a rank writes: the name and dtype of its tensor, and its box there."""
+    """A block that a rank writes: the name and dtype of its tensor, its box there, and its first element in the file's dataset."""
 
     name: str
     dtype: str
     box: Box
-
-
-class PlacedItem(NamedTuple):
-    """An item, and the element of its file's dataset that it starts at."""
-
-    item: Item
-    start: int
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,7 +36,7 @@ class DataFile:
 
     name: str
     elements: Mapping[str, int]
-    items: Mapping[int, tuple[PlacedItem, ...]]
+    items: Mapping[int, Sequence[Item]]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -73,18 +67,17 @@ def file_name(files: Files, number: int) -> str:
 
 
 def lay_out(name: str, writers: Mapping[int, Sequence[Item]]) -> DataFile:
-    """The file that `writers` (rank -> what it writes, not nothing) make together."""
+    """The file that `writers` (rank -> its items, at least one, wherever they start) make together."""
     ends: dict[str, int] = {}
-    placed: dict[int, tuple[PlacedItem, ...]] = {}
+    placed: dict[int, list[Item]] = {}
     for rank in sorted(writers):
-        begun, own = set(), []
-        for item in writers[rank]:
-            step = (BLOCK_BYTES if item.dtype in begun else PAGE_BYTES) // DTYPES[item.dtype].itemsize
-            begun.add(item.dtype)
-            start = -(-ends.get(item.dtype, 0) // step) * step
-            ends[item.dtype] = start + item.box.size
-            own.append(PlacedItem(item, start))
-        placed[rank] = tuple(own)
+        placed[rank], steps = [], {}
+        for tensor, dtype, box, _ in writers[rank]:
+            step = steps.get(dtype) or PAGE_BYTES // DTYPES[dtype].itemsize  # a rank's first block in a dataset
+            steps[dtype] = BLOCK_BYTES // DTYPES[dtype].itemsize
+            start = -(-ends.get(dtype, 0) // step) * step
+            ends[dtype] = start + prod(box.shape)
+            placed[rank].append(Item(tensor, dtype, box, start))
     return DataFile(name, ends, placed)
 
 

@@ -100,8 +100,8 @@ def save(
     agreed = agree(held, arguments, comm, _DOING)
     plan = _plan(agreed, files, comm)
 
-    boxes = {(part.name, part.box): part for local in held for part in local.boxes}
-    mine = [boxes[item.name, item.box] for item, _ in plan.own.items[comm.rank]] if plan.own is not None else []
+    written = {item.name for item in plan.own.items[comm.rank]} if plan.own is not None else set()
+    mine = [part for local in held if local.name in written for part in local.boxes]  # in the order of the items
     stage: Stage | None = None
     opened, buffer = None, None
     try:
@@ -171,10 +171,6 @@ class _Job:
     copies: tuple[Place, ...]
     retention: Retention
     overwrite: bool
-
-    @property
-    def contents(self) -> Contents:
-        return Contents(self.tensors, self.plan.files, self.meta)
 
 
 def _check_arguments(
@@ -261,7 +257,8 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
         with ThreadPoolExecutor(1) as beside:
             flushed = beside.submit(flush, job.folder / own.name) if own else None
             if job.stage is not None:  # while the disk is busy
-                write_index(job.folder, job.contents, job.scalars)
+                contents = Contents(job.tensors, job.plan.files, job.meta)
+                write_index(job.folder, contents, job.scalars)
                 sequence = next_sequence(job.final, job.copies)
             if flushed is not None:
                 flushed.result()
@@ -269,7 +266,7 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
     reports = ranks.all_gather_object((file_entry(file) if file else None, sums))
     with ranks.together(_DOING):
         if job.stage is not None:
-            write_manifest(job.folder, job.contents, reports, sequence=sequence)
+            write_manifest(job.folder, contents, reports, sequence=sequence)
             job.stage.publish(overwrite=job.overwrite)
             if job.retention.keep is not None:
                 retain(job.final, job.retention.keep, job.retention.keep_every)
@@ -284,13 +281,15 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
 
 def _plan(agreed: Agreed, files: Files, comm: Ranks) -> _Plan:
     tensors, boxes = agreed.tensors, agreed.boxes
-    itemsize = {tensor.name: DTYPES[tensor.dtype].itemsize for tensor in tensors}
     whole = {tensor.name: Box.full(tensor.shape) for tensor in tensors if tensor.whole and 0 not in tensor.shape}
-    loads = [sum(box.size * itemsize[name] for name, own in theirs.items() for box in own) for theirs in boxes]
-    owner = assign({name: box.size * itemsize[name] for name, box in whole.items()}, loads)
+    owner: dict[str, int] = {}
+    if whole:
+        itemsize = {tensor.name: DTYPES[tensor.dtype].itemsize for tensor in tensors}
+        loads = [sum(box.size * itemsize[name] for name, own in theirs.items() for box in own) for theirs in boxes]
+        owner = assign({name: box.size * itemsize[name] for name, box in whole.items()}, loads)
 
     def items(rank: int) -> list[Item]:
-        """What a rank writes: its shards, and its share of the tensors that all hold."""
+        """The items of a rank: its shards, and its share of the tensors that all ranks hold."""
         held = {**boxes[rank], **{name: [whole[name]] for name, its in owner.items() if its == rank}}
         return [Item(tensor.name, tensor.dtype, box) for tensor in tensors for box in held.get(tensor.name, ())]
 

@@ -5,7 +5,7 @@ checksum costs no second pass through memory.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import xxhash
 
 from ckpt.format.hdf5 import new_data_file
 from ckpt.format.manifest import CHUNK_BYTES, Dataset, File, checksum
-from ckpt.saving.placement import DataFile, PlacedItem
+from ckpt.saving.placement import DataFile, Item
 from ckpt.storage.local import Writeback, check_room, naming, patient, pwrite_all
 from ckpt.tensors import LocalBox
 from collectives.arrays.dtypes import DTYPES
@@ -26,9 +26,9 @@ Checksums = list[str]
 
 
 class Bytes(Protocol):
-    """What is written: `LocalBox` has it in memory, `Part` reads it from another file meanwhile."""
+    """The bytes of a block: `LocalBox` has them in memory, `Part` reads them from another file meanwhile."""
 
-    def chunks(self, nbytes: int) -> Iterator[memoryview]: ...
+    def chunks(self, nbytes: int) -> Iterable[memoryview]: ...
 
 
 class Driver(Protocol):
@@ -66,8 +66,8 @@ class Posix:
             try:
                 writeback = Writeback(fd)
                 return [
-                    _write(fd, block.chunks(CHUNK_BYTES), _position(file, placed), writeback)
-                    for block, placed in zip(blocks, self._plan.items[self._rank], strict=True)
+                    _write(fd, block.chunks(CHUNK_BYTES), _position(file, item), writeback)
+                    for block, item in zip(blocks, self._plan.items[self._rank], strict=True)
                 ]
             finally:
                 os.close(fd)
@@ -112,16 +112,14 @@ def rest_checksum(fd: int, nbytes: int, datasets: Mapping[str, Dataset]) -> str:
     return hashed.hexdigest()
 
 
-def _position(file: File, placed: PlacedItem) -> int:
-    dtype = placed.item.dtype
-    return file.datasets[dtype].offset_bytes + placed.start * DTYPES[dtype].itemsize
+def _position(file: File, item: Item) -> int:
+    return file.datasets[item.dtype].offset_bytes + item.start * DTYPES[item.dtype].itemsize
 
 
 def _write(fd: int, chunks: Iterable[memoryview], position: int, writeback: Writeback) -> str:
-    checksums = []
+    checksums = ""
     for chunk in chunks:
-        checksums.append(checksum(chunk))
+        checksums += checksum(chunk)
         pwrite_all(fd, chunk, position)
-        writeback.wrote(position, position + len(chunk))
-        position += len(chunk)
-    return "".join(checksums)
+        writeback.wrote(position, position := position + len(chunk))
+    return checksums
