@@ -62,13 +62,15 @@ class Box(NamedTuple):
         return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.shape, strict=True)) + "]"
 
 
-def cover_error(shape: Shape, boxes: Sequence[Box], owner: Callable[[int], str]) -> str | None:
-    """What is wrong with `boxes` as an exact cover of a tensor of `shape`, or None: each element must lie in exactly one box.
+def cover_error(shape: Shape, pairs: Sequence[tuple[Shape, Shape]], owner: Callable[[int], str]) -> str | None:
+    """What is wrong with boxes as an exact cover of a tensor of `shape`, or None: each element must lie in exactly one box.
 
-    `owner` names a box, by its number, for the message ("rank 3"). Empty boxes cover nothing and disturb nobody.
+    `pairs`: the boxes, or the offset and the shape of each. `owner` names a box, by its number, for the message ("rank 3"). Empty
+    boxes cover nothing and are no error.
     """
-    if _stacked(shape, boxes):
+    if _stacked(shape, pairs):
         return None
+    boxes = [Box(*pair) for pair in pairs]
     for i, box in enumerate(boxes):
         if not box.inside(shape):
             return f"{owner(i)}'s box of {box.shape} at {box.offset} does not lie inside the shape {shape}"
@@ -81,7 +83,7 @@ def cover_error(shape: Shape, boxes: Sequence[Box], owner: Callable[[int], str])
     return f"no rank holds element {_first_gap(shape, [box for box, _ in filled])} of the shape {shape}"
 
 
-def _stacked(shape: Shape, boxes: Sequence[Box]) -> bool:
+def _stacked(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
     """Whether the boxes are the rows of a tensor of `shape`, from the first to the last: how most are cut, and soon seen."""
     if not shape:
         return False

@@ -26,7 +26,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import xxhash
 
-from ckpt.format.boxes import Box, Shape
+from ckpt.format.boxes import Box
 from collectives.arrays.dtypes import DTYPES, MOVED
 
 FORMAT = "mpitrain-ckpt"

@@ -223,7 +223,9 @@ def _tensor(line: bytes, header: Header) -> Tensor:
         if problem := _block_error(block, tensor.dtype, header):
             raise refused(f"tensor {name!r}: a block of {block.shape} at {block.offset} {problem}")
     # An exact cover by blocks that share no bytes: so no tensor is larger than the files that hold it.
-    if problem := cover_error(shape, [b.box for b in blocks], lambda i: header.files[blocks[i].file].name):
+    if problem := cover_error(
+        shape, [(b.offset, b.shape) for b in blocks], lambda i: header.files[blocks[i].file].name
+    ):
         raise refused(f"tensor {name!r}: {problem}")
     if tensor.axes is not None and (problem := axes_error(list(tensor.axes), len(shape))):
         raise refused(f"tensor {name!r}: {problem}")

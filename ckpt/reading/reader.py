@@ -81,9 +81,10 @@ class Reader:
         dtype = DTYPES[tensor.dtype].numpy
         try:
             for block in tensor.blocks:
+                position = self._position(tensor, block)
                 for i, first, last in self._chunks(tensor, block, 0, block.box.size * dtype.itemsize):
                     buffer = self._buffer(last - first)
-                    self._read_chunk(tensor, block, i, buffer)
+                    self._read_chunk(block, i, position + first, buffer)
                     yield np.frombuffer(buffer, np.uint8).view(dtype)
         except CheckpointError as error:
             raise self._failure(tensor, error) from None
@@ -102,16 +103,17 @@ class Reader:
 
     def _copy_run(self, memory: memoryview, tensor: Tensor, block: Block, start: int) -> None:
         """Fill `memory`, where the bytes of the block from byte `start` on belong."""
+        position = self._position(tensor, block)
         if not self._verify:
-            self._read(block.file, self._position(tensor, block) + start, memory)
+            self._read(block.file, position + start, memory)
             return
         stop = start + len(memory)
         for i, first, last in self._chunks(tensor, block, start, stop):
             if start <= first and last <= stop:
-                self._read_chunk(tensor, block, i, memory[first - start : last - start])
+                self._read_chunk(block, i, position + first, memory[first - start : last - start])
             else:  # a checksum covers a whole chunk: the ends of the range, where it holds half of one, take the detour
                 buffer = self._buffer(last - first)
-                self._read_chunk(tensor, block, i, buffer)
+                self._read_chunk(block, i, position + first, buffer)
                 low, high = max(start, first), min(stop, last)
                 memory[low - start : high - start] = buffer[low - first : high - first]
 
@@ -122,6 +124,7 @@ class Reader:
         last_wanted = tuple(o + n - 1 for o, n in zip(wanted.offset, wanted.shape, strict=True))
         start = flat_index(wanted.offset, block.shape) * itemsize
         stop = (flat_index(last_wanted, block.shape) + 1) * itemsize
+        position = self._position(tensor, block)
         for i, first, last in self._chunks(tensor, block, start, stop):
             pieces = []
             begin = 0
@@ -132,7 +135,7 @@ class Reader:
             if not pieces:
                 continue
             buffer = self._buffer(last - first)
-            self._read_chunk(tensor, block, i, buffer)
+            self._read_chunk(block, i, position + first, buffer)
             elements = np.frombuffer(buffer, np.uint8).view(target.dtype)
             for begin, rectangle, part in pieces:
                 source = elements[begin : begin + rectangle.size].reshape(rectangle.shape)
@@ -146,11 +149,10 @@ class Reader:
     def _chunks(self, tensor: Tensor, block: Block, start: int, stop: int) -> list[tuple[int, int, int]]:
         """The block's chunks that bytes `start:stop` touch: number, first byte, end."""
         size = self._manifest.chunk_bytes
-        end = prod(block.shape) * DTYPES[tensor.dtype].itemsize
+        end = prod(block.shape) * DTYPES[tensor.dtype].numpy.itemsize
         return [(i, i * size, min((i + 1) * size, end)) for i in range(start // size, -(-stop // size))]
 
-    def _read_chunk(self, tensor: Tensor, block: Block, i: int, memory: memoryview) -> None:
-        position = self._position(tensor, block) + i * self._manifest.chunk_bytes
+    def _read_chunk(self, block: Block, i: int, position: int, memory: memoryview) -> None:
         self._read(block.file, position, memory)
         # Hashed while it still is in the processor's cache.
         if self._verify and checksum(memory) != block.checksum(i):
@@ -161,7 +163,7 @@ class Reader:
 
     def _position(self, tensor: Tensor, block: Block) -> int:
         dataset = self._manifest.files[block.file].datasets[tensor.dtype]
-        return dataset.offset_bytes + block.start * DTYPES[tensor.dtype].itemsize
+        return dataset.offset_bytes + block.start * DTYPES[tensor.dtype].numpy.itemsize
 
     def _buffer(self, nbytes: int) -> memoryview:
         if self._chunk_buffer.size < nbytes:

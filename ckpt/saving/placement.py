@@ -71,7 +71,8 @@ def lay_out(name: str, writers: Mapping[int, Sequence[Item]]) -> DataFile:
     ends: dict[str, int] = {}
     placed: dict[int, list[Item]] = {}
     for rank in sorted(writers):
-        placed[rank], steps = [], {}
+        placed[rank] = []
+        steps: dict[str, int] = {}
         for tensor, dtype, box, _ in writers[rank]:
             step = steps.get(dtype) or PAGE_BYTES // DTYPES[dtype].itemsize  # a rank's first block in a dataset
             steps[dtype] = BLOCK_BYTES // DTYPES[dtype].itemsize
