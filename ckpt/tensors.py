@@ -56,9 +56,13 @@ class LocalBox(msgspec.Struct, frozen=True):
     array: np.ndarray
 
     def chunks(self, nbytes: int) -> Sequence[memoryview]:
-        """The bytes of the array, in chunks of `nbytes` and a last one of the rest."""
-        data = self.array.reshape(-1).view(np.uint8).data
-        return [data[at : at + nbytes] for at in range(0, len(data), nbytes)]
+        return chunks_of(self.array, nbytes)
+
+
+def chunks_of(array: np.ndarray, nbytes: int) -> list[memoryview]:
+    """The bytes of a contiguous array, in chunks of `nbytes` and a last one of the rest."""
+    data = array.reshape(-1).view(np.uint8).data
+    return [data[at : at + nbytes] for at in range(0, len(data), nbytes)]
 
 
 class Local(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt.check.statistics import Number
-from ckpt.format.boxes import slabs
+from ckpt.format.boxes import Box, pieces
 from ckpt.format.manifest import named
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.reading.entry import TensorEntry
@@ -105,7 +105,7 @@ def _compare_tensors(
     if a.shape != b.shape:
         return TensorDifference(a.name, dtypes, shapes, size, None, None, None, None)
     tally = _Tally()
-    for box in slabs(a.shape, _SLAB_BYTES // max(a.dtype.itemsize, b.dtype.itemsize)):
+    for box in pieces(Box.full(a.shape), _SLAB_BYTES // max(a.dtype.itemsize, b.dtype.itemsize)):
         _compare_slab(tally, a.read(box).reshape(-1), b.read(box).reshape(-1), atol, rtol)
         progress(box.size * a.dtype.itemsize)
     if not tally.differing and a.dtype == b.dtype:

@@ -25,6 +25,7 @@ from ckpt.format.manifest import FILE_NAME
 from ckpt.storage.catalog import folder_of_checkpoints, latest, list_checkpoints, reason_to_keep
 from ckpt.storage.local_path import LocalPath
 from ckpt.storage.places import Place
+from collectives.commands.terminal import positive
 
 
 class _Step(NamedTuple):
@@ -42,23 +43,17 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("dir", metavar="DIR", type=local, help="a run, or a folder of checkpoints")
     parser.add_argument(
         "--keep",
-        type=_positive,
+        type=positive,
         metavar="K",
         help="remove checkpoints older than the K complete ones saved last, of those whose name ends with a step",
     )
-    parser.add_argument("--keep-every", type=_positive, metavar="M", help="but not those whose step is a multiple of M")
+    parser.add_argument("--keep-every", type=positive, metavar="M", help="but not those whose step is a multiple of M")
     parser.add_argument(
         "--incomplete", action="store_true", help="remove checkpoints of which something is missing or altered"
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     add_json(parser)
     parser.set_defaults(run=_run)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of at least 1")
-    return int(text)
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,12 +16,8 @@ import collectives
 from ckpt.storage.places import Place, place_of
 from ckpt.storage.progress import Progress, no_progress
 from ckpt.storage.remote import Url
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-
-class UsageError(Exception):
-    """What the user asked for cannot be done; the text is all there is to say."""
+from collectives.commands.terminal import Commands as Commands
+from collectives.commands.terminal import UsageError as UsageError
 
 
 def complain(error: Exception, *, of_all_ranks: bool) -> None:

@@ -93,7 +93,7 @@ class Upload:
         folder = self.final.parent
         with contextlib.suppress(OSError, CheckpointError, UnicodeDecodeError):
             name = (folder / LATEST_NAME).read().decode().strip()
-            return read_header(folder / name)[0].sequence
+            return read_header(folder / name).sequence
         return newest_sequence(folder)
 
     def _end(self) -> None:

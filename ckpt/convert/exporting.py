@@ -5,13 +5,12 @@ Which tensors, under which names, into which files; how a format writes its file
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from ckpt.convert.formats import npz, plain_hdf5, safetensors, torch_file
-from ckpt.convert.formats.safetensors import FileTensor
 from ckpt.convert.sources import Buffer, Source, from_checkpoint, matching
 from ckpt.format.manifest import Manifest, name_error, nesting_error
 from ckpt.reading.reader import Reader
@@ -81,15 +80,15 @@ def export(
     with _discarding(outputs), Reader(folder, manifest, verify=verify) as reader:
         buffer = Buffer()
         found = [from_checkpoint(reader, manifest.tensors[name], new, buffer) for name, new in names.items()]
-        sources = {source.name: source.watched(progress) for source in found}
-        parts = safetensors.split(_described(sources), shard_bytes) if shard_bytes else [_described(sources)]
+        sources = [source.watched(progress) for source in found]
+        parts = safetensors.split(sources, shard_bytes) if shard_bytes else [sources]
         files = dict(
             zip(safetensors.file_names(len(parts), target.name) if several else [target.name], parts, strict=True)
         )
         write = _writer(target.suffix, manifest, compression)
         for name, part in files.items():
             outputs.append(Output(target.with_name(name)))
-            _make(outputs[-1], [sources[tensor.name] for tensor in part], write, room=compression is None)
+            _make(outputs[-1], part, write, room=compression is None)
         if len(files) > 1:
             outputs.append(Output(target.with_name(safetensors.index_name(target.name))))
             outputs[-1].discard()
@@ -137,10 +136,6 @@ def _names(manifest: Manifest, only: str | Sequence[str] | None, strip: str) -> 
     if problem := nesting_error(seen):
         raise ValueError(f"without {strip!r}, {problem}; only= leaves one out")
     return names
-
-
-def _described(sources: Mapping[str, Source]) -> list[FileTensor]:
-    return [FileTensor(source.name, source.shape, source.dtype, source.nbytes) for source in sources.values()]
 
 
 def _writer(suffix: str, manifest: Manifest, compression: str | None) -> Write:

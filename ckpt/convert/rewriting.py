@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ckpt.check.verifying import verify
 from ckpt.commit.atomic import Stage
 from ckpt.convert.sources import Part, Source
@@ -58,7 +56,8 @@ def write_checkpoint(
             flush(stage.path / plan.name)
             plans.append(plan)
         contents = Contents(sources, plans, dict(meta))
-        write_index(stage.path, contents, {source.name: _value(source) for source in sources if not source.shape})
+        scalars = {source.name: bytes(source.read(0, 1)) for source in sources if not source.shape}
+        write_index(stage.path, contents, scalars)
         order = stage.newest_sequence() + 1 if sequence is None else sequence
         write_manifest(stage.path, contents, reports, sequence=order)
         if damage := verify(stage.path, progress=progress):
@@ -84,7 +83,3 @@ def _cut(sources: Sequence[Source], parts: int) -> list[dict[str, Box]]:
     cut = cut_evenly([(source.shape, DTYPES[source.dtype].itemsize) for source in sources], parts)
     named = [{sources[index].name: box for index, box in part.items()} for part in cut]
     return [part for part in named if part]
-
-
-def _value(source: Source) -> np.ndarray:
-    return np.frombuffer(bytes(source.read(0, 1)), DTYPES[source.dtype].numpy).reshape(())

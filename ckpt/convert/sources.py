@@ -1,15 +1,18 @@
 """Tensors on their way from one file to another: a piece at a time, in flat order, so that memory stays bounded whatever their size."""
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 
 import numpy as np
 
 from ckpt.format.boxes import Box, Shape, flat_index, rectangles
 from ckpt.format.manifest import Tensor, named, unmatched_error
 from ckpt.reading.reader import Reader
-from ckpt.storage.local import pread_into, pwrite_all
+from ckpt.storage.local import naming, pwrite_all
+from ckpt.storage.local_path import LocalFile
 from ckpt.storage.progress import Progress
 from collectives.arrays.dtypes import DTYPES
 
@@ -108,13 +111,15 @@ def from_checkpoint(reader: Reader, tensor: Tensor, name: str, buffer: Buffer) -
     return Source(name, tensor.dtype, tensor.shape, read, tensor.axes)
 
 
-def from_file(fd: int, position: int, path: str, name: str, dtype: str, shape: Shape, buffer: Buffer) -> Source:
-    """A tensor whose bytes lie in flat order in the open file `fd`, called `path`, from byte `position` on."""
+def from_file(file: LocalFile, position: int, path: str, name: str, dtype: str, shape: Shape, buffer: Buffer) -> Source:
+    """A tensor whose bytes lie in flat order in the open file `file`, called `path`, from byte `position` on."""
     itemsize = DTYPES[dtype].itemsize
 
     def read(begin: int, end: int) -> memoryview:
-        memory = buffer((end - begin) * itemsize).data
-        pread_into(fd, memory, position + begin * itemsize, path)
+        memory, start = buffer((end - begin) * itemsize).data, position + begin * itemsize
+        with naming(Path(path)):
+            if (count := file.read_into(memory, start)) < len(memory):
+                raise OSError(errno.EIO, f"it ends at byte {start + count}, before its data", path)
         return memory
 
     return Source(name, dtype, shape, read)

@@ -169,19 +169,26 @@ def single_run(inner: Box, block_shape: Shape, target_shape: Shape) -> bool:
     return True
 
 
-def pieces(box: Box, size: int) -> list[Box]:
-    """A box cut into boxes of at most `size` elements each, in flat order."""
+def pieces(box: Box, size: int) -> Iterator[Box]:
+    """A box cut into boxes of at most `size` elements each (at least 1), in flat order.
+
+    As many rows together as fit; a row that alone is too long is cut in turn. So a whole tensor is cut into flat ranges.
+    """
     if box.size <= size:
-        return [box] if box.size else []
+        if box.size:
+            yield box
+        return
     axis = next(d for d, n in enumerate(box.shape) if n > 1)
-    rows = max(1, size * box.shape[axis] // box.size)
-    found = []
-    for start in range(0, box.shape[axis], rows):
-        count = min(rows, box.shape[axis] - start)
-        offset, shape = list(box.offset), list(box.shape)
-        offset[axis], shape[axis] = offset[axis] + start, count
-        found += pieces(Box(tuple(offset), tuple(shape)), size)
-    return found
+    step = max(1, size * box.shape[axis] // box.size)
+    for start in range(0, box.shape[axis], step):
+        yield from pieces(rows(box, axis, start, min(step, box.shape[axis] - start)), size)
+
+
+def rows(box: Box, axis: int, start: int, count: int) -> Box:
+    """Of a box `count` rows across `axis`, from row `start` of the box on."""
+    offset, shape = list(box.offset), list(box.shape)
+    offset[axis], shape[axis] = offset[axis] + start, count
+    return Box(tuple(offset), tuple(shape))
 
 
 def rectangles(shape: Shape, start: int, stop: int) -> list[Box]:
@@ -198,27 +205,8 @@ def rectangles(shape: Shape, start: int, stop: int) -> list[Box]:
     boxes = [_under(first, box) for box in rectangles(shape[1:], head, row)] if head else []
     whole = first + bool(head)
     if whole < last:
-        boxes.append(Box((whole,) + (0,) * (len(shape) - 1), (last - whole, *shape[1:])))
+        boxes.append(rows(Box.full(shape), 0, whole, last - whole))
     return boxes + [_under(last, box) for box in rectangles(shape[1:], 0, tail)]
-
-
-def slabs(shape: Shape, limit: int) -> Iterator[Box]:
-    """A tensor of `shape` cut into boxes of at most `limit` elements (at least 1), in flat order; each is one flat range.
-
-    As many rows together as fit; a row that alone is too long is cut in turn.
-    """
-    if not prod(shape):
-        return
-    if prod(shape) <= limit:
-        yield Box.full(shape)
-        return
-    row = prod(shape[1:])
-    step = limit // row
-    for first in range(0, shape[0], max(1, step)):
-        if step:
-            yield Box((first,) + (0,) * (len(shape) - 1), (min(step, shape[0] - first), *shape[1:]))
-        else:
-            yield from (_under(first, box) for box in slabs(shape[1:], limit))
 
 
 def _under(row: int, box: Box) -> Box:

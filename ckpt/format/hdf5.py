@@ -37,10 +37,7 @@ def new_data_file(path: Path, elements: Mapping[str, int], mpi: Any = None) -> I
     Contiguous, allocated early and never filled: their place is fixed, and the file is a valid one before its bytes are there.
     `mpi`: mpi4py's communicator of the ranks that open it together, by parallel HDF5. The file's bytes are the same either way.
     """
-    plist = dataset_properties()
-    plist.set_layout(h5py.h5d.CONTIGUOUS)
-    plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    plist = contiguous_properties()
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_alignment(PAGE_BYTES, PAGE_BYTES)
     if mpi is None:
@@ -63,7 +60,7 @@ def index_image(
     tensors: Mapping[str, Tensor],
     lengths: Mapping[str, Mapping[str, int]],
     meta: Mapping[str, Any],
-    scalars: Mapping[str, np.ndarray],
+    scalars: Mapping[str, bytes],
 ) -> bytes:
     """The bytes of `index.h5`: every tensor in its full shape, under its name, as a virtual dataset of the rank files' ranges.
 
@@ -78,7 +75,8 @@ def index_image(
             file.attrs["meta"] = text
         for name, value in scalars.items():
             # The memory's type is named as the file's, so that the bits of a bf16 go in as they are.
-            h5py.h5d.open(file.id, name.encode()).write(_SCALAR, _SCALAR, value, h5_type(tensors[name].dtype))
+            memory = np.frombuffer(value, np.uint8)
+            h5py.h5d.open(file.id, name.encode()).write(_SCALAR, _SCALAR, memory, h5_type(tensors[name].dtype))
         file.flush()
         return file.id.get_file_image()
 
@@ -102,10 +100,7 @@ def _make_frame(tensors: Sequence[Tensor], lengths: Mapping[str, Mapping[str, in
     access.set_fapl_core(1 << 20, False)
     with h5py.File(h5py.h5f.create(INDEX_NAME.encode(), fapl=access)) as file:
         file.attrs["format"], file.attrs["version"] = FORMAT, version_of(tensors)
-        # HDF5 makes the groups on the way: their names are the parts of the tensor's.
-        links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-        links.set_create_intermediate_group(True)
-        links.set_char_encoding(h5py.h5t.CSET_UTF8)
+        links = link_properties()
         sources = [
             (name.encode(), {dtype: h5py.h5s.create_simple((count,)) for dtype, count in datasets.items()})
             for name, datasets in lengths.items()
@@ -134,6 +129,23 @@ def dataset_properties() -> h5py.h5p.PropDCID:
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_obj_track_times(False)  # the same tensors make the same bytes
     return plist
+
+
+def contiguous_properties() -> h5py.h5p.PropDCID:
+    """For a dataset in one range of its file, allocated at once and never filled: its bytes are written past HDF5."""
+    plist = dataset_properties()
+    plist.set_layout(h5py.h5d.CONTIGUOUS)
+    plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    return plist
+
+
+def link_properties() -> h5py.h5p.PropLCID:
+    """For the name of a tensor: HDF5 makes the groups on the way, whose names are the parts of the tensor's."""
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    links.set_char_encoding(h5py.h5t.CSET_UTF8)
+    return links
 
 
 def _map_blocks(plist: h5py.h5p.PropDCID, tensor: Tensor, target: h5py.h5s.SpaceID, sources: list) -> None:

@@ -59,11 +59,17 @@ class OutOfReachError(CheckpointError):
     """A checkpoint that cannot be used here and may well be whole: of a newer format, of another program, or without permission."""
 
 
+# The limits of numbers hold for a manifest that is read.
+MAX_SIZE = 1 << 62
+Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
+Sizes = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_NDIM)]
+
+
 class Dataset(NamedTuple):
     """A 1-D dataset of a rank's file: its first byte in the file, and its length in elements."""
 
-    offset_bytes: int
-    elements: int
+    offset_bytes: Size
+    elements: Size
 
 
 def checksum(data: memoryview | bytes) -> str:
@@ -74,22 +80,16 @@ def checksum(data: memoryview | bytes) -> str:
 DIGITS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class File:
+class File(msgspec.Struct, frozen=True, omit_defaults=True):
     """One file of the checkpoint, with its contiguous datasets by the name of their dtype.
 
     `rest`: the checksum of all its bytes outside the datasets, end to end: HDF5's own. None in checkpoints of version 1.
     """
 
     name: str
-    nbytes: int
-    datasets: Mapping[str, Dataset]
+    nbytes: Size = msgspec.field(name="bytes")
+    datasets: dict[str, Dataset]
     rest: str | None = None
-
-
-MAX_SIZE = 1 << 62
-Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]  # limits of what is read: validation.py
-Sizes = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_NDIM)]
 
 
 class Block(msgspec.Struct, gc=False):
@@ -226,9 +226,8 @@ def last_line(body: bytes | memoryview) -> bytes:
 
 def file_entry(file: File) -> dict[str, Any]:
     """A file as the manifest's header names it."""
-    rest = {} if file.rest is None else {"rest": file.rest}
-    datasets = {dtype: list(place) for dtype, place in file.datasets.items()}
-    return {"name": file.name, "bytes": file.nbytes, "datasets": datasets, **rest}
+    entry: dict[str, Any] = msgspec.to_builtins(file)
+    return entry
 
 
 def name_error(name: object) -> str | None:

@@ -13,7 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import islice, pairwise
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -26,7 +26,6 @@ from ckpt.format.manifest import (
     VERSION,
     Block,
     CheckpointError,
-    Dataset,
     File,
     Manifest,
     OutOfReachError,
@@ -47,13 +46,13 @@ _MAX_GAP_BYTES = 1 << 20  # between blocks; it is a page at most, with room for 
 T = TypeVar("T")
 
 
-class Header(NamedTuple):
+class Header(msgspec.Struct, frozen=True):
     """The first line of a manifest: enough to list a folder."""
 
-    sequence: int
-    saved: float
-    chunk_bytes: int
-    num_tensors: int
+    sequence: Size
+    saved: Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=64, le=_MAX_CHUNK_BYTES, multiple_of=64)]
+    num_tensors: Size = msgspec.field(name="tensors")
     files: tuple[File, ...]
 
 
@@ -106,11 +105,12 @@ def decode_header(line: bytes) -> Header:
         raise out_of_reach(
             f"it was written in byte order {reprlib.repr(header.get('byteorder'))}, this machine's is {sys.byteorder!r}"
         )
-    entry = _typed(header, _HeaderLine)
-    files = tuple(_file(each, version) for each in entry.files)
-    if len({f.name for f in files}) < len(files):
+    checked = _typed(header, Header)
+    for file in checked.files:
+        _check_file(file, version)
+    if len({file.name for file in checked.files}) < len(checked.files):
         raise refused("it names a file twice")
-    return Header(entry.sequence, entry.saved, entry.chunk_bytes, entry.tensors, files)
+    return checked
 
 
 def refused(problem: str) -> CheckpointError:
@@ -150,23 +150,6 @@ class _Version(msgspec.Struct):
     version: Annotated[int, msgspec.Meta(ge=1)]
 
 
-class _FileEntry(msgspec.Struct):
-    """`datasets`: the offset and the length of each."""
-
-    name: str
-    datasets: dict[str, tuple[Size, Size]]
-    nbytes: Size = msgspec.field(name="bytes")
-    rest: str | None = None
-
-
-class _HeaderLine(msgspec.Struct):
-    sequence: Size
-    saved: Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
-    chunk_bytes: Annotated[int, msgspec.Meta(ge=64, le=_MAX_CHUNK_BYTES, multiple_of=64)]
-    tensors: Size
-    files: list[_FileEntry]
-
-
 def _typed(value: Any, kind: type[T]) -> T:
     try:
         return msgspec.convert(value, kind)
@@ -176,28 +159,26 @@ def _typed(value: Any, kind: type[T]) -> T:
 
 def file_of(entry: Any) -> File:
     """The checked entry of a file in a manifest's header."""
-    return _file(_typed(entry, _FileEntry), VERSION)
+    file = _typed(entry, File)
+    _check_file(file, VERSION)
+    return file
 
 
-def _file(entry: _FileEntry, version: int) -> File:
-    name = entry.name
+def _check_file(file: File, version: int) -> None:
+    name = file.name
     if not name.isprintable() or name in ("", ".", "..", FILE_NAME) or "/" in name or "\\" in name:
         raise refused(f"the file name {reprlib.repr(name)} is no plain name inside the checkpoint")
-    if unknown := entry.datasets.keys() - DTYPES.keys():
+    if unknown := file.datasets.keys() - DTYPES.keys():
         raise refused(f"file {name}: dtype {reprlib.repr(min(unknown))} is unknown")
-    datasets = {dtype: Dataset(*value) for dtype, value in entry.datasets.items()}
     end = 0
-    for dtype, (offset, elements) in sorted(datasets.items(), key=lambda item: item[1]):
+    for dtype, (offset, elements) in sorted(file.datasets.items(), key=lambda item: item[1]):
         if offset < end:
             raise refused(f"file {name}: dataset {dtype} overlaps another")
         end = offset + elements * DTYPES[dtype].itemsize
-    if end > entry.nbytes:
-        raise refused(f"file {name}: its datasets end at byte {end}, beyond its {entry.nbytes} bytes")
-    if version == 1:
-        return File(name, entry.nbytes, datasets)
-    if entry.rest is None or not _are_checksums(entry.rest, 1):
-        raise refused(f"file {name}: rest is {reprlib.repr(entry.rest)}, expected a checksum of {DIGITS} digits")
-    return File(name, entry.nbytes, datasets, entry.rest)
+    if end > file.nbytes:
+        raise refused(f"file {name}: its datasets end at byte {end}, beyond its {file.nbytes} bytes")
+    if (version > 1 or file.rest is not None) and not _are_checksums(file.rest or "", 1):
+        raise refused(f"file {name}: rest is {reprlib.repr(file.rest)}, expected a checksum of {DIGITS} digits")
 
 
 # Of two equal keys in a line the last counts; what else a line may hold is passed over without memory.

@@ -6,7 +6,7 @@ from math import prod
 from types import EllipsisType
 from typing import Any, NamedTuple, SupportsIndex
 
-from ckpt.format.boxes import Box, Shape
+from ckpt.format.boxes import Box, Shape, rows
 
 Index = SupportsIndex | slice | EllipsisType
 
@@ -47,10 +47,7 @@ class Selection(NamedTuple):
                 continue
             axis = next(d for d, n in enumerate(part.shape) if n > 1)
             half = part.shape[axis] // 2
-            for first, count in ((half, part.shape[axis] - half), (0, half)):
-                offset, shape = list(part.offset), list(part.shape)
-                offset[axis], shape[axis] = offset[axis] + first, count
-                todo.append(Box(tuple(offset), tuple(shape)))
+            todo += [rows(part, axis, half, part.shape[axis] - half), rows(part, axis, 0, half)]
 
 
 def select(where: Box | Index | tuple[Index, ...], shape: Shape) -> Selection:

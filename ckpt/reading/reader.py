@@ -21,7 +21,7 @@ _MAX_OPEN_FILES = 64
 
 def is_replaced(folder: Place, ours: Manifest) -> bool:
     """Whether the checkpoint `folder` is another save's than that of `ours` by now. CheckpointError or OSError if it cannot be read."""
-    header, _ = read_header(folder)
+    header = read_header(folder)
     return (header.sequence, header.saved, header.files) != (ours.sequence, ours.saved, ours.files)
 
 

@@ -9,14 +9,12 @@ from functools import partial
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import xxhash
 
 from ckpt.format.boxes import Box, cover_error
 from ckpt.ranks import Ranks
 from ckpt.saving.placement import Files
 from ckpt.tensors import Description, Local
-from collectives.arrays.dtypes import DTYPES
 
 
 class Arguments(NamedTuple):
@@ -39,7 +37,7 @@ class Agreed(NamedTuple):
 
     tensors: list[Description]
     boxes: list[dict[str, list[Box]]]
-    scalars: dict[str, np.ndarray]
+    scalars: dict[str, bytes]
     hosts: list[str]
 
 
@@ -61,16 +59,17 @@ def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> A
     if len({digest for digest, *_ in gathered}) > 1:
         all_arguments, everyone = zip(*comm.all_gather_object((arguments, said)), strict=True)
         problem = _argument_difference(all_arguments)
-    tensors = _known(everyone)
+    # Each tensor as the first rank describes it that does.
+    tensors = {name: one for theirs in reversed(everyone) for name, one in theirs.items() if one is not None}
     if len(everyone) > 1 or len(tensors) < len(said):
         problem = problem or _tensor_difference(everyone, tensors)
     # All ranks find the same, so that nobody has to tell the others; but it is to be raised as one.
     if problem := problem or _cover_problem(tensors.values(), all_boxes):
         with comm.together(doing):
             raise ValueError(problem)
-    values = {local.name: part.array for local in held if local.whole for part in local.boxes if not part.array.ndim}
-    for name, data in (item for *_, theirs, _ in gathered for item in theirs.items()):
-        values[name] = np.frombuffer(data, DTYPES[tensors[name].dtype].numpy).reshape(())
+    values = {part.name: part.boxes[0].array.tobytes() for part in held if part.whole and not tensors[part.name].shape}
+    for _, _, theirs, _ in gathered:
+        values |= theirs
     return Agreed([tensors[name] for name in said], all_boxes, values, [host for *_, host in gathered])
 
 
@@ -85,11 +84,6 @@ def _argument_difference(everyone: Sequence[Arguments]) -> str | None:
 
 Said = dict[str, Description | None]
 """What a rank says of each tensor. None: it passes an empty list, which tells nothing."""
-
-
-def _known(everyone: Sequence[Said]) -> dict[str, Description]:
-    """Each tensor as the first rank describes it that does."""
-    return {name: said for theirs in reversed(everyone) for name, said in theirs.items() if said is not None}
 
 
 def _tensor_difference(everyone: Sequence[Said], known: Mapping[str, Description]) -> str | None:

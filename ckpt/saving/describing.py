@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from ckpt.format.boxes import Shape
 from ckpt.format.hdf5 import INDEX_NAME, index_image
 from ckpt.format.manifest import FILE_NAME, Block, Manifest, Tensor, encode
@@ -60,7 +58,7 @@ class Contents:
                 block.checksums = checksums
 
 
-def write_index(folder: Path, contents: Contents, scalars: Mapping[str, np.ndarray]) -> None:
+def write_index(folder: Path, contents: Contents, scalars: Mapping[str, bytes]) -> None:
     """The index, of data files that may still be in the making. `scalars`: the values of the 0-D tensors."""
     lengths = {file.name: file.elements for file in contents.files}
     write_file(folder / INDEX_NAME, index_image(contents.tensors, lengths, contents.meta, scalars))

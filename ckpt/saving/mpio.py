@@ -12,7 +12,7 @@ from ckpt.format.manifest import CHUNK_BYTES, File, checksum
 from ckpt.saving.placement import DataFile
 from ckpt.saving.writer import Checksums, datasets_of, describe, room_of
 from ckpt.storage.local import check_room, naming
-from ckpt.tensors import LocalBox
+from ckpt.tensors import LocalBox, chunks_of
 from collectives.arrays.dtypes import DTYPES
 
 _CHUNKS = 16  # in one call of HDF5: MPI libraries count bytes in 32 bits
@@ -79,7 +79,7 @@ class Mpio:
                 where = opened[dtype].get_space()
                 if i < len(mine) and error is None:
                     number, start, values = mine[i]
-                    checksums[number] += _checksums(values)
+                    checksums[number] += "".join(map(checksum, chunks_of(values, CHUNK_BYTES)))
                     where.select_hyperslab((start,), (1,), block=(values.size,))
                     memory = h5py.h5s.create_simple((values.size,))
                 else:
@@ -95,8 +95,3 @@ class Mpio:
         if error is not None:
             raise error
         return checksums
-
-
-def _checksums(values: np.ndarray) -> str:
-    data = values.view(np.uint8).data
-    return "".join(checksum(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES))

@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from ckpt.format.boxes import Box, Shape
+from ckpt.format.boxes import Box, Shape, rows
 from collectives.arrays.dtypes import DTYPES
 
 BLOCK_BYTES = 64  # every block starts on a cache line, so that views of a mapped file suit vector instructions
@@ -111,17 +111,13 @@ def cut_evenly(tensors: Sequence[tuple[Shape, int]], parts: int) -> list[dict[in
         if not nbytes:
             continue
         axis = next((axis for axis, n in enumerate(shape) if n > 1), None)
-        rows = 1 if axis is None else shape[axis]
-        row_bytes = nbytes // rows
+        length = 1 if axis is None else shape[axis]
+        row_bytes = nbytes // length
         # The row nearest to each edge, where it lies within the tensor.
-        cuts = [min(rows, max(0, (edge - at + row_bytes // 2) // row_bytes)) for edge in edges]
+        cuts = [min(length, max(0, (edge - at + row_bytes // 2) // row_bytes)) for edge in edges]
         for part, (start, stop) in enumerate(pairwise(cuts)):
             if start < stop:
-                dealt[part][index] = Box.full(shape) if axis is None else _rows(shape, axis, start, stop)
+                whole = Box.full(shape)
+                dealt[part][index] = whole if axis is None else rows(whole, axis, start, stop - start)
         at += nbytes
     return dealt
-
-
-def _rows(shape: Shape, axis: int, start: int, stop: int) -> Box:
-    ahead, behind = shape[:axis], shape[axis + 1 :]
-    return Box((0,) * axis + (start,) + (0,) * len(behind), (*ahead, stop - start, *behind))

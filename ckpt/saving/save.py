@@ -10,8 +10,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ckpt.commit.atomic import Stage, mend_latest
 from ckpt.commit.retention import retain
 from ckpt.format.boxes import Box
@@ -130,9 +128,7 @@ def save(
         return Path(final)
     # Nothing can fail from here on before the thread has begun, so the ranks need not agree once more.
     try:
-        job = replace(
-            job, mine=copied(mine, buffer), scalars={name: array.copy() for name, array in job.scalars.items()}
-        )
+        job = replace(job, mine=copied(mine, buffer))
     except BaseException:  # but Ctrl-C, in a session that goes on
         give_back(buffer)
         if stage is not None:
@@ -166,7 +162,7 @@ class _Job:
     stage: Stage | None
     tensors: Sequence[Description]
     mine: Sequence[LocalBox]
-    scalars: Mapping[str, np.ndarray]
+    scalars: Mapping[str, bytes]
     meta: dict[str, Any]
     copies: tuple[Place, ...]
     retention: Retention

@@ -87,7 +87,7 @@ def datasets_of(opened: Mapping[str, h5py.h5d.DatasetID], plan: DataFile) -> dic
     return {dtype: Dataset(dataset.get_offset(), plan.elements[dtype]) for dtype, dataset in opened.items()}
 
 
-def describe(path: Path, datasets: Mapping[str, Dataset]) -> File:
+def describe(path: Path, datasets: dict[str, Dataset]) -> File:
     """A data file as the manifest names it, from the file with its datasets in place."""
     with naming(path), open(path, "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size

@@ -178,7 +178,7 @@ def newest_first(folder: Place) -> list[tuple[Place, Header]]:
     found = []
     for path, name in _candidates(folder):
         try:
-            header, _ = read_header(path)
+            header = read_header(path)
         except (CheckpointError, OSError):
             continue
         found.append((header.sequence, header.saved, name, path, header))
@@ -195,7 +195,7 @@ def info(path: Place, name: str) -> CheckpointInfo:
     step = step_of(name)
     header, problem, broken = None, None, False
     try:
-        header, _ = read_header(path)
+        header = read_header(path)
         path.check_files(header.files)
         verified_header(read_bytes(path))
     except CheckpointError as error:

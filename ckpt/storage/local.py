@@ -118,17 +118,6 @@ def flush(path: Path) -> None:
             os.close(fd)
 
 
-def pread_into(fd: int, memory: memoryview, position: int, path: str | Path) -> None:
-    """Fill `memory` from byte `position` of an open file. OSError that names it, if it ends before."""
-    with naming(Path(path)):
-        done = 0
-        while done < len(memory):
-            count = os.preadv(fd, [memory[done:]], position + done)
-            if not count:
-                raise OSError(errno.EIO, f"it ends at byte {position + done}, before its data", str(path))
-            done += count
-
-
 def pwrite_all(fd: int, data: memoryview, position: int) -> None:
     """Write all of `data` from byte `position` of an open file on."""
     while data:
