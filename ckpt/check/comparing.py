@@ -81,7 +81,7 @@ def compare(
     two NaNs are the same, too. Integers are subtracted exactly. `only`: patterns such as "model/*": just those tensors, and no
     meta. `progress` is told of each so many bytes compared of A. CheckpointError for damage.
     """
-    names_a, names_b = _matching(a, only), _matching(b, only)
+    names_a, names_b = (set(named(checkpoint, only or None)) for checkpoint in (a, b))
     common = sorted(names_a & names_b)
     found = (_compare_tensors(a[name], b[name], atol, rtol, progress) for name in common)
     return Difference(
@@ -91,10 +91,6 @@ def compare(
         [] if only else list(_compare_meta(a.meta, b.meta)),
         len(common),
     )
-
-
-def _matching(checkpoint: Checkpoint, only: Sequence[str] | None) -> set[str]:
-    return set(named(checkpoint, only or None))
 
 
 def _compare_tensors(

@@ -55,7 +55,9 @@ class Stage:
         self._refuse_existing(overwrite)
         with _making:
             if self.final.parent.is_dir():
-                self._clean()
+                for leftover in leftovers(self.final.parent, own=self.final):
+                    if leftover.path != self.path:
+                        settle(leftover)
             if _open.get(self.path) == os.getpid():
                 # Perhaps it has its name already, and the old one is on its way out.
                 raise FileExistsError(errno.EEXIST, refusal(os.getpid()), str(self.path))
@@ -171,12 +173,6 @@ class Stage:
     def _is_ours(self) -> bool:
         owner = owner_in(self.path)
         return owner is not None and owner.token == self._token
-
-    def _clean(self) -> None:
-        """Finish what dead jobs began beside it."""
-        for leftover in leftovers(self.final.parent, own=self.final):
-            if leftover.path != self.path:
-                settle(leftover)
 
     def _refuse_existing(self, overwrite: bool) -> None:
         if os.path.lexists(self.final):

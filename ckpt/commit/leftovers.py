@@ -6,7 +6,7 @@ import socket
 import time
 from typing import NamedTuple
 
-from ckpt.commit.owner import Owner, is_alive, owner_in
+from ckpt.commit.owner import FolderOwner, is_alive, owner_in
 from ckpt.commit.removal import delete, strangers_in
 from ckpt.storage.local_path import LocalPath
 
@@ -83,7 +83,7 @@ def _judged(path: LocalPath, own: LocalPath | None) -> Leftover:
     return Leftover(path, "remove", "a save that died before it could sign")
 
 
-def _is_abandoned(stage: LocalPath, owner: Owner) -> bool:
+def _is_abandoned(stage: LocalPath, owner: FolderOwner) -> bool:
     if owner.host == socket.gethostname():
         return not is_alive(owner) and owner_in(stage) == owner  # not one that has just got its name
     try:

@@ -28,7 +28,7 @@ def forget_token(token: str) -> None:
     _tokens.discard(token)
 
 
-class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
+class FolderOwner(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who fills a folder. `start`: of the process, as `start_time` has it; `begun`: in seconds since the epoch.
 
     `place` and `job` are for a lock (mpitrain's folder_lock.py).
@@ -43,10 +43,10 @@ class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
     job: str | None = None
 
 
-_OWNER = msgspec.json.Decoder(Owner)
+_OWNER = msgspec.json.Decoder(FolderOwner)
 
 
-def owner_in(stage: Path) -> Owner | None:
+def owner_in(stage: Path) -> FolderOwner | None:
     """Who is filling the folder `stage`; None if that is not said, or cannot be read."""
     try:
         return owner_of((stage / OWNER_NAME).read_bytes())
@@ -57,10 +57,10 @@ def owner_in(stage: Path) -> Owner | None:
 def signature(token: str, *, place: str = "", job: str | None = None) -> bytes:
     """What a stage says of who is filling it: `owner_of` reads it."""
     pid = os.getpid()
-    return msgspec.json.encode(Owner(socket.gethostname(), pid, start_time(pid), token, time.time(), place, job))
+    return msgspec.json.encode(FolderOwner(socket.gethostname(), pid, start_time(pid), token, time.time(), place, job))
 
 
-def owner_of(data: bytes) -> Owner | None:
+def owner_of(data: bytes) -> FolderOwner | None:
     """Who signed; None if that cannot be read."""
     try:
         return _OWNER.decode(data)
@@ -68,7 +68,7 @@ def owner_of(data: bytes) -> Owner | None:
         return None
 
 
-def is_alive(owner: Owner) -> bool:
+def is_alive(owner: FolderOwner) -> bool:
     """Whether a stage's process runs on this host, and this process is at work on it: what a save of its own could not clear is dead.
 
     The number of a process alone may belong to another one by now.

@@ -15,7 +15,7 @@ import socket
 import time
 
 from ckpt.commit.atomic import refuse_existing
-from ckpt.commit.owner import Owner, forget_token, is_alive, new_token, owner_of, refusal, signature
+from ckpt.commit.owner import FolderOwner, forget_token, is_alive, new_token, owner_of, refusal, signature
 from ckpt.format.manifest import FILE_NAME, CheckpointError
 from ckpt.storage.catalog import LATEST_NAME, OWNER_NAME, check_outside, newest_sequence
 from ckpt.storage.places import read_header, write_and_read_back
@@ -122,7 +122,7 @@ def _clean(folder: Url, *, except_for: str) -> None:
             (folder / name).remove_folder(FILE_NAME, OWNER_NAME)
 
 
-def _owner(folder: Url) -> Owner | None:
+def _owner(folder: Url) -> FolderOwner | None:
     with contextlib.suppress(FileNotFoundError):
         return owner_of((folder / OWNER_NAME).read())
     return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt.convert.formats import safetensors, torch_file
 from ckpt.convert.rewriting import write_checkpoint
-from ckpt.convert.sources import Buffer, Source, from_file, matching
+from ckpt.convert.sources import PieceBuffer, Source, from_file, matching
 from ckpt.saving.placement import Files
 from ckpt.storage.local_path import LocalFile
 from ckpt.storage.places import local_path
@@ -60,7 +60,7 @@ def import_file(
 
 def _from_torch(file: Path, only: str | Sequence[str] | None, prefix: str) -> tuple[list[Source], dict[str, Any]]:
     tensors, others = torch_file.read(file)
-    buffer = Buffer()
+    buffer = PieceBuffer()
     names = sorted(matching(list(tensors), only))
     return [torch_file.source_of(tensors[name], prefix + name, buffer) for name in names], others
 
@@ -74,7 +74,7 @@ def _from_safetensors(path: Path, only: str | Sequence[str] | None, prefix: str,
         places = safetensors.places(file)
         safetensors.check_index(file, wanted, list(places))
         found |= {name: (file, place) for name, place in places.items() if wanted is None or name in wanted}
-    buffer, sources = Buffer(), []
+    buffer, sources = PieceBuffer(), []
     files: dict[str, LocalFile] = {}
     for name in sorted(matching(list(found), only)):
         file, place = found[name]

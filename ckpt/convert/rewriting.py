@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt.check.verifying import verify
 from ckpt.commit.atomic import Stage
-from ckpt.convert.sources import Part, Source
+from ckpt.convert.sources import Source, SourcePart
 from ckpt.format.boxes import Box
 from ckpt.format.manifest import MAX_NDIM, CheckpointError, encode_meta, file_entry, name_error, nesting_error
 from ckpt.saving.describing import Contents, write_index, write_manifest
@@ -46,7 +46,7 @@ def write_checkpoint(
         # Before a byte is written: a file of a few bytes may hold a tensor that repeats them to terabytes.
         check_free(stage.path, sum(source.nbytes for source in sources))
         for number, held in enumerate(boxes):
-            parts = [Part(by_name[name], box) for name, box in held.items()]
+            parts = [SourcePart(by_name[name], box) for name, box in held.items()]
             items = [Item(part.name, part.dtype, part.box) for part in parts]
             plan = lay_out(file_name(files, number), {number: items})
             driver = Posix(stage.path / plan.name, plan, number)

@@ -92,7 +92,7 @@ class File(msgspec.Struct, frozen=True, omit_defaults=True):
     rest: str | None = None
 
 
-class Block(msgspec.Struct, gc=False):
+class StoredBlock(msgspec.Struct, gc=False):
     """A box of a tensor as it lies in a file: from element `start` of the dataset named like the tensor's dtype.
 
     `file`: index into the manifest's files. `offset`, `shape`: of the box. `checksums`: the checksums of the block's chunks of
@@ -124,7 +124,7 @@ class Tensor(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     dtype: str
     shape: Sizes
     axes: tuple[str | None, ...] | None = None
-    blocks: tuple[Block, ...]
+    blocks: tuple[StoredBlock, ...]
 
     @property
     def nbytes(self) -> int:

@@ -24,12 +24,12 @@ from ckpt.format.manifest import (
     FORMAT,
     MAX_SIZE,
     VERSION,
-    Block,
     CheckpointError,
     File,
     Manifest,
     OutOfReachError,
     Size,
+    StoredBlock,
     Tensor,
     axes_error,
     last_line,
@@ -213,7 +213,7 @@ def _tensor(line: bytes, header: Header) -> Tensor:
     return tensor
 
 
-def _block_error(block: Block, dtype: str, header: Header) -> str | None:
+def _block_error(block: StoredBlock, dtype: str, header: Header) -> str | None:
     """What is wrong with a block, or None. Whether it lies inside its tensor, `cover_error` will say."""
     size = math.prod(block.shape)
     if not size:

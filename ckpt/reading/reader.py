@@ -12,7 +12,7 @@ from types import TracebackType
 import numpy as np
 
 from ckpt.format.boxes import Box, flat_index, rectangles, single_run
-from ckpt.format.manifest import Block, CheckpointError, Manifest, Tensor, checksum
+from ckpt.format.manifest import CheckpointError, Manifest, StoredBlock, Tensor, checksum
 from ckpt.storage.places import Folder, OpenFile, Place, read_header
 from collectives.arrays.dtypes import DTYPES
 
@@ -101,7 +101,7 @@ class Reader:
                 return CheckpointError(f"{self._folder} was removed since it was opened")
         return CheckpointError(f"{self._folder}: tensor {tensor.name!r}: {error}")
 
-    def _copy_run(self, memory: memoryview, tensor: Tensor, block: Block, start: int) -> None:
+    def _copy_run(self, memory: memoryview, tensor: Tensor, block: StoredBlock, start: int) -> None:
         """Fill `memory`, where the bytes of the block from byte `start` on belong."""
         position = self._position(tensor, block)
         if not self._verify:
@@ -117,7 +117,7 @@ class Reader:
                 low, high = max(start, first), min(stop, last)
                 memory[low - start : high - start] = buffer[low - first : high - first]
 
-    def _copy_rectangles(self, target: np.ndarray, tensor: Tensor, block: Block, inner: Box, box: Box) -> None:
+    def _copy_rectangles(self, target: np.ndarray, tensor: Tensor, block: StoredBlock, inner: Box, box: Box) -> None:
         """Chunk by chunk through a buffer; a chunk is a few rectangles of the block, cut with what is wanted of it."""
         itemsize = target.dtype.itemsize
         wanted = inner.relative_to(block.offset)
@@ -146,13 +146,13 @@ class Reader:
                 )
                 target[there.slices] = source[part.relative_to(rectangle.offset).slices]
 
-    def _chunks(self, tensor: Tensor, block: Block, start: int, stop: int) -> list[tuple[int, int, int]]:
+    def _chunks(self, tensor: Tensor, block: StoredBlock, start: int, stop: int) -> list[tuple[int, int, int]]:
         """The block's chunks that bytes `start:stop` touch: number, first byte, end."""
         size = self._manifest.chunk_bytes
         end = prod(block.shape) * DTYPES[tensor.dtype].numpy.itemsize
         return [(i, i * size, min((i + 1) * size, end)) for i in range(start // size, -(-stop // size))]
 
-    def _read_chunk(self, block: Block, i: int, position: int, memory: memoryview) -> None:
+    def _read_chunk(self, block: StoredBlock, i: int, position: int, memory: memoryview) -> None:
         self._read(block.file, position, memory)
         # Hashed while it still is in the processor's cache.
         if self._verify and checksum(memory) != block.checksum(i):
@@ -161,7 +161,7 @@ class Reader:
                 f"{name} is damaged: bytes {position} to {position + len(memory)} do not match their checksum"
             )
 
-    def _position(self, tensor: Tensor, block: Block) -> int:
+    def _position(self, tensor: Tensor, block: StoredBlock) -> int:
         dataset = self._manifest.files[block.file].datasets[tensor.dtype]
         return dataset.offset_bytes + block.start * DTYPES[tensor.dtype].numpy.itemsize
 

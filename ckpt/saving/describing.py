@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ckpt.format.boxes import Shape
 from ckpt.format.hdf5 import INDEX_NAME, index_image
-from ckpt.format.manifest import FILE_NAME, Block, Manifest, Tensor, encode
+from ckpt.format.manifest import FILE_NAME, Manifest, StoredBlock, Tensor, encode
 from ckpt.format.validation import file_of
 from ckpt.saving.placement import DataFile
 from ckpt.saving.writer import Checksums, describe
@@ -32,13 +32,13 @@ class Contents:
 
     def __init__(self, tensors: Sequence[Described], files: Sequence[DataFile], meta: dict[str, Any]) -> None:
         self.files, self.meta = files, meta
-        self._written: dict[int, list[Block]] = {}  # by writer, in the order of its items
-        blocks: dict[str, list[Block]] = {tensor.name: [] for tensor in tensors}
+        self._written: dict[int, list[StoredBlock]] = {}  # by writer, in the order of its items
+        blocks: dict[str, list[StoredBlock]] = {tensor.name: [] for tensor in tensors}
         for number, file in enumerate(files):
             for writer, items in file.items.items():
                 made = self._written[writer] = []
                 for name, _, box, start in items:
-                    made.append(Block(number, start, box.offset, box.shape, ""))
+                    made.append(StoredBlock(number, start, box.offset, box.shape, ""))
                     blocks[name].append(made[-1])
         self.tensors = {
             tensor.name: Tensor(

@@ -144,7 +144,7 @@ def save(
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _WritePlan:
     """Who writes what where. `own`: this rank's file, if it writes anything; `files`: on rank 0 all of them."""
 
     own: DataFile | None
@@ -156,7 +156,7 @@ class _Plan:
 class _Job:
     """All that writing and committing needs. `stage`: on rank 0. `mine`: what this rank writes."""
 
-    plan: _Plan
+    plan: _WritePlan
     folder: LocalPath
     final: LocalPath
     stage: Stage | None
@@ -275,7 +275,7 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
     )
 
 
-def _plan(agreed: Agreed, files: Files, comm: Ranks) -> _Plan:
+def _plan(agreed: Agreed, files: Files, comm: Ranks) -> _WritePlan:
     tensors, boxes = agreed.tensors, agreed.boxes
     whole = {tensor.name: Box.full(tensor.shape) for tensor in tensors if tensor.whole and 0 not in tensor.shape}
     owner: dict[str, int] = {}
@@ -299,7 +299,7 @@ def _plan(agreed: Agreed, files: Files, comm: Ranks) -> _Plan:
     mine = numbers[comm.rank]
     laid_out = {number: made(number) for number in (dict.fromkeys(numbers) if comm.rank == 0 else (mine,))}
     own = laid_out[mine]
-    return _Plan(
+    return _WritePlan(
         own if own is not None and comm.rank in own.ranks else None,
         tuple(file for file in laid_out.values() if file is not None),
         len(set(numbers)) < comm.size,

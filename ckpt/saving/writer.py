@@ -22,11 +22,11 @@ from collectives.arrays.dtypes import DTYPES
 _HEADER_BYTES = 1 << 15  # more than the rest of a data file: a handful of datasets without any attribute of size
 
 Checksums = list[str]
-"""Of the chunks of each block that a rank writes, as `Block` has them, in the order of its items."""
+"""Of the chunks of each block that a rank writes, as `StoredBlock` has them, in the order of its items."""
 
 
 class Bytes(Protocol):
-    """The bytes of a block: `LocalBox` has them in memory, `Part` reads them from another file meanwhile."""
+    """The bytes of a block: `LocalBox` has them in memory, `SourcePart` reads them from another file meanwhile."""
 
     def chunks(self, nbytes: int) -> Iterable[memoryview]: ...
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile, ZipInfo
 
-from ckpt.convert.sources import Buffer, Source, from_array
+from ckpt.convert.sources import PieceBuffer, Source, from_array
 from ckpt.storage.local import pwrite_all
 from collectives.arrays.dtypes import DTYPES, DTypeError, dtype_of
 
@@ -145,7 +145,7 @@ def _leaves(name: str, place: str, value: Any) -> Iterator[tuple[str, str, Any]]
         yield from _leaves(f"{name}/{key}" if name else str(key), f"{place}[{key!r:.200}]", inner)
 
 
-def source_of(tensor: "torch.Tensor", name: str, buffer: Buffer) -> Source:
+def source_of(tensor: "torch.Tensor", name: str, buffer: PieceBuffer) -> Source:
     """A tensor in host memory, however strided. ValueError if its elements are not plain numbers side by side."""
     torch = _torch()
     try:

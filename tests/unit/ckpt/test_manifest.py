@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt.format.manifest import (
     VERSION,
-    Block,
     CheckpointError,
     Dataset,
     File,
     Manifest,
+    StoredBlock,
     Tensor,
     encode,
     encode_meta,
@@ -42,9 +42,9 @@ def make():
             dtype="float32",
             shape=(3, 2),
             axes=("dp", None),
-            blocks=(Block(0, 16, (0, 0), (2, 2), "7" * 16), Block(1, 0, (2, 0), (1, 2), "8" * 16)),
+            blocks=(StoredBlock(0, 16, (0, 0), (2, 2), "7" * 16), StoredBlock(1, 0, (2, 0), (1, 2), "8" * 16)),
         ),
-        "opt/s": Tensor(name="opt/s", dtype="int64", shape=(), blocks=(Block(1, 0, (), (), "9" * 16),)),
+        "opt/s": Tensor(name="opt/s", dtype="int64", shape=(), blocks=(StoredBlock(1, 0, (), (), "9" * 16),)),
         "opt/e": Tensor(name="opt/e", dtype="int64", shape=(0, 5), blocks=()),
     }
     return Manifest(files, tensors, {"step": 3, "lr": [0.1, None]}, sequence=4, saved=1.5)
