@@ -86,7 +86,7 @@ def load(
             if following is None:
                 raise none_usable(problems) from failure
             if comm.rank == 0:
-                warnings.warn(f"{problems[-1]}; going on with the copy {following}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"{problems[-1]}; going on with the copy {following}", RuntimeWarning, stacklevel=3)
     raise AssertionError("the last place returns or raises")
 
 

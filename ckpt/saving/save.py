@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -111,35 +111,27 @@ def save(
                 check_free(stage.path, sum(room_of(file) for file in plan.files))
                 board = stage.make_board() if background and comm.size > 1 else None
                 opened = stage.path, stage.final, board, places
+        folder, final, board, places = comm.broadcast_object(opened)
+        retention, of_save = Retention(keep, keep_every), dict(meta or {})
+        if buffer is not None:
+            # Nothing but Ctrl-C can fail from here on before the thread has begun, so the ranks need not agree once more.
+            mine = copied(mine, buffer)
     except BaseException:
         if buffer is not None:
             give_back(buffer)
         if stage is not None:
             stage.discard(board=True)
         raise
-    folder, final, board, places = comm.broadcast_object(opened)
-    retention = Retention(keep, keep_every)
-    job = _Job(
-        plan, folder, final, stage, agreed.tensors, mine, agreed.scalars, dict(meta or {}), places, retention, overwrite
-    )
-    if buffer is None:
-        with discarding(stage), _driver(driver, job, comm) as chosen:
-            _carry_out(job, chosen, comm)
-        return Path(final)
-    # Nothing can fail from here on before the thread has begun, so the ranks need not agree once more.
-    try:
-        job = replace(job, mine=copied(mine, buffer))
-    except BaseException:  # but Ctrl-C, in a session that goes on
-        give_back(buffer)
-        if stage is not None:
-            stage.discard(board=True)
-        raise
+    job = _Job(plan, folder, final, stage, agreed.tensors, mine, agreed.scalars, of_save, places, retention, overwrite)
 
     def work(ranks: Ranks) -> None:
         with discarding(stage), _driver(driver, job, comm) as chosen:
             _carry_out(job, chosen, ranks)
 
-    begin(comm, board, work, buffer)
+    if buffer is None:
+        work(comm)
+    else:
+        begin(comm, board, work, buffer)
     return Path(final)
 
 
