@@ -1,4 +1,4 @@
-"""What a caller hands in: a whole array, a `Shard` of one, or several. Looked at here once, for saving and for loading alike."""
+"""The tensors that a caller passes: whole arrays, Shards, or lists of Shards. Saving and loading both check them here, once."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -74,7 +74,7 @@ class Local(msgspec.Struct, frozen=True):
 
     @property
     def whole(self) -> bool:
-        """Whether all ranks hold all of it."""
+        """Whether all ranks hold all of the tensor."""
         return self.description is not None and self.description.whole
 
 

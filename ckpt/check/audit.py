@@ -1,4 +1,4 @@
-"""What other tools would find in a checkpoint's HDF5 files: whether it is what the manifest says, and nothing that leads elsewhere.
+"""The audit of a checkpoint's HDF5 files: they hold the tensors of the manifest, and no link or source that leads elsewhere.
 
 HDF5 files may point to anything: external and soft links, raw data and virtual sources in other files, filters that load a library. Our
 own reader looks at none of it; h5py, h5dump, MATLAB do. And HDF5 itself may crash on a damaged file, or never return. So a

@@ -1,4 +1,4 @@
-"""What two checkpoints differ in, however each of them is cut: tensor by tensor, slab by slab, in a few tens of MiB of memory."""
+"""The differences of two checkpoints, however each of them is cut: tensor by tensor, slab by slab, in a few tens of MiB of memory."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -21,7 +21,7 @@ _BUFFER_BYTES = 4 << 20
 
 
 class Damage(NamedTuple):
-    """Bytes `first` up to `last` of a file that are not what was written; `tensor`: whose they are, None if nobody's."""
+    """Bytes `first` up to `last` of a file that differ from the saved ones; `tensor`: the tensor they belong to, None without one."""
 
     file: str
     first: int

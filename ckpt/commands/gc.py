@@ -118,7 +118,7 @@ def _incomplete(folder: LocalPath) -> list[_CleanupStep]:
         if not found.broken:
             steps.append(_CleanupStep("keep", found.path, found.nbytes, f"may be whole: {found.problem}"))
         elif reason := reason_to_keep(found.path):
-            # Perhaps somebody's own folder, with a file that is called like one of ours.
+            # Perhaps a user's own folder, with a file that is called like one of ours.
             steps.append(_CleanupStep("keep", found.path, found.nbytes, reason))
         else:
             steps.append(_CleanupStep("remove", found.path, found.nbytes, found.problem))

@@ -1,4 +1,4 @@
-"""What the commands share: arguments that mean the same everywhere, tables, JSON, sizes and ages."""
+"""Helpers of all commands: arguments that mean the same everywhere, tables, JSON, sizes and ages."""
 
 import argparse
 import json
@@ -97,7 +97,7 @@ def print_table(table: Table) -> None:
 
 @contextmanager
 def shown_progress(doing: str, nbytes: int | None) -> Iterator[Progress]:
-    """A line with how much of `nbytes` is done, for who looks at a terminal; it is gone at the end."""
+    """A line with how much of `nbytes` is done, shown on a terminal; it is gone at the end."""
     if not sys.stderr.isatty():
         yield no_progress
         return

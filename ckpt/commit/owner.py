@@ -1,4 +1,4 @@
-"""Who is filling a folder: a process of some host says so in a file there, so that others know whether it lives.
+"""The owner of a folder in the making: a process signs a file there, so that other processes can tell whether it lives.
 
 A process may fill several folders at the same time, one a thread: each has a token of its own.
 """
@@ -29,7 +29,7 @@ def forget_token(token: str) -> None:
 
 
 class FolderOwner(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Who fills a folder. `start`: of the process, as `start_time` has it; `begun`: in seconds since the epoch.
+    """The process that fills a folder. `start`: its `start_time`; `begun`: the time of the signature, in seconds since the epoch.
 
     `place` and `job` are for a lock (mpitrain's folder_lock.py).
     """
@@ -47,7 +47,7 @@ _OWNER = msgspec.json.Decoder(FolderOwner)
 
 
 def owner_in(stage: Path) -> FolderOwner | None:
-    """Who is filling the folder `stage`; None if that is not said, or cannot be read."""
+    """The owner of the folder `stage`; None if no owner has signed, or the signature cannot be read."""
     try:
         return owner_of((stage / OWNER_NAME).read_bytes())
     except OSError:
@@ -55,13 +55,13 @@ def owner_in(stage: Path) -> FolderOwner | None:
 
 
 def signature(token: str, *, place: str = "", job: str | None = None) -> bytes:
-    """What a stage says of who is filling it: `owner_of` reads it."""
+    """The bytes of the file that names this process as the owner: `owner_of` reads them."""
     pid = os.getpid()
     return msgspec.json.encode(FolderOwner(socket.gethostname(), pid, start_time(pid), token, time.time(), place, job))
 
 
 def owner_of(data: bytes) -> FolderOwner | None:
-    """Who signed; None if that cannot be read."""
+    """The owner in a signature; None if it cannot be read."""
     try:
         return _OWNER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -82,7 +82,7 @@ def is_alive(owner: FolderOwner) -> bool:
 
 
 def refusal(pid: int) -> str:
-    """Why nobody else may fill the folder that a living process `pid` fills."""
+    """The message for a second writer of a folder that the living process `pid` fills."""
     if pid == os.getpid():
         return "another thread of this process is writing this checkpoint"
     return f"process {pid} is writing this checkpoint; ranks that save one together pass comm=collectives.world()"

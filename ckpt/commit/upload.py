@@ -1,6 +1,6 @@
 """A checkpoint in a remote place, where nothing can be renamed: its manifest is written last, and is the commit.
 
-    NAME/.owner           who writes this checkpoint; goes when it is complete
+    NAME/.owner           the process that writes this checkpoint; removed when it is complete
     NAME/rank-00000.h5    and so on, index.h5: the files, as everywhere
     NAME/manifest.jsonl   from the moment it is there, the checkpoint exists
     latest                the newest one's name, a hint only

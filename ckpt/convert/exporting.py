@@ -1,4 +1,4 @@
-"""Checkpoints out: the tensors of one as safetensors, torch's `.pt`, `.npz` or one plain HDF5 file, for who does not know `ckpt`.
+"""Checkpoints out: the tensors of one as safetensors, torch's `.pt`, `.npz` or one plain HDF5 file, for programs without `ckpt`.
 
 Which tensors, under which names, into which files; how a format writes its file is the work of `ckpt.convert.formats`.
 """

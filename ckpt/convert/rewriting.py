@@ -79,7 +79,7 @@ def _check(sources: Sequence[Source]) -> None:
 
 
 def _cut(sources: Sequence[Source], parts: int) -> list[dict[str, Box]]:
-    """What each file holds of which tensor, none of them nothing."""
+    """For each file the boxes of the tensors that it holds; a file without any is left out."""
     cut = cut_evenly([(source.shape, DTYPES[source.dtype].itemsize) for source in sources], parts)
     named = [{sources[index].name: box for index, box in part.items()} for part in cut]
     return [part for part in named if part]

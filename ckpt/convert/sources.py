@@ -77,7 +77,7 @@ class SourcePart:
         return self.source.dtype
 
     def chunks(self, nbytes: int) -> Iterator[memoryview]:
-        """As those of the source."""
+        """The bytes of the box, in chunks as `Source.chunks` yields them."""
         begin = flat_index(self.box.offset, self.source.shape)
         return self.source.chunks(nbytes, begin, begin + self.box.size)
 
@@ -141,7 +141,7 @@ def from_file(
 
 
 def matching(names: Sequence[str], only: str | Sequence[str] | None) -> list[str]:
-    """Those of `names` that the pattern `only`, or one of several, matches; ValueError if one matches none. None: all."""
+    """The names that the pattern `only`, or one of several, matches; None: all. ValueError if a pattern matches no name."""
     if problem := unmatched_error(names, only):
         raise ValueError(problem)
     return named(names, only)

@@ -63,7 +63,7 @@ class Box(NamedTuple):
 
 
 def cover_error(shape: Shape, pairs: Sequence[tuple[Shape, Shape]], owner: Callable[[int], str]) -> str | None:
-    """What is wrong with boxes as an exact cover of a tensor of `shape`, or None: each element must lie in exactly one box.
+    """Why boxes are not an exact cover of a tensor of `shape`, or None: each element must lie in exactly one box.
 
     `pairs`: the boxes, or the offset and the shape of each. `owner` names a box, by its number, for the message ("rank 3"). Empty
     boxes cover nothing and are no error.
@@ -84,7 +84,7 @@ def cover_error(shape: Shape, pairs: Sequence[tuple[Shape, Shape]], owner: Calla
 
 
 def _stacked(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
-    """Whether the boxes are the rows of a tensor of `shape`, from the first to the last: how most are cut, and soon seen."""
+    """Whether the boxes are the rows of a tensor of `shape`, from the first to the last: the usual cut, and quick to check."""
     if not shape:
         return False
     row, zeros, at = shape[1:], (0,) * (len(shape) - 1), 0
@@ -99,7 +99,7 @@ def _overlap(filled: list[tuple[Box, int]], owner: Callable[[int], str]) -> str 
     """The message about two of `filled`, numbered boxes, that overlap, or None.
 
     Whatever was cut by planes falls apart along them: those boxes that meet others along every dimension are left to be compared
-    each with each. Boxes that interlock by hundreds come from nobody but who wants to keep us busy: the work is bounded.
+    each with each. Only an attack has boxes that interlock by hundreds: the work is bounded.
     """
     budget = 10_000 + sum(10 * (4 + len(box.shape)) for box, _ in filled)
     todo = [filled]
@@ -185,7 +185,7 @@ def pieces(box: Box, size: int) -> Iterator[Box]:
 
 
 def rows(box: Box, axis: int, start: int, count: int) -> Box:
-    """Of a box `count` rows across `axis`, from row `start` of the box on."""
+    """The part of a box that is `count` rows along `axis`, from row `start` of the box on."""
     offset, shape = list(box.offset), list(box.shape)
     offset[axis], shape[axis] = offset[axis] + start, count
     return Box(tuple(offset), tuple(shape))

@@ -41,7 +41,7 @@ def new_data_file(path: Path, elements: Mapping[str, int], mpi: Any = None) -> I
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_alignment(PAGE_BYTES, PAGE_BYTES)
     if mpi is None:
-        # Nobody else sees a staged file, and locks fail on some Lustre and NFS mounts.
+        # No other process sees a staged file, and locks fail on some Lustre and NFS mounts.
         access.set_file_locking(False, True)
     else:
         access.set_fapl_mpio(mpi, mpi.Get_info())
@@ -125,7 +125,7 @@ def _make_frame(tensors: Sequence[Tensor], lengths: Mapping[str, Mapping[str, in
 
 
 def dataset_properties() -> h5py.h5p.PropDCID:
-    """What all datasets have in common."""
+    """The properties of every dataset."""
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_obj_track_times(False)  # the same tensors make the same bytes
     return plist
@@ -169,7 +169,7 @@ def _text_type(length: int) -> h5py.h5t.TypeID:
 
 @cache
 def _nan(dtype: str) -> np.ndarray | None:
-    """What fills the place of values that are missing, as HDF5 takes it; None for integers and truth values."""
+    """The fill value for missing values, as HDF5 takes it; None for integers and truth values."""
     row = DTYPES[dtype]
     if row.kind not in ("float", "complex"):
         return None
@@ -208,7 +208,7 @@ def mark_dtype(dataset: h5py.h5d.DatasetID, dtype: str) -> None:
 
 
 def _mark_placement(dataset: h5py.h5d.DatasetID, tensor: Tensor, files: Sequence[str]) -> None:
-    """Who looks at the index sees in which files the parts of a tensor lie, and along which mesh axes it was cut."""
+    """Attributes for people: the files in which the parts of a tensor lie, and the mesh axes along which it was cut."""
     attributes = {"placement": "; ".join(f"{files[b.file]} {b.box}" for b in tensor.blocks)}
     if tensor.axes is not None:
         attributes["axes"] = ", ".join(axis or "-" for axis in tensor.axes)

@@ -265,7 +265,7 @@ def patterns_of(only: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def named(names: Iterable[str], only: str | Sequence[str] | None) -> list[str]:
-    """Those of `names` that the pattern `only`, such as "model/*", or one of several matches; all of them for None.
+    """The names that the pattern `only`, such as "model/*", or one of several matches; all names for None.
 
     A name matches itself, whatever signs of patterns are in it. Raises as `patterns_of`.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint on disk claims is believed only after it was checked here: it may be damaged, or made to harm.
+"""Validation: every claim of a checkpoint on disk is checked here before it is used. It may be damaged, or made to harm.
 
 Nothing read runs as code, files are plain names, every byte range lies inside its file, no tensor is larger than the files that
 hold it, and the work and memory that any of this takes grow with the bytes of the manifest alone. How the files themselves are
@@ -214,7 +214,7 @@ def _tensor(line: bytes, header: Header) -> Tensor:
 
 
 def _block_error(block: StoredBlock, dtype: str, header: Header) -> str | None:
-    """What is wrong with a block, or None. Whether it lies inside its tensor, `cover_error` will say."""
+    """Why a block is refused, or None. `cover_error` checks that it lies inside its tensor."""
     size = math.prod(block.shape)
     if not size:
         return "is empty"
@@ -230,7 +230,7 @@ def _block_error(block: StoredBlock, dtype: str, header: Header) -> str | None:
 
 
 def _are_checksums(digits: str, count: int) -> bool:
-    """Whether they are so many."""
+    """Whether `digits` are `count` checksums."""
     try:
         int(digits, 16)
     except ValueError:
@@ -245,7 +245,7 @@ def _check_no_sharing(files: tuple[File, ...], tensors: Iterable[Tensor]) -> Non
             ranges[block.file, tensor.dtype].append((block.start, block.start + math.prod(block.shape), tensor.name))
     for (file, dtype), in_order in ranges.items():
         in_order.sort()
-        # Who verifies all bytes of a sparse file would be busy for years.
+        # To verify all bytes of a sparse file could take years.
         gaps = files[file].datasets[dtype].elements - sum(end - start for start, end, _ in in_order)
         if gaps * DTYPES[dtype].itemsize > _MAX_GAP_BYTES * (1 + len(in_order)):
             raise refused(f"dataset {dtype} of {files[file].name} has {gaps} elements that belong to no tensor")

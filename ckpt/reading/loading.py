@@ -126,7 +126,7 @@ def _match(
     only: str | Sequence[str] | None,
     cast: bool,
 ) -> list[Local]:
-    """Those of `asked` that are stored; CheckpointError unless patterns, names (if `strict`), shapes and dtypes fit."""
+    """The tensors of `asked` that are stored; CheckpointError unless patterns, names (if `strict`), shapes and dtypes fit."""
     stored = set(named(manifest.tensors, only))
     if only is not None:
         counting = set(named([local.name for local in asked], only))
@@ -137,7 +137,9 @@ def _match(
         if missing := sorted(names - stored):
             problems.append(f"it does not hold {_listed(missing, stored)}")
         if extra := sorted(stored - names):
-            problems.append(f"it holds {_listed(extra, names)}, which nobody asked for (strict=False passes over them)")
+            problems.append(
+                f"it holds {_listed(extra, names)}, which `tensors` does not name (strict=False passes over them)"
+            )
         if problems:
             raise CheckpointError(f"{folder}: " + "; ".join(problems))
     if problem := unmatched_error(list(manifest.tensors), only):

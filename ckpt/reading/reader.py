@@ -20,7 +20,7 @@ _MAX_OPEN_FILES = 64
 
 
 def is_replaced(folder: Place, ours: Manifest) -> bool:
-    """Whether the checkpoint `folder` is another save's than that of `ours` by now. CheckpointError or OSError if it cannot be read."""
+    """Whether another save has replaced the checkpoint `folder` since `ours` was read. CheckpointError or OSError if unreadable."""
     header = read_header(folder)
     return (header.sequence, header.saved, header.files) != (ours.sequence, ours.saved, ours.files)
 
@@ -90,7 +90,7 @@ class Reader:
             raise self._failure(tensor, error) from None
 
     def _failure(self, tensor: Tensor, error: CheckpointError) -> CheckpointError:
-        """What to raise for a problem with a file: perhaps that is another save's by now."""
+        """The error for a problem with a file: perhaps another save has replaced the file by now."""
         try:
             if is_replaced(self._folder, self._manifest):
                 return CheckpointError(

@@ -1,6 +1,6 @@
-"""What the ranks of a save must mean alike, its tensors and its arguments, and how they find out: in one gather, by a digest.
+"""The agreement of the ranks of a save on its tensors and its arguments: one gather compares a digest.
 
-What each rank can check by itself was checked before; nothing there may depend on another rank.
+Each rank has checked its own tensors and arguments before; those checks may not depend on another rank.
 """
 
 import socket
@@ -18,7 +18,7 @@ from ckpt.tensors import Description, Local
 
 
 class Arguments(NamedTuple):
-    """Those of `save` that are the same on all ranks. `path`: as it was given, for nodes may see a folder under several names."""
+    """The arguments of `save` that all ranks give alike. `path`: as the caller gave it: nodes may see a folder under several names."""
 
     path: str
     files: Files
@@ -30,7 +30,7 @@ class Arguments(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What the ranks save together. `boxes`: of each rank, by name, its filled boxes of the tensors that are cut.
+    """The contents of a save of all ranks. `boxes`: of each rank, by name, its filled boxes of the tensors that are cut.
 
     `scalars`: the values of the 0-D tensors. `hosts`: the node of each rank.
     """
@@ -42,9 +42,9 @@ class Agreed(NamedTuple):
 
 
 def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> Agreed:
-    """What all ranks know of their save, after a check that they mean the same and cover the tensors.
+    """Check that the ranks save the same tensors by the same arguments, and that their boxes cover the tensors. Collective.
 
-    Collective. ValueError on all ranks, `doing` what: which argument or tensor it is, and how it differs.
+    ValueError on all ranks, with the argument or tensor that differs, and how. `doing`: the name of the call in the error.
     """
     said = {local.name: local.description for local in held}
     cut = [local for local in held if local.boxes and not local.whole]
@@ -63,7 +63,7 @@ def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> A
     tensors = {name: one for theirs in reversed(everyone) for name, one in theirs.items() if one is not None}
     if len(everyone) > 1 or len(tensors) < len(said):
         problem = problem or _tensor_difference(everyone, tensors)
-    # All ranks find the same, so that nobody has to tell the others; but it is to be raised as one.
+    # All ranks find the same problem, so that no rank has to tell the others; `together` makes one error of it.
     if problem := problem or _cover_problem(tensors.values(), all_boxes):
         with comm.together(doing):
             raise ValueError(problem)
@@ -83,7 +83,7 @@ def _argument_difference(everyone: Sequence[Arguments]) -> str | None:
 
 
 Said = dict[str, Description | None]
-"""What a rank says of each tensor. None: it passes an empty list, which tells nothing."""
+"""The description of each tensor by one rank. None: the rank passes an empty list, which has no description."""
 
 
 def _tensor_difference(everyone: Sequence[Said], known: Mapping[str, Description]) -> str | None:

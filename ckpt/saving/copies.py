@@ -57,7 +57,7 @@ def next_sequence(final: LocalPath, places: Sequence[Place]) -> int:
 
 @dataclass(frozen=True)
 class Retention:
-    """What `retain` is told in every place."""
+    """The arguments of `retain`, the same in every place."""
 
     keep: int | None
     keep_every: int | None

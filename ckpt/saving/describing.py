@@ -1,4 +1,4 @@
-"""What describes the data files of a checkpoint: the manifest, which we go by, and the index for everybody else."""
+"""The two files that describe the data files of a checkpoint: the manifest for `ckpt`, the index for other tools."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class Described(Protocol):
 
 
 class Contents:
-    """What a checkpoint is to hold, and where: `tensors` as its manifest has them, but for the checksums of their blocks."""
+    """The tensors of a checkpoint in the making, as its manifest has them but for the checksums of the blocks, and its data files."""
 
     def __init__(self, tensors: Sequence[Described], files: Sequence[DataFile], meta: dict[str, Any]) -> None:
         self.files, self.meta = files, meta

@@ -1,4 +1,4 @@
-"""Who writes what into which file, and where there: the same for all ranks, from names, sizes and numbers alone.
+"""The place of each block: its rank, its file and its offset there. All ranks compute the same from names, sizes and numbers alone.
 
 A data file holds one dataset for each dtype. In it the blocks of a rank follow each other, and the ranks that share the file follow
 each other: a rank writes one range of each dataset, and no two ranks write to one page.

@@ -137,7 +137,7 @@ def save(
 
 @dataclass(frozen=True)
 class _WritePlan:
-    """Who writes what where. `own`: this rank's file, if it writes anything; `files`: on rank 0 all of them."""
+    """The blocks of each rank and their files. `own`: this rank's file, if the rank writes a block; `files`: on rank 0 all files."""
 
     own: DataFile | None
     files: tuple[DataFile, ...]
@@ -215,7 +215,7 @@ def discarding(stage: Stage | None) -> Iterator[None]:
 
 @contextmanager
 def _driver(name: str, job: _Job, comm: Ranks) -> Iterator[Driver | None]:
-    """What writes this rank's file; None if it writes nothing."""
+    """The driver that writes this rank's file; None if the rank writes no block."""
     own = job.plan.own
     path = job.folder / own.name if own else job.folder
     if name == "posix":

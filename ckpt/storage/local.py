@@ -57,7 +57,7 @@ def check_room(path: Path, nbytes: int) -> None:
 
 
 def patient(act: Callable[[], T]) -> T:
-    """What `act` returns. What another rank has just made may take a while to appear on this node (NFS): it is tried again."""
+    """The result of `act`, tried again while a file is missing: one of another rank may appear late on this node (NFS)."""
     deadline = time.monotonic() + _VISIBLE_S
     while True:
         try:

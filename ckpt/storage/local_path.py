@@ -1,6 +1,6 @@
 """Local paths, and the way to a checkpoint's files there: regular ones of its own folder, never a link.
 
-What the files say is checked in validation.py.
+validation.py checks the contents of the files.
 """
 
 import os

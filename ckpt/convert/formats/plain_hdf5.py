@@ -50,7 +50,7 @@ def write(path: Path, sources: Sequence[Source], meta: Mapping[str, Any], compre
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_alignment(PAGE_BYTES, PAGE_BYTES)
     access.set_cache(0, 521, _CACHE_BYTES, 1.0)
-    access.set_file_locking(False, True)  # nobody else sees it yet, and locks fail on some Lustre and NFS mounts
+    access.set_file_locking(False, True)  # no other process sees it yet, and locks fail on some Lustre and NFS mounts
     links = link_properties()
     positions = []
     with h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, fapl=access)) as file:

@@ -173,7 +173,7 @@ def _aligned(tensors: Sequence[T]) -> list[T]:
 
 
 def header(tensors: Sequence[FileTensor | Source]) -> bytes:
-    """What stands before the bytes of these tensors in a file. ValueError for a dtype that the format does not know."""
+    """The bytes of a file before those of its tensors. ValueError for a dtype that the format does not know."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
@@ -195,13 +195,13 @@ def index_text(files: Mapping[str, Sequence[FileTensor | Source]]) -> str:
 
 
 def file_names(count: int, one: str = ONE) -> list[str]:
-    """What so many files of a model are called; `one`: if it is one."""
+    """The names of the `count` files of a model; `one`: the name of a single file."""
     stem = one.removesuffix(".safetensors")
     return [one] if count == 1 else [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def index_name(one: str = ONE) -> str:
-    """What the index of files is called."""
+    """The name of the index of files."""
     return f"{one}.index.json"
 
 

@@ -124,7 +124,7 @@ def read(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
 
 
 def _reason(error: BaseException) -> str:
-    """What torch says about the file, without its advice on how to run the code that is in it all the same."""
+    """The message of torch about the file, without its advice on how to run the code in the file all the same."""
     if isinstance(error, pickle.UnpicklingError) and isinstance(error.__context__, pickle.UnpicklingError):
         error = error.__context__  # the reason itself, which torch wraps in that advice
     line = next(iter(str(error).splitlines()), type(error).__name__).partition(" Please use ")[0]
