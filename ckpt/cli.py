@@ -16,17 +16,8 @@ from ckpt.commands.terminal import UsageError, complain
 from ckpt.format.manifest import CheckpointError
 from collectives import launched_rank
 
-COMMANDS: tuple[ModuleType, ...] = (
-    ls,
-    show,
-    diff,
-    verify,
-    export,
-    import_,
-    reshard,
-    gc,
-    bench,
-)  # in the order of --help
+# In the order of --help.
+COMMANDS: tuple[ModuleType, ...] = (ls, show, diff, verify, export, import_, reshard, gc, bench)
 ERROR = 2  # the exit code of all that could not be done; 1 is an answer, as GNU diff's: "they differ"
 
 

@@ -1,4 +1,4 @@
-"""What `ckpt` asks of a communicator, and the one of a process alone. `collectives.Communicator` fits as it is."""
+"""The protocol of a communicator for `ckpt`, and the communicator of one process. `collectives.Communicator` fits as it is."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -51,7 +51,7 @@ class Solo:
         yield
 
     def give_up(self) -> None:
-        """As `Board.give_up`: nobody is waited for."""
+        """As `Board.give_up`: there is no other rank to wait for."""
 
     def leave(self) -> None:
         """As `Board.leave`."""

@@ -1,8 +1,9 @@
-"""What a caller hands in: a whole array, a `Shard` of one, or several. Looked at here once, for saving and for loading alike."""
+"""The tensors that a caller passes: whole arrays, Shards, or lists of Shards. Saving and loading both check them here, once."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from ckpt.format.boxes import Box, Shape
@@ -34,8 +35,8 @@ class Shard:
         return f"Shard(data of {tuple(self.data.shape)}, shape={self.shape}, offset={self.offset})"
 
 
-class Description(NamedTuple):
-    """What all ranks must say alike of a tensor that they save. `whole`: each of them holds all of it."""
+class Description(msgspec.Struct, frozen=True, array_like=True):
+    """The properties of a tensor that all ranks of a save must give alike. `whole`: each rank holds all of the tensor."""
 
     name: str
     dtype: str
@@ -48,22 +49,24 @@ class Description(NamedTuple):
         return f"{self.dtype} {self.shape}{cut}" + (f" along {self.axes}" if self.axes else "")
 
 
-class LocalBox(NamedTuple):
-    """An array in this rank's memory: the `box` of the tensor `name`."""
+class LocalBox(msgspec.Struct, frozen=True):
+    """An array in this rank's memory: the `box` of a tensor."""
 
-    name: str
-    dtype: str
     box: Box
     array: np.ndarray
 
-    def chunks(self, nbytes: int) -> Iterator[memoryview]:
-        """Its bytes, so many at a time, and the rest."""
-        data = self.array.reshape(-1).view(np.uint8).data
-        return (data[at : at + nbytes] for at in range(0, len(data), nbytes))
+    def chunks(self, nbytes: int) -> Sequence[memoryview]:
+        return chunks_of(self.array, nbytes)
 
 
-class Local(NamedTuple):
-    """What this rank holds of one tensor: its filled boxes. `description`: None for an empty list of Shards, which tells nothing."""
+def chunks_of(array: np.ndarray, nbytes: int) -> list[memoryview]:
+    """The bytes of a contiguous array, in chunks of `nbytes` and a last one of the rest."""
+    data = array.reshape(-1).view(np.uint8).data
+    return [data[at : at + nbytes] for at in range(0, len(data), nbytes)]
+
+
+class Local(msgspec.Struct, frozen=True):
+    """This rank's part of one tensor: the boxes that are not empty. `description`: None for an empty list of Shards."""
 
     name: str
     description: Description | None
@@ -71,7 +74,7 @@ class Local(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether all ranks hold all of it."""
+        """Whether all ranks hold all of the tensor."""
         return self.description is not None and self.description.whole
 
 
@@ -130,12 +133,11 @@ def _of_one(name: str, data: Any, shard: Shard | None, writable: bool) -> Local:
             f"tensor {name!r}: dtype {kind} is not supported; expected one of {', '.join(DTYPES)}, or a view as one of them, such as "
             "uint8"
         ) from None
-    filled = array.size > 0
     if shard is None:
         shape, axes, box = array.shape, None, Box.full(array.shape)
     else:
         shape, axes, box = shard.shape, shard.axes, Box(shard.offset, array.shape)
-        if not (box.inside(shape) or (shape == () and not filled)):
+        if not (box.inside(shape) or (shape == () and not array.size)):
             raise ValueError(
                 f"tensor {name!r}: a shard of shape {array.shape} at offset {shard.offset} does not lie inside the full shape {shape}"
             )
@@ -143,5 +145,5 @@ def _of_one(name: str, data: Any, shard: Shard | None, writable: bool) -> Local:
         raise ValueError(f"tensor {name!r} has {len(shape)} dimensions; HDF5 knows at most {MAX_NDIM}")
     if axes is not None and (problem := axes_error(axes, len(shape))):
         raise ValueError(f"tensor {name!r}: {problem}")
-    held = (LocalBox(name, dtype, box, array),) if filled else ()
-    return Local(name, Description(name, dtype, shape, shard is None, axes), held)
+    boxes = (LocalBox(box, array),) if array.size else ()
+    return Local(name, Description(name, dtype, shape, shard is None, axes), boxes)

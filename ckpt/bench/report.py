@@ -79,7 +79,7 @@ def seconds(launches: Sequence[CheckpointLaunch], key: Key) -> float | None:
 
 
 def heading(group: Sequence[CheckpointLaunch]) -> str:
-    """What a group was measured on, in a line."""
+    """The machine, the state and the counts of a group of launches, in a line."""
     first = group[0]
     cache = "dropped from the page cache" if first.cold else "in the page cache"
     return (
@@ -89,7 +89,7 @@ def heading(group: Sequence[CheckpointLaunch]) -> str:
 
 
 def tables(launches: Sequence[CheckpointLaunch]) -> Iterator[RenderableType]:
-    """What to print of launches of any kinds."""
+    """The tables and lines to print for launches of any kinds."""
     for group in alike(launches):
         yield Text(heading(group), style="bold")
         yield _times(group)

@@ -17,7 +17,7 @@ def ours(files: str | int, driver: str = "posix") -> str:
 
 @dataclass(frozen=True)
 class ActionRow:
-    """What one contestant took for one thing."""
+    """The time of one contestant for one action."""
 
     contestant: str
     action: str
@@ -38,7 +38,7 @@ class CheckpointLaunch(Launch):
     ALIKE = ("machine", "ranks", "nodes", "nbytes", "tensors", "cold")
 
     nbytes: int
-    """What each contestant saves and loads, of all ranks."""
+    """The bytes that each contestant saves and loads, of all ranks."""
     tensors: int
     rounds: int
     cold: bool

@@ -1,4 +1,4 @@
-"""What is saved: three ways to cut the same memory of a rank into tensors, so that all contestants move the same bytes."""
+"""The state to save: three ways to cut the same memory of a rank into tensors, so that all contestants move the same bytes."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,1 +1,1 @@
-"""Whether checkpoints are right, and what two of them differ in."""
+"""Checks: every byte of a checkpoint, its HDF5 files, and the differences of two checkpoints."""

@@ -1,4 +1,4 @@
-"""What other tools would find in a checkpoint's HDF5 files: whether it is what the manifest says, and nothing that leads elsewhere.
+"""The audit of a checkpoint's HDF5 files: they hold the tensors of the manifest, and no link or source that leads elsewhere.
 
 HDF5 files may point to anything: external and soft links, raw data and virtual sources in other files, filters that load a library. Our
 own reader looks at none of it; h5py, h5dump, MATLAB do. And HDF5 itself may crash on a damaged file, or never return. So a
@@ -11,8 +11,10 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import h5py
 
@@ -32,7 +34,8 @@ def main() -> None:
 
     The first of each file has no problem: so it is known at which file this process ended.
     """
-    limit = _memory_bytes() + _MORE_MEMORY
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + _MORE_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for finding in findings(LocalPath(sys.argv[1])):
         print(json.dumps(finding), flush=True)
@@ -55,12 +58,8 @@ def findings(path: LocalPath) -> Iterator[tuple[str, str | None, str | None]]:
         os.close(folder)
 
 
-def _memory_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
-
-
 Finding = tuple[str | None, str]
+ProblemOf = Callable[[str, h5py.h5d.DatasetID, h5py.h5p.PropDCID], str | None]
 
 
 def _findings(folder: int, manifest: Manifest, file: File) -> Iterator[Finding]:
@@ -74,9 +73,9 @@ def _findings(folder: int, manifest: Manifest, file: File) -> Iterator[Finding]:
         seen = {_address(root)}
         if file.name == INDEX_NAME:
             yield from _attributes(root, None)
-            yield from _group(root, "", _tree(manifest.tensors), seen, _Index(manifest))
+            yield from _group(root, "", _tree(manifest.tensors), seen, partial(_index_problem, manifest))
         else:
-            yield from _group(root, "", dict.fromkeys(file.datasets), seen, _Data(file))
+            yield from _group(root, "", dict.fromkeys(file.datasets), seen, partial(_data_problem, file))
     finally:
         os.close(fd)
 
@@ -93,61 +92,55 @@ def _tree(names: Iterable[str]) -> dict:
     return root
 
 
-class _Data:
-    """What to expect of a dataset of a data file."""
-
-    def __init__(self, file: File) -> None:
-        self._file = file
-
-    def problem(self, name: str, dataset: h5py.h5d.DatasetID, plist: h5py.h5p.PropDCID) -> str | None:
-        expected = self._file.datasets[name]
-        if plist.get_layout() != h5py.h5d.CONTIGUOUS:
-            return "is not contiguous"
-        if problem := _kind_problem(dataset, (expected.elements,), name):
-            return problem
-        if dataset.get_offset() != expected.offset_bytes:
-            return f"begins at byte {dataset.get_offset()}, expected {expected.offset_bytes}"
-        return None
+def _data_problem(file: File, name: str, dataset: h5py.h5d.DatasetID, plist: h5py.h5p.PropDCID) -> str | None:
+    """How a dataset of a data file differs from the manifest, or None."""
+    expected = file.datasets[name]
+    if plist.get_layout() != h5py.h5d.CONTIGUOUS:
+        return "is not contiguous"
+    if problem := _kind_problem(dataset, (expected.elements,), name):
+        return problem
+    if dataset.get_offset() != expected.offset_bytes:
+        return f"begins at byte {dataset.get_offset()}, expected {expected.offset_bytes}"
+    return None
 
 
-class _Index:
-    """What to expect of a tensor in the index."""
+def _index_problem(manifest: Manifest, name: str, dataset: h5py.h5d.DatasetID, plist: h5py.h5p.PropDCID) -> str | None:
+    """How a tensor in the index differs from the manifest, or None."""
+    tensor = manifest.tensors[name]
+    virtual = plist.get_layout() == h5py.h5d.VIRTUAL
+    if virtual != bool(tensor.shape and tensor.blocks):
+        return "is virtual" if virtual else "is not virtual"
+    # The sources' names first: HDF5 may open sources to tell a shape.
+    if virtual and (problem := _source_problem(manifest, tensor, plist)):
+        return problem
+    if problem := _kind_problem(dataset, tensor.shape, tensor.dtype):
+        return problem
+    return _mapping_problem(tensor, plist) if virtual else None
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
 
-    def problem(self, name: str, dataset: h5py.h5d.DatasetID, plist: h5py.h5p.PropDCID) -> str | None:
-        tensor = self._manifest.tensors[name]
-        virtual = plist.get_layout() == h5py.h5d.VIRTUAL
-        if virtual != bool(tensor.shape and tensor.blocks):
-            return "is virtual" if virtual else "is not virtual"
-        # The sources' names first: HDF5 may open sources to tell a shape.
-        if virtual and (problem := self._source_problem(tensor, plist)):
-            return problem
-        if problem := _kind_problem(dataset, tensor.shape, tensor.dtype):
-            return problem
-        return self._mapping_problem(tensor, plist) if virtual else None
+def _source_problem(manifest: Manifest, tensor: Tensor, plist: h5py.h5p.PropDCID) -> str | None:
+    count = plist.get_virtual_count()
+    if count != len(tensor.blocks):
+        return f"has {count} sources, expected {len(tensor.blocks)}"
+    for i, block in enumerate(tensor.blocks):
+        found = plist.get_virtual_filename(i), plist.get_virtual_dsetname(i).lstrip("/")
+        expected = manifest.files[block.file].name, tensor.dtype
+        if found != expected:
+            return (
+                f"takes values from {found[0][:100]!r}, {found[1][:100]!r}; expected {expected[0]!r}, {expected[1]!r}"
+            )
+    return None
 
-    def _source_problem(self, tensor: Tensor, plist: h5py.h5p.PropDCID) -> str | None:
-        count = plist.get_virtual_count()
-        if count != len(tensor.blocks):
-            return f"has {count} sources, expected {len(tensor.blocks)}"
-        for i, block in enumerate(tensor.blocks):
-            found = plist.get_virtual_filename(i), plist.get_virtual_dsetname(i).lstrip("/")
-            expected = self._manifest.files[block.file].name, tensor.dtype
-            if found != expected:
-                return f"takes values from {found[0][:100]!r}, {found[1][:100]!r}; expected {expected[0]!r}, {expected[1]!r}"
-        return None
 
-    def _mapping_problem(self, tensor: Tensor, plist: h5py.h5p.PropDCID) -> str | None:
-        for i, block in enumerate(tensor.blocks):
-            target, source = plist.get_virtual_vspace(i), plist.get_virtual_srcspace(i)
-            last = tuple(o + n - 1 for o, n in zip(block.box.offset, block.box.shape, strict=True))
-            if _selected(target) != (block.box.offset, last, block.box.size):
-                return f"puts a source elsewhere than to {block.box}"
-            if _selected(source) != ((block.start,), (block.start + block.box.size - 1,), block.box.size):
-                return f"takes {block.box} from another place than element {block.start}"
-        return None
+def _mapping_problem(tensor: Tensor, plist: h5py.h5p.PropDCID) -> str | None:
+    for i, block in enumerate(tensor.blocks):
+        target, source, size = plist.get_virtual_vspace(i), plist.get_virtual_srcspace(i), block.box.size
+        last = tuple(o + n - 1 for o, n in zip(block.offset, block.shape, strict=True))
+        if _selected(target) != (block.offset, last, size):
+            return f"puts a source elsewhere than to {block.box}"
+        if _selected(source) != ((block.start,), (block.start + size - 1,), size):
+            return f"takes {block.box} from another place than element {block.start}"
+    return None
 
 
 def _selected(space: h5py.h5s.SpaceID) -> tuple[Shape, Shape, int]:
@@ -166,11 +159,12 @@ def _kind_problem(dataset: h5py.h5d.DatasetID, shape: Shape, dtype: str) -> str 
 
 
 def _group(
-    group: h5py.h5g.GroupID, path: str, expected: Mapping[str, dict | None], seen: set[int], kind: _Data | _Index
+    group: h5py.h5g.GroupID, path: str, expected: Mapping[str, dict | None], seen: set[int], problem_of: ProblemOf
 ) -> Iterator[Finding]:
     """`group` holds what is expected, by hard links alone, and nothing twice: so there is no cycle, and nothing is far away."""
     if group.get_num_objs() > len(expected):
-        extra = next((name for name in _names(group, len(expected) + 1) if name not in expected), None)
+        names = (group.get_objname_by_idx(i).decode(errors="replace") for i in range(len(expected) + 1))
+        extra = next((name for name in names if name not in expected), None)
         yield None, f"the group '/{path}' holds {extra!r:.100}, which the manifest does not know"
     for name, inside in expected.items():
         full = f"{path}/{name}" if path else name
@@ -196,22 +190,18 @@ def _group(
         seen.add(address)
         yield from _attributes(opened, full)
         if inside is not None:
-            yield from _group(opened, full, inside, seen, kind)
-        elif problem := _dataset_problem(full, opened, kind):
+            yield from _group(opened, full, inside, seen, problem_of)
+        elif problem := _dataset_problem(full, opened, problem_of):
             yield full, problem
 
 
-def _dataset_problem(name: str, dataset: h5py.h5d.DatasetID, kind: _Data | _Index) -> str | None:
+def _dataset_problem(name: str, dataset: h5py.h5d.DatasetID, problem_of: ProblemOf) -> str | None:
     plist = dataset.get_create_plist()
     if plist.get_external_count():
         return "keeps its values in another file"
     if plist.get_nfilters():
         return "passes through a filter"
-    return kind.problem(name, dataset, plist)
-
-
-def _names(group: h5py.h5g.GroupID, count: int) -> list[str]:
-    return [group.get_objname_by_idx(i).decode(errors="replace") for i in range(min(count, group.get_num_objs()))]
+    return problem_of(name, dataset, plist)
 
 
 def _attributes(owner: h5py.h5g.GroupID, name: str | None) -> Iterator[Finding]:

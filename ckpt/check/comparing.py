@@ -1,4 +1,4 @@
-"""What two checkpoints differ in, however each of them is cut: tensor by tensor, slab by slab, in a few tens of MiB of memory."""
+"""The differences of two checkpoints, however each of them is cut: tensor by tensor, slab by slab, in a few tens of MiB of memory."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt.check.statistics import Number
-from ckpt.format.boxes import slabs
+from ckpt.format.boxes import Box, pieces
 from ckpt.format.manifest import named
 from ckpt.reading.checkpoint import Checkpoint
 from ckpt.reading.entry import TensorEntry
@@ -81,7 +81,7 @@ def compare(
     two NaNs are the same, too. Integers are subtracted exactly. `only`: patterns such as "model/*": just those tensors, and no
     meta. `progress` is told of each so many bytes compared of A. CheckpointError for damage.
     """
-    names_a, names_b = _matching(a, only), _matching(b, only)
+    names_a, names_b = (set(named(checkpoint, only or None)) for checkpoint in (a, b))
     common = sorted(names_a & names_b)
     found = (_compare_tensors(a[name], b[name], atol, rtol, progress) for name in common)
     return Difference(
@@ -93,10 +93,6 @@ def compare(
     )
 
 
-def _matching(checkpoint: Checkpoint, only: Sequence[str] | None) -> set[str]:
-    return set(named(checkpoint, only or None))
-
-
 def _compare_tensors(
     a: TensorEntry, b: TensorEntry, atol: float, rtol: float, progress: Progress
 ) -> TensorDifference | None:
@@ -105,7 +101,7 @@ def _compare_tensors(
     if a.shape != b.shape:
         return TensorDifference(a.name, dtypes, shapes, size, None, None, None, None)
     tally = _Tally()
-    for box in slabs(a.shape, _SLAB_BYTES // max(a.dtype.itemsize, b.dtype.itemsize)):
+    for box in pieces(Box.full(a.shape), _SLAB_BYTES // max(a.dtype.itemsize, b.dtype.itemsize)):
         _compare_slab(tally, a.read(box).reshape(-1), b.read(box).reshape(-1), atol, rtol)
         progress(box.size * a.dtype.itemsize)
     if not tally.differing and a.dtype == b.dtype:

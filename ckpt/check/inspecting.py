@@ -32,7 +32,7 @@ main()
 
 
 def look(path: str | os.PathLike[str], *, timeout_s: float | None = None) -> list[tuple[str, str | None, str]]:
-    """What other tools would stumble over in the HDF5 files of the checkpoint `path`: (file, tensor or None, problem) each.
+    """The problems that other tools would have with the HDF5 files of the checkpoint `path`: (file, tensor or None, problem) each.
 
     The index and the data files hold what the manifest says and nothing else: the same names, types, shapes and places; sources
     that are this checkpoint's own files; no soft or external links, no raw data elsewhere, no filters, no references, nothing under
@@ -65,7 +65,7 @@ def need_folder(path: str | os.PathLike[str]) -> LocalPath:
 
 
 def _ask(folder: Path, timeout_s: float) -> tuple[list[tuple[str, str | None, str | None]], str | None]:
-    """What the child said, and how it ended unless well."""
+    """The findings of the child, and a message if it crashed or took too long."""
     paths = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
     arguments = [str(folder), str(int(timeout_s) + 1), str(_MAX_ANSWER_BYTES), json.dumps(paths)]
     environment = {

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from ckpt.check.inspecting import look, need_folder
-from ckpt.format.manifest import Block, CheckpointError, File, Manifest, Tensor
+from ckpt.format.manifest import CheckpointError, File, Manifest, StoredBlock, Tensor
 from ckpt.reading.reader import is_replaced
 from ckpt.storage.catalog import read_manifest
 from ckpt.storage.places import Folder, OpenFile, Place, absolute
@@ -21,7 +21,7 @@ _BUFFER_BYTES = 4 << 20
 
 
 class Damage(NamedTuple):
-    """Bytes `first` up to `last` of a file that are not what was written; `tensor`: whose they are, None if nobody's."""
+    """Bytes `first` up to `last` of a file that differ from the saved ones; `tensor`: the tensor they belong to, None without one."""
 
     file: str
     first: int
@@ -35,7 +35,7 @@ class Damage(NamedTuple):
         return f"{self.file}{where}{whose}: {self.problem}"
 
 
-class _Piece(NamedTuple):
+class _Extent(NamedTuple):
     """A run of bytes of a file. `checksum`: of a chunk of a block; None: to be hashed with the rest, or zero in a `gap`."""
 
     first: int
@@ -83,7 +83,7 @@ def verify_files(
     progress: Progress = no_progress,
 ) -> list[Damage]:
     """All damage in the manifest's files, or in those of `names`; what cannot be read at all is damage, too."""
-    blocks: dict[int, list[tuple[Tensor, Block]]] = {
+    blocks: dict[int, list[tuple[Tensor, StoredBlock]]] = {
         number: [] for number, file in enumerate(manifest.files) if names is None or file.name in names
     }
     for tensor in manifest.tensors.values():
@@ -93,35 +93,35 @@ def verify_files(
     files = [manifest.files[number] for number in blocks]
     with closing(folder.open_folder()) as opened, ThreadPoolExecutor(threads or os.cpu_count()) as pool:
         found = pool.map(
-            lambda file, inside: _verify_file(opened, file, _pieces(file, inside, manifest.chunk_bytes), progress),
+            lambda file, inside: _verify_file(opened, file, _extents(file, inside, manifest.chunk_bytes), progress),
             files,
             blocks.values(),
         )
         return [damage for of_file in found for damage in of_file]
 
 
-def _verify_file(folder: Folder, file: File, pieces: Iterable[_Piece], progress: Progress) -> list[Damage]:
+def _verify_file(folder: Folder, file: File, extents: Iterable[_Extent], progress: Progress) -> list[Damage]:
     found = []
     rest = xxhash.xxh3_64()
     buffer = np.empty(_BUFFER_BYTES, np.uint8)
     try:
         with closing(folder.open(file.name)) as opened:
-            for piece in pieces:
+            for extent in extents:
                 hashed = xxhash.xxh3_64()
                 whole = True
-                for first in range(piece.first, piece.last, _BUFFER_BYTES):
-                    memory = buffer[: min(_BUFFER_BYTES, piece.last - first)]
+                for first in range(extent.first, extent.last, _BUFFER_BYTES):
+                    memory = buffer[: min(_BUFFER_BYTES, extent.last - first)]
                     _read(opened, memory.data, first)
                     progress(len(memory))
-                    if piece.gap:
+                    if extent.gap:
                         whole = whole and not memory.any()
                     else:
-                        (rest if piece.checksum is None else hashed).update(memory.data)
-                if piece.gap and not whole:
-                    found.append(Damage(file.name, piece.first, piece.last, None, "not zero, as between blocks"))
-                if piece.checksum is not None and hashed.hexdigest() != piece.checksum:
+                        (rest if extent.checksum is None else hashed).update(memory.data)
+                if extent.gap and not whole:
+                    found.append(Damage(file.name, extent.first, extent.last, None, "not zero, as between blocks"))
+                if extent.checksum is not None and hashed.hexdigest() != extent.checksum:
                     found.append(
-                        Damage(file.name, piece.first, piece.last, piece.tensor, "its checksum does not match")
+                        Damage(file.name, extent.first, extent.last, extent.tensor, "its checksum does not match")
                     )
     except (OSError, CheckpointError) as error:
         found.append(Damage(file.name, 0, file.nbytes, None, f"cannot be read: {error}"))
@@ -133,26 +133,26 @@ def _verify_file(folder: Folder, file: File, pieces: Iterable[_Piece], progress:
     return found
 
 
-def _pieces(file: File, inside: Iterable[tuple[Tensor, Block]], chunk_bytes: int) -> Iterator[_Piece]:
+def _extents(file: File, inside: Iterable[tuple[Tensor, StoredBlock]], chunk_bytes: int) -> Iterator[_Extent]:
     """A file from its first byte to its last. `inside`: its blocks."""
-    blocks: dict[str, list[tuple[int, int, str, Block]]] = {dtype: [] for dtype in file.datasets}
+    blocks: dict[str, list[tuple[int, int, str, StoredBlock]]] = {dtype: [] for dtype in file.datasets}
     for tensor, block in inside:
         blocks[tensor.dtype].append((block.start, block.box.size, tensor.name, block))
     at = 0
     for dtype, dataset in sorted(file.datasets.items(), key=lambda item: item[1].offset_bytes):
         itemsize = DTYPES[dtype].itemsize
-        yield _Piece(at, dataset.offset_bytes)
+        yield _Extent(at, dataset.offset_bytes)
         at = dataset.offset_bytes
         for start, size, name, block in sorted(blocks[dtype]):
             first, last = dataset.offset_bytes + start * itemsize, dataset.offset_bytes + (start + size) * itemsize
-            yield _Piece(at, first, gap=True)
+            yield _Extent(at, first, gap=True)
             for i, begin in enumerate(range(first, last, chunk_bytes)):
-                yield _Piece(begin, min(begin + chunk_bytes, last), name, block.checksum(i))
+                yield _Extent(begin, min(begin + chunk_bytes, last), name, block.checksum(i))
             at = last
         end = dataset.offset_bytes + dataset.elements * itemsize
-        yield _Piece(at, end, gap=True)
+        yield _Extent(at, end, gap=True)
         at = end
-    yield _Piece(at, file.nbytes)
+    yield _Extent(at, file.nbytes)
 
 
 def _read(opened: OpenFile, memory: memoryview, position: int) -> None:

@@ -20,18 +20,6 @@ from ckpt.convert.sources import matching
 from ckpt.reading.checkpoint import open_checkpoint
 from ckpt.storage.catalog import find
 
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 1 << 10,
-    "MI": 1 << 20,
-    "GI": 1 << 30,
-    "TI": 1 << 40,
-}
-
 
 def add_to(commands: Commands) -> None:
     """Make the command's parser."""
@@ -87,8 +75,8 @@ def _run(args: argparse.Namespace) -> None:
 
 def _size(text: str) -> int:
     """Bytes from "5GB", "500 MiB" or a plain number."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]I?)?B?", text.strip().upper())
-    nbytes = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(I?))?B?", text.strip().upper())
+    nbytes = int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")) if found else 0
     if nbytes < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a size such as 5GB (10^9 bytes each) or 512MiB (2^20)")
     return nbytes

@@ -25,9 +25,10 @@ from ckpt.format.manifest import FILE_NAME
 from ckpt.storage.catalog import folder_of_checkpoints, latest, list_checkpoints, reason_to_keep
 from ckpt.storage.local_path import LocalPath
 from ckpt.storage.places import Place
+from collectives.commands.terminal import positive
 
 
-class _Step(NamedTuple):
+class _CleanupStep(NamedTuple):
     """`action`: "remove", "restore" or "keep"."""
 
     action: str
@@ -42,23 +43,17 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("dir", metavar="DIR", type=local, help="a run, or a folder of checkpoints")
     parser.add_argument(
         "--keep",
-        type=_positive,
+        type=positive,
         metavar="K",
         help="remove checkpoints older than the K complete ones saved last, of those whose name ends with a step",
     )
-    parser.add_argument("--keep-every", type=_positive, metavar="M", help="but not those whose step is a multiple of M")
+    parser.add_argument("--keep-every", type=positive, metavar="M", help="but not those whose step is a multiple of M")
     parser.add_argument(
         "--incomplete", action="store_true", help="remove checkpoints of which something is missing or altered"
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     add_json(parser)
     parser.set_defaults(run=_run)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of at least 1")
-    return int(text)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -71,7 +66,8 @@ def _run(args: argparse.Namespace) -> None:
     steps = _clean(folder, dry=args.dry_run)
     steps += _thin(folder, args)
     if args.json:
-        print_json({"folder": str(folder), "dry_run": args.dry_run, "steps": [_json(step) for step in steps]})
+        shown = [{"action": s.action, "path": str(s.path), "bytes": s.nbytes, "why": s.why} for s in steps]
+        print_json({"folder": str(folder), "dry_run": args.dry_run, "steps": shown})
     else:
         _print(steps, dry=args.dry_run)
     if not args.dry_run:
@@ -80,11 +76,11 @@ def _run(args: argparse.Namespace) -> None:
             raise UsageError(f"could not be removed, or not all of it: {', '.join(map(printable, stuck))}")
 
 
-def _clean(folder: LocalPath, *, dry: bool) -> list[_Step]:
+def _clean(folder: LocalPath, *, dry: bool) -> list[_CleanupStep]:
     """Finish what dead jobs began."""
     steps = []
     for left in leftovers(folder):
-        step = _Step(left.action, left.path, _bytes(left.path), left.why)
+        step = _CleanupStep(left.action, left.path, _bytes(left.path), left.why)
         if not dry:
             settle(left)
             if left.action == "remove" and os.path.lexists(left.path):
@@ -93,7 +89,7 @@ def _clean(folder: LocalPath, *, dry: bool) -> list[_Step]:
     return steps
 
 
-def _thin(folder: LocalPath, args: argparse.Namespace) -> list[_Step]:
+def _thin(folder: LocalPath, args: argparse.Namespace) -> list[_CleanupStep]:
     """Remove incomplete and old checkpoints, as asked for."""
     steps = _incomplete(folder) if args.incomplete else []
     newest = latest(folder)
@@ -104,7 +100,7 @@ def _thin(folder: LocalPath, args: argparse.Namespace) -> list[_Step]:
             if path not in known:
                 reason = reason_to_keep(path)
                 why = f"older than {beyond}" + (f", but {reason}" if reason else "")
-                steps.append(_Step("keep" if reason else "remove", path, _bytes(path), why))
+                steps.append(_CleanupStep("keep" if reason else "remove", path, _bytes(path), why))
     for step in steps:
         if step.action == "remove" and not args.dry_run:
             with suppress(FileNotFoundError):  # a job that clears up as well
@@ -114,22 +110,22 @@ def _thin(folder: LocalPath, args: argparse.Namespace) -> list[_Step]:
     return steps
 
 
-def _incomplete(folder: LocalPath) -> list[_Step]:
+def _incomplete(folder: LocalPath) -> list[_CleanupStep]:
     steps = []
     for found in list_checkpoints(folder):
         if found.problem is None or found.path.name.startswith("."):
             continue
         if not found.broken:
-            steps.append(_Step("keep", found.path, found.nbytes, f"may be whole: {found.problem}"))
+            steps.append(_CleanupStep("keep", found.path, found.nbytes, f"may be whole: {found.problem}"))
         elif reason := reason_to_keep(found.path):
-            # Perhaps somebody's own folder, with a file that is called like one of ours.
-            steps.append(_Step("keep", found.path, found.nbytes, reason))
+            # Perhaps a user's own folder, with a file that is called like one of ours.
+            steps.append(_CleanupStep("keep", found.path, found.nbytes, reason))
         else:
-            steps.append(_Step("remove", found.path, found.nbytes, found.problem))
+            steps.append(_CleanupStep("remove", found.path, found.nbytes, found.problem))
     return steps
 
 
-def _print(steps: list[_Step], *, dry: bool) -> None:
+def _print(steps: list[_CleanupStep], *, dry: bool) -> None:
     done = {"remove": "removed", "restore": "restored", "keep": "kept"}
     if steps:
         table = new_table("NAME", "ACTION", "SIZE>", "WHY")
@@ -142,10 +138,6 @@ def _print(steps: list[_Step], *, dry: bool) -> None:
         print("nothing to remove")
     else:
         print(f"{'would free' if dry else 'freed'} {size_text(sum(removed))}")
-
-
-def _json(step: _Step) -> dict[str, str | int]:
-    return {"action": step.action, "path": str(step.path), "bytes": step.nbytes, "why": step.why}
 
 
 def _bytes(path: Place) -> int:

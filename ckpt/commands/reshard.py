@@ -49,7 +49,7 @@ def add_files(parser: argparse.ArgumentParser, default: str | None = None) -> No
 
 
 def print_made(checkpoint: Checkpoint, *, as_json: bool) -> None:
-    """What there is to say about a checkpoint that was made."""
+    """Print the facts of a checkpoint that was made."""
     if as_json:
         about = {"path": str(checkpoint.path), "tensors": len(checkpoint), "bytes": checkpoint.nbytes}
         print_json({**about, "files": checkpoint.files, "meta": checkpoint.meta})

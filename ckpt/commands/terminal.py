@@ -1,4 +1,4 @@
-"""What the commands share: arguments that mean the same everywhere, tables, JSON, sizes and ages."""
+"""Helpers of all commands: arguments that mean the same everywhere, tables, JSON, sizes and ages."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,12 +16,8 @@ import collectives
 from ckpt.storage.places import Place, place_of
 from ckpt.storage.progress import Progress, no_progress
 from ckpt.storage.remote import Url
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-
-class UsageError(Exception):
-    """What the user asked for cannot be done; the text is all there is to say."""
+from collectives.commands.terminal import Commands as Commands
+from collectives.commands.terminal import UsageError as UsageError
 
 
 def complain(error: Exception, *, of_all_ranks: bool) -> None:
@@ -101,7 +97,7 @@ def print_table(table: Table) -> None:
 
 @contextmanager
 def shown_progress(doing: str, nbytes: int | None) -> Iterator[Progress]:
-    """A line with how much of `nbytes` is done, for who looks at a terminal; it is gone at the end."""
+    """A line with how much of `nbytes` is done, shown on a terminal; it is gone at the end."""
     if not sys.stderr.isatty():
         yield no_progress
         return

@@ -45,7 +45,9 @@ def _run(args: argparse.Namespace) -> int:
         if not paths:
             raise UsageError(f"no checkpoints in {args.dir}")
     else:
-        paths = [_meant(args.dir)]
+        # A checkpoint that has lost its manifest, which `find` passes over, is damaged.
+        has_parts = args.dir.is_dir() and any(map(is_part, args.dir.names()))
+        paths = [args.dir if has_parts else find(args.dir)]
     reports = []
     for path in paths:
         nbytes = info(path, path.name).nbytes
@@ -60,11 +62,6 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(reports)
     return int(any(report["problem"] or report["damage"] for report in reports))
-
-
-def _meant(folder: Place) -> Place:
-    """What `find` finds, and also a checkpoint that has lost its manifest: that is damage."""
-    return folder if folder.is_dir() and any(map(is_part, folder.names())) else find(folder)
 
 
 def _verify(path: Place, nbytes: int, *, hdf5: bool) -> tuple[str | None, list[Damage]]:

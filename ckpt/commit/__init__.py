@@ -1,1 +1,1 @@
-"""What makes a save atomic, and clears up what others left."""
+"""Atomic commits of saves, and removal of the files that dead jobs left."""

@@ -1,9 +1,9 @@
-"""How a checkpoint comes to be all at once, or not at all. Only rank 0 does what is here.
+"""Atomic commits: a checkpoint exists completely or not at all. Only rank 0 calls this module.
 
     .NAME.staging       being written; a dead job's is removed at a later save
     NAME                complete: it got its name by one rename, after everything in it was flushed to disk
     .NAME.replaced      the old one, while a new one takes its name
-    .NAME.removed       on its way out (removal.py): hidden first, so that nobody finds half of it
+    .NAME.removed       on its way out (removal.py): hidden first, so that no reader finds half of it
     .NAME.TOKEN.board   what the ranks tell each other while it is saved in the background (board.py)
 
 A checkpoint has one stage at a time: a second thread or process that would write it is refused. What dead jobs leave is found and
@@ -55,7 +55,9 @@ class Stage:
         self._refuse_existing(overwrite)
         with _making:
             if self.final.parent.is_dir():
-                self._clean()
+                for leftover in leftovers(self.final.parent, own=self.final):
+                    if leftover.path != self.path:
+                        settle(leftover)
             if _open.get(self.path) == os.getpid():
                 # Perhaps it has its name already, and the old one is on its way out.
                 raise FileExistsError(errno.EEXIST, refusal(os.getpid()), str(self.path))
@@ -80,7 +82,7 @@ class Stage:
         """A folder for what the ranks have to say to each other, which outlives the stage: `end_board`."""
         token = new_token()
         self._board = self.final.parent / f".{self.final.name}.{token[:8]}.board"
-        # Made in the stage, which is signed: whatever happens, nobody meets it without an owner's name.
+        # Made in the stage, which is signed: so no process meets it without an owner's name.
         unsigned = self.path / ".board"
         unsigned.mkdir()
         write_file(unsigned / OWNER_NAME, signature(token), durable=False)
@@ -132,7 +134,7 @@ class Stage:
                 self._remove()
 
     def withdraw(self) -> None:
-        """Remove the checkpoint `final`: it is hidden first, so that nobody finds half of it."""
+        """Remove the checkpoint `final`: it is hidden first, so that no reader finds half of it."""
         hide_and_delete(self.final)
 
     def newest_sequence(self) -> int:
@@ -171,12 +173,6 @@ class Stage:
     def _is_ours(self) -> bool:
         owner = owner_in(self.path)
         return owner is not None and owner.token == self._token
-
-    def _clean(self) -> None:
-        """Finish what dead jobs began beside it."""
-        for leftover in leftovers(self.final.parent, own=self.final):
-            if leftover.path != self.path:
-                settle(leftover)
 
     def _refuse_existing(self, overwrite: bool) -> None:
         if os.path.lexists(self.final):
@@ -220,7 +216,7 @@ def _exchange(a: Path, b: Path) -> bool:
 def write_latest(final: Path) -> None:
     """Let the hint beside the checkpoint name it, unless another save has removed it by now."""
     temporary = final / f".{LATEST_NAME}"
-    with contextlib.suppress(FileNotFoundError, FileExistsError):  # who else writes it, writes the same
+    with contextlib.suppress(FileNotFoundError, FileExistsError):  # another process that writes it writes the same
         temporary.unlink(missing_ok=True)
         write_file(temporary, f"{final.name}\n".encode())
         os.rename(temporary, final.parent / LATEST_NAME)

@@ -1,4 +1,4 @@
-"""What saves that go on, or ended too early, have in a folder of checkpoints, and what is to be done with it."""
+"""The hidden folders of saves that go on or ended too early, beside checkpoints, and the action for each."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import socket
 import time
 from typing import NamedTuple
 
-from ckpt.commit.owner import Owner, is_alive, owner_in
+from ckpt.commit.owner import FolderOwner, is_alive, owner_in
 from ckpt.commit.removal import delete, strangers_in
 from ckpt.storage.local_path import LocalPath
 
@@ -18,7 +18,7 @@ _ABANDONED_S = 3600.0
 class Leftover(NamedTuple):
     """A hidden folder of a save. `action`: "remove" or "restore" (to `original`) what a dead job left, "keep" a living one's.
 
-    "keep" is also for what somebody put something into.
+    "keep" is also for a folder that holds a file of another origin.
     """
 
     path: LocalPath
@@ -32,7 +32,7 @@ class Leftover(NamedTuple):
 
 
 def leftovers(folder: LocalPath, *, own: LocalPath | None = None) -> list[Leftover]:
-    """What saves that go on, or ended too early, have in `folder`, by name.
+    """The hidden folders in `folder` of saves that go on or ended too early, by name.
 
     What bears no owner's name counts as a dead job's, unless it changed in the last minute and does
     not belong to the checkpoint `own`, which is this job's to write, or holds what no save made.
@@ -48,7 +48,7 @@ def leftovers(folder: LocalPath, *, own: LocalPath | None = None) -> list[Leftov
 def settle(leftover: Leftover) -> None:
     """Do what is to be done with it. What cannot be removed stays; OSError if it cannot be restored."""
     if leftover.action == "restore":
-        with contextlib.suppress(FileNotFoundError):  # somebody else clears up as well
+        with contextlib.suppress(FileNotFoundError):  # another process clears up as well
             os.rename(leftover.path, leftover.original)
     elif leftover.action == "remove":
         with contextlib.suppress(OSError):
@@ -83,7 +83,7 @@ def _judged(path: LocalPath, own: LocalPath | None) -> Leftover:
     return Leftover(path, "remove", "a save that died before it could sign")
 
 
-def _is_abandoned(stage: LocalPath, owner: Owner) -> bool:
+def _is_abandoned(stage: LocalPath, owner: FolderOwner) -> bool:
     if owner.host == socket.gethostname():
         return not is_alive(owner) and owner_in(stage) == owner  # not one that has just got its name
     try:

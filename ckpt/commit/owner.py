@@ -1,4 +1,4 @@
-"""Who is filling a folder: a process of some host says so in a file there, so that others know whether it lives.
+"""The owner of a folder in the making: a process signs a file there, so that other processes can tell whether it lives.
 
 A process may fill several folders at the same time, one a thread: each has a token of its own.
 """
@@ -28,8 +28,8 @@ def forget_token(token: str) -> None:
     _tokens.discard(token)
 
 
-class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Who fills a folder. `start`: of the process, as `start_time` has it; `begun`: in seconds since the epoch.
+class FolderOwner(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The process that fills a folder. `start`: its `start_time`; `begun`: the time of the signature, in seconds since the epoch.
 
     `place` and `job` are for a lock (mpitrain's folder_lock.py).
     """
@@ -43,11 +43,11 @@ class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
     job: str | None = None
 
 
-_OWNER = msgspec.json.Decoder(Owner)
+_OWNER = msgspec.json.Decoder(FolderOwner)
 
 
-def owner_in(stage: Path) -> Owner | None:
-    """Who is filling the folder `stage`; None if that is not said, or cannot be read."""
+def owner_in(stage: Path) -> FolderOwner | None:
+    """The owner of the folder `stage`; None if no owner has signed, or the signature cannot be read."""
     try:
         return owner_of((stage / OWNER_NAME).read_bytes())
     except OSError:
@@ -55,20 +55,20 @@ def owner_in(stage: Path) -> Owner | None:
 
 
 def signature(token: str, *, place: str = "", job: str | None = None) -> bytes:
-    """What a stage says of who is filling it: `owner_of` reads it."""
+    """The bytes of the file that names this process as the owner: `owner_of` reads them."""
     pid = os.getpid()
-    return msgspec.json.encode(Owner(socket.gethostname(), pid, start_time(pid), token, time.time(), place, job))
+    return msgspec.json.encode(FolderOwner(socket.gethostname(), pid, start_time(pid), token, time.time(), place, job))
 
 
-def owner_of(data: bytes) -> Owner | None:
-    """Who signed; None if that cannot be read."""
+def owner_of(data: bytes) -> FolderOwner | None:
+    """The owner in a signature; None if it cannot be read."""
     try:
         return _OWNER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def is_alive(owner: Owner) -> bool:
+def is_alive(owner: FolderOwner) -> bool:
     """Whether a stage's process runs on this host, and this process is at work on it: what a save of its own could not clear is dead.
 
     The number of a process alone may belong to another one by now.
@@ -82,7 +82,7 @@ def is_alive(owner: Owner) -> bool:
 
 
 def refusal(pid: int) -> str:
-    """Why nobody else may fill the folder that a living process `pid` fills."""
+    """The message for a second writer of a folder that the living process `pid` fills."""
     if pid == os.getpid():
         return "another thread of this process is writing this checkpoint"
     return f"process {pid} is writing this checkpoint; ranks that save one together pass comm=collectives.world()"

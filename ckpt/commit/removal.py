@@ -1,4 +1,4 @@
-"""How local checkpoints, and the hidden folders of saves, go: hidden first, so that nobody finds half of one."""
+"""Removal of local checkpoints and of the hidden folders of saves: hidden first, so that no reader finds half of one."""
 
 import contextlib
 import errno
@@ -10,11 +10,11 @@ from pathlib import Path
 from ckpt.storage.catalog import strangers
 
 _MESSAGES = r"\.board|[0-9]+(\.[0-9]+)?(\.part)?|(left|reserve)\.[0-9]+"
-"""What lies on a board (board.py), and the name of one in the making."""
+"""The names of the files on a board (board.py), also of one in the making."""
 
 
 def take_away(path: Path) -> None:
-    """Remove a folder of a save, which nobody finds half of. Never raises: what stays is for a later save to clear."""
+    """Remove a folder of a save, hidden first. Never raises: a later save clears the files that stay."""
     with contextlib.suppress(OSError):
         refuse_strangers(path)
         hide_and_delete(path)
@@ -49,7 +49,7 @@ def delete(path: Path) -> None:
         else:
             _remove_tree(path)
     except OSError as error:
-        if os.path.lexists(path):  # unless somebody else cleared up as well
+        if os.path.lexists(path):  # unless another process cleared up as well
             problem = f"it cannot be removed: {error.strerror}, {os.path.basename(str(error.filename))}"
             raise OSError(error.errno, problem, str(path)) from error
 
@@ -59,13 +59,13 @@ def _remove_tree(path: Path) -> None:
         try:
             shutil.rmtree(path)
         except FileNotFoundError:
-            if os.path.lexists(path):  # somebody else clears up as well, and was faster with a file: the rest is left
+            if os.path.lexists(path):  # another process clears up as well, and was faster with a file: the rest is left
                 continue
         return
 
 
 def strangers_in(path: Path) -> list[str]:
-    """What is in a hidden folder and was not put there by a save. Nothing is in a link."""
+    """The names in a hidden folder that no save put there. A link holds no names."""
     try:
         names = [] if path.is_symlink() else sorted(os.listdir(path))
     except OSError:  # a job that clears up as well

@@ -1,4 +1,4 @@
-"""How checkpoints are committed and removed in any place, and which old ones go."""
+"""The commit and the removal of a checkpoint in any place, and the choice of old ones to remove."""
 
 import errno
 import warnings
@@ -11,9 +11,10 @@ from ckpt.storage.remote import Url
 
 
 def stage_for(final: Place) -> Stage | Upload:
-    """What makes the checkpoint `final`, or removes it. In a local place the commit is a rename, in a remote one the manifest's upload.
+    """The object that makes the checkpoint `final`, or removes it.
 
-    It has a `path`, in which each rank puts its files, and for rank 0 `open`, `publish`, `discard`, `withdraw` and `newest_sequence`.
+    In a local place the commit is a rename, in a remote one the manifest's upload. It has a `path`, in which each rank puts its files,
+    and for rank 0 `open`, `publish`, `discard`, `withdraw` and `newest_sequence`.
     """
     return Upload(final) if isinstance(final, Url) else Stage(final)
 
@@ -21,8 +22,8 @@ def stage_for(final: Place) -> Stage | Upload:
 def retain(final: Place, keep: int | None, keep_every: int | None = None) -> None:
     """Remove what is older than the newest `keep` complete checkpoints beside `final`, but not `final` itself.
 
-    Only those count, and go, whose name ends with a step: what has a name of its own, as "best", somebody wants to keep. Nor does one
-    go whose step is a multiple of `keep_every`. The newest one was saved last, whatever its step.
+    Only checkpoints whose name ends with a step count and are removed: a name such as "best" means that a user wants to keep it. A
+    step that is a multiple of `keep_every` stays, too. The newest checkpoint is the one saved last, whatever its step.
     """
     for path in [] if keep is None else outdated(final, keep, keep_every):
         try:
@@ -35,7 +36,7 @@ def retain(final: Place, keep: int | None, keep_every: int | None = None) -> Non
 
 
 def outdated(final: Place, keep: int, keep_every: int | None = None) -> list[Place]:
-    """What `retain` removes, newest first."""
+    """The checkpoints that `retain` removes, newest first."""
     complete = 0
     found = []
     for path, _ in newest_first(final.parent):

@@ -1,6 +1,6 @@
 """A checkpoint in a remote place, where nothing can be renamed: its manifest is written last, and is the commit.
 
-    NAME/.owner           who writes this checkpoint; goes when it is complete
+    NAME/.owner           the process that writes this checkpoint; removed when it is complete
     NAME/rank-00000.h5    and so on, index.h5: the files, as everywhere
     NAME/manifest.jsonl   from the moment it is there, the checkpoint exists
     latest                the newest one's name, a hint only
@@ -15,7 +15,7 @@ import socket
 import time
 
 from ckpt.commit.atomic import refuse_existing
-from ckpt.commit.owner import Owner, forget_token, is_alive, new_token, owner_of, refusal, signature
+from ckpt.commit.owner import FolderOwner, forget_token, is_alive, new_token, owner_of, refusal, signature
 from ckpt.format.manifest import FILE_NAME, CheckpointError
 from ckpt.storage.catalog import LATEST_NAME, OWNER_NAME, check_outside, newest_sequence
 from ckpt.storage.places import read_header, write_and_read_back
@@ -93,7 +93,7 @@ class Upload:
         folder = self.final.parent
         with contextlib.suppress(OSError, CheckpointError, UnicodeDecodeError):
             name = (folder / LATEST_NAME).read().decode().strip()
-            return read_header(folder / name)[0].sequence
+            return read_header(folder / name).sequence
         return newest_sequence(folder)
 
     def _end(self) -> None:
@@ -122,7 +122,7 @@ def _clean(folder: Url, *, except_for: str) -> None:
             (folder / name).remove_folder(FILE_NAME, OWNER_NAME)
 
 
-def _owner(folder: Url) -> Owner | None:
+def _owner(folder: Url) -> FolderOwner | None:
     with contextlib.suppress(FileNotFoundError):
         return owner_of((folder / OWNER_NAME).read())
     return None

@@ -1,18 +1,17 @@
-"""Checkpoints out: the tensors of one as safetensors, torch's `.pt`, `.npz` or one plain HDF5 file, for who does not know `ckpt`.
+"""Checkpoints out: the tensors of one as safetensors, torch's `.pt`, `.npz` or one plain HDF5 file, for programs without `ckpt`.
 
 Which tensors, under which names, into which files; how a format writes its file is the work of `ckpt.convert.formats`.
 """
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from ckpt.convert.formats import npz, plain_hdf5, safetensors, torch_file
-from ckpt.convert.formats.safetensors import FileTensor
-from ckpt.convert.sources import Buffer, Source, from_checkpoint, matching
+from ckpt.convert.sources import PieceBuffer, Source, from_checkpoint, matching
 from ckpt.format.manifest import Manifest, name_error, nesting_error
 from ckpt.reading.reader import Reader
 from ckpt.storage.catalog import check_outside, read_manifest
@@ -78,22 +77,32 @@ def export(
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     outputs: list[Output] = []
-    with _discarding(outputs), Reader(folder, manifest, verify=verify) as reader:
-        buffer = Buffer()
+    with ExitStack() as ended, Reader(folder, manifest, verify=verify) as reader:
+
+        def new_output(name: str) -> Output:
+            outputs.append(Output(target.with_name(name)))
+            outputs[-1].discard()  # of a run that was killed
+            ended.callback(outputs[-1].discard)
+            return outputs[-1]
+
+        buffer = PieceBuffer()
         found = [from_checkpoint(reader, manifest.tensors[name], new, buffer) for name, new in names.items()]
-        sources = {source.name: source.watched(progress) for source in found}
-        parts = safetensors.split(_described(sources), shard_bytes) if shard_bytes else [_described(sources)]
+        sources = [source.watched(progress) for source in found]
+        parts = safetensors.split(sources, shard_bytes) if shard_bytes else [sources]
         files = dict(
             zip(safetensors.file_names(len(parts), target.name) if several else [target.name], parts, strict=True)
         )
         write = _writer(target.suffix, manifest, compression)
         for name, part in files.items():
-            outputs.append(Output(target.with_name(name)))
-            _make(outputs[-1], [sources[tensor.name] for tensor in part], write, room=compression is None)
+            output = new_output(name)
+            if compression is None:
+                check_room(output.temporary, _HEADERS_BYTES + sum(source.nbytes for source in part))
+            with naming(output.path):
+                write(output.temporary, part)
+                output.flush()
         if len(files) > 1:
-            outputs.append(Output(target.with_name(safetensors.index_name(target.name))))
-            outputs[-1].discard()
-            write_file(outputs[-1].temporary, safetensors.index_text(files).encode())
+            output = new_output(safetensors.index_name(target.name))
+            write_file(output.temporary, safetensors.index_text(files).encode())
         if before != [target]:  # one file is replaced in one step
             for old in before:
                 old.unlink()
@@ -139,31 +148,7 @@ def _names(manifest: Manifest, only: str | Sequence[str] | None, strip: str) -> 
     return names
 
 
-def _described(sources: Mapping[str, Source]) -> list[FileTensor]:
-    return [FileTensor(source.name, source.shape, source.dtype, source.nbytes) for source in sources.values()]
-
-
 def _writer(suffix: str, manifest: Manifest, compression: str | None) -> Write:
     if suffix in (".h5", ".hdf5"):
         return partial(plain_hdf5.write, meta=manifest.meta, compression=compression)
     return {".safetensors": safetensors.write, ".npz": npz.write}.get(suffix, torch_file.write)
-
-
-def _make(output: Output, sources: Sequence[Source], write: Write, *, room: bool) -> None:
-    """All of a file, on the disk, under its temporary name. `room`: look first whether there is enough."""
-    output.discard()  # of a run that was killed
-    if room:
-        check_room(output.temporary, _HEADERS_BYTES + sum(source.nbytes for source in sources))
-    with naming(output.path):
-        write(output.temporary, sources)
-        output.flush()
-
-
-@contextmanager
-def _discarding(outputs: Sequence[Output]) -> Iterator[None]:
-    """Leave nothing behind but files that are complete."""
-    try:
-        yield
-    finally:
-        for output in outputs:
-            output.discard()

@@ -8,8 +8,9 @@ from typing import Any
 
 from ckpt.convert.formats import safetensors, torch_file
 from ckpt.convert.rewriting import write_checkpoint
-from ckpt.convert.sources import Buffer, Source, from_file, matching
+from ckpt.convert.sources import PieceBuffer, Source, from_file, matching
 from ckpt.saving.placement import Files
+from ckpt.storage.local_path import LocalFile
 from ckpt.storage.places import local_path
 from ckpt.storage.progress import Progress, no_progress
 from collectives.arrays.dtypes import DTYPES
@@ -59,7 +60,7 @@ def import_file(
 
 def _from_torch(file: Path, only: str | Sequence[str] | None, prefix: str) -> tuple[list[Source], dict[str, Any]]:
     tensors, others = torch_file.read(file)
-    buffer = Buffer()
+    buffer = PieceBuffer()
     names = sorted(matching(list(tensors), only))
     return [torch_file.source_of(tensors[name], prefix + name, buffer) for name in names], others
 
@@ -68,12 +69,13 @@ def _from_safetensors(path: Path, only: str | Sequence[str] | None, prefix: str,
     if not path.is_dir() and path.suffix not in (".safetensors", ".json"):
         suffixes = ", ".join((".safetensors", ".json", *torch_file.SUFFIXES))
         raise ValueError(f"{path} has the suffix {path.suffix!r}; expected one of {suffixes}, or a folder")
-    found: dict[str, tuple[str, safetensors.Place]] = {}
+    found: dict[str, tuple[str, safetensors.StoredTensor]] = {}
     for file, wanted in safetensors.files_of(path):
         places = safetensors.places(file)
         safetensors.check_index(file, wanted, list(places))
         found |= {name: (file, place) for name, place in places.items() if wanted is None or name in wanted}
-    buffer, fds, sources = Buffer(), {}, []
+    buffer, sources = PieceBuffer(), []
+    files: dict[str, LocalFile] = {}
     for name in sorted(matching(list(found), only)):
         file, place = found[name]
         dtype = safetensors.DTYPES.get(place.dtype)
@@ -81,8 +83,8 @@ def _from_safetensors(path: Path, only: str | Sequence[str] | None, prefix: str,
             raise ValueError(
                 f"{name} in {file} has dtype {place.dtype}; a checkpoint has one of {', '.join(DTYPES)} (only= leaves it out)"
             )
-        if file not in fds:
-            fds[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            opened.callback(os.close, fds[file])
-        sources.append(from_file(fds[file], place.position, file, prefix + name, dtype, place.shape, buffer))
+        if file not in files:
+            files[file] = LocalFile(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+            opened.callback(files[file].close)
+        sources.append(from_file(files[file], place.position, file, prefix + name, dtype, place.shape, buffer))
     return sources

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from ckpt.convert.rewriting import write_checkpoint
-from ckpt.convert.sources import Buffer, from_checkpoint
+from ckpt.convert.sources import PieceBuffer, from_checkpoint
 from ckpt.reading.reader import Reader
 from ckpt.saving.placement import Files
 from ckpt.saving.save import checked_path
@@ -39,7 +39,7 @@ def reshard(
     folder, final = absolute(path), checked_path(out)
     manifest = read_manifest(folder)
     beside = isinstance(folder, Path) and os.path.realpath(folder.parent) == os.path.realpath(final.parent)
-    buffer = Buffer()
+    buffer = PieceBuffer()
     with Reader(folder, manifest, verify=True) as reader:
         return write_checkpoint(
             final,

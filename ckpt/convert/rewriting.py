@@ -5,11 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ckpt.check.verifying import verify
 from ckpt.commit.atomic import Stage
-from ckpt.convert.sources import Part, Source
+from ckpt.convert.sources import Source, SourcePart
 from ckpt.format.boxes import Box
 from ckpt.format.manifest import MAX_NDIM, CheckpointError, encode_meta, file_entry, name_error, nesting_error
 from ckpt.saving.describing import Contents, write_index, write_manifest
@@ -48,7 +46,7 @@ def write_checkpoint(
         # Before a byte is written: a file of a few bytes may hold a tensor that repeats them to terabytes.
         check_free(stage.path, sum(source.nbytes for source in sources))
         for number, held in enumerate(boxes):
-            parts = [Part(by_name[name], box) for name, box in held.items()]
+            parts = [SourcePart(by_name[name], box) for name, box in held.items()]
             items = [Item(part.name, part.dtype, part.box) for part in parts]
             plan = lay_out(file_name(files, number), {number: items})
             driver = Posix(stage.path / plan.name, plan, number)
@@ -58,7 +56,8 @@ def write_checkpoint(
             flush(stage.path / plan.name)
             plans.append(plan)
         contents = Contents(sources, plans, dict(meta))
-        write_index(stage.path, contents, {source.name: _value(source) for source in sources if not source.shape})
+        scalars = {source.name: bytes(source.read(0, 1)) for source in sources if not source.shape}
+        write_index(stage.path, contents, scalars)
         order = stage.newest_sequence() + 1 if sequence is None else sequence
         write_manifest(stage.path, contents, reports, sequence=order)
         if damage := verify(stage.path, progress=progress):
@@ -80,11 +79,7 @@ def _check(sources: Sequence[Source]) -> None:
 
 
 def _cut(sources: Sequence[Source], parts: int) -> list[dict[str, Box]]:
-    """What each file holds of which tensor, none of them nothing."""
+    """For each file the boxes of the tensors that it holds; a file without any is left out."""
     cut = cut_evenly([(source.shape, DTYPES[source.dtype].itemsize) for source in sources], parts)
     named = [{sources[index].name: box for index, box in part.items()} for part in cut]
     return [part for part in named if part]
-
-
-def _value(source: Source) -> np.ndarray:
-    return np.frombuffer(bytes(source.read(0, 1)), DTYPES[source.dtype].numpy).reshape(())

@@ -1,15 +1,18 @@
 """Tensors on their way from one file to another: a piece at a time, in flat order, so that memory stays bounded whatever their size."""
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 
 import numpy as np
 
 from ckpt.format.boxes import Box, Shape, flat_index, rectangles
 from ckpt.format.manifest import Tensor, named, unmatched_error
 from ckpt.reading.reader import Reader
-from ckpt.storage.local import pread_into, pwrite_all
+from ckpt.storage.local import naming, pwrite_all
+from ckpt.storage.local_path import LocalFile
 from ckpt.storage.progress import Progress
 from collectives.arrays.dtypes import DTYPES
 
@@ -59,7 +62,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """A box of a source that is one run of it in flat order: whole rows."""
 
     source: Source
@@ -74,12 +77,12 @@ class Part:
         return self.source.dtype
 
     def chunks(self, nbytes: int) -> Iterator[memoryview]:
-        """As those of the source."""
+        """The bytes of the box, in chunks as `Source.chunks` yields them."""
         begin = flat_index(self.box.offset, self.source.shape)
         return self.source.chunks(nbytes, begin, begin + self.box.size)
 
 
-class Buffer:
+class PieceBuffer:
     """Memory for one piece, which all sources of a copy share."""
 
     def __init__(self) -> None:
@@ -93,49 +96,52 @@ class Buffer:
         return self._bytes[:nbytes]
 
 
-def from_checkpoint(reader: Reader, tensor: Tensor, name: str, buffer: Buffer) -> Source:
-    """A stored tensor, called `name`, whatever blocks it lies in."""
-    kind = DTYPES[tensor.dtype].numpy
+def _of_boxes(
+    name: str, dtype: str, shape: Shape, buffer: PieceBuffer, fill: Callable[[np.ndarray, Box], object]
+) -> Source:
+    """A tensor of which `fill` copies a box into an array."""
+    kind = DTYPES[dtype].numpy
 
     def read(begin: int, end: int) -> memoryview:
         flat = buffer((end - begin) * kind.itemsize)
         elements, at = flat.view(kind), 0
-        for box in rectangles(tensor.shape, begin, end):
-            reader.fill(elements[at : at + box.size].reshape(box.shape), tensor, box)
+        for box in rectangles(shape, begin, end):
+            fill(elements[at : at + box.size].reshape(box.shape), box)
             at += box.size
         return flat.data
 
-    return Source(name, tensor.dtype, tensor.shape, read, tensor.axes)
+    return Source(name, dtype, shape, read)
 
 
-def from_file(fd: int, position: int, path: str, name: str, dtype: str, shape: Shape, buffer: Buffer) -> Source:
-    """A tensor whose bytes lie in flat order in the open file `fd`, called `path`, from byte `position` on."""
+def from_checkpoint(reader: Reader, tensor: Tensor, name: str, buffer: PieceBuffer) -> Source:
+    """A stored tensor, called `name`, whatever blocks it lies in."""
+    source = _of_boxes(name, tensor.dtype, tensor.shape, buffer, lambda out, box: reader.fill(out, tensor, box))
+    return replace(source, axes=tensor.axes)
+
+
+def from_array(array: np.ndarray, name: str, dtype: str, buffer: PieceBuffer) -> Source:
+    """An array in memory or mapped from a file, strided in any way."""
+    return _of_boxes(name, dtype, array.shape, buffer, lambda out, box: np.copyto(out, array[box.slices]))
+
+
+def from_file(
+    file: LocalFile, position: int, path: str, name: str, dtype: str, shape: Shape, buffer: PieceBuffer
+) -> Source:
+    """A tensor whose bytes lie in flat order in the open file `file`, called `path`, from byte `position` on."""
     itemsize = DTYPES[dtype].itemsize
 
     def read(begin: int, end: int) -> memoryview:
-        memory = buffer((end - begin) * itemsize).data
-        pread_into(fd, memory, position + begin * itemsize, path)
+        memory, start = buffer((end - begin) * itemsize).data, position + begin * itemsize
+        with naming(Path(path)):
+            if (count := file.read_into(memory, start)) < len(memory):
+                raise OSError(errno.EIO, f"it ends at byte {start + count}, before its data", path)
         return memory
 
     return Source(name, dtype, shape, read)
 
 
-def from_array(array: np.ndarray, name: str, dtype: str, buffer: Buffer) -> Source:
-    """An array in memory or mapped from a file, strided in any way."""
-
-    def read(begin: int, end: int) -> memoryview:
-        flat = buffer((end - begin) * array.itemsize)
-        elements, at = flat.view(array.dtype), 0
-        for box in rectangles(array.shape, begin, end):
-            elements[at : at + box.size].reshape(box.shape)[...] = array[box.slices]
-            at += box.size
-        return flat.data
-
-    return Source(name, dtype, array.shape, read)
-
-
 def matching(names: Sequence[str], only: str | Sequence[str] | None) -> list[str]:
-    """Those of `names` that the pattern `only`, or one of several, matches; ValueError if one matches none. None: all."""
+    """The names that the pattern `only`, or one of several, matches; None: all. ValueError if a pattern matches no name."""
     if problem := unmatched_error(names, only):
         raise ValueError(problem)
     return named(names, only)

@@ -1,1 +1,1 @@
-"""What a checkpoint is: boxes of tensors, the manifest and its validation, HDF5."""
+"""The format of a checkpoint: boxes of tensors, the manifest and its validation, HDF5."""

@@ -62,18 +62,20 @@ class Box(NamedTuple):
         return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.shape, strict=True)) + "]"
 
 
-def cover_error(shape: Shape, boxes: Sequence[Box], owner: Callable[[int], str]) -> str | None:
-    """What is wrong with `boxes` as an exact cover of a tensor of `shape`, or None: each element must lie in exactly one box.
+def cover_error(shape: Shape, pairs: Sequence[tuple[Shape, Shape]], owner: Callable[[int], str]) -> str | None:
+    """Why boxes are not an exact cover of a tensor of `shape`, or None: each element must lie in exactly one box.
 
-    `owner` names a box, by its number, for the message ("rank 3"). Empty boxes cover nothing and disturb nobody.
+    `pairs`: the boxes, or the offset and the shape of each. `owner` names a box, by its number, for the message ("rank 3"). Empty
+    boxes cover nothing and are no error.
     """
-    if _stacked(shape, boxes):
+    if _stacked(shape, pairs):
         return None
+    boxes = [Box(*pair) for pair in pairs]
     for i, box in enumerate(boxes):
         if not box.inside(shape):
             return f"{owner(i)}'s box of {box.shape} at {box.offset} does not lie inside the shape {shape}"
-    filled = [(box, owner(i)) for i, box in enumerate(boxes) if box.size]
-    if problem := _overlap(filled):
+    filled = [(box, i) for i, box in enumerate(boxes) if box.size]
+    if problem := _overlap(filled, owner):
         return problem
     # Disjoint boxes cover a tensor exactly if their sizes add up to it.
     if sum(box.size for box, _ in filled) == prod(shape):
@@ -81,8 +83,8 @@ def cover_error(shape: Shape, boxes: Sequence[Box], owner: Callable[[int], str])
     return f"no rank holds element {_first_gap(shape, [box for box, _ in filled])} of the shape {shape}"
 
 
-def _stacked(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Whether the boxes are the rows of a tensor of `shape`, from the first to the last: how most are cut, and soon seen."""
+def _stacked(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
+    """Whether the boxes are the rows of a tensor of `shape`, from the first to the last: the usual cut, and quick to check."""
     if not shape:
         return False
     row, zeros, at = shape[1:], (0,) * (len(shape) - 1), 0
@@ -93,11 +95,11 @@ def _stacked(shape: Shape, boxes: Sequence[Box]) -> bool:
     return at == shape[0] and 0 not in shape
 
 
-def _overlap(filled: list[tuple[Box, str]]) -> str | None:
-    """Which two of `filled` overlap, or None.
+def _overlap(filled: list[tuple[Box, int]], owner: Callable[[int], str]) -> str | None:
+    """The message about two of `filled`, numbered boxes, that overlap, or None.
 
     Whatever was cut by planes falls apart along them: those boxes that meet others along every dimension are left to be compared
-    each with each. Boxes that interlock by hundreds come from nobody but who wants to keep us busy: the work is bounded.
+    each with each. Only an attack has boxes that interlock by hundreds: the work is bounded.
     """
     budget = 10_000 + sum(10 * (4 + len(box.shape)) for box, _ in filled)
     todo = [filled]
@@ -110,16 +112,16 @@ def _overlap(filled: list[tuple[Box, str]]) -> str | None:
                 todo += parts
                 break
         else:
-            for (box, owner), (other, other_owner) in islice(combinations(group, 2), max(0, budget)):
+            for (box, i), (other, j) in islice(combinations(group, 2), max(0, budget)):
                 if box.intersect(other):
-                    return f"{owner}'s box {box} and {other_owner}'s box {other} overlap"
+                    return f"{owner(i)}'s box {box} and {owner(j)}'s box {other} overlap"
             budget -= len(group) * (len(group) - 1) // 2
     return None if budget > 0 else "its boxes interlock too much to be checked; expected cuts along planes"
 
 
-def _apart(group: list[tuple[Box, str]], axis: int) -> list[list[tuple[Box, str]]]:
+def _apart(group: list[tuple[Box, int]], axis: int) -> list[list[tuple[Box, int]]]:
     """`group` cut by all planes across `axis` that pass between its boxes."""
-    parts: list[list[tuple[Box, str]]] = []
+    parts: list[list[tuple[Box, int]]] = []
     end = -1
     for pair in sorted(group, key=lambda pair: pair[0].offset[axis]):
         start, length = pair[0].offset[axis], pair[0].shape[axis]
@@ -167,19 +169,26 @@ def single_run(inner: Box, block_shape: Shape, target_shape: Shape) -> bool:
     return True
 
 
-def pieces(box: Box, size: int) -> list[Box]:
-    """A box cut into boxes of at most `size` elements each, in flat order."""
+def pieces(box: Box, size: int) -> Iterator[Box]:
+    """A box cut into boxes of at most `size` elements each (at least 1), in flat order.
+
+    As many rows together as fit; a row that alone is too long is cut in turn. So a whole tensor is cut into flat ranges.
+    """
     if box.size <= size:
-        return [box] if box.size else []
+        if box.size:
+            yield box
+        return
     axis = next(d for d, n in enumerate(box.shape) if n > 1)
-    rows = max(1, size * box.shape[axis] // box.size)
-    found = []
-    for start in range(0, box.shape[axis], rows):
-        count = min(rows, box.shape[axis] - start)
-        offset, shape = list(box.offset), list(box.shape)
-        offset[axis], shape[axis] = offset[axis] + start, count
-        found += pieces(Box(tuple(offset), tuple(shape)), size)
-    return found
+    step = max(1, size * box.shape[axis] // box.size)
+    for start in range(0, box.shape[axis], step):
+        yield from pieces(rows(box, axis, start, min(step, box.shape[axis] - start)), size)
+
+
+def rows(box: Box, axis: int, start: int, count: int) -> Box:
+    """The part of a box that is `count` rows along `axis`, from row `start` of the box on."""
+    offset, shape = list(box.offset), list(box.shape)
+    offset[axis], shape[axis] = offset[axis] + start, count
+    return Box(tuple(offset), tuple(shape))
 
 
 def rectangles(shape: Shape, start: int, stop: int) -> list[Box]:
@@ -196,27 +205,8 @@ def rectangles(shape: Shape, start: int, stop: int) -> list[Box]:
     boxes = [_under(first, box) for box in rectangles(shape[1:], head, row)] if head else []
     whole = first + bool(head)
     if whole < last:
-        boxes.append(Box((whole,) + (0,) * (len(shape) - 1), (last - whole, *shape[1:])))
+        boxes.append(rows(Box.full(shape), 0, whole, last - whole))
     return boxes + [_under(last, box) for box in rectangles(shape[1:], 0, tail)]
-
-
-def slabs(shape: Shape, limit: int) -> Iterator[Box]:
-    """A tensor of `shape` cut into boxes of at most `limit` elements (at least 1), in flat order; each is one flat range.
-
-    As many rows together as fit; a row that alone is too long is cut in turn.
-    """
-    if not prod(shape):
-        return
-    if prod(shape) <= limit:
-        yield Box.full(shape)
-        return
-    row = prod(shape[1:])
-    step = limit // row
-    for first in range(0, shape[0], max(1, step)):
-        if step:
-            yield Box((first,) + (0,) * (len(shape) - 1), (min(step, shape[0] - first), *shape[1:]))
-        else:
-            yield from (_under(first, box) for box in slabs(shape[1:], limit))
 
 
 def _under(row: int, box: Box) -> Box:

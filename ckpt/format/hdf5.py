@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from ckpt.format.boxes import Shape
-from ckpt.format.manifest import FORMAT, Manifest, Tensor, encode_meta, version_of
+from ckpt.format.manifest import FORMAT, Tensor, encode_meta, version_of
 from ckpt.saving.placement import PAGE_BYTES
 from ckpt.storage.local import naming
 from collectives.arrays.dtypes import DTYPES
@@ -37,14 +37,11 @@ def new_data_file(path: Path, elements: Mapping[str, int], mpi: Any = None) -> I
     Contiguous, allocated early and never filled: their place is fixed, and the file is a valid one before its bytes are there.
     `mpi`: mpi4py's communicator of the ranks that open it together, by parallel HDF5. The file's bytes are the same either way.
     """
-    plist = dataset_properties()
-    plist.set_layout(h5py.h5d.CONTIGUOUS)
-    plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    plist = contiguous_properties()
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_alignment(PAGE_BYTES, PAGE_BYTES)
     if mpi is None:
-        # Nobody else sees a staged file, and locks fail on some Lustre and NFS mounts.
+        # No other process sees a staged file, and locks fail on some Lustre and NFS mounts.
         access.set_file_locking(False, True)
     else:
         access.set_fapl_mpio(mpi, mpi.Get_info())
@@ -59,55 +56,56 @@ def new_data_file(path: Path, elements: Mapping[str, int], mpi: Any = None) -> I
         del datasets
 
 
-def index_image(manifest: Manifest, scalars: Mapping[str, np.ndarray]) -> bytes:
+def index_image(
+    tensors: Mapping[str, Tensor],
+    lengths: Mapping[str, Mapping[str, int]],
+    meta: Mapping[str, Any],
+    scalars: Mapping[str, bytes],
+) -> bytes:
     """The bytes of `index.h5`: every tensor in its full shape, under its name, as a virtual dataset of the rank files' ranges.
 
-    `scalars`: the values of the 0-D tensors, which HDF5 cannot make virtual. What a missing rank file held reads as NaN.
-    The file is made in memory, which spares the file system thousands of small writes.
+    `lengths`: of each data file the elements of its datasets, in the order of the manifest's files. `scalars`: the values of the
+    0-D tensors, which HDF5 cannot make virtual. What a missing rank file held reads as NaN. The file is made in memory, which spares
+    the file system thousands of small writes.
     """
-    with h5py.File(h5py.h5f.open_file_image(_kept_frame(manifest), h5py.h5f.FILE_IMAGE_OPEN_RW)) as file:
-        meta = encode_meta(manifest.meta)
-        if len(meta) <= MAX_ATTRIBUTE_BYTES:
-            file.attrs["meta"] = meta
+    image = _kept_frame(list(tensors.values()), lengths)
+    with h5py.File(h5py.h5f.open_file_image(image, h5py.h5f.FILE_IMAGE_OPEN_RW)) as file:
+        text = encode_meta(meta)
+        if len(text) <= MAX_ATTRIBUTE_BYTES:
+            file.attrs["meta"] = text
         for name, value in scalars.items():
             # The memory's type is named as the file's, so that the bits of a bf16 go in as they are.
-            kind = h5_type(manifest.tensors[name].dtype)
-            h5py.h5d.open(file.id, name.encode()).write(_SCALAR, _SCALAR, value, kind)
+            memory = np.frombuffer(value, np.uint8)
+            h5py.h5d.open(file.id, name.encode()).write(_SCALAR, _SCALAR, memory, h5_type(tensors[name].dtype))
         file.flush()
         return file.id.get_file_image()
 
 
-def _kept_frame(manifest: Manifest) -> bytes:
+def _kept_frame(tensors: Sequence[Tensor], lengths: Mapping[str, Mapping[str, int]]) -> bytes:
     """The index but for what changes from save to save: `meta` and the values of scalars.
 
     A training saves the same tensors again and again, and HDF5 needs 0.25 to 0.3 ms for each: so the last ones are kept.
     """
-    lengths = [(file.name, {dtype: d.elements for dtype, d in file.datasets.items()}) for file in manifest.files]
-    tensors = list(manifest.tensors.values())
     key = xxhash.xxh3_128_digest(msgspec.msgpack.encode((lengths, tensors)))
     with _keeping:
-        frame = _kept.pop(key, None) or _make_frame(lengths, tensors)
+        frame = _kept.pop(key, None) or _make_frame(tensors, lengths)
         _kept[key] = frame
         while len(_kept) > 1 and sum(map(len, _kept.values())) > _KEPT_BYTES:
             del _kept[next(iter(_kept))]
     return frame
 
 
-def _make_frame(lengths: Sequence[tuple[str, Mapping[str, int]]], tensors: Sequence[Tensor]) -> bytes:
-    """`lengths`: of each data file its name, and the elements of its datasets."""
+def _make_frame(tensors: Sequence[Tensor], lengths: Mapping[str, Mapping[str, int]]) -> bytes:
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fapl_core(1 << 20, False)
     with h5py.File(h5py.h5f.create(INDEX_NAME.encode(), fapl=access)) as file:
         file.attrs["format"], file.attrs["version"] = FORMAT, version_of(tensors)
-        # HDF5 makes the groups on the way: their names are the parts of the tensor's.
-        links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-        links.set_create_intermediate_group(True)
-        links.set_char_encoding(h5py.h5t.CSET_UTF8)
+        links = link_properties()
         sources = [
             (name.encode(), {dtype: h5py.h5s.create_simple((count,)) for dtype, count in datasets.items()})
-            for name, datasets in lengths
+            for name, datasets in lengths.items()
         ]
-        names = [name for name, _ in lengths]
+        names = list(lengths)
         # Each object costs h5py some microseconds, so they are used again where they can be.
         spaces: dict[Shape, h5py.h5s.SpaceID] = {(): _SCALAR}
         for tensor in tensors:
@@ -127,10 +125,27 @@ def _make_frame(lengths: Sequence[tuple[str, Mapping[str, int]]], tensors: Seque
 
 
 def dataset_properties() -> h5py.h5p.PropDCID:
-    """What all datasets have in common."""
+    """The properties of every dataset."""
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_obj_track_times(False)  # the same tensors make the same bytes
     return plist
+
+
+def contiguous_properties() -> h5py.h5p.PropDCID:
+    """For a dataset in one range of its file, allocated at once and never filled: its bytes are written past HDF5."""
+    plist = dataset_properties()
+    plist.set_layout(h5py.h5d.CONTIGUOUS)
+    plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    return plist
+
+
+def link_properties() -> h5py.h5p.PropLCID:
+    """For the name of a tensor: HDF5 makes the groups on the way, whose names are the parts of the tensor's."""
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    links.set_char_encoding(h5py.h5t.CSET_UTF8)
+    return links
 
 
 def _map_blocks(plist: h5py.h5p.PropDCID, tensor: Tensor, target: h5py.h5s.SpaceID, sources: list) -> None:
@@ -140,7 +155,7 @@ def _map_blocks(plist: h5py.h5p.PropDCID, tensor: Tensor, target: h5py.h5s.Space
         name, spaces = sources[block.file]
         source = spaces[tensor.dtype]
         source.select_hyperslab((block.start,), (1,), block=(block.box.size,))
-        target.select_hyperslab(block.box.offset, (1,) * len(tensor.shape), block=block.box.shape)
+        target.select_hyperslab(block.offset, (1,) * len(tensor.shape), block=block.shape)
         plist.set_virtual(target, name, b"/" + tensor.dtype.encode(), source)
     target.select_all()
 
@@ -154,7 +169,7 @@ def _text_type(length: int) -> h5py.h5t.TypeID:
 
 @cache
 def _nan(dtype: str) -> np.ndarray | None:
-    """What fills the place of values that are missing, as HDF5 takes it; None for integers and truth values."""
+    """The fill value for missing values, as HDF5 takes it; None for integers and truth values."""
     row = DTYPES[dtype]
     if row.kind not in ("float", "complex"):
         return None
@@ -193,7 +208,7 @@ def mark_dtype(dataset: h5py.h5d.DatasetID, dtype: str) -> None:
 
 
 def _mark_placement(dataset: h5py.h5d.DatasetID, tensor: Tensor, files: Sequence[str]) -> None:
-    """Who looks at the index sees in which files the parts of a tensor lie, and along which mesh axes it was cut."""
+    """Attributes for people: the files in which the parts of a tensor lie, and the mesh axes along which it was cut."""
     attributes = {"placement": "; ".join(f"{files[b.file]} {b.box}" for b in tensor.blocks)}
     if tensor.axes is not None:
         attributes["axes"] = ", ".join(axis or "-" for axis in tensor.axes)

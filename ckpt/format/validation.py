@@ -1,4 +1,4 @@
-"""What a checkpoint on disk claims is believed only after it was checked here: it may be damaged, or made to harm.
+"""Validation: every claim of a checkpoint on disk is checked here before it is used. It may be damaged, or made to harm.
 
 Nothing read runs as code, files are plain names, every byte range lies inside its file, no tensor is larger than the files that
 hold it, and the work and memory that any of this takes grow with the bytes of the manifest alone. How the files themselves are
@@ -13,23 +13,23 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import islice, pairwise
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from ckpt.format.boxes import Box, cover_error
+from ckpt.format.boxes import cover_error
 from ckpt.format.manifest import (
     DIGITS,
     FILE_NAME,
     FORMAT,
-    MAX_NDIM,
+    MAX_SIZE,
     VERSION,
-    Block,
     CheckpointError,
-    Dataset,
     File,
     Manifest,
     OutOfReachError,
+    Size,
+    StoredBlock,
     Tensor,
     axes_error,
     last_line,
@@ -39,23 +39,20 @@ from ckpt.format.manifest import (
 )
 from collectives.arrays.dtypes import DTYPES
 
-_MAX_SIZE = 1 << 62
 _MAX_CHUNK_BYTES = 16 << 20  # what reading any part of a chunk may need as memory
 _MAX_REST_BYTES = 64 << 20
 _MAX_GAP_BYTES = 1 << 20  # between blocks; it is a page at most, with room for the stripes of a file system
 
 T = TypeVar("T")
-_Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_SIZE)]
-_Sizes = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_NDIM)]
 
 
-class Header(NamedTuple):
+class Header(msgspec.Struct, frozen=True):
     """The first line of a manifest: enough to list a folder."""
 
-    sequence: int
-    saved: float
-    chunk_bytes: int
-    num_tensors: int
+    sequence: Size
+    saved: Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=64, le=_MAX_CHUNK_BYTES, multiple_of=64)]
+    num_tensors: Size = msgspec.field(name="tensors")
     files: tuple[File, ...]
 
 
@@ -108,11 +105,12 @@ def decode_header(line: bytes) -> Header:
         raise out_of_reach(
             f"it was written in byte order {reprlib.repr(header.get('byteorder'))}, this machine's is {sys.byteorder!r}"
         )
-    entry = _typed(header, _HeaderLine)
-    files = tuple(_file(each, version) for each in entry.files)
-    if len({f.name for f in files}) < len(files):
+    checked = _typed(header, Header)
+    for file in checked.files:
+        _check_file(file, version)
+    if len({file.name for file in checked.files}) < len(checked.files):
         raise refused("it names a file twice")
-    return Header(entry.sequence, entry.saved, entry.chunk_bytes, entry.tensors, files)
+    return checked
 
 
 def refused(problem: str) -> CheckpointError:
@@ -152,23 +150,6 @@ class _Version(msgspec.Struct):
     version: Annotated[int, msgspec.Meta(ge=1)]
 
 
-class _FileEntry(msgspec.Struct):
-    """`datasets`: the offset and the length of each."""
-
-    name: str
-    datasets: dict[str, tuple[_Size, _Size]]
-    nbytes: _Size = msgspec.field(name="bytes")
-    rest: str | None = None
-
-
-class _HeaderLine(msgspec.Struct):
-    sequence: _Size
-    saved: Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
-    chunk_bytes: Annotated[int, msgspec.Meta(ge=64, le=_MAX_CHUNK_BYTES, multiple_of=64)]
-    tensors: _Size
-    files: list[_FileEntry]
-
-
 def _typed(value: Any, kind: type[T]) -> T:
     try:
         return msgspec.convert(value, kind)
@@ -178,97 +159,78 @@ def _typed(value: Any, kind: type[T]) -> T:
 
 def file_of(entry: Any) -> File:
     """The checked entry of a file in a manifest's header."""
-    return _file(_typed(entry, _FileEntry), VERSION)
+    file = _typed(entry, File)
+    _check_file(file, VERSION)
+    return file
 
 
-def _file(entry: _FileEntry, version: int) -> File:
-    name = entry.name
+def _check_file(file: File, version: int) -> None:
+    name = file.name
     if not name.isprintable() or name in ("", ".", "..", FILE_NAME) or "/" in name or "\\" in name:
         raise refused(f"the file name {reprlib.repr(name)} is no plain name inside the checkpoint")
-    if unknown := entry.datasets.keys() - DTYPES.keys():
+    if unknown := file.datasets.keys() - DTYPES.keys():
         raise refused(f"file {name}: dtype {reprlib.repr(min(unknown))} is unknown")
-    datasets = {dtype: Dataset(*value) for dtype, value in entry.datasets.items()}
     end = 0
-    for dtype, (offset, elements) in sorted(datasets.items(), key=lambda item: item[1]):
+    for dtype, (offset, elements) in sorted(file.datasets.items(), key=lambda item: item[1]):
         if offset < end:
             raise refused(f"file {name}: dataset {dtype} overlaps another")
         end = offset + elements * DTYPES[dtype].itemsize
-    if end > entry.nbytes:
-        raise refused(f"file {name}: its datasets end at byte {end}, beyond its {entry.nbytes} bytes")
-    if version == 1:
-        return File(name, entry.nbytes, datasets)
-    if entry.rest is None or not _are_checksums(entry.rest, 1):
-        raise refused(f"file {name}: rest is {reprlib.repr(entry.rest)}, expected a checksum of {DIGITS} digits")
-    return File(name, entry.nbytes, datasets, entry.rest)
+    if end > file.nbytes:
+        raise refused(f"file {name}: its datasets end at byte {end}, beyond its {file.nbytes} bytes")
+    if (version > 1 or file.rest is not None) and not _are_checksums(file.rest or "", 1):
+        raise refused(f"file {name}: rest is {reprlib.repr(file.rest)}, expected a checksum of {DIGITS} digits")
 
 
-class _BlockLine(msgspec.Struct, gc=False):
-    file: _Size
-    start: _Size
-    offset: _Sizes
-    shape: _Sizes
-    xxh3: str
-
-
-class _TensorLine(msgspec.Struct, gc=False):
-    """A tensor as its line names it. What else a line may hold is passed over without memory, and of two equal keys the last counts."""
-
-    name: str
-    dtype: str
-    shape: _Sizes
-    blocks: list[_BlockLine]
-    axes: list[str | None] | None = None
-
-
-_TENSOR = msgspec.json.Decoder(_TensorLine)
+# Of two equal keys in a line the last counts; what else a line may hold is passed over without memory.
+_TENSOR = msgspec.json.Decoder(Tensor)
 
 
 def _tensor(line: bytes, header: Header) -> Tensor:
     if problem := line_error(line):
         raise out_of_reach(f"it {problem}")
     try:
-        entry = _TENSOR.decode(line)
+        tensor = _TENSOR.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise refused(f"the line of a tensor, {line[:60]!r}...: {error}") from None
-    name, dtype, shape = entry.name, entry.dtype, entry.shape
+    name, shape, blocks = tensor.name, tensor.shape, tensor.blocks
     if problem := name_error(name):
         raise refused(problem)
-    if dtype not in DTYPES:
-        raise refused(f"tensor {name!r}: dtype {reprlib.repr(dtype)} is unknown")
-    itemsize = DTYPES[dtype].itemsize
+    if tensor.dtype not in DTYPES:
+        raise refused(f"tensor {name!r}: dtype {reprlib.repr(tensor.dtype)} is unknown")
     # NumPy has no larger ones, not even empty ones, which no block bounds.
-    if 0 in shape and math.prod([n or 1 for n in shape]) * itemsize > _MAX_SIZE:
+    if 0 in shape and math.prod([n or 1 for n in shape]) * DTYPES[tensor.dtype].itemsize > MAX_SIZE:
         raise refused(f"tensor {name!r}: no array can have the shape {shape}")
-    blocks = tuple([_block(name, dtype, itemsize, block, header) for block in entry.blocks])
+    for block in blocks:
+        if problem := _block_error(block, tensor.dtype, header):
+            raise refused(f"tensor {name!r}: a block of {block.shape} at {block.offset} {problem}")
     # An exact cover by blocks that share no bytes: so no tensor is larger than the files that hold it.
-    problem = cover_error(shape, [b.box for b in blocks], lambda i: header.files[blocks[i].file].name)
-    if problem:
+    if problem := cover_error(
+        shape, [(b.offset, b.shape) for b in blocks], lambda i: header.files[blocks[i].file].name
+    ):
         raise refused(f"tensor {name!r}: {problem}")
-    if entry.axes is not None and (problem := axes_error(entry.axes, len(shape))):
+    if tensor.axes is not None and (problem := axes_error(list(tensor.axes), len(shape))):
         raise refused(f"tensor {name!r}: {problem}")
-    return Tensor(name, dtype, shape, blocks, None if entry.axes is None else tuple(entry.axes))
+    return tensor
 
 
-def _block(name: str, dtype: str, itemsize: int, entry: _BlockLine, header: Header) -> Block:
-    """Whether it lies inside its tensor, `cover_error` will say."""
-    size = math.prod(entry.shape)
-    file = header.files[entry.file] if entry.file < len(header.files) else None
-    dataset = file.datasets.get(dtype) if file is not None else None
+def _block_error(block: StoredBlock, dtype: str, header: Header) -> str | None:
+    """Why a block is refused, or None. `cover_error` checks that it lies inside its tensor."""
+    size = math.prod(block.shape)
     if not size:
-        problem = "is empty"
-    elif file is None:
-        problem = f"is in file {entry.file} of {len(header.files)}"
-    elif dataset is None or entry.start + size > dataset.elements:
-        problem = f"lies beyond its dataset in {file.name}"
-    elif not _are_checksums(entry.xxh3, -(-size * itemsize // header.chunk_bytes)):
-        problem = "has checksums of the wrong number or length, or what is no checksum"
-    else:
-        return Block(entry.file, entry.start, Box(entry.offset, entry.shape), entry.xxh3)
-    raise refused(f"tensor {name!r}: a block of {entry.shape} at {entry.offset} {problem}")
+        return "is empty"
+    if block.file >= len(header.files):
+        return f"is in file {block.file} of {len(header.files)}"
+    file = header.files[block.file]
+    dataset = file.datasets.get(dtype)
+    if dataset is None or block.start + size > dataset.elements:
+        return f"lies beyond its dataset in {file.name}"
+    if not _are_checksums(block.checksums, -(-size * DTYPES[dtype].itemsize // header.chunk_bytes)):
+        return "has checksums of the wrong number or length, or what is no checksum"
+    return None
 
 
 def _are_checksums(digits: str, count: int) -> bool:
-    """Whether they are so many."""
+    """Whether `digits` are `count` checksums."""
     try:
         int(digits, 16)
     except ValueError:
@@ -278,12 +240,12 @@ def _are_checksums(digits: str, count: int) -> bool:
 
 def _check_no_sharing(files: tuple[File, ...], tensors: Iterable[Tensor]) -> None:
     ranges: dict[tuple[int, str], list[tuple[int, int, str]]] = defaultdict(list)
-    for name, dtype, _, blocks, _ in tensors:
-        for file, start, box, _ in blocks:
-            ranges[file, dtype].append((start, start + box.size, name))
+    for tensor in tensors:
+        for block in tensor.blocks:
+            ranges[block.file, tensor.dtype].append((block.start, block.start + math.prod(block.shape), tensor.name))
     for (file, dtype), in_order in ranges.items():
         in_order.sort()
-        # Who verifies all bytes of a sparse file would be busy for years.
+        # To verify all bytes of a sparse file could take years.
         gaps = files[file].datasets[dtype].elements - sum(end - start for start, end, _ in in_order)
         if gaps * DTYPES[dtype].itemsize > _MAX_GAP_BYTES * (1 + len(in_order)):
             raise refused(f"dataset {dtype} of {files[file].name} has {gaps} elements that belong to no tensor")

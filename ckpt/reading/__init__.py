@@ -1,1 +1,1 @@
-"""What reads checkpoints: entries of one by their index, and arrays of all ranks."""
+"""Reading: parts of tensors by an index, and arrays of all ranks."""

@@ -20,7 +20,7 @@ class Checkpoint(Mapping[str, TensorEntry]):
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What was given to `save` as `meta`."""
+        """The `meta` that `save` was given."""
         return self._manifest.meta
 
     @property

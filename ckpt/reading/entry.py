@@ -57,7 +57,7 @@ class TensorEntry:
 
     @property
     def axes(self) -> tuple[str | None, ...] | None:
-        """For each dimension the mesh axis that it was cut along, None where it is whole; None if nobody said so (`Shard.axes`)."""
+        """For each dimension the mesh axis that it was cut along, None where it is whole; None if no axes were saved (`Shard.axes`)."""
         return self._tensor.axes
 
     def read(self, where: Box | Index | tuple[Index, ...] | None = None, *, verify: bool = True) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What an index such as `entry[2:, ::3, -1]` selects of a tensor, as NumPy has it. Arithmetic on tuples: no files, no arrays."""
+"""The part of a tensor that an index as `entry[2:, ::3, -1]` selects, by NumPy's rules. Arithmetic on tuples, no files, no arrays."""
 
 import operator
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from math import prod
 from types import EllipsisType
 from typing import Any, NamedTuple, SupportsIndex
 
-from ckpt.format.boxes import Box, Shape
+from ckpt.format.boxes import Box, Shape, rows
 
 Index = SupportsIndex | slice | EllipsisType
 
@@ -21,7 +21,7 @@ class Selection(NamedTuple):
 
     @property
     def is_box(self) -> bool:
-        """Whether the elements are all of a rectangle, in its order."""
+        """Whether the selected elements are all elements of a rectangle, in its order."""
         return all(step == 1 for step in self.steps)
 
     def covering(self, part: Box) -> Box:
@@ -47,14 +47,11 @@ class Selection(NamedTuple):
                 continue
             axis = next(d for d, n in enumerate(part.shape) if n > 1)
             half = part.shape[axis] // 2
-            for first, count in ((half, part.shape[axis] - half), (0, half)):
-                offset, shape = list(part.offset), list(part.shape)
-                offset[axis], shape[axis] = offset[axis] + first, count
-                todo.append(Box(tuple(offset), tuple(shape)))
+            todo += [rows(part, axis, half, part.shape[axis] - half), rows(part, axis, 0, half)]
 
 
 def select(where: Box | Index | tuple[Index, ...], shape: Shape) -> Selection:
-    """What `where` selects of a tensor of `shape`. IndexError if it does not fit, TypeError for what is no integer, slice or `...`."""
+    """The selection by `where` of a tensor of `shape`. IndexError if it does not fit, TypeError unless of integers, slices, `...`."""
     if isinstance(where, Box):
         if not where.inside(shape):
             raise IndexError(f"the box {where} does not lie inside the shape {shape}")

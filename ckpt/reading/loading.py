@@ -86,7 +86,7 @@ def load(
             if following is None:
                 raise none_usable(problems) from failure
             if comm.rank == 0:
-                warnings.warn(f"{problems[-1]}; going on with the copy {following}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"{problems[-1]}; going on with the copy {following}", RuntimeWarning, stacklevel=3)
     raise AssertionError("the last place returns or raises")
 
 
@@ -106,7 +106,7 @@ def _manifest_at(place: Place, known: bytes | None, comm: Ranks) -> tuple[bytes,
 
 def _fill(part: LocalBox, tensor: Tensor, reader: Reader) -> None:
     """Read a box of `tensor`, converted if need be."""
-    if part.dtype == tensor.dtype:
+    if part.array.dtype == DTYPES[tensor.dtype].numpy:
         reader.fill(part.array, tensor, part.box)
         return
     for piece in pieces(part.box, _CAST_ELEMENTS):
@@ -126,7 +126,7 @@ def _match(
     only: str | Sequence[str] | None,
     cast: bool,
 ) -> list[Local]:
-    """Those of `asked` that are stored; CheckpointError unless patterns, names (if `strict`), shapes and dtypes fit."""
+    """The tensors of `asked` that are stored; CheckpointError unless patterns, names (if `strict`), shapes and dtypes fit."""
     stored = set(named(manifest.tensors, only))
     if only is not None:
         counting = set(named([local.name for local in asked], only))
@@ -137,7 +137,9 @@ def _match(
         if missing := sorted(names - stored):
             problems.append(f"it does not hold {_listed(missing, stored)}")
         if extra := sorted(stored - names):
-            problems.append(f"it holds {_listed(extra, names)}, which nobody asked for (strict=False passes over them)")
+            problems.append(
+                f"it holds {_listed(extra, names)}, which `tensors` does not name (strict=False passes over them)"
+            )
         if problems:
             raise CheckpointError(f"{folder}: " + "; ".join(problems))
     if problem := unmatched_error(list(manifest.tensors), only):
@@ -145,9 +147,11 @@ def _match(
     wanted = [local for local in asked if local.name in stored]
     for asked_for in (local.description for local in wanted if local.description is not None):
         tensor = manifest.tensors[asked_for.name]
+        if tensor.shape == asked_for.shape and tensor.dtype == asked_for.dtype:
+            continue
         kind = DTYPES[tensor.dtype].kind
         converts = kind in ("float", "complex") and DTYPES[asked_for.dtype].kind == kind
-        if tensor.shape != asked_for.shape or (tensor.dtype != asked_for.dtype and not (cast and converts)):
+        if tensor.shape != asked_for.shape or not (cast and converts):
             hint = " (cast=True converts it)" if tensor.shape == asked_for.shape and converts else ""
             raise CheckpointError(
                 f"{folder}: tensor {tensor.name!r} is {tensor.dtype} {tensor.shape} there; "

@@ -6,12 +6,13 @@ memory stays bounded however large a tensor is.
 """
 
 from collections.abc import Iterator
+from math import prod
 from types import TracebackType
 
 import numpy as np
 
 from ckpt.format.boxes import Box, flat_index, rectangles, single_run
-from ckpt.format.manifest import Block, CheckpointError, Manifest, Tensor, checksum
+from ckpt.format.manifest import CheckpointError, Manifest, StoredBlock, Tensor, checksum
 from ckpt.storage.places import Folder, OpenFile, Place, read_header
 from collectives.arrays.dtypes import DTYPES
 
@@ -19,8 +20,8 @@ _MAX_OPEN_FILES = 64
 
 
 def is_replaced(folder: Place, ours: Manifest) -> bool:
-    """Whether the checkpoint `folder` is another save's than that of `ours` by now. CheckpointError or OSError if it cannot be read."""
-    header, _ = read_header(folder)
+    """Whether another save has replaced the checkpoint `folder` since `ours` was read. CheckpointError or OSError if unreadable."""
+    header = read_header(folder)
     return (header.sequence, header.saved, header.files) != (ours.sequence, ours.saved, ours.files)
 
 
@@ -57,14 +58,14 @@ class Reader:
         itemsize = target.dtype.itemsize
         try:
             for block in tensor.blocks:
-                if block.box == box:  # as it was saved
+                if block.offset == box.offset and block.shape == box.shape:  # as it was saved
                     self._copy_run(memory, tensor, block, 0)
                     return
             for block in tensor.blocks:
                 if (inner := block.box.intersect(box)) is None:
                     continue
-                elif single_run(inner, block.box.shape, box.shape):
-                    start = flat_index(inner.relative_to(block.box.offset).offset, block.box.shape) * itemsize
+                elif single_run(inner, block.shape, box.shape):
+                    start = flat_index(inner.relative_to(block.offset).offset, block.shape) * itemsize
                     at = flat_index(inner.relative_to(box.offset).offset, box.shape) * itemsize
                     self._copy_run(memory[at : at + inner.size * itemsize], tensor, block, start)
                 else:
@@ -80,15 +81,16 @@ class Reader:
         dtype = DTYPES[tensor.dtype].numpy
         try:
             for block in tensor.blocks:
+                position = self._position(tensor, block)
                 for i, first, last in self._chunks(tensor, block, 0, block.box.size * dtype.itemsize):
                     buffer = self._buffer(last - first)
-                    self._read_chunk(tensor, block, i, buffer)
+                    self._read_chunk(block, i, position + first, buffer)
                     yield np.frombuffer(buffer, np.uint8).view(dtype)
         except CheckpointError as error:
             raise self._failure(tensor, error) from None
 
     def _failure(self, tensor: Tensor, error: CheckpointError) -> CheckpointError:
-        """What to raise for a problem with a file: perhaps that is another save's by now."""
+        """The error for a problem with a file: perhaps another save has replaced the file by now."""
         try:
             if is_replaced(self._folder, self._manifest):
                 return CheckpointError(
@@ -99,58 +101,58 @@ class Reader:
                 return CheckpointError(f"{self._folder} was removed since it was opened")
         return CheckpointError(f"{self._folder}: tensor {tensor.name!r}: {error}")
 
-    def _copy_run(self, memory: memoryview, tensor: Tensor, block: Block, start: int) -> None:
+    def _copy_run(self, memory: memoryview, tensor: Tensor, block: StoredBlock, start: int) -> None:
         """Fill `memory`, where the bytes of the block from byte `start` on belong."""
+        position = self._position(tensor, block)
         if not self._verify:
-            self._read(block.file, self._position(tensor, block) + start, memory)
+            self._read(block.file, position + start, memory)
             return
         stop = start + len(memory)
         for i, first, last in self._chunks(tensor, block, start, stop):
             if start <= first and last <= stop:
-                self._read_chunk(tensor, block, i, memory[first - start : last - start])
+                self._read_chunk(block, i, position + first, memory[first - start : last - start])
             else:  # a checksum covers a whole chunk: the ends of the range, where it holds half of one, take the detour
                 buffer = self._buffer(last - first)
-                self._read_chunk(tensor, block, i, buffer)
+                self._read_chunk(block, i, position + first, buffer)
                 low, high = max(start, first), min(stop, last)
                 memory[low - start : high - start] = buffer[low - first : high - first]
 
-    def _copy_rectangles(self, target: np.ndarray, tensor: Tensor, block: Block, inner: Box, box: Box) -> None:
+    def _copy_rectangles(self, target: np.ndarray, tensor: Tensor, block: StoredBlock, inner: Box, box: Box) -> None:
         """Chunk by chunk through a buffer; a chunk is a few rectangles of the block, cut with what is wanted of it."""
         itemsize = target.dtype.itemsize
-        wanted = inner.relative_to(block.box.offset)
+        wanted = inner.relative_to(block.offset)
         last_wanted = tuple(o + n - 1 for o, n in zip(wanted.offset, wanted.shape, strict=True))
-        start = flat_index(wanted.offset, block.box.shape) * itemsize
-        stop = (flat_index(last_wanted, block.box.shape) + 1) * itemsize
+        start = flat_index(wanted.offset, block.shape) * itemsize
+        stop = (flat_index(last_wanted, block.shape) + 1) * itemsize
+        position = self._position(tensor, block)
         for i, first, last in self._chunks(tensor, block, start, stop):
             pieces = []
             begin = 0
-            for rectangle in rectangles(block.box.shape, first // itemsize, last // itemsize):
+            for rectangle in rectangles(block.shape, first // itemsize, last // itemsize):
                 if part := rectangle.intersect(wanted):
                     pieces.append((begin, rectangle, part))
                 begin += rectangle.size
             if not pieces:
                 continue
             buffer = self._buffer(last - first)
-            self._read_chunk(tensor, block, i, buffer)
+            self._read_chunk(block, i, position + first, buffer)
             elements = np.frombuffer(buffer, np.uint8).view(target.dtype)
             for begin, rectangle, part in pieces:
                 source = elements[begin : begin + rectangle.size].reshape(rectangle.shape)
                 # The part, counted from the block, as counted from the target.
                 there = Box(
-                    tuple(p + b - t for p, b, t in zip(part.offset, block.box.offset, box.offset, strict=True)),
+                    tuple(p + b - t for p, b, t in zip(part.offset, block.offset, box.offset, strict=True)),
                     part.shape,
                 )
                 target[there.slices] = source[part.relative_to(rectangle.offset).slices]
 
-    def _chunks(self, tensor: Tensor, block: Block, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _chunks(self, tensor: Tensor, block: StoredBlock, start: int, stop: int) -> list[tuple[int, int, int]]:
         """The block's chunks that bytes `start:stop` touch: number, first byte, end."""
         size = self._manifest.chunk_bytes
-        end = block.box.size * DTYPES[tensor.dtype].itemsize
-        for i in range(start // size, -(-stop // size)):
-            yield i, i * size, min((i + 1) * size, end)
+        end = prod(block.shape) * DTYPES[tensor.dtype].numpy.itemsize
+        return [(i, i * size, min((i + 1) * size, end)) for i in range(start // size, -(-stop // size))]
 
-    def _read_chunk(self, tensor: Tensor, block: Block, i: int, memory: memoryview) -> None:
-        position = self._position(tensor, block) + i * self._manifest.chunk_bytes
+    def _read_chunk(self, block: StoredBlock, i: int, position: int, memory: memoryview) -> None:
         self._read(block.file, position, memory)
         # Hashed while it still is in the processor's cache.
         if self._verify and checksum(memory) != block.checksum(i):
@@ -159,9 +161,9 @@ class Reader:
                 f"{name} is damaged: bytes {position} to {position + len(memory)} do not match their checksum"
             )
 
-    def _position(self, tensor: Tensor, block: Block) -> int:
+    def _position(self, tensor: Tensor, block: StoredBlock) -> int:
         dataset = self._manifest.files[block.file].datasets[tensor.dtype]
-        return dataset.offset_bytes + block.start * DTYPES[tensor.dtype].itemsize
+        return dataset.offset_bytes + block.start * DTYPES[tensor.dtype].numpy.itemsize
 
     def _buffer(self, nbytes: int) -> memoryview:
         if self._chunk_buffer.size < nbytes:

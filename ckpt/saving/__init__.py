@@ -1,1 +1,1 @@
-"""What saves checkpoints: agreement between the ranks, who writes what, the drivers, the background, further copies."""
+"""Saving: agreement between the ranks, the blocks that each rank writes, the drivers, the background, further copies."""

@@ -1,24 +1,24 @@
-"""What the ranks of a save must mean alike, its tensors and its arguments, and how they find out: in one gather, by a digest.
+"""The agreement of the ranks of a save on its tensors and its arguments: one gather compares a digest.
 
-What each rank can check by itself was checked before; nothing there may depend on another rank.
+Each rank has checked its own tensors and arguments before; those checks may not depend on another rank.
 """
 
 import socket
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
-import numpy as np
+import msgspec
 import xxhash
 
 from ckpt.format.boxes import Box, cover_error
 from ckpt.ranks import Ranks
 from ckpt.saving.placement import Files
 from ckpt.tensors import Description, Local
-from collectives.arrays.dtypes import DTYPES
 
 
 class Arguments(NamedTuple):
-    """Those of `save` that are the same on all ranks. `path`: as it was given, for nodes may see a folder under several names."""
+    """The arguments of `save` that all ranks give alike. `path`: as the caller gave it: nodes may see a folder under several names."""
 
     path: str
     files: Files
@@ -30,31 +30,28 @@ class Arguments(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What the ranks save together. `boxes`: of each rank, by name, its filled boxes of the tensors that are cut.
+    """The contents of a save of all ranks. `boxes`: of each rank, by name, its filled boxes of the tensors that are cut.
 
     `scalars`: the values of the 0-D tensors. `hosts`: the node of each rank.
     """
 
     tensors: list[Description]
     boxes: list[dict[str, list[Box]]]
-    scalars: dict[str, np.ndarray]
+    scalars: dict[str, bytes]
     hosts: list[str]
 
 
 def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> Agreed:
-    """What all ranks know of their save, after a check that they mean the same and cover the tensors.
+    """Check that the ranks save the same tensors by the same arguments, and that their boxes cover the tensors. Collective.
 
-    Collective. ValueError on all ranks, `doing` what: which argument or tensor it is, and how it differs.
+    ValueError on all ranks, with the argument or tensor that differs, and how. `doing`: the name of the call in the error.
     """
     said = {local.name: local.description for local in held}
-    boxes: dict[str, list[Box]] = {}
-    scalars: dict[str, bytes] = {}  # HDF5 cannot make a scalar virtual: the index, which rank 0 writes, has its value
-    for name, _, box, array in (part for local in held if not local.whole for part in local.boxes):
-        boxes.setdefault(name, []).append(box)
-        if not box.shape:
-            scalars[name] = array.tobytes()
-    plain = [(local.name, local.description and tuple(local.description)) for local in held]  # whose text is soon made
-    digest = xxhash.xxh3_128_hexdigest(repr((arguments, plain)).encode())
+    cut = [local for local in held if local.boxes and not local.whole]
+    boxes = {local.name: [part.box for part in local.boxes] for local in cut}
+    # HDF5 cannot make a scalar virtual: the index, which rank 0 writes, has its value.
+    scalars = {local.name: local.boxes[0].array.tobytes() for local in cut if not local.boxes[0].box.shape}
+    digest = xxhash.xxh3_128_hexdigest(repr(arguments).encode() + msgspec.json.encode(said))
     gathered = comm.all_gather_object((digest, boxes, scalars, socket.gethostname()))
     all_boxes = [boxes for _, boxes, *_ in gathered]
     everyone: Sequence[Said] = [said]
@@ -62,16 +59,17 @@ def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> A
     if len({digest for digest, *_ in gathered}) > 1:
         all_arguments, everyone = zip(*comm.all_gather_object((arguments, said)), strict=True)
         problem = _argument_difference(all_arguments)
-    tensors = _known(everyone)
+    # Each tensor as the first rank describes it that does.
+    tensors = {name: one for theirs in reversed(everyone) for name, one in theirs.items() if one is not None}
     if len(everyone) > 1 or len(tensors) < len(said):
         problem = problem or _tensor_difference(everyone, tensors)
-    # All ranks find the same, so that nobody has to tell the others; but it is to be raised as one.
+    # All ranks find the same problem, so that no rank has to tell the others; `together` makes one error of it.
     if problem := problem or _cover_problem(tensors.values(), all_boxes):
         with comm.together(doing):
             raise ValueError(problem)
-    values = {local.name: part.array for local in held if local.whole for part in local.boxes if not part.array.ndim}
-    for name, data in (item for *_, theirs, _ in gathered for item in theirs.items()):
-        values[name] = np.frombuffer(data, DTYPES[tensors[name].dtype].numpy).reshape(())
+    values = {part.name: part.boxes[0].array.tobytes() for part in held if part.whole and not tensors[part.name].shape}
+    for _, _, theirs, _ in gathered:
+        values |= theirs
     return Agreed([tensors[name] for name in said], all_boxes, values, [host for *_, host in gathered])
 
 
@@ -85,12 +83,7 @@ def _argument_difference(everyone: Sequence[Arguments]) -> str | None:
 
 
 Said = dict[str, Description | None]
-"""What a rank says of each tensor. None: it passes an empty list, which tells nothing."""
-
-
-def _known(everyone: Sequence[Said]) -> dict[str, Description]:
-    """Each tensor as the first rank describes it that does."""
-    return {name: said for theirs in reversed(everyone) for name, said in theirs.items() if said is not None}
+"""The description of each tensor by one rank. None: the rank passes an empty list, which has no description."""
 
 
 def _tensor_difference(everyone: Sequence[Said], known: Mapping[str, Description]) -> str | None:
@@ -115,16 +108,19 @@ def _tensor_difference(everyone: Sequence[Said], known: Mapping[str, Description
 
 def _cover_problem(tensors: Collection[Description], boxes: Sequence[Mapping[str, Sequence[Box]]]) -> str | None:
     """Which tensor the ranks' boxes do not cover exactly, and where, or None."""
-    found: dict[str, list[Box]] = {tensor.name: [] for tensor in tensors if not tensor.whole}
-    owners: dict[str, list[str]] = {name: [] for name in found}
-    for rank, theirs in enumerate(boxes):
+    found: dict[str, list[Box]] = {}
+    for theirs in boxes:
         for name, held in theirs.items():
-            found[name] += held
-            owners[name] += [f"rank {rank}"] * len(held)
+            found.setdefault(name, []).extend(held)
     for tensor in tensors:
         if tensor.whole:
             continue
-        if problem := cover_error(tensor.shape, found[tensor.name], owners[tensor.name].__getitem__):
+        if problem := cover_error(tensor.shape, found.get(tensor.name, ()), partial(_owner, boxes, tensor.name)):
             alone = "; ranks that save one checkpoint together pass comm=collectives.world()" if len(boxes) == 1 else ""
             return f"tensor {tensor.name!r}: {problem}{alone}"
     return None
+
+
+def _owner(boxes: Sequence[Mapping[str, Sequence[Box]]], name: str, number: int) -> str:
+    """The rank that holds box `number` of the tensor, as `_cover_problem` counts its boxes."""
+    return f"rank {[rank for rank, theirs in enumerate(boxes) for _ in theirs.get(name, ())][number]}"

@@ -37,7 +37,7 @@ _this_thread = threading.local()  # `has_begun`: whether it ever began a save in
 
 
 class Pending:
-    """A save that goes on, or that nobody has asked about yet.
+    """A save that goes on, or whose end no `wait` has reported yet.
 
     A thread does `work(ranks)` with the values in `buffer`. `folder`: of the board, made by rank 0 before; None for one rank alone.
     """
@@ -60,7 +60,7 @@ class Pending:
         finally:
             give_back(buffer)
         if self.comm.size == 1 and self.error is None:
-            _forget(self)  # there is nothing to tell, and nobody to agree with
+            _forget(self)  # there is no error to report, and no other rank
 
 
 def begin(comm: Ranks, folder: Path | None, work: Callable[[Ranks], None], buffer: np.ndarray) -> None:
@@ -82,7 +82,7 @@ def wait() -> None:
 
     Collective over the communicators they were begun with: all ranks raise. A thread that began none itself, such as one that lets
     others save, waits for all of this process. Those of one rank alone (`comm=None`) that a thread left behind at its end are
-    waited for by whoever calls this first.
+    waited for by the thread that calls this first.
     """
     for pending in sorted(_pending, key=_turn):
         if _is_ours(pending):
@@ -151,7 +151,7 @@ def _finish() -> None:
 
 
 def _report() -> None:
-    """Nobody asked how a save went: if it failed, say so, and let the exit code say so."""
+    """At the end of a program that did not call `wait`: print the errors of saves, and end with an exit code that is not 0."""
     failed = [pending.error for pending in _pending if pending.error is not None]
     for error in failed:
         print(f"ckpt.save in the background failed: {error}", file=sys.stderr, flush=True)

@@ -32,7 +32,7 @@ class Board:
         self._given_up = threading.Event()
 
     def give_up(self) -> None:
-        """No message that is missing will come: whoever waits for one, in the thread that uses this, raises."""
+        """No missing message will come: a thread that waits for one raises an error."""
         self._given_up.set()
 
     def all_gather_object(self, obj: Any) -> list[Any]:

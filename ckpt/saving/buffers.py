@@ -41,7 +41,7 @@ def copied(boxes: Sequence[LocalBox], buffer: np.ndarray) -> list[LocalBox]:
     for box in boxes:
         array = buffer[start : start + box.array.nbytes].view(box.array.dtype).reshape(box.array.shape)
         np.copyto(array, box.array)
-        copies.append(box._replace(array=array))
+        copies.append(LocalBox(box.box, array))
         start += _room(box)
     return copies
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ckpt.check.verifying import verify_files
@@ -56,7 +57,7 @@ def next_sequence(final: LocalPath, places: Sequence[Place]) -> int:
 
 @dataclass(frozen=True)
 class Retention:
-    """What `retain` is told in every place."""
+    """The arguments of `retain`, the same in every place."""
 
     keep: int | None
     keep_every: int | None
@@ -81,7 +82,7 @@ def make_copies(
     if text is None:
         with ranks.together():
             if ranks.rank == 0:
-                warnings.warn(removed, RuntimeWarning, stacklevel=4)
+                warnings.warn(removed, RuntimeWarning, stacklevel=6)
         return
     data = text.encode()
     manifest = decode(data)
@@ -93,19 +94,14 @@ def make_copies(
         final = place / source.name
         if problem := _Copy(source, stage_for(final), data, manifest, mine, ranks, overwrite).make():
             failed.append(f"the copy {final} was not made: {problem}; the checkpoint {source} stands")
-        elif problem := _agreed(ranks, lambda final=final: _retain(final, retention, ranks)):  # type: ignore[misc]
+        elif problem := _agreed(ranks, partial(retain, final, retention.keep, retention.keep_every), on_rank_0=True):
             failed.append(f"old checkpoints beside the copy {final} were not removed: {problem}")
     with ranks.together():  # a warning can be made an error
         if ranks.rank == 0:
             if failed and not (source / FILE_NAME).is_there():  # while it was copied
                 failed = [removed]
             for line in failed:
-                warnings.warn(line, RuntimeWarning, stacklevel=4)  # who called save
-
-
-def _retain(final: Place, retention: Retention, ranks: Ranks) -> None:
-    if ranks.rank == 0:
-        retain(final, retention.keep, retention.keep_every)
+                warnings.warn(line, RuntimeWarning, stacklevel=6)  # the line that called save
 
 
 @dataclass
@@ -122,20 +118,19 @@ class _Copy:
 
     def make(self) -> str | None:
         """Make it; on all ranks why that could not be, or None."""
+        begin = partial(self.stage.open, overwrite=self.overwrite)
+        publish = partial(self.stage.publish, self.data, overwrite=self.overwrite)
+        steps = ((begin, True), (self._transfer, False), (self._read_back, False), (publish, True))
         made = False
         try:
-            for step in (self._open, self._transfer, self._read_back, self._publish):
-                if problem := _agreed(self.ranks, step):
+            for step, on_rank_0 in steps:
+                if problem := _agreed(self.ranks, step, on_rank_0=on_rank_0):
                     return problem
             made = True
             return None
         finally:
             if self.ranks.rank == 0 and not made:
                 self.stage.discard()
-
-    def _open(self) -> None:
-        if self.ranks.rank == 0:
-            self.stage.open(overwrite=self.overwrite)
 
     def _transfer(self) -> None:
         for name in self.mine:
@@ -147,16 +142,13 @@ class _Copy:
         if self.mine and (damages := verify_files(self.stage.path, self.manifest, self.mine, threads=1)):
             raise CheckpointError(f"reading it back: {damages[0]}")
 
-    def _publish(self) -> None:
-        if self.ranks.rank == 0:
-            self.stage.publish(self.data, overwrite=self.overwrite)
 
-
-def _agreed(ranks: Ranks, step: Callable[[], None]) -> str | None:
-    """Do `step` on all ranks; on all of them what went wrong on any, or None."""
+def _agreed(ranks: Ranks, step: Callable[[], object], *, on_rank_0: bool = False) -> str | None:
+    """Do `step` on all ranks, or on rank 0 alone; returns the message of an error of any rank, or None, on all ranks."""
     try:
         with ranks.together():
-            step()
+            if ranks.rank == 0 or not on_rank_0:
+                step()
     except Exception as error:  # of whatever kind: it must not leave the other ranks alone
         return str(error)
     return None

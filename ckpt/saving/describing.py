@@ -1,16 +1,13 @@
-"""What describes the data files of a checkpoint: the manifest, which we go by, and the index for everybody else."""
+"""The two files that describe the data files of a checkpoint: the manifest for `ckpt`, the index for other tools."""
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from ckpt.format.boxes import Shape
 from ckpt.format.hdf5 import INDEX_NAME, index_image
-from ckpt.format.manifest import FILE_NAME, Block, Dataset, File, Manifest, Tensor, encode
+from ckpt.format.manifest import FILE_NAME, Manifest, StoredBlock, Tensor, encode
 from ckpt.format.validation import file_of
 from ckpt.saving.placement import DataFile
 from ckpt.saving.writer import Checksums, describe
@@ -30,22 +27,41 @@ class Described(Protocol):
     def axes(self) -> tuple[str | None, ...] | None: ...
 
 
-@dataclass(frozen=True)
 class Contents:
-    """What a checkpoint is to hold, and where."""
+    """The tensors of a checkpoint in the making, as its manifest has them but for the checksums of the blocks, and its data files."""
 
-    tensors: Sequence[Described]
-    files: Sequence[DataFile]
-    meta: dict[str, Any]
+    def __init__(self, tensors: Sequence[Described], files: Sequence[DataFile], meta: dict[str, Any]) -> None:
+        self.files, self.meta = files, meta
+        self._written: dict[int, list[StoredBlock]] = {}  # by writer, in the order of its items
+        blocks: dict[str, list[StoredBlock]] = {tensor.name: [] for tensor in tensors}
+        for number, file in enumerate(files):
+            for writer, items in file.items.items():
+                made = self._written[writer] = []
+                for name, _, box, start in items:
+                    made.append(StoredBlock(number, start, box.offset, box.shape, ""))
+                    blocks[name].append(made[-1])
+        self.tensors = {
+            tensor.name: Tensor(
+                name=tensor.name,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                axes=tensor.axes,
+                blocks=tuple(blocks[tensor.name]),
+            )
+            for tensor in tensors
+        }
+
+    def add_checksums(self, sums: Sequence[Checksums]) -> None:
+        """`sums`: of each writer's blocks."""
+        for writer, blocks in self._written.items():
+            for block, checksums in zip(blocks, sums[writer], strict=True):
+                block.checksums = checksums
 
 
-def write_index(folder: Path, contents: Contents, scalars: Mapping[str, np.ndarray]) -> None:
+def write_index(folder: Path, contents: Contents, scalars: Mapping[str, bytes]) -> None:
     """The index, of data files that may still be in the making. `scalars`: the values of the 0-D tensors."""
-    files = [
-        File(file.name, 0, {dtype: Dataset(0, count) for dtype, count in file.elements.items()})
-        for file in contents.files
-    ]
-    write_file(folder / INDEX_NAME, index_image(_manifest(contents, files, None), scalars))
+    lengths = {file.name: file.elements for file in contents.files}
+    write_file(folder / INDEX_NAME, index_image(contents.tensors, lengths, contents.meta, scalars))
 
 
 def write_manifest(
@@ -53,20 +69,7 @@ def write_manifest(
 ) -> None:
     """The manifest of finished files. `reports`: of each writer the file that it answers for, if any, and its checksums."""
     made = {entry["name"]: file_of(entry) for entry, _ in reports if entry is not None}
-    files = [made[file.name] for file in contents.files]
-    manifest = _manifest(contents, [*files, describe(folder / INDEX_NAME, {})], [sums for _, sums in reports])
-    write_file(folder / FILE_NAME, encode(replace(manifest, sequence=sequence, saved=time.time())))
-
-
-def _manifest(contents: Contents, files: Sequence[File], sums: Sequence[Checksums] | None) -> Manifest:
-    """`sums`: of each writer's blocks; None before they are known."""
-    blocks: dict[str, list[Block]] = {tensor.name: [] for tensor in contents.tensors}
-    for number, file in enumerate(contents.files):
-        for writer, items in file.items.items():
-            for at, (item, start) in enumerate(items):
-                blocks[item.name].append(Block(number, start, item.box, sums[writer][at] if sums else ""))
-    tensors = {
-        tensor.name: Tensor(tensor.name, tensor.dtype, tensor.shape, tuple(blocks[tensor.name]), tensor.axes)
-        for tensor in contents.tensors
-    }
-    return Manifest(tuple(files), tensors, contents.meta)
+    files = (*(made[file.name] for file in contents.files), describe(folder / INDEX_NAME, {}))
+    contents.add_checksums([sums for _, sums in reports])
+    manifest = Manifest(files, contents.tensors, contents.meta, sequence, time.time())
+    write_file(folder / FILE_NAME, encode(manifest))

@@ -12,7 +12,7 @@ from ckpt.format.manifest import CHUNK_BYTES, File, checksum
 from ckpt.saving.placement import DataFile
 from ckpt.saving.writer import Checksums, datasets_of, describe, room_of
 from ckpt.storage.local import check_room, naming
-from ckpt.tensors import LocalBox
+from ckpt.tensors import LocalBox, chunks_of
 from collectives.arrays.dtypes import DTYPES
 
 _CHUNKS = 16  # in one call of HDF5: MPI libraries count bytes in 32 bits
@@ -63,10 +63,10 @@ class Mpio:
 
     def _write(self, blocks: Sequence[LocalBox], opened: dict[str, h5py.h5d.DatasetID]) -> Checksums:
         pieces: dict[str, list[tuple[int, int, np.ndarray]]] = {dtype: [] for dtype in opened}
-        for number, (block, placed) in enumerate(zip(blocks, self._plan.items[self._rank], strict=True)):
-            flat, step = block.array.reshape(-1), _CHUNKS * CHUNK_BYTES // DTYPES[block.dtype].itemsize
+        for number, (block, item) in enumerate(zip(blocks, self._plan.items[self._rank], strict=True)):
+            flat, step = block.array.reshape(-1), _CHUNKS * CHUNK_BYTES // DTYPES[item.dtype].itemsize
             for begin in range(0, flat.size, step):
-                pieces[block.dtype].append((number, placed.start + begin, flat[begin : begin + step]))
+                pieces[item.dtype].append((number, item.start + begin, flat[begin : begin + step]))
         how = h5py.h5p.create(h5py.h5p.DATASET_XFER)
         how.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE if self._collective else h5py.h5fd.MPIO_INDEPENDENT)
         checksums = [""] * len(blocks)
@@ -79,7 +79,7 @@ class Mpio:
                 where = opened[dtype].get_space()
                 if i < len(mine) and error is None:
                     number, start, values = mine[i]
-                    checksums[number] += _checksums(values)
+                    checksums[number] += "".join(map(checksum, chunks_of(values, CHUNK_BYTES)))
                     where.select_hyperslab((start,), (1,), block=(values.size,))
                     memory = h5py.h5s.create_simple((values.size,))
                 else:
@@ -95,8 +95,3 @@ class Mpio:
         if error is not None:
             raise error
         return checksums
-
-
-def _checksums(values: np.ndarray) -> str:
-    data = values.view(np.uint8).data
-    return "".join(checksum(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES))

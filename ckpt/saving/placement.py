@@ -1,4 +1,4 @@
-"""Who writes what into which file, and where there: the same for all ranks, from names, sizes and numbers alone.
+"""The place of each block: its rank, its file and its offset there. All ranks compute the same from names, sizes and numbers alone.
 
 A data file holds one dataset for each dtype. In it the blocks of a rank follow each other, and the ranks that share the file follow
 each other: a rank writes one range of each dataset, and no two ranks write to one page.
@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from ckpt.format.boxes import Box, Shape
+from ckpt.format.boxes import Box, Shape, rows
 from collectives.arrays.dtypes import DTYPES
 
 BLOCK_BYTES = 64  # every block starts on a cache line, so that views of a mapped file suit vector instructions
@@ -22,18 +22,12 @@ Files = str | int
 
 
 class Item(NamedTuple):
-    """A block that a rank writes: the name and dtype of its tensor, and its box there."""
+    """A block that a rank writes: the name and dtype of its tensor, its box there, and its first element in the file's dataset."""
 
     name: str
     dtype: str
     box: Box
-
-
-class PlacedItem(NamedTuple):
-    """An item, and the element of its file's dataset that it starts at."""
-
-    item: Item
-    start: int
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,7 +36,7 @@ class DataFile:
 
     name: str
     elements: Mapping[str, int]
-    items: Mapping[int, tuple[PlacedItem, ...]]
+    items: Mapping[int, Sequence[Item]]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -73,18 +67,18 @@ def file_name(files: Files, number: int) -> str:
 
 
 def lay_out(name: str, writers: Mapping[int, Sequence[Item]]) -> DataFile:
-    """The file that `writers` (rank -> what it writes, not nothing) make together."""
+    """The file that `writers` (rank -> its items, at least one, wherever they start) make together."""
     ends: dict[str, int] = {}
-    placed: dict[int, tuple[PlacedItem, ...]] = {}
+    placed: dict[int, list[Item]] = {}
     for rank in sorted(writers):
-        begun, own = set(), []
-        for item in writers[rank]:
-            step = (BLOCK_BYTES if item.dtype in begun else PAGE_BYTES) // DTYPES[item.dtype].itemsize
-            begun.add(item.dtype)
-            start = -(-ends.get(item.dtype, 0) // step) * step
-            ends[item.dtype] = start + item.box.size
-            own.append(PlacedItem(item, start))
-        placed[rank] = tuple(own)
+        placed[rank] = []
+        steps: dict[str, int] = {}
+        for tensor, dtype, box, _ in writers[rank]:
+            step = steps.get(dtype) or PAGE_BYTES // DTYPES[dtype].itemsize  # a rank's first block in a dataset
+            steps[dtype] = BLOCK_BYTES // DTYPES[dtype].itemsize
+            start = -(-ends.get(dtype, 0) // step) * step
+            ends[dtype] = start + prod(box.shape)
+            placed[rank].append(Item(tensor, dtype, box, start))
     return DataFile(name, ends, placed)
 
 
@@ -117,17 +111,13 @@ def cut_evenly(tensors: Sequence[tuple[Shape, int]], parts: int) -> list[dict[in
         if not nbytes:
             continue
         axis = next((axis for axis, n in enumerate(shape) if n > 1), None)
-        rows = 1 if axis is None else shape[axis]
-        row_bytes = nbytes // rows
+        length = 1 if axis is None else shape[axis]
+        row_bytes = nbytes // length
         # The row nearest to each edge, where it lies within the tensor.
-        cuts = [min(rows, max(0, (edge - at + row_bytes // 2) // row_bytes)) for edge in edges]
+        cuts = [min(length, max(0, (edge - at + row_bytes // 2) // row_bytes)) for edge in edges]
         for part, (start, stop) in enumerate(pairwise(cuts)):
             if start < stop:
-                dealt[part][index] = Box.full(shape) if axis is None else _rows(shape, axis, start, stop)
+                whole = Box.full(shape)
+                dealt[part][index] = whole if axis is None else rows(whole, axis, start, stop - start)
         at += nbytes
     return dealt
-
-
-def _rows(shape: Shape, axis: int, start: int, stop: int) -> Box:
-    ahead, behind = shape[:axis], shape[axis + 1 :]
-    return Box((0,) * axis + (start,) + (0,) * len(behind), (*ahead, stop - start, *behind))

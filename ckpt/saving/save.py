@@ -5,12 +5,10 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ckpt.commit.atomic import Stage, mend_latest
 from ckpt.commit.retention import retain
@@ -100,8 +98,8 @@ def save(
     agreed = agree(held, arguments, comm, _DOING)
     plan = _plan(agreed, files, comm)
 
-    boxes = {(part.name, part.box): part for local in held for part in local.boxes}
-    mine = [boxes[item.name, item.box] for item, _ in plan.own.items[comm.rank]] if plan.own is not None else []
+    written = {item.name for item in plan.own.items[comm.rank]} if plan.own is not None else set()
+    mine = [part for local in held if local.name in written for part in local.boxes]  # in the order of the items
     stage: Stage | None = None
     opened, buffer = None, None
     try:
@@ -113,43 +111,33 @@ def save(
                 check_free(stage.path, sum(room_of(file) for file in plan.files))
                 board = stage.make_board() if background and comm.size > 1 else None
                 opened = stage.path, stage.final, board, places
+        folder, final, board, places = comm.broadcast_object(opened)
+        retention, of_save = Retention(keep, keep_every), dict(meta or {})
+        if buffer is not None:
+            # Nothing but Ctrl-C can fail from here on before the thread has begun, so the ranks need not agree once more.
+            mine = copied(mine, buffer)
     except BaseException:
         if buffer is not None:
             give_back(buffer)
         if stage is not None:
             stage.discard(board=True)
         raise
-    folder, final, board, places = comm.broadcast_object(opened)
-    retention = Retention(keep, keep_every)
-    job = _Job(
-        plan, folder, final, stage, agreed.tensors, mine, agreed.scalars, dict(meta or {}), places, retention, overwrite
-    )
-    if buffer is None:
-        with discarding(stage), _driver(driver, job, comm) as chosen:
-            _carry_out(job, chosen, comm)
-        return Path(final)
-    # Nothing can fail from here on before the thread has begun, so the ranks need not agree once more.
-    try:
-        job = replace(
-            job, mine=copied(mine, buffer), scalars={name: array.copy() for name, array in job.scalars.items()}
-        )
-    except BaseException:  # but Ctrl-C, in a session that goes on
-        give_back(buffer)
-        if stage is not None:
-            stage.discard(board=True)
-        raise
+    job = _Job(plan, folder, final, stage, agreed.tensors, mine, agreed.scalars, of_save, places, retention, overwrite)
 
     def work(ranks: Ranks) -> None:
         with discarding(stage), _driver(driver, job, comm) as chosen:
             _carry_out(job, chosen, ranks)
 
-    begin(comm, board, work, buffer)
+    if buffer is None:
+        work(comm)
+    else:
+        begin(comm, board, work, buffer)
     return Path(final)
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """Who writes what where. `own`: this rank's file, if it writes anything; `files`: on rank 0 all of them."""
+class _WritePlan:
+    """The blocks of each rank and their files. `own`: this rank's file, if the rank writes a block; `files`: on rank 0 all files."""
 
     own: DataFile | None
     files: tuple[DataFile, ...]
@@ -160,21 +148,17 @@ class _Plan:
 class _Job:
     """All that writing and committing needs. `stage`: on rank 0. `mine`: what this rank writes."""
 
-    plan: _Plan
+    plan: _WritePlan
     folder: LocalPath
     final: LocalPath
     stage: Stage | None
     tensors: Sequence[Description]
     mine: Sequence[LocalBox]
-    scalars: Mapping[str, np.ndarray]
+    scalars: Mapping[str, bytes]
     meta: dict[str, Any]
     copies: tuple[Place, ...]
     retention: Retention
     overwrite: bool
-
-    @property
-    def contents(self) -> Contents:
-        return Contents(self.tensors, self.plan.files, self.meta)
 
 
 def _check_arguments(
@@ -231,7 +215,7 @@ def discarding(stage: Stage | None) -> Iterator[None]:
 
 @contextmanager
 def _driver(name: str, job: _Job, comm: Ranks) -> Iterator[Driver | None]:
-    """What writes this rank's file; None if it writes nothing."""
+    """The driver that writes this rank's file; None if the rank writes no block."""
     own = job.plan.own
     path = job.folder / own.name if own else job.folder
     if name == "posix":
@@ -261,7 +245,8 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
         with ThreadPoolExecutor(1) as beside:
             flushed = beside.submit(flush, job.folder / own.name) if own else None
             if job.stage is not None:  # while the disk is busy
-                write_index(job.folder, job.contents, job.scalars)
+                contents = Contents(job.tensors, job.plan.files, job.meta)
+                write_index(job.folder, contents, job.scalars)
                 sequence = next_sequence(job.final, job.copies)
             if flushed is not None:
                 flushed.result()
@@ -269,7 +254,7 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
     reports = ranks.all_gather_object((file_entry(file) if file else None, sums))
     with ranks.together(_DOING):
         if job.stage is not None:
-            write_manifest(job.folder, job.contents, reports, sequence=sequence)
+            write_manifest(job.folder, contents, reports, sequence=sequence)
             job.stage.publish(overwrite=job.overwrite)
             if job.retention.keep is not None:
                 retain(job.final, job.retention.keep, job.retention.keep_every)
@@ -282,15 +267,17 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
     )
 
 
-def _plan(agreed: Agreed, files: Files, comm: Ranks) -> _Plan:
+def _plan(agreed: Agreed, files: Files, comm: Ranks) -> _WritePlan:
     tensors, boxes = agreed.tensors, agreed.boxes
-    itemsize = {tensor.name: DTYPES[tensor.dtype].itemsize for tensor in tensors}
     whole = {tensor.name: Box.full(tensor.shape) for tensor in tensors if tensor.whole and 0 not in tensor.shape}
-    loads = [sum(box.size * itemsize[name] for name, own in theirs.items() for box in own) for theirs in boxes]
-    owner = assign({name: box.size * itemsize[name] for name, box in whole.items()}, loads)
+    owner: dict[str, int] = {}
+    if whole:
+        itemsize = {tensor.name: DTYPES[tensor.dtype].itemsize for tensor in tensors}
+        loads = [sum(box.size * itemsize[name] for name, own in theirs.items() for box in own) for theirs in boxes]
+        owner = assign({name: box.size * itemsize[name] for name, box in whole.items()}, loads)
 
     def items(rank: int) -> list[Item]:
-        """What a rank writes: its shards, and its share of the tensors that all hold."""
+        """The items of a rank: its shards, and its share of the tensors that all ranks hold."""
         held = {**boxes[rank], **{name: [whole[name]] for name, its in owner.items() if its == rank}}
         return [Item(tensor.name, tensor.dtype, box) for tensor in tensors for box in held.get(tensor.name, ())]
 
@@ -304,7 +291,7 @@ def _plan(agreed: Agreed, files: Files, comm: Ranks) -> _Plan:
     mine = numbers[comm.rank]
     laid_out = {number: made(number) for number in (dict.fromkeys(numbers) if comm.rank == 0 else (mine,))}
     own = laid_out[mine]
-    return _Plan(
+    return _WritePlan(
         own if own is not None and comm.rank in own.ranks else None,
         tuple(file for file in laid_out.values() if file is not None),
         len(set(numbers)) < comm.size,

@@ -5,7 +5,7 @@ checksum costs no second pass through memory.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import xxhash
 
 from ckpt.format.hdf5 import new_data_file
 from ckpt.format.manifest import CHUNK_BYTES, Dataset, File, checksum
-from ckpt.saving.placement import DataFile, PlacedItem
+from ckpt.saving.placement import DataFile, Item
 from ckpt.storage.local import Writeback, check_room, naming, patient, pwrite_all
 from ckpt.tensors import LocalBox
 from collectives.arrays.dtypes import DTYPES
@@ -22,13 +22,13 @@ from collectives.arrays.dtypes import DTYPES
 _HEADER_BYTES = 1 << 15  # more than the rest of a data file: a handful of datasets without any attribute of size
 
 Checksums = list[str]
-"""Of the chunks of each block that a rank writes, as `Block` has them, in the order of its items."""
+"""Of the chunks of each block that a rank writes, as `StoredBlock` has them, in the order of its items."""
 
 
 class Bytes(Protocol):
-    """What is written: `LocalBox` has it in memory, `Part` reads it from another file meanwhile."""
+    """The bytes of a block: `LocalBox` has them in memory, `SourcePart` reads them from another file meanwhile."""
 
-    def chunks(self, nbytes: int) -> Iterator[memoryview]: ...
+    def chunks(self, nbytes: int) -> Iterable[memoryview]: ...
 
 
 class Driver(Protocol):
@@ -66,8 +66,8 @@ class Posix:
             try:
                 writeback = Writeback(fd)
                 return [
-                    _write(fd, block.chunks(CHUNK_BYTES), _position(file, placed), writeback)
-                    for block, placed in zip(blocks, self._plan.items[self._rank], strict=True)
+                    _write(fd, block.chunks(CHUNK_BYTES), _position(file, item), writeback)
+                    for block, item in zip(blocks, self._plan.items[self._rank], strict=True)
                 ]
             finally:
                 os.close(fd)
@@ -87,7 +87,7 @@ def datasets_of(opened: Mapping[str, h5py.h5d.DatasetID], plan: DataFile) -> dic
     return {dtype: Dataset(dataset.get_offset(), plan.elements[dtype]) for dtype, dataset in opened.items()}
 
 
-def describe(path: Path, datasets: Mapping[str, Dataset]) -> File:
+def describe(path: Path, datasets: dict[str, Dataset]) -> File:
     """A data file as the manifest names it, from the file with its datasets in place."""
     with naming(path), open(path, "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
@@ -112,16 +112,14 @@ def rest_checksum(fd: int, nbytes: int, datasets: Mapping[str, Dataset]) -> str:
     return hashed.hexdigest()
 
 
-def _position(file: File, placed: PlacedItem) -> int:
-    dtype = placed.item.dtype
-    return file.datasets[dtype].offset_bytes + placed.start * DTYPES[dtype].itemsize
+def _position(file: File, item: Item) -> int:
+    return file.datasets[item.dtype].offset_bytes + item.start * DTYPES[item.dtype].itemsize
 
 
 def _write(fd: int, chunks: Iterable[memoryview], position: int, writeback: Writeback) -> str:
-    checksums = []
+    checksums = ""
     for chunk in chunks:
-        checksums.append(checksum(chunk))
+        checksums += checksum(chunk)
         pwrite_all(fd, chunk, position)
-        writeback.wrote(position, position + len(chunk))
-        position += len(chunk)
-    return "".join(checksums)
+        writeback.wrote(position, position := position + len(chunk))
+    return checksums

@@ -4,7 +4,7 @@ The order is that of saving, which the manifests count (`sequence`), and not tha
 earlier step, and on from there, has its state in the checkpoint that it saved last.
 
 A checkpoint is a folder with a manifest. It got its name by one rename when all of it was on disk, so what has the name is
-complete, unless somebody damaged it since: the manifest's checksum and the sizes of the files tell. Names that begin with a dot
+complete, unless it was damaged since: the manifest's checksum and the sizes of the files tell. Names that begin with a dot
 are work in progress (see atomic.py).
 """
 
@@ -34,7 +34,7 @@ from ckpt.storage.places import (
 
 LATEST_NAME = "latest"
 RUN_SUBFOLDER = "checkpoints"  # where a run's folder keeps them, by the main job's and our convention
-OWNER_NAME = ".owner"  # says who is filling a folder (see owner.py)
+OWNER_NAME = ".owner"  # names the process that is filling a folder (see owner.py)
 _PARTS = r"manifest\.jsonl|index\.h5|(rank|node|part)-[0-9]{5,}\.h5"
 # What may be there for a while. NFS and FUSE keep under such names what is removed while it is open.
 _HIDDEN = rf"\{OWNER_NAME}|\.{LATEST_NAME}|\.nfs[0-9a-f]+|\.fuse_hidden[0-9a-f]+"
@@ -83,12 +83,12 @@ def folder_of_checkpoints(folder: str | os.PathLike[str]) -> Place:
 
 
 def is_part(name: str) -> bool:
-    """Whether a file of this name is one that a save makes."""
+    """Whether a save makes files of this name."""
     return re.fullmatch(_PARTS, name) is not None
 
 
 def strangers(names: Iterable[str]) -> list[str]:
-    """Those of `names` that nothing in a checkpoint, or in one that is being made, has."""
+    """The names that no file of a checkpoint has, nor of one in the making."""
     return [name for name in names if not is_part(name) and not re.fullmatch(_HIDDEN, name)]
 
 
@@ -102,10 +102,10 @@ def check_outside(path: str | os.PathLike[str]) -> None:
 
 
 def reason_to_keep(path: str | os.PathLike[str]) -> str | None:
-    """Why nobody may replace or remove what lies there, or None. Our own are empty folders, and checkpoints, also damaged ones.
+    """Why a save may not replace or remove the folder there, or None. It may: empty folders and checkpoints, also damaged ones.
 
-    A folder with anything that no save made is somebody's; so is one with a `manifest.jsonl` as data sets have them, and no more that
-    would tell of a save. What is write-protected somebody wants to keep. OSError if it cannot be looked at.
+    A folder with a file that no save made belongs to another program; so does one with a `manifest.jsonl`, as data sets have them, and
+    no other sign of a save. A write-protected folder is meant to stay. OSError if the folder cannot be read.
     """
     place = place_of(path)
     if place.is_there() and not place.is_dir():
@@ -178,7 +178,7 @@ def newest_first(folder: Place) -> list[tuple[Place, Header]]:
     found = []
     for path, name in _candidates(folder):
         try:
-            header, _ = read_header(path)
+            header = read_header(path)
         except (CheckpointError, OSError):
             continue
         found.append((header.sequence, header.saved, name, path, header))
@@ -191,11 +191,11 @@ def newest_sequence(folder: Place) -> int:
 
 
 def info(path: Place, name: str) -> CheckpointInfo:
-    """What there is to say about the checkpoint at `path`, called `name`."""
+    """The facts of a list about the checkpoint at `path`, called `name`."""
     step = step_of(name)
     header, problem, broken = None, None, False
     try:
-        header, _ = read_header(path)
+        header = read_header(path)
         path.check_files(header.files)
         verified_header(read_bytes(path))
     except CheckpointError as error:

@@ -57,7 +57,7 @@ def check_room(path: Path, nbytes: int) -> None:
 
 
 def patient(act: Callable[[], T]) -> T:
-    """What `act` returns. What another rank has just made may take a while to appear on this node (NFS): it is tried again."""
+    """The result of `act`, tried again while a file is missing: one of another rank may appear late on this node (NFS)."""
     deadline = time.monotonic() + _VISIBLE_S
     while True:
         try:
@@ -116,17 +116,6 @@ def flush(path: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-
-def pread_into(fd: int, memory: memoryview, position: int, path: str | Path) -> None:
-    """Fill `memory` from byte `position` of an open file. OSError that names it, if it ends before."""
-    with naming(Path(path)):
-        done = 0
-        while done < len(memory):
-            count = os.preadv(fd, [memory[done:]], position + done)
-            if not count:
-                raise OSError(errno.EIO, f"it ends at byte {position + done}, before its data", str(path))
-            done += count
 
 
 def pwrite_all(fd: int, data: memoryview, position: int) -> None:

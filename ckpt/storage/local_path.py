@@ -1,6 +1,6 @@
 """Local paths, and the way to a checkpoint's files there: regular ones of its own folder, never a link.
 
-What the files say is checked in validation.py.
+validation.py checks the contents of the files.
 """
 
 import os
@@ -128,11 +128,8 @@ class LocalFile:
     def read_into(self, memory: memoryview, position: int) -> int:
         """Fill `memory` with the bytes from `position` on; how many there were, which is fewer only where the file ends."""
         done = 0
-        while done < len(memory):
-            count = os.preadv(self._fd, [memory[done:]], position + done)
-            if not count:
-                break
-            done += count
+        while memory and (count := os.preadv(self._fd, [memory], position + done)):
+            memory, done = memory[count:], done + count
         return done
 
     def close(self) -> None:

@@ -107,10 +107,10 @@ def write_and_read_back(file: Place, data: bytes) -> None:
         raise OSError(f"{file} does not read as it was written")
 
 
-def read_header(place: Place) -> tuple[Header, bytes]:
-    """The header of the checkpoint at `place`, and its line; CheckpointError, OSError."""
+def read_header(place: Place) -> Header:
+    """The header of the checkpoint at `place`; CheckpointError, OSError."""
     with _manifest_of(place, buffer_bytes=64 << 10) as (file, _):
-        return _header_in(file)
+        return decode_header(file.readline(MAX_LINE_BYTES + 1))
 
 
 def read_bytes(place: Place) -> bytes:
@@ -121,8 +121,10 @@ def read_bytes(place: Place) -> bytes:
     with _manifest_of(place, buffer_bytes=1 << 20) as (file, nbytes):
         if nbytes > MAX_BYTES:
             raise out_of_reach(f"it has {nbytes} bytes, expected at most {MAX_BYTES}")
+        line = file.readline(MAX_LINE_BYTES + 1)
+        decode_header(line)
         data = io.BytesIO()
-        data.write(_header_in(file)[1])
+        data.write(line)
         while piece := file.read(1 << 20):
             if b"\0" in piece:
                 raise refused("it has zeros in it: it is altered, or was never written to the disk")
@@ -145,11 +147,6 @@ def _manifest_of(place: Place, *, buffer_bytes: int) -> Iterator[tuple[BinaryIO,
     file = (place / FILE_NAME).open_file()
     with io.BufferedReader(_Stream(file), buffer_bytes) as stream:
         yield stream, file.nbytes
-
-
-def _header_in(file: BinaryIO) -> tuple[Header, bytes]:
-    line = file.readline(MAX_LINE_BYTES + 1)
-    return decode_header(line), line
 
 
 class _Stream(io.RawIOBase):

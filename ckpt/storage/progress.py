@@ -1,4 +1,4 @@
-"""How far something long has come: a function that is told of each so many bytes more."""
+"""Progress of long work: a function that gets the number of bytes done since its last call."""
 
 from collections.abc import Callable
 
@@ -6,4 +6,4 @@ Progress = Callable[[int], None]
 
 
 def no_progress(nbytes: int) -> None:
-    """Nobody wants to know."""
+    """For a caller that shows no progress."""

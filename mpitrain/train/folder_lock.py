@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from ckpt.commit.owner import Owner, owner_of, signature, start_time
+from ckpt.commit.owner import FolderOwner, owner_of, signature, start_time
 
 BEAT_S = 5.0
 STALE_S = 30.0
@@ -101,7 +101,7 @@ class FolderLock:
             if _token_in(self.path) == self._token:
                 return
 
-    def _await_death(self, holder: Owner | None) -> None:
+    def _await_death(self, holder: FolderOwner | None) -> None:
         """Return once the lock is stale; LockedError if it is not."""
         if holder is not None and holder.place == _place() and holder.start is not None:
             if start_time(holder.pid) == holder.start:  # the number alone may belong to another process by now
@@ -156,7 +156,7 @@ class FolderLock:
             mine.unlink(missing_ok=True)
 
 
-def holder_of(path: Path) -> Owner | None:
+def holder_of(path: Path) -> FolderOwner | None:
     """Who holds the lock at `path`; None if there is none, or it cannot be read."""
     try:
         return owner_of(path.read_bytes())
@@ -164,7 +164,7 @@ def holder_of(path: Path) -> Owner | None:
         return None
 
 
-def describe(holder: Owner | None) -> str:
+def describe(holder: FolderOwner | None) -> str:
     """Who it is, for a message."""
     if holder is None:
         return "another job"

@@ -15,7 +15,14 @@ import numpy as np
 
 from ckpt.convert.sources import Source, write_all
 from ckpt.format.boxes import Shape, rectangles
-from ckpt.format.hdf5 import MAX_ATTRIBUTE_BYTES, dataset_properties, h5_type, mark_dtype
+from ckpt.format.hdf5 import (
+    MAX_ATTRIBUTE_BYTES,
+    contiguous_properties,
+    dataset_properties,
+    h5_type,
+    link_properties,
+    mark_dtype,
+)
 from ckpt.format.manifest import encode_meta
 from ckpt.saving.placement import PAGE_BYTES
 from collectives.arrays.dtypes import DTYPES
@@ -43,10 +50,8 @@ def write(path: Path, sources: Sequence[Source], meta: Mapping[str, Any], compre
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_alignment(PAGE_BYTES, PAGE_BYTES)
     access.set_cache(0, 521, _CACHE_BYTES, 1.0)
-    access.set_file_locking(False, True)  # nobody else sees it yet, and locks fail on some Lustre and NFS mounts
-    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    links.set_create_intermediate_group(True)
-    links.set_char_encoding(h5py.h5t.CSET_UTF8)
+    access.set_file_locking(False, True)  # no other process sees it yet, and locks fail on some Lustre and NFS mounts
+    links = link_properties()
     positions = []
     with h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, fapl=access)) as file:
         text = encode_meta(meta)
@@ -54,7 +59,7 @@ def write(path: Path, sources: Sequence[Source], meta: Mapping[str, Any], compre
             file["/"].attrs["meta"] = text
         for source in sources:
             packed = compression is not None and source.nbytes > 0 and bool(source.shape)
-            plist = _packed(source, compression) if packed else _contiguous()
+            plist = _packed(source, compression) if packed else contiguous_properties()
             space = h5py.h5s.create_simple(source.shape) if source.shape else h5py.h5s.create(h5py.h5s.SCALAR)
             name = source.name.encode()
             dataset = h5py.h5d.create(file.id, name, h5_type(source.dtype), space, plist, lcpl=links)
@@ -67,14 +72,6 @@ def write(path: Path, sources: Sequence[Source], meta: Mapping[str, Any], compre
     with open(path, "r+b", buffering=0) as file:
         for source, position in positions:
             write_all(file.fileno(), source, position)
-
-
-def _contiguous() -> h5py.h5p.PropDCID:
-    plist = dataset_properties()
-    plist.set_layout(h5py.h5d.CONTIGUOUS)
-    plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    return plist
 
 
 def _packed(source: Source, compression: str | None) -> h5py.h5p.PropDCID:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -33,7 +33,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class FileTensor(NamedTuple):
-    """A tensor that is to be written."""
+    """A tensor that is to be written; a `Source` says as much."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +41,10 @@ class FileTensor(NamedTuple):
     nbytes: int
 
 
-class Place(NamedTuple):
+T = TypeVar("T", FileTensor, Source)
+
+
+class StoredTensor(NamedTuple):
     """A tensor in a file: `dtype` in the format's words, `position` of its first byte in the file."""
 
     dtype: str
@@ -66,7 +69,7 @@ def opened(file: str, framework: str) -> safe_open:
         raise OSError(f"{file} cannot be read: {error}") from None
 
 
-def places(file: str) -> dict[str, Place]:
+def places(file: str) -> dict[str, StoredTensor]:
     """Where the tensors of a file are. Raises as `opened`, and ValueError for a name that comes twice."""
     with opened(file, "numpy"), open(file, "rb") as content:  # the library has checked every claim of the header
         length = int.from_bytes(content.read(8), "little")
@@ -76,7 +79,7 @@ def places(file: str) -> dict[str, Place]:
             raise ValueError(f"{file} is damaged: {error}") from None
     fields.pop("__metadata__", None)
     return {
-        name: Place(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        name: StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
         for name, entry in fields.items()
     }
 
@@ -141,20 +144,19 @@ def some(names: Sequence[str]) -> str:
 
 def write(path: Path, sources: Sequence[Source]) -> None:
     """Make a file. OSError that names it."""
-    in_order = _aligned([FileTensor(source.name, source.shape, source.dtype, source.nbytes) for source in sources])
-    by_name = {source.name: source for source in sources}
+    in_order = _aligned(sources)
     start = header(in_order)
     with open(path, "wb", buffering=0) as file:
         pwrite_all(file.fileno(), memoryview(start), 0)
         at = len(start)
-        for tensor in in_order:
-            write_all(file.fileno(), by_name[tensor.name], at)
-            at += tensor.nbytes
+        for source in in_order:
+            write_all(file.fileno(), source, at)
+            at += source.nbytes
 
 
-def split(tensors: Sequence[FileTensor], max_file_bytes: int) -> list[list[FileTensor]]:
+def split(tensors: Sequence[T], max_file_bytes: int) -> list[list[T]]:
     """Deal tensors out to files in their order, each as full as it may be; a tensor longer than that has one of its own."""
-    files: list[list[FileTensor]] = [[]]
+    files: list[list[T]] = [[]]
     room = max_file_bytes
     for tensor in tensors:
         if tensor.nbytes > room and files[-1]:
@@ -165,13 +167,13 @@ def split(tensors: Sequence[FileTensor], max_file_bytes: int) -> list[list[FileT
     return [_aligned(file) for file in files]
 
 
-def _aligned(tensors: Sequence[FileTensor]) -> list[FileTensor]:
+def _aligned(tensors: Sequence[T]) -> list[T]:
     """Longer elements first: so all are aligned."""
     return sorted(tensors, key=lambda tensor: -dtype_of(tensor.dtype).itemsize)
 
 
-def header(tensors: Sequence[FileTensor]) -> bytes:
-    """What stands before the bytes of these tensors in a file. ValueError for a dtype that the format does not know."""
+def header(tensors: Sequence[FileTensor | Source]) -> bytes:
+    """The bytes of a file before those of its tensors. ValueError for a dtype that the format does not know."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
@@ -185,7 +187,7 @@ def header(tensors: Sequence[FileTensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def index_text(files: Mapping[str, Sequence[FileTensor]]) -> str:
+def index_text(files: Mapping[str, Sequence[FileTensor | Source]]) -> str:
     """The index of the files, by their names."""
     weight_map = {tensor.name: file for file, tensors in files.items() for tensor in tensors}
     total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
@@ -193,13 +195,13 @@ def index_text(files: Mapping[str, Sequence[FileTensor]]) -> str:
 
 
 def file_names(count: int, one: str = ONE) -> list[str]:
-    """What so many files of a model are called; `one`: if it is one."""
+    """The names of the `count` files of a model; `one`: the name of a single file."""
     stem = one.removesuffix(".safetensors")
     return [one] if count == 1 else [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def index_name(one: str = ONE) -> str:
-    """What the index of files is called."""
+    """The name of the index of files."""
     return f"{one}.index.json"
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile, ZipInfo
 
-from ckpt.convert.sources import Buffer, Source, from_array
+from ckpt.convert.sources import PieceBuffer, Source, from_array
 from ckpt.storage.local import pwrite_all
 from collectives.arrays.dtypes import DTYPES, DTypeError, dtype_of
 
@@ -124,7 +124,7 @@ def read(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
 
 
 def _reason(error: BaseException) -> str:
-    """What torch says about the file, without its advice on how to run the code that is in it all the same."""
+    """The message of torch about the file, without its advice on how to run the code in the file all the same."""
     if isinstance(error, pickle.UnpicklingError) and isinstance(error.__context__, pickle.UnpicklingError):
         error = error.__context__  # the reason itself, which torch wraps in that advice
     line = next(iter(str(error).splitlines()), type(error).__name__).partition(" Please use ")[0]
@@ -145,7 +145,7 @@ def _leaves(name: str, place: str, value: Any) -> Iterator[tuple[str, str, Any]]
         yield from _leaves(f"{name}/{key}" if name else str(key), f"{place}[{key!r:.200}]", inner)
 
 
-def source_of(tensor: "torch.Tensor", name: str, buffer: Buffer) -> Source:
+def source_of(tensor: "torch.Tensor", name: str, buffer: PieceBuffer) -> Source:
     """A tensor in host memory, however strided. ValueError if its elements are not plain numbers side by side."""
     torch = _torch()
     try:

@@ -64,7 +64,7 @@ def test_cover_errors_name_the_ranks():
 @given(st.data(), shapes, st.integers(1, 40))
 def test_pieces_cover_a_box_in_order(data, shape, size):
     offset = tuple(data.draw(st.integers(0, 5)) for _ in shape)
-    found = pieces(Box(offset, shape), size)
+    found = list(pieces(Box(offset, shape), size))
     assert all(0 < piece.size <= size for piece in found)
     flat = [flat_index(piece.relative_to(offset).offset, shape) for piece in found]
     assert flat == sorted(flat) and sum(piece.size for piece in found) == np.prod(shape)

@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.format.boxes import Box
 from ckpt.format.manifest import (
     VERSION,
-    Block,
     CheckpointError,
     Dataset,
     File,
     Manifest,
+    StoredBlock,
     Tensor,
     encode,
     encode_meta,
@@ -39,14 +38,14 @@ def make():
     )
     tensors = {
         "model/w": Tensor(
-            "model/w",
-            "float32",
-            (3, 2),
-            (Block(0, 16, Box((0, 0), (2, 2)), "7" * 16), Block(1, 0, Box((2, 0), (1, 2)), "8" * 16)),
-            ("dp", None),
+            name="model/w",
+            dtype="float32",
+            shape=(3, 2),
+            axes=("dp", None),
+            blocks=(StoredBlock(0, 16, (0, 0), (2, 2), "7" * 16), StoredBlock(1, 0, (2, 0), (1, 2), "8" * 16)),
         ),
-        "opt/s": Tensor("opt/s", "int64", (), (Block(1, 0, Box((), ()), "9" * 16),)),
-        "opt/e": Tensor("opt/e", "int64", (0, 5), ()),
+        "opt/s": Tensor(name="opt/s", dtype="int64", shape=(), blocks=(StoredBlock(1, 0, (), (), "9" * 16),)),
+        "opt/e": Tensor(name="opt/e", dtype="int64", shape=(0, 5), blocks=()),
     }
     return Manifest(files, tensors, {"step": 3, "lr": [0.1, None]}, sequence=4, saved=1.5)
 
@@ -90,7 +89,7 @@ def test_version_1_is_read():
 
 def test_what_came_with_version_3_is_not_read_by_older_programs():
     assert json.loads(encode(make()).split(b"\n")[0])["version"] == 2
-    tensor = Tensor("c", "complex64", (0,), ())
+    tensor = Tensor(name="c", dtype="complex64", shape=(0,), blocks=())
     manifest = replace(make(), tensors={"c": tensor})
     assert json.loads(encode(manifest).split(b"\n")[0])["version"] == 3 and decode(encode(manifest)) == manifest
 

@@ -24,7 +24,7 @@ def test_blocks_are_aligned_and_apart(written):
         itemsize = TABLE[dtype].itemsize
         ranges, pages = [], []
         for rank in writers:
-            own = [(start, item.box.size) for item, start in file.items[rank] if item.dtype == dtype]
+            own = [(item.start, item.box.size) for item in file.items[rank] if item.dtype == dtype]
             ranges += own
             pages.append(
                 {

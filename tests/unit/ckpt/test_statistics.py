@@ -18,7 +18,7 @@ import ckpt
 from ckpt.check import comparing, statistics
 from ckpt.check.comparing import compare
 from ckpt.check.statistics import histogram_of, statistics_of
-from ckpt.format.boxes import slabs
+from ckpt.format.boxes import Box, pieces
 
 DTYPES = ["f8", "f4", "f2", ml_dtypes.bfloat16, "i8", "i1", "u8", "u4", "bool"]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=6)
@@ -123,9 +123,9 @@ def test_differences_of_huge_numbers(tmp_path: Path) -> None:
 
 
 @given(shape=SHAPES, limit=st.integers(1, 40))
-def test_slabs_cover_a_tensor_in_flat_order(shape: tuple[int, ...], limit: int) -> None:
+def test_pieces_cover_a_tensor_in_flat_order(shape: tuple[int, ...], limit: int) -> None:
     positions = np.arange(math.prod(shape)).reshape(shape)
-    parts = [positions[box.slices].reshape(-1) for box in slabs(shape, limit)]
+    parts = [positions[box.slices].reshape(-1) for box in pieces(Box.full(shape), limit)]
     assert all(0 < part.size <= limit for part in parts)
     assert np.concatenate([*parts, np.empty(0, int)]).tolist() == list(range(positions.size))
 
