@@ -132,7 +132,11 @@ def _count(tally: _Tally, x: np.ndarray, y: np.ndarray, atol: float, rtol: float
     else:
         both_nan = np.isnan(x) & np.isnan(y)
         with np.errstate(over="ignore", invalid="ignore"):  # of infinities: they are compared as they are
-            far = distance > atol + rtol * magnitude
+            tolerance = atol + rtol * magnitude
+            if distance.dtype == np.uint64:  # as float64 a large one would be rounded
+                far = (distance > tolerance.astype(np.uint64)) & (tolerance < 2.0**64)
+            else:
+                far = distance > tolerance
         differs = np.where(special, (x != y) & ~both_nan, far)
     tally.differing += int(differs.sum())
     tally.special += int((differs & special).sum())

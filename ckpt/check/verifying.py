@@ -13,7 +13,7 @@ from ckpt.check.inspecting import look, need_folder
 from ckpt.format.manifest import CheckpointError, File, Manifest, StoredBlock, Tensor
 from ckpt.reading.reader import is_replaced
 from ckpt.storage.catalog import read_manifest
-from ckpt.storage.places import Folder, OpenFile, Place, absolute
+from ckpt.storage.places import Folder, Place, absolute
 from ckpt.storage.progress import Progress, no_progress
 from collectives.arrays.dtypes import DTYPES
 
@@ -111,7 +111,8 @@ def _verify_file(folder: Folder, file: File, extents: Iterable[_Extent], progres
                 whole = True
                 for first in range(extent.first, extent.last, _BUFFER_BYTES):
                     memory = buffer[: min(_BUFFER_BYTES, extent.last - first)]
-                    _read(opened, memory.data, first)
+                    if (count := opened.read_into(memory.data, first)) < len(memory):
+                        raise CheckpointError(f"it ends at byte {first + count}")
                     progress(len(memory))
                     if extent.gap:
                         whole = whole and not memory.any()
@@ -153,9 +154,3 @@ def _extents(file: File, inside: Iterable[tuple[Tensor, StoredBlock]], chunk_byt
         yield _Extent(at, end, gap=True)
         at = end
     yield _Extent(at, file.nbytes)
-
-
-def _read(opened: OpenFile, memory: memoryview, position: int) -> None:
-    count = opened.read_into(memory, position)
-    if count < len(memory):
-        raise CheckpointError(f"it ends at byte {position + count}")

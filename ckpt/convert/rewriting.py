@@ -8,7 +8,6 @@ from typing import Any
 from ckpt.check.verifying import verify
 from ckpt.commit.atomic import Stage
 from ckpt.convert.sources import Source, SourcePart
-from ckpt.format.boxes import Box
 from ckpt.format.manifest import MAX_NDIM, CheckpointError, encode_meta, file_entry, name_error, nesting_error
 from ckpt.saving.describing import Contents, write_index, write_manifest
 from ckpt.saving.placement import Files, Item, cut_evenly, file_name, lay_out
@@ -38,7 +37,9 @@ def write_checkpoint(
         raise ValueError(f"files is {files!r}; expected 'one', or a number of at least 1")
     _check(sources)
     encode_meta(meta)
-    boxes = _cut(sources, 1 if files == "one" else int(files))
+    shapes = [(source.shape, DTYPES[source.dtype].itemsize) for source in sources]
+    cut = cut_evenly(shapes, 1 if files == "one" else int(files))
+    boxes = [{sources[index].name: box for index, box in part.items()} for part in cut if part]
     stage = Stage(checked_path(path)).open(overwrite=overwrite)
     with discarding(stage):
         by_name = {source.name: source.watched(progress) for source in sources}
@@ -76,10 +77,3 @@ def _check(sources: Sequence[Source]) -> None:
             )
     if problem := nesting_error(source.name for source in sources):
         raise ValueError(problem)
-
-
-def _cut(sources: Sequence[Source], parts: int) -> list[dict[str, Box]]:
-    """For each file the boxes of the tensors that it holds; a file without any is left out."""
-    cut = cut_evenly([(source.shape, DTYPES[source.dtype].itemsize) for source in sources], parts)
-    named = [{sources[index].name: box for index, box in part.items()} for part in cut]
-    return [part for part in named if part]

@@ -32,11 +32,11 @@ class Contents:
 
     def __init__(self, tensors: Sequence[Described], files: Sequence[DataFile], meta: dict[str, Any]) -> None:
         self.files, self.meta = files, meta
-        self._written: dict[int, list[StoredBlock]] = {}  # by writer, in the order of its items
+        self.written: dict[int, list[StoredBlock]] = {}  # by writer, in the order of its items
         blocks: dict[str, list[StoredBlock]] = {tensor.name: [] for tensor in tensors}
         for number, file in enumerate(files):
             for writer, items in file.items.items():
-                made = self._written[writer] = []
+                made = self.written[writer] = []
                 for name, _, box, start in items:
                     made.append(StoredBlock(number, start, box.offset, box.shape, ""))
                     blocks[name].append(made[-1])
@@ -51,12 +51,6 @@ class Contents:
             for tensor in tensors
         }
 
-    def add_checksums(self, sums: Sequence[Checksums]) -> None:
-        """`sums`: of each writer's blocks."""
-        for writer, blocks in self._written.items():
-            for block, checksums in zip(blocks, sums[writer], strict=True):
-                block.checksums = checksums
-
 
 def write_index(folder: Path, contents: Contents, scalars: Mapping[str, bytes]) -> None:
     """The index, of data files that may still be in the making. `scalars`: the values of the 0-D tensors."""
@@ -70,6 +64,8 @@ def write_manifest(
     """The manifest of finished files. `reports`: of each writer the file that it answers for, if any, and its checksums."""
     made = {entry["name"]: file_of(entry) for entry, _ in reports if entry is not None}
     files = (*(made[file.name] for file in contents.files), describe(folder / INDEX_NAME, {}))
-    contents.add_checksums([sums for _, sums in reports])
+    for writer, blocks in contents.written.items():
+        for block, checksums in zip(blocks, reports[writer][1], strict=True):
+            block.checksums = checksums
     manifest = Manifest(files, contents.tensors, contents.meta, sequence, time.time())
     write_file(folder / FILE_NAME, encode(manifest))
