@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, is_dataclass
+from operator import attrgetter
 from typing import Any, Literal, get_type_hints
 
 from mpitrain.models.sizes import GPTConfig, resolve
@@ -280,14 +281,7 @@ def kinds() -> dict[str, Any]:
 
 def flat(config: Config) -> dict[str, Any]:
     """Every setting by its full name, those without a section first."""
-    values: dict[str, Any] = {}
-    for top in fields(config):
-        value = getattr(config, top.name)
-        if is_dataclass(value):
-            values |= {f"{top.name}.{f.name}": getattr(value, f.name) for f in fields(value)}
-        else:
-            values[top.name] = value
-    return values
+    return {name: attrgetter(name)(config) for name in kinds()}
 
 
 def _expect(name: str, value: float | None, least: float, *, most: float = math.inf, below: float = math.inf) -> None:

@@ -6,8 +6,6 @@ counted is exact but for what kernels take for themselves and what the allocator
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -139,16 +137,10 @@ def _run(config: Config, rows: int, num_ranks: int, held: list[int], *, gathered
 
 
 def _fake_model(sizes: GPTConfig, dtype: torch.dtype) -> GPT:
-    with _default_dtype(dtype):
-        return GPT(sizes)  # not cast afterwards: fake parameters cannot be
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(dtype)  # the parameters of a fake model cannot be cast later
     try:
-        yield
+        return GPT(sizes)
     finally:
         torch.set_default_dtype(before)
 

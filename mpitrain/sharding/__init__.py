@@ -5,13 +5,14 @@ from mpitrain.sharding.api import fully_shard
 from mpitrain.sharding.buffers import sync_buffers
 from mpitrain.sharding.checkpointing import checkpoint_activations
 from mpitrain.sharding.full import unshard
-from mpitrain.sharding.module import communication_s, sharded_over, sharded_params
+from mpitrain.sharding.module import communication_s
 from mpitrain.sharding.optim.clip import clip_grad_norm_, grad_norms
 from mpitrain.sharding.optim.ema import EMA
 from mpitrain.sharding.optim.scaler import GradScaler
 from mpitrain.sharding.overview import num_parameters, summary
 from mpitrain.sharding.places import name_places
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from mpitrain.sharding.unit.registry import sharded_over, sharded_params
 
 __all__ = [
     "EMA",

@@ -6,7 +6,7 @@ and copies, follow torch's FSDP (Zhao et al., VLDB 2023).
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from collectives import Communicator, Mesh, launched_rank
 from mpitrain.heap import keep_freed_memory
-from mpitrain.sharding.module import ShardedModule, units_of
+from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.optim.step_hooks import watch_optimizers
 from mpitrain.sharding.optim.torch_calls import watch_calls
 from mpitrain.sharding.setup.agreement import check_alike
@@ -23,11 +23,11 @@ from mpitrain.sharding.setup.blocks import stacked_blocks
 from mpitrain.sharding.setup.foreign import refuse_methods
 from mpitrain.sharding.setup.options import Options, check_dense, check_dtypes, check_module
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from mpitrain.sharding.setup.readiness import check_names, kind_of
+from mpitrain.sharding.setup.readiness import check_names
 from mpitrain.sharding.unit.flat import FlatParameters
-from mpitrain.sharding.unit.marks import box_of, is_ignored, mark_ignored, mark_replaced, name_before, unmark_replaced
+from mpitrain.sharding.unit.marks import box_of, is_ignored, mark_ignored, mark_replaced, name_before
 from mpitrain.sharding.unit.ranks import Ranks, group_of, ranks_of
-from mpitrain.sharding.unit.registry import enter
+from mpitrain.sharding.unit.registry import enter, kind_of, sharded_params, units_of
 from mpitrain.sharding.unit.rows import guard_shards
 from mpitrain.sharding.unit.unit import Promise, Unit
 from mpitrain.sharding.unit.unsharding import Gathered, Kept, Resident, Shapes, Storage
@@ -119,10 +119,18 @@ def fully_shard(
             its = replace(policy.of_kept(), output_dtype=None)  # between modules that compute in fp32, too
         elif id(part) in are_kept:
             its = policy.of_kept()
+        groups = _groups(part, names[id(part)], options.ignored)
         unit = Unit(
-            ranks, _flats(part, names[id(part)], ranks, its, options, num_group), its,
+            ranks, [_flat(group, ranks, its, options, num_group) for group in groups], its,
             stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes, is_automatic=part is not module,
         )  # fmt: skip
+        # All parts of the unit could be made. Up to here the module is as it was before the call.
+        for name, _, original in (param for group in groups for param in group):
+            mark_replaced(original, name)
+        for param in part.parameters():
+            if id(param) in options.ignored:
+                mark_ignored(param)  # the units of modules around this part leave the parameter alone, too
+        unit.reshard()
         enter(unit)
         guard_shards(unit)
         kind = type(part)
@@ -130,11 +138,18 @@ def fully_shard(
         part._unit = unit  # type: ignore[assignment]
 
     for whole in (*blocks, module):
-        for part in _left_among(kept, whole):
-            shard_part(part)
+        inside = {id(part) for part in whole.modules() if part is not whole}
+        for part in kept:
+            is_sharded = isinstance(part, ShardedModule) or all(
+                box_of(param) is not None for param in part.parameters()
+            )
+            if id(part) in inside and not is_sharded:
+                shard_part(part)
         shard_part(whole)
     units_of(module)[0].promise = Promise(policy.keep_fp32, tuple(options.ignored_params or ()))
-    _name_in_full(module, names)
+    for param in sharded_params(module):  # error messages name parameters as seen from the outermost module
+        owner, name = param.users[0]
+        param.name = f"{names[id(owner)]}.{name}" if names.get(id(owner)) else name
     refuse_methods(module, is_cut=ranks.shard.size > 1)
     return module
 
@@ -157,90 +172,46 @@ def _automatic_blocks(module: nn.Module) -> list[nn.Module]:
     return []
 
 
-def _sharded(module: nn.Module) -> list[nn.Module]:
-    return [part for part in module.modules() if isinstance(part, ShardedModule)]
-
-
-def _left_among(kept: list[nn.Module], whole: nn.Module) -> Iterator[nn.Module]:
-    """Modules kept in fp32 within another, if they have parameters in no unit yet by the time it is their turn."""
-    inside = {id(part) for part in whole.modules() if part is not whole}
-    for part in kept:
-        if id(part) not in inside or isinstance(part, ShardedModule):
-            continue
-        if any(box_of(param) is None for param in part.parameters()):
-            yield part
-
-
-def _name_in_full(module: nn.Module, names: dict[int, str]) -> None:
-    """Errors name parameters as they are called from the outermost module."""
-    for unit in units_of(module):
-        for param in unit.params:
-            owner, name = param.users[0]
-            param.name = f"{names[id(owner)]}.{name}" if names.get(id(owner)) else name
-
-
-def _flats(
-    part: nn.Module, prefix: str, ranks: Ranks, policy: MixedPrecisionPolicy, options: Options, num_group: int | None
-) -> list[FlatParameters]:
-    """A part's own parameters, each kind in one flat buffer. If one cannot be made, the part is as it was."""
-    made: list[FlatParameters] = []
-    newly_ignored: list[nn.Parameter] = []
-    groups: list[Group] = []
-    try:
-        groups = _groups(part, prefix, options.ignored, newly_ignored)
-        for params in groups:
-            where = params[0][2].device
-            if where.type == "meta":
-                where = torch.device(options.device or "cpu")
-            if options.storage == "resident" and where.type != "cpu":
-                raise ValueError(
-                    f"storage='resident' needs parameters on the CPU; these are on {where}; use storage='auto'"
-                )
-            if where.type == "cpu":
-                keep_freed_memory()
-            store = _storage(ranks, where, options, num_group)
-            made.append(FlatParameters(params, ranks, policy, where, store, options.offload_policy))
-    except BaseException:
-        for params in groups:
-            for _, users, original in params:
-                unmark_replaced(original)
-                for owner, name in users:
-                    owner._parameters[name] = original
-        for param in newly_ignored:
-            mark_ignored(param, ignored=False)
-        raise
-    return made
+def _flat(
+    group: Group, ranks: Ranks, policy: MixedPrecisionPolicy, options: Options, num_group: int | None
+) -> FlatParameters:
+    """The parameters of one group in one flat buffer. Collective."""
+    original = group[0][2]
+    device = original.device
+    if device.type == "meta":
+        device = torch.device(options.device or "cpu")
+    if options.storage == "resident" and device.type != "cpu":
+        raise ValueError(f"storage='resident' needs parameters on the CPU; these are on {device}; use storage='auto'")
+    if device.type == "cpu":
+        keep_freed_memory()
+    shapes = [tuple(param.shape) for _, _, param in group]
+    storage = _storage(shapes, policy.dtypes_of(original.dtype)[0], device, ranks, options, num_group)
+    return FlatParameters(group, ranks, policy, device, storage, options.offload_policy)
 
 
 def _storage(
-    ranks: Ranks, device: torch.device, options: Options, num_group: int | None
-) -> Callable[[Shapes, torch.dtype], Storage]:
-    """What makes the Storage of a unit's full parameters. `num_group`: ranks that hold gathered ones between forward and backward."""
-
-    def private(shapes: Shapes, dtype: torch.dtype) -> Storage:
-        if options.stage < 3 or ranks.shard.size == 1:
-            return Kept(shapes, ranks.shard, dtype, device)
-        group = None if num_group is None else group_of(ranks.shard, num_group)
-        return Gathered(shapes, ranks.shard, dtype, device, group)
-
-    def make(shapes: Shapes, dtype: torch.dtype) -> Storage:
-        if options.storage == "private" or options.stage == 0 or device.type != "cpu":
-            return private(shapes, dtype)
+    shapes: Shapes, dtype: torch.dtype, device: torch.device, ranks: Ranks, options: Options, num_group: int | None
+) -> Storage:
+    """The storage of full parameters. `num_group`: ranks that hold gathered parameters between forward and backward. Collective."""
+    if options.storage != "private" and options.stage > 0 and device.type == "cpu":
         resident, problem = None, None
         try:
             resident = Resident(shapes, ranks.shard, dtype, device)
         except OSError as error:
             problem = error
-        problems = ranks.all.all_gather_object(None if problem is None else str(problem))  # each node knows of its own
+        problems = ranks.all.all_gather_object(
+            None if problem is None else str(problem)
+        )  # one node may lack the memory
         if not any(problems) and resident is not None:
             return resident
-        said = next(text for text in problems if text)
+        reason = next(text for text in problems if text)
         if options.storage == "resident":
-            raise OSError(said) from problem
-        _log.info("full parameters are private from here on: %s", said)
-        return private(shapes, dtype)
-
-    return make
+            raise OSError(reason) from problem
+        _log.info("full parameters are private from here on: %s", reason)
+    if options.stage < 3 or ranks.shard.size == 1:
+        return Kept(shapes, ranks.shard, dtype, device)
+    group = None if num_group is None else group_of(ranks.shard, num_group)
+    return Gathered(shapes, ranks.shard, dtype, device, group)
 
 
 def _resharding(asked: Any, size: int | None) -> tuple[bool, int | None]:
@@ -265,21 +236,14 @@ def _resharding(asked: Any, size: int | None) -> tuple[bool, int | None]:
     return True, None if asked == size else asked
 
 
-def _groups(module: nn.Module, path: str, ignored: set[int], newly_ignored: list[nn.Parameter]) -> list[Group]:
-    """The parameters in no unit yet, each with all its users, grouped by dtype, requires_grad and device: a unit each.
-
-    `path`: of the module, for names. Marks them, and those to be ignored, which `newly_ignored` then has too.
-    """
+def _groups(module: nn.Module, path: str, ignored: set[int]) -> list[Group]:
+    """The parameters of a module that belong to no unit yet, grouped by dtype, requires_grad and device. `path`: the module's name."""
     inside = {id(m) for child in module.modules() if isinstance(child, ShardedModule) for m in child.modules()}
     users: dict[int, list[tuple[nn.Module, str]]] = {}
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, owner in module.named_modules(prefix=path):
         for name, param in owner._parameters.items():
-            if param is None or box_of(param) is not None or is_ignored(param):
-                continue
-            if id(param) in ignored:
-                mark_ignored(param)  # by the units around this one, too
-                newly_ignored.append(param)
+            if param is None or box_of(param) is not None or is_ignored(param) or id(param) in ignored:
                 continue
             full_name = f"{prefix}.{name}" if prefix else name
             if name_before(param) is not None or id(owner) in inside:
@@ -293,5 +257,4 @@ def _groups(module: nn.Module, path: str, ignored: set[int], newly_ignored: list
     groups: dict[tuple[torch.dtype, bool, torch.device], Group] = {}
     for key, (name, param) in found.items():
         groups.setdefault((param.dtype, param.requires_grad, param.device), []).append((name, users[key], param))
-        mark_replaced(param, name)
     return list(groups.values())

@@ -5,8 +5,9 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from mpitrain.sharding.module import outermost, sharded_modules, sharded_params, step_of
+from mpitrain.sharding.module import outermost, sharded_modules, step_of
 from mpitrain.sharding.step.step import Phase
+from mpitrain.sharding.unit.registry import sharded_params
 
 
 @contextmanager

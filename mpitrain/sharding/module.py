@@ -2,19 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from collectives import Communicator
+from mpitrain.sharding.buffers import sync_buffers
 from mpitrain.sharding.setup.foreign import refuse_wrapping
-from mpitrain.sharding.setup.readiness import check_ready, kind_of
+from mpitrain.sharding.setup.readiness import check_ready
 from mpitrain.sharding.step.step import Step
 from mpitrain.sharding.step.tree import check_added
-from mpitrain.sharding.unit.layout import Box
-from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.registry import kind_of, units_of
 from mpitrain.sharding.unit.rows import mark_model
 from mpitrain.sharding.unit.unit import Unit, UnitState
 
@@ -49,7 +47,7 @@ class ShardedModule(nn.Module):
         """As of any module; drops what waits to be reduced after `no_sync` as well, which an optimizer's `zero_grad` cannot."""
         super().zero_grad(set_to_none)
         if self._step is not None:
-            self._step.drop_gradients()
+            self._step.reducer.drop()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether a backward reduces gradients over the ranks. Without, each rank keeps its full gradients, which takes as much memory
@@ -119,41 +117,14 @@ class ShardedModule(nn.Module):
         )
 
 
-def sharded_params(model: nn.Module) -> Iterator[ShardedParameter]:
-    """Every sharded parameter of a model, in the order of its modules."""
-    for unit in units_of(model):
-        yield from unit.params
-
-
-class Owner(NamedTuple):
-    """The parameter of a shard: its full shape, this rank's box of it, and the ranks that it is sharded over."""
-
-    full_shape: tuple[int, ...]
-    box: Box
-    ranks: Ranks
-
-
-Owners = dict[nn.Parameter, Owner]
-
-
-def owners_of(model: nn.Module) -> Owners:
-    """The parameter of each shard of a model."""
-    return {
-        param.shard: Owner(tuple(param.full.shape), param.box, unit.ranks)
-        for unit in units_of(model)
-        for param in unit.params
-    }
-
-
-def sharded_over(model: nn.Module) -> Ranks | None:
-    """The ranks a model is sharded over; None if it is not sharded."""
-    units = units_of(model)
-    return units[0].ranks if units else None
+def steps_of(model: nn.Module) -> set[Step]:
+    """The steps that the sharded modules of a model take part in; none before the first forward."""
+    return {module._step for module in sharded_modules(model) if module._step is not None}
 
 
 def communication_s(model: nn.Module) -> float:
     """Seconds that this rank's forwards and backwards have spent in communication, waiting for other ranks included."""
-    return sum({part._step: part._step.comm_s for part in sharded_modules(model) if part._step is not None}.values())
+    return sum(step.comm_s for step in steps_of(model))
 
 
 def outermost(model: nn.Module) -> Iterator[ShardedModule]:
@@ -170,27 +141,6 @@ def sharded_modules(model: nn.Module) -> list[ShardedModule]:
     return [module for module in model.modules() if isinstance(module, ShardedModule)]
 
 
-def units_of(model: nn.Module) -> list[Unit]:
-    """The units of all sharded modules of a model, in order."""
-    return [module._unit for module in sharded_modules(model)]
-
-
-@torch.no_grad()
-def _broadcast_buffers(module: nn.Module, comm: Communicator) -> None:
-    """Let all ranks begin with rank 0's buffers, as torch's DistributedDataParallel does."""
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is None or buffer.is_meta:
-                continue
-            values = buffer.detach().resolve_conj().contiguous()
-            try:
-                comm.broadcast(torch.view_as_real(values) if values.is_complex() else values)
-            except TypeError as error:
-                raise TypeError(f"buffer {prefix}.{name}: {error}") from error
-            if values.data_ptr() != buffer.data_ptr():
-                owner._buffers[name] = values  # an expanded or conjugated buffer cannot be written to
-
-
 def step_of(module: ShardedModule) -> Step:
     """The step that a module is part of; made at the first forward, by the outermost module. Collective then."""
     if module._step is not None:
@@ -204,7 +154,7 @@ def step_of(module: ShardedModule) -> Step:
     check_ready(module, [part._unit for part in parts], ranks.all)
     # What is allocated now outlives this forward, which may be one of an evaluation in inference mode.
     with torch.inference_mode(False):
-        _broadcast_buffers(module, ranks.all)
+        sync_buffers(module, "broadcast")
         step = Step(module, [part._unit for part in parts], ranks)
     for name, part in module.named_modules():
         if isinstance(part, ShardedModule):

@@ -96,7 +96,7 @@ class FolderLock:
             self._await_death(seen)
             if holder_of(self.path) != seen:
                 continue  # released, or taken over by another job that waited as well
-            self._replace()
+            os.replace(self._write(), self.path)
             time.sleep(_SETTLE_S)
             if _token_in(self.path) == self._token:
                 return
@@ -138,9 +138,6 @@ class FolderLock:
         except FileExistsError:
             return False
         return True
-
-    def _replace(self) -> None:
-        os.replace(self._write(), self.path)
 
     def _write(self) -> Path:
         mine = self.path.with_name(f".lock.{self._token}")

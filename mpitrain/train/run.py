@@ -1,4 +1,4 @@
-"""A run's folder, and where a run begins: anew, or from a checkpoint.
+"""A run's folder, and where a run begins: at step 0, or at a checkpoint.
 
 RUN/config.toml                     the settings in force
 RUN/metrics.jsonl                   a line a step
@@ -48,7 +48,7 @@ class Run:
         copies = config.checkpoint.copies
         self._check_places(config)
         if config.resume == "never":
-            return None, "begins anew"
+            return None, "starts at step 0"
         if config.resume != "auto":
             start = ckpt.find(config.resume)
             self._check_way(config, start)
@@ -56,15 +56,14 @@ class Run:
         found = ckpt.list_checkpoints(self.checkpoints) if self.checkpoints.is_dir() else []
         damaged = [checkpoint for checkpoint in found if not checkpoint.complete]
         newest = ckpt.latest(self.checkpoints, copies=copies)
-        if newest is None:
-            if damaged:
-                raise ckpt.CheckpointError(
-                    f"{damaged[-1].path}: {damaged[-1].problem}; the run has no other checkpoint that is complete. "
-                    "--resume never starts anew and moves this run aside"
-                )
-            self._check_way(config, None)
-            return None, "begins anew"
+        if newest is None and damaged:
+            raise ckpt.CheckpointError(
+                f"{damaged[-1].path}: {damaged[-1].problem}; the run has no other checkpoint that is complete. "
+                "--resume never starts anew and moves this run aside"
+            )
         self._check_way(config, newest)
+        if newest is None:
+            return None, "starts at step 0"
         skipped = "".join(f"; {checkpoint.name} is damaged: {checkpoint.problem}" for checkpoint in damaged)
         return newest, f"goes on from {newest}{skipped}"
 

@@ -13,6 +13,7 @@ from collectives import Communicator
 from mpitrain import state
 from mpitrain.config import Config, ConfigError, differences, from_text, to_toml
 from mpitrain.models import GPT
+from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states
 
 _RANDOM = "random/states"
@@ -76,12 +77,7 @@ def load(
     `copies`: the places where copies of it may be.
     ckpt.CheckpointError on all ranks if it is missing, damaged or not of the main job; ConfigError if its model is another one.
     """
-    meta: dict[str, Any] | None = None
-    with comm.together():
-        if comm.rank == 0:
-            meta = read_meta(path, copies)
-    meta = comm.broadcast_object(meta)
-    assert meta is not None
+    meta = on_rank0(comm, lambda: read_meta(path, copies))
     with comm.together():
         saved = from_text(meta["config"], str(path))
         _check_model(saved, config, path)

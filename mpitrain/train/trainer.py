@@ -17,6 +17,7 @@ from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data import Batches, HeldoutBatches
 from mpitrain.data.loading import load_corpus
 from mpitrain.models import flops_per_token, num_parameters
+from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import communication_s
 from mpitrain.train import random_states, saving, stop
 from mpitrain.train.lr import learning_rate
@@ -74,12 +75,8 @@ class Trainer:
         random_states.seed_all(config.train.seed, comm.rank)
 
     def _begin(self) -> None:
-        """Look where the run begins."""
-        begin: tuple[Path | ckpt.Url | None, str] | None = None
-        with self.comm.together():
-            if self.comm.rank == 0:
-                begin = self.run.start(self.config)
-        self.start, self.beginning = self.comm.broadcast_object(begin)
+        """Find the checkpoint from which the run continues, if there is one."""
+        self.start, self.beginning = on_rank0(self.comm, lambda: self.run.start(self.config))
 
     # What a rank takes of a global batch
 
@@ -154,15 +151,9 @@ class Trainer:
     def sample(self) -> str:
         """Text that the model writes after the prompt."""
         train, device = self.config.train, self.placement.device
-        pieces = write(
-            self.model,
-            train.sample_prompt,
-            num=train.sample_bytes,
-            temperature=train.sample_temperature,
-            seed=train.seed,
-            device=device,
-        )
-        return "".join(pieces)
+        num, temperature = train.sample_bytes, train.sample_temperature
+        text = write(self.model, train.sample_prompt, num=num, temperature=temperature, seed=train.seed, device=device)
+        return "".join(text)
 
     # Checkpoints
 
@@ -236,11 +227,8 @@ class Trainer:
 
     def _fit(self, terminal: Terminal | None) -> None:
         config, rank0 = self.config, self.comm.rank == 0
-        owed = None
-        with self.comm.together():
-            if rank0 and self.step > 0:
-                owed = self._evaluation_due() and not is_evaluated(self.run.metrics, self.step)
-        owed = self.comm.broadcast_object(owed)
+        due = self.step > 0 and self._evaluation_due()
+        owed = on_rank0(self.comm, lambda: due and not is_evaluated(self.run.metrics, self.step))
         if self.step >= config.train.steps and not owed:
             self._say(
                 f"nothing left to do: {self.step} of {config.train.steps} steps are done; "

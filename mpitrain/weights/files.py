@@ -44,12 +44,13 @@ def find(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], rename
     `rename`: from a file's names to the model's; a mapping leaves the names that it has not, None leaves a tensor out.
     Raises ValueError for names that occur twice and for damaged files, OSError for those that cannot be read.
     """
+    new_name = (lambda name: rename.get(name, name)) if isinstance(rename, Mapping) else rename or str
     entries: dict[str, Entry] = {}
     for file, only in _files(path):
         places = format_.places(file)
         check_index(file, only, list(places))
         for name, place in sorted(places.items()):
-            renamed = _renamed(name, rename)
+            renamed = new_name(name)
             if renamed is None or (only is not None and name not in only):
                 continue
             if renamed in entries:
@@ -59,12 +60,6 @@ def find(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], rename
                 raise ValueError(f"{name} in {file} has dtype {place.dtype}; expected one of {', '.join(DTYPES)}")
             entries[renamed] = Entry(file, name, place.shape, DTYPES[place.dtype])
     return entries
-
-
-def _renamed(name: str, rename: Rename | None) -> str | None:
-    if rename is None:
-        return name
-    return rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
 
 
 def _files(

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from mpitrain.rank0 import on_rank0
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.weights.files import Entry, Rename, find, opened, some
-from mpitrain.weights.targets import Target, begin, targets_of, together
+from mpitrain.weights.targets import Target, begin, targets_of
 
 
 class Loaded(NamedTuple):
@@ -45,25 +46,18 @@ def load_weights(
         OSError: as that, for files that are missing or cannot be read.
         RuntimeError: in the middle of a step or within `unshard`.
     """
-    over = begin(model, "load_weights")
+    comm = begin(model, "load_weights")
     targets = targets_of(model)
-    plan: tuple[list[Entry | None], Loaded] | None = None
-    with together(over, "load_weights"):
-        if over is None or over.all.rank == 0:
-            plan = _planned(targets, find(path, rename), strict)
-    if over is not None:
-        plan = over.all.broadcast_object(plan)
-    assert plan is not None
-    entries, passed_over = plan
+    entries, passed_over = on_rank0(comm, lambda: _planned(targets, find(path, rename), strict), "load_weights")
     with ExitStack() as files:
         views: list[Any] = []
-        with together(over, "load_weights"):
+        with comm.together("load_weights"):
             contents: dict[str, Any] = {}
             for target, entry in zip(targets, entries, strict=True):
                 views.append(None)
                 if entry is None or (target.box is not None and not target.box.numel):
                     continue
-                if target.tensor.is_meta and target.owner is None:
+                if target.tensor.is_meta and isinstance(target.tensor, nn.Parameter):
                     raise ValueError(
                         f"{target.names[0]} is on the meta device and has no memory; call to_empty() first"
                     )
@@ -74,7 +68,7 @@ def load_weights(
                     raise ValueError(
                         f"{entry.file} is another file here than on rank 0: {entry.name} has another shape"
                     )
-        with together(over, "load_weights"):  # an input/output error, which nothing foretells
+        with comm.together("load_weights"):  # an input/output error, which nothing foretells
             for target, entry, view in zip(targets, entries, views, strict=True):
                 if view is not None and entry is not None:
                     _fill(target, contents[entry.file], entry, view, model)
@@ -115,7 +109,5 @@ def _fill(target: Target, content: Any, entry: Entry, view: Any, model: nn.Modul
     else:
         rows = zip(target.box.offset, target.box.shape, strict=True)
         values = view[tuple(slice(first, first + count) for first, count in rows)]
-    tensor = target.tensor
-    if tensor.is_meta and target.owner is not None:
-        tensor = with_memory(model, target.names[0])
+    tensor = with_memory(model, target.names[0]) if target.tensor.is_meta else target.tensor
     tensor.copy_(values.view(tensor.shape))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from collectives import Communicator
-from mpitrain.sharding.module import owners_of
 from mpitrain.sharding.step.step import living_steps
+from mpitrain.sharding.unit.registry import params_by_shard
 
 
 @torch.no_grad()
@@ -19,14 +19,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     norm does not depend on how many there are (but for rounding). What is on every rank alike (`ignored_params`) counts once. A
     plain model works too. The norm is a float64 scalar on the host; a non-finite norm scales nothing.
     """
-    owners = owners_of(model)
+    over = {shard: param.ranks.shard for shard, param in params_by_shard(model).items()}
     params = list(model.parameters())
-    spread: dict[Communicator | None, list[torch.Tensor]] = {owner.ranks.shard: [] for owner in owners.values()}
-    spread[None] = []
+    spread: dict[Communicator | None, list[torch.Tensor]] = {comm: [] for comm in (*over.values(), None)}
     for param in params:
         if param.grad is not None:
-            owner = owners.get(param)
-            spread[None if owner is None else owner.ranks.shard].append(param.grad)
+            spread[over.get(param)].append(param.grad)
     for step in living_steps():
         step.reducer.check_reduced(params, "clip_grad_norm_")
     norm = norm_of(spread)
@@ -48,10 +46,9 @@ def norm_of(spread: Mapping[Communicator | None, Sequence[torch.Tensor]], order:
     if order == math.inf:
         largest = torch.zeros((), dtype=torch.float64)
         for comm, grads in spread.items():
-            norms = torch.tensor([0.0, *_norms(_filled(grads), order)], dtype=torch.float64)
-            both = torch.stack(
-                [norms.nan_to_num(0.0, math.inf).max(), norms.isnan().any()]
-            )  # not every max() knows of NaN
+            norms = torch.tensor([0.0, *_norms(grads, order)], dtype=torch.float64)
+            # A reduction by "max" may lose a NaN, so a flag says whether there is one.
+            both = torch.stack([norms.nan_to_num(0.0, math.inf).max(), norms.isnan().any()])
             if comm is not None:
                 comm.all_reduce(both, "max")
             largest = largest.maximum(torch.where(both[1] > 0, math.nan, both[0]))
@@ -63,23 +60,20 @@ def norm_of(spread: Mapping[Communicator | None, Sequence[torch.Tensor]], order:
     return powers.sum().sqrt() if order == 2 else powers.sum() ** (1 / order)
 
 
-def _sum_of_powers(grads: Iterable[torch.Tensor], order: float) -> float:
+def _sum_of_powers(grads: Sequence[torch.Tensor], order: float) -> float:
     """Of all elements. Per gradient in float32 at least (fast, and short enough), across gradients in float64."""
     total = 0.0
-    for norm in _norms(_filled(grads), order):
+    for norm in _norms(grads, order):
         total += norm * norm if order == 2 else norm**order  # not by sum(), which rounds otherwise from Python 3.12 on
     return total
 
 
-def _filled(grads: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [grad for grad in grads if grad.numel()]
-
-
 def _norms(grads: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
-    """The norm of each. The host waits once for each device and dtype, not once for each gradient."""
+    """The norm of each gradient; 0 without elements. The host waits once for each device and dtype, not once for each gradient."""
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, grad in enumerate(grads):
-        alike.setdefault((grad.device, grad.dtype), []).append(index)
+        if grad.numel():
+            alike.setdefault((grad.device, grad.dtype), []).append(index)
     norms = [0.0] * len(grads)
     for (_, dtype), indices in alike.items():
         found = torch._foreach_norm([grads[i] for i in indices], order, dtype=torch.promote_types(dtype, torch.float32))
@@ -106,10 +100,9 @@ def grad_norms(model: nn.Module) -> dict[str, float]:
     total = torch.tensor(
         [[found.get(name, 0.0) for name in names], [float(name in grads) for name in names]], dtype=torch.float64
     )
-    owners = owners_of(model)
-    cut = [owners[param].ranks.shard if param in owners else None for _, param in trained]
-    for comm in dict.fromkeys(owner.ranks.shard for owner in owners.values()):
-        columns = torch.tensor([each is comm for each in cut])
+    over = {shard: param.ranks.shard for shard, param in params_by_shard(model).items()}
+    for comm in dict.fromkeys(over.values()):
+        columns = torch.tensor([over.get(param) is comm for _, param in trained])
         part = total[:, columns]
         comm.all_reduce(part)
         total[:, columns] = part

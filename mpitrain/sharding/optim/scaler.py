@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mpitrain.sharding.module import sharded_over
 from mpitrain.sharding.optim.clip import all_finite
+from mpitrain.sharding.unit.registry import sharded_over
 
 
 class _Scale(NamedTuple):

@@ -59,7 +59,7 @@ def _total_norm(
 ) -> torch.Tensor:
     """`torch.nn.utils.get_total_norm`, and so `clip_grad_norm_`: of all rows of the gradients. Collective where some are cut."""
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    over = {id(param.shard.grad): ranks.shard for param, ranks in all_sharded() if ranks.shard.size > 1}
+    over = {id(param.shard.grad): param.ranks.shard for param in all_sharded() if param.ranks.shard.size > 1}
     spread: dict[Communicator | None, list[torch.Tensor]] = {}
     for grad in grads:
         spread.setdefault(over.get(id(grad)), []).append(grad)
@@ -84,7 +84,7 @@ def _unscale(
 ) -> dict[torch.device, torch.Tensor]:
     """What `torch.amp.GradScaler` finds in an optimizer's gradients: an overflow on any rank is one on all. Collective."""
     found = original(scaler, optimizer, inv_scale, found_inf, *more)
-    over = {id(param.shard): ranks.all for param, ranks in all_sharded() if ranks.all.size > 1}
+    over = {id(param.shard): param.ranks.all for param in all_sharded() if param.ranks.all.size > 1}
     params = [id(param) for group in optimizer.param_groups for param in group["params"]]
     for comm in dict.fromkeys(over[param] for param in params if param in over):  # in an order that all ranks have
         flag = torch.tensor([max((value.item() for value in found.values()), default=-1.0)])
@@ -101,7 +101,7 @@ def _unscale(
 def _run_backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Of a backward that is asked for the gradients of certain tensors (`torch.autograd.grad`): RuntimeError for shards."""
     asked = {id(tensor) for tensor in (args[3] if len(args) > 3 else ()) if box_of(tensor) is not None}
-    param = next((param for param, _ in all_sharded() if id(param.shard) in asked), None) if asked else None
+    param = next((param for param in all_sharded() if id(param.shard) in asked), None) if asked else None
     if param is not None:
         raise RuntimeError(
             f"torch.autograd.grad, or backward(inputs=...): {param.name} is sharded, and its shard is no part of the graph; call "

@@ -6,8 +6,8 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain.sharding.setup.options import Options
-from mpitrain.sharding.setup.readiness import kind_of
 from mpitrain.sharding.unit.marks import box_of
+from mpitrain.sharding.unit.registry import kind_of
 
 
 def check_alike(module: nn.Module, options: Options, comm: Communicator) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from mpitrain.sharding.setup.readiness import kind_of
+from mpitrain.sharding.unit.registry import kind_of
 
 
 def stacked_blocks(module: nn.Module) -> list[nn.Module]:

@@ -18,29 +18,24 @@ _MERGE = (
     "write the adapter, by save_pretrained on rank 0 while all ranks are within `with mpitrain.unshard(model):`, and merge it into an "
     "unsharded model"
 )
-_REPLACING = {
-    "resize_token_embeddings": _BEFORE
-}  # transformers: on any number of ranks, as new parameters come into the model
-_WRITING = {
-    "merge_and_unload": _MERGE,
+_REMEDIES = {
+    "resize_token_embeddings": _BEFORE,  # of transformers; it puts new parameters into the model
+    "merge_and_unload": _MERGE,  # the last three are of peft, and write to parameters
     "merge_adapter": _MERGE,
     "unmerge_adapter": _MERGE,
-}  # peft: where parameters are cut
+}
 
 
 def refuse_methods(module: nn.Module, *, is_cut: bool) -> None:
-    """From now on methods that write to whole parameters, or replace them, raise, in the module and all parts of it."""
-    remedies = {**_REPLACING, **(_WRITING if is_cut else {})}
+    """Let methods that replace parameters raise TypeError, in all parts of a module; where shards are cut, those that write, too."""
     for path, part in module.named_modules():
-        known = {name: remedy for name, remedy in remedies.items() if callable(getattr(type(part), name, None))}
-        param = next((name for name, _ in part.named_parameters(path)), None) if known else None
-        for name, remedy in known.items():
+        for method, remedy in _REMEDIES.items():
+            if not callable(getattr(type(part), method, None)) or (remedy is _MERGE and not is_cut):
+                continue
+            param = next((name for name, _ in part.named_parameters(path)), None)
             if param is not None:
-                setattr(
-                    part,
-                    name,
-                    partial(_refuse, f"{name}: {param} is sharded, and each rank has its rows alone; {remedy}"),
-                )
+                text = f"{method}: {param} is sharded, and each rank has its rows alone; {remedy}"
+                setattr(part, method, partial(_refuse, text))
 
 
 def _refuse(text: str, *args: Any, **kwargs: Any) -> NoReturn:
@@ -67,7 +62,7 @@ def check_caller(shard: torch.Tensor) -> None:
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_globals.get("__name__") == "transformers.trainer":
-            param = find(shard)
+            param = find(id(shard))
             raise TypeError(
                 f"transformers.Trainer does not know that {'a parameter' if param is None else param.name} is sharded: it would train "
                 "each rank on the same batches, and save this rank's rows; train by a loop of your own (examples/shard_your_model.py)"

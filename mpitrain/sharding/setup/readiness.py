@@ -11,12 +11,8 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain.sharding.setup.policy import names
+from mpitrain.sharding.unit.registry import kind_of, unit_of
 from mpitrain.sharding.unit.unit import Unit
-
-
-def kind_of(module: nn.Module) -> type[nn.Module]:
-    """A module's own class, sharded or not."""
-    return type(module).__mro__[2 if "_unit" in vars(module) else 0]
 
 
 def check_names(module: nn.Module, keep_fp32: Iterable[str]) -> None:
@@ -26,7 +22,7 @@ def check_names(module: nn.Module, keep_fp32: Iterable[str]) -> None:
         return
     known: set[str] = set()
     for part in module.modules():
-        if part is module or "_unit" in vars(part):
+        if part is module or unit_of(part) is not None:
             for name, inner in part.named_modules():
                 kind = kind_of(inner)
                 known |= {name, kind.__name__}

@@ -50,7 +50,8 @@ class Reducer:
         self._next = 0  # in the order: the gradients to reduce next
         self._left_some = False  # this backward, without a reduction
         self._waits = False  # for a backward outside of `no_sync`: full gradients are left of one within
-        self._reducing: Gradients | None = None  # whose reduction has begun
+        self.reducing: Gradients | None = None
+        """The gradients whose reduction has begun and has not ended."""
         # In host memory; the first is free.
         self._buffers: dict[tuple[Communicator, torch.dtype], deque[torch.Tensor]] = {}
         self._take_order()
@@ -83,16 +84,6 @@ class Reducer:
         return ranks.shard if ranks.shard.size > 1 else ranks.replicate, group.reduce_dtype
 
     # From autograd's hook to the shards: `take`, `complete`, then `begin_reduction` and `end_reduction` in unit/gradients.py
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a reduction has begun whose end is not waited for yet."""
-        return self._reducing is not None
-
-    def progress(self) -> None:
-        """Carry on the reduction that is under way, without waiting for other ranks."""
-        assert self._reducing is not None
-        self._reducing.progress()
 
     def take(self, number: int, index: int) -> Unit | None:
         """Autograd has added up the gradient of parameter `index` of `groups[number]`. Returns the unit if that was its last one."""
@@ -131,22 +122,17 @@ class Reducer:
         group.begin_reduction(self._buffer(unit, group))
         if group.on_host:
             self._buffers[self._kind(unit.ranks, group)].rotate()
-        self._reducing = group
+        self.reducing = group
 
     def _buffer(self, unit: Unit, group: Gradients) -> torch.Tensor:
         if not group.on_host:
             return torch.empty(group.layout.numel, dtype=group.reduce_dtype, device=group.device)
         return self._buffers[self._kind(unit.ranks, group)][0]
 
-    @property
-    def reducing(self) -> str:
-        """The name of the unit whose gradients are being reduced."""
-        return next(unit.name for unit, group in self.order if group is self._reducing)
-
     def _end_one(self) -> None:
-        if self._reducing is not None:
-            self._reducing.end_reduction()
-            self._reducing = None
+        if self.reducing is not None:
+            self.reducing.end_reduction()
+            self.reducing = None
 
     # A backward
 
@@ -191,9 +177,9 @@ class Reducer:
 
     def give_up(self) -> None:
         """A reduction that has begun before an exception ends, and its result is forgotten."""
-        if self._reducing is not None:
-            self._reducing.give_up_reduction()
-            self._reducing = None
+        if self.reducing is not None:
+            self.reducing.give_up_reduction()
+            self.reducing = None
 
     # Parameters thawed since they were sharded: see [Note: agreement]
 

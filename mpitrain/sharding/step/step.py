@@ -191,7 +191,8 @@ class Step:
         if self._graph is Graph.USED:
             self._graph = Graph.NONE
         for unit in self.units:
-            unit.check_shown()  # before the shards are shown again in place of something that the user has put there
+            for flat in unit.flats:
+                flat.check_shown()  # before `reshard` overwrites a parameter that the user has put in place of one of these
             was_full = unit.state is not UnitState.SHARDED
             unit.reshard()  # full parameters hold the values of an earlier forward
             unit.expire()
@@ -280,9 +281,9 @@ class Step:
     def on_gradient(self, number: int, index: int) -> None:
         """Autograd has added up the gradient of a parameter: `index` of the reducer's `groups[number]`."""
         self._begin_backward()
-        if self.reducer.is_under_way:
+        if self.reducer.reducing is not None:
             with self._communicating():
-                self.reducer.progress()
+                self.reducer.reducing.progress()
         unit = self.reducer.take(number, index)
         if unit is not None:
             with self._communicating():
@@ -352,10 +353,6 @@ class Step:
         if self.phase is Phase.BACKWARD and not in_backward():
             self.reset()
         self.settle()
-
-    def drop_gradients(self) -> None:
-        """Forget full gradients that were not reduced."""
-        self.reducer.drop()
 
     def hold(self, unit: Unit) -> None:
         """Full parameters of a unit, filled and shown, until `let_go`. Collective."""

@@ -7,7 +7,7 @@
 - gradient buffer: the full gradients end to end; a reduction makes the shards' gradients of it (gradients.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from mpitrain.sharding.unit.layout import Box, rows_of
 from mpitrain.sharding.unit.marks import mark_shard
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import Ranks
-from mpitrain.sharding.unit.unsharding import Shapes, Storage
+from mpitrain.sharding.unit.unsharding import Storage
 
 
 class FlatParameters:
@@ -36,7 +36,7 @@ class FlatParameters:
         ranks: Ranks,
         policy: MixedPrecisionPolicy,
         device: torch.device,
-        store: Callable[[Shapes, torch.dtype], Storage],
+        storage: Storage,
         offload: CPUOffloadPolicy | None = None,
     ) -> None:
         originals = [param for _, _, param in params]
@@ -46,7 +46,7 @@ class FlatParameters:
         is_trained = originals[0].requires_grad
         self.full_dtype, self.reduce_dtype = policy.dtypes_of(self.dtype)
         comm = ranks.shard
-        self.storage = store([tuple(p.shape) for p in originals], self.full_dtype)
+        self.storage = storage
         self.layout = self.storage.layout
         count, first = self.layout.counts[comm.rank], self.layout.bounds[comm.rank]
 
@@ -69,7 +69,7 @@ class FlatParameters:
                 _take_rows(shard, original, box, ranks.all)
             mark_shard(shard, box)
             mark_shard(full, box)
-            self.params.append(ShardedParameter(name, users, full, shard, box, original.is_meta))
+            self.params.append(ShardedParameter(name, users, full, shard, box, ranks, original.is_meta))
         # Each entry of a module that shows a parameter. Kept flat, because each forward and backward changes all of them.
         self._shown = [(module._parameters, name, param) for param in self.params for module, name in param.users]
         self._fulls = tuple(param.full for param in self.params)
@@ -77,7 +77,6 @@ class FlatParameters:
         """Those that are reduced: of the parameters trained from the start, and of those thawed later, at one time each."""
         self._is_withdrawn = False
         self.empty()
-        self.show_shards()
 
     def _gradients_of(self, indices: Sequence[int]) -> Gradients:
         params, layout = [self.params[index] for index in indices], self.layout.only(indices)
@@ -151,12 +150,12 @@ class FlatParameters:
     @property
     def has_full_grads(self) -> bool:
         """Whether gradients wait to be reduced."""
-        return any(group.has_placed for group in self.gradients) or any(full.grad is not None for full in self._fulls)
+        return any(group.placed for group in self.gradients) or any(full.grad is not None for full in self._fulls)
 
     def drop_grads(self) -> None:
         """Forget full gradients that were not reduced."""
         for group in self.gradients:
-            group.forget_placed()
+            group.placed.clear()
         for full in self._fulls:
             full.grad = None
 

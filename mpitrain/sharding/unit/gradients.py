@@ -54,6 +54,8 @@ class Gradients:
         """Of each parameter: whether this rank had a gradient when it was last reduced."""
         self.was_fresh = [False] * len(params)
         """Of each parameter: whether its shard had no gradient before that."""
+        self.placed: set[int] = set()
+        """The parameters whose gradient is in the gradient buffer and waits for the reduction."""
         self.ranks, self._offload = ranks, offload
         width = 2 if reduce_dtype.is_complex else 1
         self._counts = [count * width for count in layout.counts]  # of the numbers of each rank's part
@@ -63,18 +65,17 @@ class Gradients:
         self._reduction: Work | None = None  # under way
         self._mean: torch.Tensor | None = None  # its result
         self._stream: torch.cuda.Stream | None = None  # on which gradients leave the GPU
-        self._placed: set[int] = set()  # parameters whose gradient stands in the gradient buffer already
 
     @torch.no_grad()
     def place_grad(self, index: int, buffer: torch.Tensor) -> None:
         """Move the full gradient of parameter `index` to its place in the gradient buffer."""
         grad, part = self.params[index].full.grad, self._place(buffer, index)
         assert grad is not None
-        if index in self._placed:
+        if index in self.placed:
             part += grad.reshape(-1)
         else:
             part.copy_(grad.reshape(-1))
-        self._placed.add(index)
+        self.placed.add(index)
         self.params[index].full.grad = None
 
     def _place(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
@@ -88,13 +89,13 @@ class Gradients:
         `buffer`: 1-D, of `reduce_dtype`, at least `layout.numel` long; not to be written before `end_reduction`.
         """
         for index, param in enumerate(self.params):
-            self.was_used[index] = index in self._placed or param.full.grad is not None
+            self.was_used[index] = index in self.placed or param.full.grad is not None
             self.was_fresh[index] = param.shard.grad is None
             if param.full.grad is not None:
                 self.place_grad(index, buffer)
-            elif index not in self._placed:
+            elif index not in self.placed:
                 self._place(buffer, index).zero_()  # unused here; other ranks may have used it
-        self._placed.clear()
+        self.placed.clear()
 
         grads = buffer[: self.layout.numel]
         shard, replicate = self.ranks.shard, self.ranks.replicate
@@ -194,12 +195,3 @@ class Gradients:
                 shard.grad = there.view(shard.shape).copy_(grad, non_blocking=True)
         else:
             shard.grad = grad.to(self.dtype)
-
-    @property
-    def has_placed(self) -> bool:
-        """Whether gradients stand in the gradient buffer and were not reduced."""
-        return bool(self._placed)
-
-    def forget_placed(self) -> None:
-        """Forget those."""
-        self._placed.clear()

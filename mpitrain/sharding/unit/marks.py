@@ -26,19 +26,14 @@ def mark_replaced(param: nn.Parameter, name: str) -> None:
     param._sharded_as = name  # type: ignore[attr-defined]
 
 
-def unmark_replaced(param: nn.Parameter) -> None:
-    """It could not, and the parameter stays."""
-    del param._sharded_as  # type: ignore[attr-defined]
-
-
 def name_before(param: Any) -> str | None:
     """The name of a parameter that `fully_shard` has replaced; None for any other."""
     return getattr(param, "_sharded_as", None)
 
 
-def mark_ignored(param: nn.Parameter, *, ignored: bool = True) -> None:
+def mark_ignored(param: nn.Parameter) -> None:
     """No unit takes this parameter, also none of a module around the one that was told to ignore it."""
-    param._ignored_by_sharding = ignored  # type: ignore[attr-defined]
+    param._ignored_by_sharding = True  # type: ignore[attr-defined]
 
 
 def is_ignored(param: nn.Parameter) -> bool:

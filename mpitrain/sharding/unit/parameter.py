@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.ranks import Ranks
 
 
 @dataclass(eq=False)
@@ -20,6 +21,7 @@ class ShardedParameter:
     full: nn.Parameter
     shard: nn.Parameter
     box: Box
+    ranks: Ranks  # that hold the other rows, and copies of these rows
     from_meta: bool = False  # made without values
 
     def __post_init__(self) -> None:

@@ -55,20 +55,11 @@ class Rows(torch.Tensor):
             memo[id(self)] = self.detach().clone()
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse(self._name, self._box)
-
-    def refuse_as_whole(self) -> NoReturn:
+    def refuse_as_whole(self, *args: Any) -> NoReturn:
         """TypeError."""
         _refuse(self._name, self._box)
 
-    def storage(self) -> NoReturn:
-        """TypeError."""
-        _refuse(self._name, self._box)
-
-    def untyped_storage(self) -> NoReturn:
-        """TypeError."""
-        _refuse(self._name, self._box)
+    __reduce_ex__ = storage = untyped_storage = refuse_as_whole
 
 
 def _refuse(name: str, box: Box) -> NoReturn:
@@ -84,8 +75,7 @@ def guard_shards(unit: Unit) -> None:
     if unit.ranks.shard.size == 1:
         return
     for shard in (param.shard for param in unit.params):
-        shard.__reduce_ex__ = partial(_refuse_shard, id(shard))  # type: ignore[method-assign]
-        shard.refuse_as_whole = partial(_refuse_shard, id(shard))  # type: ignore[attr-defined]
+        shard.__reduce_ex__ = shard.refuse_as_whole = partial(_refuse_shard, id(shard))  # type: ignore
 
 
 def _refuse_shard(key: int, protocol: Any = None) -> NoReturn:
@@ -109,7 +99,7 @@ def state_dict_of(original: Callable[..., dict[str, Any]], optimizer: torch.opti
     """An optimizer's state dict, in which what it keeps for shards is `Rows`."""
     found = original(optimizer)
     own = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
-    cut = {id(param.shard): param for param, ranks in all_sharded() if id(param.shard) in own and ranks.shard.size > 1}
+    cut = {id(param.shard): param for param in all_sharded() if id(param.shard) in own and param.ranks.shard.size > 1}
     if not cut:
         return found
     state = dict(found["state"])
@@ -132,8 +122,6 @@ def load_state_dict(original: Callable[..., None], optimizer: torch.optim.Optimi
 
 
 def _marked(value: Any, param: ShardedParameter) -> Any:
-    return Rows.of(value, param.name, param.box) if _has_rows(value, param) else value
-
-
-def _has_rows(value: Any, param: ShardedParameter) -> bool:
-    return type(value) is torch.Tensor and value.shape == param.shard.shape
+    """`value` as `Rows` if it is a plain tensor with the shape of the parameter's shard; any other value as it is."""
+    has_rows = type(value) is torch.Tensor and value.shape == param.shard.shape
+    return Rows.of(value, param.name, param.box) if has_rows else value

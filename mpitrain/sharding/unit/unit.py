@@ -151,11 +151,6 @@ class Unit:
 
     # Checks
 
-    def check_shown(self) -> None:
-        """RuntimeError if a module shows something else in place of one of the parameters."""
-        for flat in self.flats:
-            flat.check_shown()
-
     def check_output(self, tensors: list[Any]) -> None:
         """RuntimeError if a part of the module's output is a full parameter's memory, which is about to be given back."""
         for flat in self.flats:

@@ -57,7 +57,7 @@ class Storage:
 
     @property
     def is_full(self) -> bool:
-        """Whether the full parameters have the values of the shards, without an all-gather under way."""
+        """Whether the full parameters have the values of the shards, and no all-gather is under way."""
         raise NotImplementedError
 
     @property
