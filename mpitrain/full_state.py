@@ -29,7 +29,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             rows, counts = whole.view(-1), [box.numel for box in target.boxes]
             whole = torch.empty(target.shape, dtype=rows.dtype)
             target.ranks.shard.all_gather(whole.view(-1), rows, counts=counts)
-        if over.all.rank == 0:
+        if over.data_parallel.rank == 0:
             full |= dict.fromkeys(target.names, whole)
     return full
 
@@ -55,7 +55,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, str
         whole = torch.empty(target.shape, dtype=dtype)
         if comm.rank == 0:
             whole.copy_(state_dict[name])
-        over.all.broadcast(whole)
+        over.data_parallel.broadcast(whole)
         is_meta_buffer = target.tensor.is_meta and not isinstance(target.tensor, nn.Parameter)
         tensor = with_memory(model, name) if is_meta_buffer else target.tensor
         tensor.detach().copy_(whole if target.box is None else rows_of(whole, target.box))

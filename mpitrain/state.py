@@ -21,7 +21,7 @@ from collectives import Communicator
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import with_memory
-from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.layout import ShardBox
 from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import SHARD
@@ -49,7 +49,7 @@ def save(
     `background`, `copies`, `keep`, `keep_every`, `overwrite`) and the errors are those of `ckpt.save`.
     """
     over = sharded_over(model)
-    comm = comm if over is None else over.all
+    comm = comm if over is None else over.data_parallel
     sharded = params_by_shard(model)
     everything = {
         **_model_tensors(model, sharded, is_saved=True),
@@ -94,7 +94,7 @@ def load(
     Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model.
     """
     over = sharded_over(model)
-    comm = comm if over is None else over.all
+    comm = comm if over is None else over.data_parallel
     sharded = params_by_shard(model)
     averages = _averages(model, ema, sharded)
     wanted = {**_model_tensors(model, sharded), **averages, **(tensors or {})}
@@ -111,7 +111,7 @@ def load(
             _check_optimizer(path, there, optimizer, hyperparameters)
         for param, name in names.items():
             for key, shape, dtype, has_rows in there.state.get(name, ()):
-                box: Box | None = box_of(param) if has_rows else None
+                box: ShardBox | None = box_of(param) if has_rows else None
                 value = torch.zeros(shape if box is None else box.shape, dtype=getattr(torch, dtype))
                 state.setdefault(param, {})[key] = value
                 wanted[f"optimizer/{key}/{name}"] = _held(value, param, sharded)

@@ -26,7 +26,7 @@ from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolic
 from mpitrain.sharding.setup.readiness import check_names
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.marks import box_of, is_ignored, mark_ignored, mark_replaced, name_before
-from mpitrain.sharding.unit.ranks import Ranks, group_of, ranks_of
+from mpitrain.sharding.unit.ranks import DataParallelRanks, data_parallel_ranks, group_of
 from mpitrain.sharding.unit.registry import enter, kind_of, sharded_params, units_of
 from mpitrain.sharding.unit.rows import guard_shards
 from mpitrain.sharding.unit.unit import Promise, Unit
@@ -96,9 +96,9 @@ def fully_shard(
         ignored_params=ignored_params, units=units, storage=storage, prefetch_bytes=prefetch_bytes, device=device,
     )  # fmt: skip
     check_dtypes(module, options)
-    ranks = ranks_of(mesh, whole=stage == 0)
-    check_alike(module, options, ranks.all)
-    if ranks.all.size > 1:
+    ranks = data_parallel_ranks(mesh, whole=stage == 0)
+    check_alike(module, options, ranks.data_parallel)
+    if ranks.data_parallel.size > 1:
         check_dense(module, options)
     reshards, num_group = _resharding(reshard_after_forward, ranks.shard.size if stage == 3 else None)
     policy = options.policy
@@ -173,7 +173,7 @@ def _automatic_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _flat(
-    group: Group, ranks: Ranks, policy: MixedPrecisionPolicy, options: Options, num_group: int | None
+    group: Group, ranks: DataParallelRanks, policy: MixedPrecisionPolicy, options: Options, num_group: int | None
 ) -> FlatParameters:
     """The parameters of one group in one flat buffer. Collective."""
     original = group[0][2]
@@ -190,7 +190,12 @@ def _flat(
 
 
 def _storage(
-    shapes: Shapes, dtype: torch.dtype, device: torch.device, ranks: Ranks, options: Options, num_group: int | None
+    shapes: Shapes,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: DataParallelRanks,
+    options: Options,
+    num_group: int | None,
 ) -> Storage:
     """The storage of full parameters. `num_group`: ranks that hold gathered parameters between forward and backward. Collective."""
     if options.storage != "private" and options.stage > 0 and device.type == "cpu":
@@ -199,7 +204,7 @@ def _storage(
             resident = Resident(shapes, ranks.shard, dtype, device)
         except OSError as error:
             problem = error
-        problems = ranks.all.all_gather_object(
+        problems = ranks.data_parallel.all_gather_object(
             None if problem is None else str(problem)
         )  # one node may lack the memory
         if not any(problems) and resident is not None:

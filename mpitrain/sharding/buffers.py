@@ -46,9 +46,9 @@ def sync_buffers(model: nn.Module, how: Literal["average", "broadcast"] = "avera
         parts = torch.view_as_real(values) if values.is_complex() else values
         try:
             if how == "average" and parts.is_floating_point():
-                over.all.all_reduce(parts, "avg")
+                over.data_parallel.all_reduce(parts, "avg")
             else:
-                over.all.broadcast(parts)
+                over.data_parallel.broadcast(parts)
         except TypeError as error:
             raise TypeError(f"buffer {name}: {error}") from error
         if values.data_ptr() != buffer.data_ptr():

@@ -10,7 +10,7 @@ from torch import nn
 from mpitrain.sharding.buffers import sync_buffers
 from mpitrain.sharding.setup.foreign import refuse_wrapping
 from mpitrain.sharding.setup.readiness import check_ready
-from mpitrain.sharding.step.step import Step
+from mpitrain.sharding.step.step import TrainingStep
 from mpitrain.sharding.step.tree import check_added
 from mpitrain.sharding.unit.registry import kind_of, units_of
 from mpitrain.sharding.unit.rows import mark_model
@@ -21,7 +21,7 @@ class ShardedModule(nn.Module):
     """What `fully_shard` adds to a module: its class becomes a subclass of this and of what it was."""
 
     _unit: Unit
-    _step: Step | None = None  # of the outermost sharded module around this one; made at its first forward
+    _step: TrainingStep | None = None  # of the outermost sharded module around this one; made at its first forward
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A module of the class that was sharded: torch makes a slice of a Sequential by the class of the whole."""
@@ -117,7 +117,7 @@ class ShardedModule(nn.Module):
         )
 
 
-def steps_of(model: nn.Module) -> set[Step]:
+def steps_of(model: nn.Module) -> set[TrainingStep]:
     """The steps that the sharded modules of a model take part in; none before the first forward."""
     return {module._step for module in sharded_modules(model) if module._step is not None}
 
@@ -141,7 +141,7 @@ def sharded_modules(model: nn.Module) -> list[ShardedModule]:
     return [module for module in model.modules() if isinstance(module, ShardedModule)]
 
 
-def step_of(module: ShardedModule) -> Step:
+def step_of(module: ShardedModule) -> TrainingStep:
     """The step that a module is part of; made at the first forward, by the outermost module. Collective then."""
     if module._step is not None:
         return module._step
@@ -151,11 +151,11 @@ def step_of(module: ShardedModule) -> Step:
             f"a part of this {type(module).__name__} was run alone before the whole; call the whole model first"
         )
     check_added(module)
-    check_ready(module, [part._unit for part in parts], ranks.all)
+    check_ready(module, [part._unit for part in parts], ranks.data_parallel)
     # What is allocated now outlives this forward, which may be one of an evaluation in inference mode.
     with torch.inference_mode(False):
         sync_buffers(module, "broadcast")
-        step = Step(module, [part._unit for part in parts], ranks)
+        step = TrainingStep(module, [part._unit for part in parts], ranks)
     for name, part in module.named_modules():
         if isinstance(part, ShardedModule):
             part._step = step

@@ -7,7 +7,7 @@ from collectives.diagnosis import stacks
 from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.step.fences import Fence
 from mpitrain.sharding.step.reducer import Reducer
-from mpitrain.sharding.step.step import Step
+from mpitrain.sharding.step.step import TrainingStep
 from mpitrain.sharding.unit.registry import kind_of
 
 
@@ -15,12 +15,13 @@ def name_places() -> None:
     """Take no place in torch, in the files beside this one and in what saves and loads a model; name what they do."""
     stacks.pass_over("torch", __name__.rpartition(".")[0], "mpitrain.full_state", "mpitrain.state", "mpitrain.weights")
     stacks.name(ShardedModule.__call__, lambda local: f"the forward of {_name(local['self'])}")
-    stacks.name(Step._before_backward, lambda local: f"the backward of {local['unit'].name}")
-    stacks.name(Step._all_back, lambda local: f"the backward of {local['unit'].name}")
+    stacks.name(TrainingStep._before_backward, lambda local: f"the backward of {local['unit'].name}")
+    stacks.name(TrainingStep._all_back, lambda local: f"the backward of {local['unit'].name}")
     stacks.name(
-        Step.on_gradient, lambda local: f"the backward of {local['self'].reducer.groups[local['number']][0].name}"
+        TrainingStep.on_gradient,
+        lambda local: f"the backward of {local['self'].reducer.groups[local['number']][0].name}",
     )
-    stacks.name(Step._end_backward, lambda local: f"the end of the backward of {local['self'].units[0].name}")
+    stacks.name(TrainingStep._end_backward, lambda local: f"the end of the backward of {local['self'].units[0].name}")
     stacks.name(
         Reducer._end_one, lambda local: f"the backward, which reduces the gradients of {_reduced(local['self'])}"
     )

@@ -20,10 +20,10 @@ from mpitrain.models import flops_per_token, num_parameters
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import communication_s
 from mpitrain.train import random_states, saving, stop
+from mpitrain.train.hardware import Hardware, matmul_flops_per_s, take_hardware
 from mpitrain.train.lr import learning_rate
 from mpitrain.train.metrics import MetricsFile, StepMetrics, Terminal, is_evaluated, memory_bytes
 from mpitrain.train.model import make_model, make_optimizer
-from mpitrain.train.placement import Placement, matmul_flops_per_s, place
 from mpitrain.train.run import Run
 from mpitrain.train.sampling import write
 from mpitrain.train.stepper import Stepper
@@ -45,7 +45,7 @@ class Trainer:
                 raise ConfigError("parallel.device: cuda was asked for, but torch sees no GPU here; take auto or cpu")
             if config.checkpoint.driver != "posix" and (problem := mpio_error(comm.mpi)):
                 raise ConfigError(f"checkpoint.driver: {problem}")
-        self.placement: Placement = place(comm, config.parallel)
+        self.hardware: Hardware = take_hardware(comm, config.parallel)
         self._begin()  # all that can be wrong is found early: the folder is another job's to change until `fit` holds it
         if not os.environ.get("MPITRAIN_RECORD_DIR"):
             collectives.set_record_folder(self.run.folder / "flight-record")  # written if the run gets stuck or breaks
@@ -66,7 +66,7 @@ class Trainer:
             self.heldout = HeldoutBatches(
                 self.corpus.heldout, context=sizes.context, batch=batch, num_batches=config.train.eval_batches
             )
-        self.model = make_model(config, comm, self.placement.device)
+        self.model = make_model(config, comm, self.hardware.device)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.stepper = Stepper(self.model, self.optimizer, config)
         self.step = 0
@@ -87,7 +87,7 @@ class Trainer:
         return first, first + count
 
     def _loss(self, rows: np.ndarray) -> torch.Tensor:
-        tokens = torch.from_numpy(rows).to(self.placement.device, non_blocking=True)
+        tokens = torch.from_numpy(rows).to(self.hardware.device, non_blocking=True)
         logits = self.model(tokens[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -101,7 +101,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=self.placement.device)
+        total = torch.zeros((), device=self.hardware.device)
         for micro in range(config.train.accumulate):
             at = time.perf_counter()
             rows = self.batches.get(self.step, *self._rows(micro))
@@ -131,7 +131,7 @@ class Trainer:
             step_s=step_s,
             comm_s=self._comm_s() - comm_before,
             data_s=data_s,
-            memory_bytes=memory_bytes(self.placement.device),
+            memory_bytes=memory_bytes(self.hardware.device),
             mfu=tokens / step_s * flops_per_token(self.model.config) / self._peak_flops_per_s,
             loss_scale=loss_scale,
             skipped=not taken,
@@ -150,7 +150,7 @@ class Trainer:
 
     def sample(self) -> str:
         """Text that the model writes after the prompt."""
-        train, device = self.config.train, self.placement.device
+        train, device = self.config.train, self.hardware.device
         num, temperature = train.sample_bytes, train.sample_temperature
         text = write(self.model, train.sample_prompt, num=num, temperature=temperature, seed=train.seed, device=device)
         return "".join(text)
@@ -266,7 +266,7 @@ class Trainer:
 
     def _train(self, terminal: Terminal | None) -> bool:
         """The steps, and the last checkpoint; returns whether a rank was asked to stop."""
-        config, device = self.config, self.placement.device
+        config, device = self.config, self.hardware.device
         self._peak_flops_per_s = self._sum(matmul_flops_per_s(device, getattr(torch, config.parallel.param_dtype)))[0]
         stopped = False
         while self.step < config.train.steps and not stopped:
@@ -300,8 +300,12 @@ class Trainer:
         self._say(f"step {self.step}  {self._evaluation(loss)}")
 
     def _heading(self) -> str:
-        sizes, place = self.model.config, self.placement
-        where = "GPU" if place.device.type == "cuda" else f"CPU, {place.threads} thread{'s' * (place.threads > 1)} each"
+        sizes, hardware = self.model.config, self.hardware
+        where = (
+            "GPU"
+            if hardware.device.type == "cuda"
+            else f"CPU, {hardware.threads} thread{'s' * (hardware.threads > 1)} each"
+        )
         held = sum(p.numel() for p in self.model.parameters())
         return (
             f"{self.comm.size} rank{'s' * (self.comm.size > 1)} on {self.comm.num_nodes} node{'s' * (self.comm.num_nodes > 1)}, "

@@ -6,12 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ckpt.ranks import Ranks as Comm
-from ckpt.ranks import ranks_of
+from ckpt.ranks import Ranks, ranks_of
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.step.step import Phase
-from mpitrain.sharding.unit.layout import Box
-from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.layout import ShardBox
+from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.registry import sharded_over, units_of
 
 
@@ -21,9 +20,9 @@ class Target(NamedTuple):
     names: list[str]  # several where it is tied
     tensor: torch.Tensor  # of a sharded parameter the shard
     shape: tuple[int, ...]  # of the whole tensor
-    box: Box | None = None  # this rank's rows
-    boxes: Sequence[Box] = ()  # the rows of each rank of this copy, in order
-    ranks: Ranks | None = None
+    box: ShardBox | None = None  # this rank's rows
+    boxes: Sequence[ShardBox] = ()  # the rows of each rank of this copy, in order
+    ranks: DataParallelRanks | None = None
 
 
 def targets_of(model: nn.Module) -> list[Target]:
@@ -51,13 +50,13 @@ def targets_of(model: nn.Module) -> list[Target]:
     return list(found.values())
 
 
-def begin(model: nn.Module, doing: str) -> Comm:
+def begin(model: nn.Module, doing: str) -> Ranks:
     """Prepare `doing`, which reads or writes the shards: free the full parameters. Returns the ranks of the model. Collective.
 
     RuntimeError on all ranks in the middle of a step. A model that is not sharded has one rank.
     """
     over = sharded_over(model)
-    comm = ranks_of(None if over is None else over.all)
+    comm = ranks_of(None if over is None else over.data_parallel)
     with comm.together(doing):
         for step in steps_of(model):
             step.tidy()

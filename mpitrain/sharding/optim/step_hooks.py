@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from collectives import launched_rank
 from mpitrain.sharding.setup.foreign import check_caller
 from mpitrain.sharding.step.step import living_steps
-from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.layout import ShardBox
 from mpitrain.sharding.unit.marks import box_of, name_before
 
 # By name, as most live in packages of their own. They take norms, means or products of a whole matrix, or of all parameters.
@@ -41,7 +41,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for step in living_steps():
         step.before_writes(params, f"{type(optimizer).__name__}.step")
-    cut: Box | None = None
+    cut: ShardBox | None = None
     for param in params:
         box = box_of(param)
         if box is None and name_before(param) is not None:
@@ -56,7 +56,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         _check_kind(optimizer, cut)
 
 
-def _check_kind(optimizer: torch.optim.Optimizer, cut: Box) -> None:
+def _check_kind(optimizer: torch.optim.Optimizer, cut: ShardBox) -> None:
     """TypeError for an optimizer that needs more than this rank's rows, `cut`. A warning, once, for an optimizer that is not known."""
     kind = type(optimizer)
     stated = getattr(optimizer, "is_elementwise", None)

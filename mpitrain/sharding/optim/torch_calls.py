@@ -84,7 +84,7 @@ def _unscale(
 ) -> dict[torch.device, torch.Tensor]:
     """What `torch.amp.GradScaler` finds in an optimizer's gradients: an overflow on any rank is one on all. Collective."""
     found = original(scaler, optimizer, inv_scale, found_inf, *more)
-    over = {id(param.shard): param.ranks.all for param in all_sharded() if param.ranks.all.size > 1}
+    over = {id(param.shard): param.ranks.data_parallel for param in all_sharded() if param.ranks.data_parallel.size > 1}
     params = [id(param) for group in optimizer.param_groups for param in group["params"]]
     for comm in dict.fromkeys(over[param] for param in params if param in over):  # in an order that all ranks have
         flag = torch.tensor([max((value.item() for value in found.values()), default=-1.0)])

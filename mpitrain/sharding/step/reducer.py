@@ -29,7 +29,7 @@ import torch
 from collectives import Communicator
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.gradients import Gradients
-from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.unit import Unit
 
 
@@ -79,7 +79,7 @@ class Reducer:
                 self._buffers[kind] = deque(peers.node.empty(longest, dtype) for _ in range(count))
 
     @staticmethod
-    def _kind(ranks: Ranks, group: Gradients) -> tuple[Communicator, torch.dtype]:
+    def _kind(ranks: DataParallelRanks, group: Gradients) -> tuple[Communicator, torch.dtype]:
         """The ranks that read a gradient buffer, and its dtype."""
         return ranks.shard if ranks.shard.size > 1 else ranks.replicate, group.reduce_dtype
 

@@ -36,7 +36,7 @@ from mpitrain.sharding.torch_internals import (
     run_accumulation_hooks,
 )
 from mpitrain.sharding.unit.gradients import Gradients
-from mpitrain.sharding.unit.ranks import Ranks, is_within
+from mpitrain.sharding.unit.ranks import DataParallelRanks, is_within
 from mpitrain.sharding.unit.unit import Unit, UnitState
 
 
@@ -56,14 +56,15 @@ class Graph(Enum):
     USED = "another backward came since: the next forward ends it"
 
 
-class Step:
+class TrainingStep:
     """Of the units under one outermost module, in the order of `modules()`. Made on all ranks alike (collective)."""
 
-    def __init__(self, root: nn.Module, units: list[Unit], ranks: Ranks) -> None:
-        for unit in units:
-            if not is_within(unit.ranks.all, ranks.all):
+    def __init__(self, root: nn.Module, units: list[Unit], ranks: DataParallelRanks) -> None:
+        whole = ranks.data_parallel
+        for part in (unit.ranks.data_parallel for unit in units):
+            if not is_within(part, whole):
                 raise ValueError(
-                    f"a part of a model is sharded over {unit.ranks.all.size} ranks that are not all among the {ranks.all.size} ranks "
+                    f"a part of a model is sharded over {part.size} ranks that are not all among the {whole.size} ranks "
                     "of the whole; pass the mesh of the whole, or another mesh of the same ranks"
                 )
         self.ranks = ranks
@@ -86,7 +87,9 @@ class Step:
         self._gathers = Gathers(units)
         self._shards = [param.shard for unit in units for param in unit.params]
         shared = any(flat.storage.kind == "resident" for unit in units for flat in unit.flats)
-        readers = ranks.shard if all(is_within(unit.ranks.shard, ranks.shard) for unit in units) else ranks.all
+        readers = (
+            ranks.shard if all(is_within(unit.ranks.shard, ranks.shard) for unit in units) else ranks.data_parallel
+        )
         self._fence = Fence(
             readers.node if shared and readers.node.size > 1 else None,
             [param.shard for unit in self._lasting for param in unit.params],
@@ -214,9 +217,9 @@ class Step:
 
     def _agree(self) -> bool:
         """Let the reducer learn what was thawed. Returns whether the message was a fence: none is past it before all came to it."""
-        if self.reducer.agree(self.ranks.all):
+        if self.reducer.agree(self.ranks.data_parallel):
             self._watch_gradients()
-        return self._fence.num_ranks == self.ranks.all.size
+        return self._fence.num_ranks == self.ranks.data_parallel.size
 
     def close(self, *, before_backward: bool = False, is_compared: bool = False) -> None:
         """After the outermost forward, which a backward may follow, and after a backward. `is_compared`: the order of gathers is."""
@@ -322,9 +325,11 @@ class Step:
         """
         params: dict[Communicator, list[tuple[Gradients, int]]] = {}
         for group in self.reducer.done:
-            params.setdefault(group.ranks.all, []).extend((group, index) for index in range(len(group.params)))
+            params.setdefault(group.ranks.data_parallel, []).extend(
+                (group, index) for index in range(len(group.params))
+            )
         for comm, its in params.items():
-            order = [] if self.ranks.has_replicas or comm is not self.ranks.all else self._gathers.both_ways()
+            order = [] if self.ranks.has_replicas or comm is not self.ranks.data_parallel else self._gathers.both_ways()
             used = torch.tensor([*order, *(group.was_used[index] for group, index in its)], dtype=torch.uint8)
             comm.all_reduce(used, "max")
             compared, used = used.tensor_split((len(order),))
@@ -393,16 +398,16 @@ class Step:
         self._fence.forget()
 
 
-def _on_gradient(step: "weakref.ref[Step]", number: int, index: int, full: torch.Tensor) -> None:
+def _on_gradient(step: "weakref.ref[TrainingStep]", number: int, index: int, full: torch.Tensor) -> None:
     alive = step()
     if alive is not None:
         alive.on_gradient(number, index)
 
 
 # An optimizer, or an average, has nothing but parameters: it finds here the steps that they may belong to.
-_living: "weakref.WeakSet[Step]" = weakref.WeakSet()
+_living: "weakref.WeakSet[TrainingStep]" = weakref.WeakSet()
 
 
-def living_steps() -> list[Step]:
+def living_steps() -> list[TrainingStep]:
     """The steps of all models of this process that have run."""
     return list(_living)

@@ -16,10 +16,10 @@ from collectives import Communicator
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.torch_internals import hooks_on, restore, with_own_counter, withdraw
 from mpitrain.sharding.unit.gradients import Gradients, where_shards_live
-from mpitrain.sharding.unit.layout import Box, rows_of
+from mpitrain.sharding.unit.layout import ShardBox, rows_of
 from mpitrain.sharding.unit.marks import mark_shard
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.unsharding import Storage
 
 
@@ -33,7 +33,7 @@ class FlatParameters:
     def __init__(
         self,
         params: Sequence[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]],
-        ranks: Ranks,
+        ranks: DataParallelRanks,
         policy: MixedPrecisionPolicy,
         device: torch.device,
         storage: Storage,
@@ -59,14 +59,14 @@ class FlatParameters:
 
         self.params: list[ShardedParameter] = []
         for index, (name, users, original) in enumerate(params):
-            box, place = self.layout.box(index, comm.rank), self.layout.places[index]
-            whole = self.storage.part(place.start, place.stop)
+            box, extent = self.layout.box(index, comm.rank), self.layout.extents[index]
+            whole = self.storage.part(extent.start, extent.stop)
             begin = box.start - first
             rows = self._shard[begin : begin + box.numel]
             full = nn.Parameter(whole.view(original.shape), requires_grad=is_trained)
             shard = nn.Parameter(with_own_counter(rows).view(box.shape), requires_grad=is_trained)
             if not original.is_meta:
-                _take_rows(shard, original, box, ranks.all)
+                _take_rows(shard, original, box, ranks.data_parallel)
             mark_shard(shard, box)
             mark_shard(full, box)
             self.params.append(ShardedParameter(name, users, full, shard, box, ranks, original.is_meta))
@@ -160,7 +160,7 @@ class FlatParameters:
             full.grad = None
 
 
-def _take_rows(shard: nn.Parameter, original: nn.Parameter, box: Box, comm: Communicator) -> None:
+def _take_rows(shard: nn.Parameter, original: nn.Parameter, box: ShardBox, comm: Communicator) -> None:
     """Fill a shard from rank 0's parameter, so that models made from different seeds do not become a mixture. Collective."""
     with torch.no_grad():
         values = original.detach().resolve_conj().contiguous()

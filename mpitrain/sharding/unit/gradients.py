@@ -15,7 +15,7 @@ from collectives import Work
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy
 from mpitrain.sharding.unit.layout import Layout
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.ranks import DataParallelRanks
 
 
 def where_shards_live(
@@ -39,7 +39,7 @@ class Gradients:
         self,
         params: Sequence[ShardedParameter],
         layout: Layout,
-        ranks: Ranks,
+        ranks: DataParallelRanks,
         device: torch.device,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
@@ -48,7 +48,7 @@ class Gradients:
         self.params, self.layout = params, layout
         self.device, self.dtype, self.reduce_dtype = device, dtype, reduce_dtype
         self.on_host = device.type == "cpu"
-        self.adopts = ranks.all.size == 1
+        self.adopts = ranks.data_parallel.size == 1
         """Whether the full gradients become the shards', cast and moved at most: those of one rank alone."""
         self.was_used = [False] * len(params)
         """Of each parameter: whether this rank had a gradient when it was last reduced."""
@@ -69,7 +69,7 @@ class Gradients:
     @torch.no_grad()
     def place_grad(self, index: int, buffer: torch.Tensor) -> None:
         """Move the full gradient of parameter `index` to its place in the gradient buffer."""
-        grad, part = self.params[index].full.grad, self._place(buffer, index)
+        grad, part = self.params[index].full.grad, self._part(buffer, index)
         assert grad is not None
         if index in self.placed:
             part += grad.reshape(-1)
@@ -78,9 +78,9 @@ class Gradients:
         self.placed.add(index)
         self.params[index].full.grad = None
 
-    def _place(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        place = self.layout.places[index]
-        return buffer[place.start : place.stop]
+    def _part(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        extent = self.layout.extents[index]
+        return buffer[extent.start : extent.stop]
 
     @torch.no_grad()
     def begin_reduction(self, buffer: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ class Gradients:
             if param.full.grad is not None:
                 self.place_grad(index, buffer)
             elif index not in self.placed:
-                self._place(buffer, index).zero_()  # unused here; other ranks may have used it
+                self._part(buffer, index).zero_()  # unused here; other ranks may have used it
         self.placed.clear()
 
         grads = buffer[: self.layout.numel]

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.layout import ShardBox
 
 
-def mark_shard(param: nn.Parameter, box: Box) -> None:
+def mark_shard(param: nn.Parameter, box: ShardBox) -> None:
     """`param` is a shard, or a full parameter, and this rank holds `box`."""
     param.shard_box = box  # type: ignore[attr-defined]
 
 
-def box_of(param: Any) -> Box | None:
+def box_of(param: Any) -> ShardBox | None:
     """This rank's box of a sharded parameter; None for anything else."""
     return getattr(param, "shard_box", None)
 

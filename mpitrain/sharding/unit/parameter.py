@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mpitrain.sharding.unit.layout import Box
-from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.layout import ShardBox
+from mpitrain.sharding.unit.ranks import DataParallelRanks
 
 
 @dataclass(eq=False)
@@ -20,8 +20,8 @@ class ShardedParameter:
     users: list[tuple[nn.Module, str]]  # the modules that use it, and their names for it; several for tied weights
     full: nn.Parameter
     shard: nn.Parameter
-    box: Box
-    ranks: Ranks  # that hold the other rows, and copies of these rows
+    box: ShardBox
+    ranks: DataParallelRanks  # that hold the other rows, and copies of these rows
     from_meta: bool = False  # made without values
 
     def __post_init__(self) -> None:

@@ -10,14 +10,15 @@ REPLICATE, SHARD = ("dp_replicate",), ("dp_shard", "cp")
 """The axes of a mesh along which a model has copies, and along which a copy is cut: together its data-parallel ranks."""
 
 
-class Ranks(NamedTuple):
-    """The data-parallel ranks of a model, `all`, in two directions.
+class DataParallelRanks(NamedTuple):
+    """The groups of ranks that train one model on different data.
 
-    `shard`: those that hold the shards of one copy of the model. `replicate`: those that hold the same shard of different copies.
-    With one copy (ZeRO) `replicate` is this rank alone, with a copy each (data parallel) `shard` is.
+    `shard`: the shard group, whose ranks hold the shards of one copy of the model. `replicate`: the replicate group, whose ranks hold
+    the same shard of different copies. `data_parallel`: all ranks of both directions. With one copy (ZeRO) the replicate group is this
+    rank alone. Where each rank has a copy (data parallel) the shard group is this rank alone.
     """
 
-    all: Communicator
+    data_parallel: Communicator
     shard: Communicator
     replicate: Communicator
 
@@ -47,7 +48,7 @@ def group_of(shard: Communicator, size: int) -> Communicator:
     return groups[size]
 
 
-def ranks_of(mesh: Mesh | Communicator | None, *, whole: bool = False) -> Ranks:
+def data_parallel_ranks(mesh: Mesh | Communicator | None, *, whole: bool = False) -> DataParallelRanks:
     """The data-parallel ranks of a mesh by their roles, or of a communicator (None: the world) that shards one copy.
 
     `whole`: every rank holds a copy of its own. Collective. ValueError if the mesh has other axes longer than 1.
@@ -63,7 +64,7 @@ def ranks_of(mesh: Mesh | Communicator | None, *, whole: bool = False) -> Ranks:
     else:
         everyone = shard = mesh or collectives.world()
         replicate = alone = group_of(everyone, 1)
-    return Ranks(everyone, alone, everyone) if whole else Ranks(everyone, shard, replicate)
+    return DataParallelRanks(everyone, alone, everyone) if whole else DataParallelRanks(everyone, shard, replicate)
 
 
 def _along(mesh: Mesh, role: tuple[str, ...]) -> Communicator:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.unit import Unit
 
 _units: "weakref.WeakSet[Unit]" = weakref.WeakSet()
@@ -55,6 +55,6 @@ def params_by_shard(model: nn.Module) -> dict[torch.Tensor, ShardedParameter]:
     return {param.shard: param for param in sharded_params(model)}
 
 
-def sharded_over(model: nn.Module) -> Ranks | None:
+def sharded_over(model: nn.Module) -> DataParallelRanks | None:
     """The ranks over which a model is sharded; None for a model that is not sharded."""
     return next((unit.ranks for unit in units_of(model)), None)

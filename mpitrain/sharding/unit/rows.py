@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mpitrain.sharding.torch_internals import without_overrides
-from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.layout import ShardBox
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import all_sharded, find
 from mpitrain.sharding.unit.unit import Unit
@@ -28,10 +28,10 @@ class Rows(torch.Tensor):
     """
 
     _name: str
-    _box: Box
+    _box: ShardBox
 
     @staticmethod
-    def of(rows: torch.Tensor, name: str, box: Box) -> "Rows":
+    def of(rows: torch.Tensor, name: str, box: ShardBox) -> "Rows":
         """The same memory as `Rows` of the parameter `name`."""
         made = rows.as_subclass(Rows)
         made._name, made._box = name, box
@@ -62,7 +62,7 @@ class Rows(torch.Tensor):
     __reduce_ex__ = storage = untyped_storage = refuse_as_whole
 
 
-def _refuse(name: str, box: Box) -> NoReturn:
+def _refuse(name: str, box: ShardBox) -> NoReturn:
     raise TypeError(
         f"{name} is sharded: this rank has rows {tuple(box.shape)} of {tuple(box.full_shape)}, and a file of its part of the model "
         "would lack that of the others; write all of it by mpitrain.save or mpitrain.export_weights, or take whole parameters from "

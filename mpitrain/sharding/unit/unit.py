@@ -8,7 +8,7 @@ The word is that of the FSDP paper (Zhao et al., VLDB 2023). Between two forward
                                                            v  |
                                                           HIDDEN
 
-`mpitrain.sharding.step.step.Step` decides when: a unit knows nothing of forwards and backwards.
+`mpitrain.sharding.step.step.TrainingStep` decides when: a unit knows nothing of forwards and backwards.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from torch import nn
 from mpitrain.sharding.setup.policy import MixedPrecisionPolicy
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.ranks import DataParallelRanks
 
 
 class Promise(NamedTuple):
@@ -45,7 +45,7 @@ class Unit:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: DataParallelRanks,
         flats: list[FlatParameters],
         policy: MixedPrecisionPolicy,
         *,
