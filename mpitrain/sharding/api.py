@@ -1,8 +1,8 @@
-"""The public face of sharding: `fully_shard`, which keeps the meaning of torch's function of that name.
+"""`fully_shard`, with the meaning of torch's function of this name.
 
-ZeRO (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020) cuts the optimizer's state
-over the ranks in stage 1, gradients too in stage 2, parameters too in stage 3. The cut by flat units, and that of a hybrid of shards
-and copies, follow torch's FSDP (Zhao et al., VLDB 2023).
+ZeRO (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020) shards the optimizer's state
+in stage 1, also the gradients in stage 2, and also the parameters in stage 3. Flat units, and hybrid sharding with several copies of
+the shards, follow torch's FSDP (Zhao et al., VLDB 2023).
 """
 
 import logging
@@ -49,44 +49,40 @@ def fully_shard(
     prefetch_bytes: int | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """Shard the parameters of `module` that are in no unit yet over the ranks of `mesh`, in place; returns it.
+    """Shard the parameters of `module` that belong to no unit yet over the ranks of `mesh`, in place. Returns the module. Collective.
 
-    Apply it to the blocks first, then to the whole, then make the optimizer: `model.parameters()` are the shards from now on, of
-    the same order and number on all ranks. Applied to the whole alone it takes the blocks itself. Collective. Parameters take the
-    values of rank 0; on the meta device they are allocated, and given values by `mpitrain.initialize` or a checkpoint.
+    Call it for the blocks first, then for the whole model, then make the optimizer: `model.parameters()` are now the shards, in the
+    same order and number on all ranks. A call for the whole model alone chooses the blocks itself. All ranks take the parameters of
+    rank 0. Parameters on the meta device get memory here, and values from `mpitrain.initialize` or a checkpoint.
 
-    Args:
-        mesh: a Communicator, which shards one copy; or a Mesh: shards along its axes `dp_shard` and `cp`, copies of them along
-            `dp_replicate`; None: `collectives.world()`. Parts of a model may have another mesh of the same ranks.
-        stage: what is cut over the ranks that shard. 0: nothing, each rank has a copy of the model, gradients are averaged during
-            the backward (as torch's DistributedDataParallel does); 1: the optimizer's state; 2: gradients too; 3: parameters too.
-        reshard_after_forward: in stage 3 give private full parameters back after forward and gather them again for backward; False
-            keeps them. A number: between forward and backward so many neighbouring ranks, those of a node for instance, hold them
-            together, and gather them for backward among themselves. It divides the ranks that hold the shards; 1 is False, all True.
-        mp_policy: dtypes; None: all as the parameters are.
-        offload_policy: `CPUOffloadPolicy()` keeps shards and the optimizer's state of parameters on GPUs in host memory.
-        ignored_params: left as they are, on every rank. Parameters, not names; those of other parts of the model may be among them.
-        units: what is gathered, used and reduced at a time. "auto": where no part of the module is sharded yet, each block of its
-            stacks (the layers of a transformer; not what is called experts, nor what has no forward) first, then the rest. "one": all
-            of it.
-        storage: where full parameters live. "resident": once in the memory of each node, which its ranks share; from stage 1 on. A
-            rank may skip a unit, or run it more often than the others. "private": of each rank its own, in stage 3 gathered around
-            the forward of the unit's module and freed after it. There all ranks must run the same units in the same order, because a
-            gather needs all ranks: one that skips a unit is an error, or hangs until the deadline. Differences within a unit are
-            free. Stages 0 to 2 gather nothing, and follow the rule of "resident". "auto": resident for parameters on CPUs, as long as
-            the memory of all nodes suffices, else private.
-        prefetch_bytes: private full parameters of stage 3 that may be gathered ahead of their use, in the order of the step before,
-            where that goes on while the rank computes: with a progress thread, or by NCCL. None: as many bytes as the longest part
-            sharded within this module has; 0: none. That of the outermost module counts.
-        device: of parameters that are on the meta device; None: the CPU.
+    Args: mesh: a Communicator, over which one copy is sharded; or a Mesh, with shards along its axes `dp_shard` and `cp`, and copies of
+    the shards along `dp_replicate`; None: `collectives.world()`. Parts of a model may have another mesh of the same ranks. stage: 0
+    shards nothing: each rank has a copy of the model, and the backward averages the gradients, as torch's DistributedDataParallel does.
+    1 shards the optimizer's state, 2 also the gradients, 3 also the parameters. reshard_after_forward: True frees private full
+    parameters of stage 3 after the forward, and gathers them again for the backward. False keeps them. A number N: between forward and
+    backward each group of N neighbouring ranks, for instance those of a node, holds them together, and gathers them for the backward
+    within the group. N divides the number of ranks that hold the shards; 1 means False, all ranks mean True. mp_policy: the dtypes;
+    None: those of the parameters. offload_policy: `CPUOffloadPolicy()` keeps shards and the optimizer's state in host memory, for
+    parameters on GPUs. ignored_params: parameters (not names) that stay as they are on every rank. Parameters of other parts of the
+    model are allowed. units: "auto": if no part of the module is sharded yet, each block of its stacks becomes a unit (the layers of a
+    transformer, but no experts and no modules without a forward), and the remaining parameters become one unit. "one": all parameters
+    become one unit. A unit is gathered and reduced as a whole. storage: the memory of full parameters. "resident", from stage 1 on: one
+    copy in the shared memory of each node. A rank may skip a unit, or run it more often than other ranks. "private": each rank has its
+    own full parameters. In stage 3 they are gathered around the forward of the unit's module. Then all ranks must run the same units in
+    the same order, because a gather needs all ranks; a rank that skips a unit causes an error, or a wait until the deadline. Ranks may
+    differ within a unit. Stages 0 to 2 gather nothing, and ranks may differ as with "resident". "auto": resident for parameters on CPUs
+    if the shared memory of all nodes suffices, otherwise private. prefetch_bytes: the bytes of private full parameters of stage 3 that
+    may be gathered before their use, in the order of the last step, if gathers overlap with computation (with a progress thread, or by
+    NCCL). None: the size of the largest unit within this module; 0: no prefetch. The value of the outermost module is used. device: the
+    device of parameters that are on the meta device; None: the CPU.
 
     Raises:
-        TypeError: an argument of another kind, dtypes that cannot be reduced.
+        TypeError: an argument of a wrong type, or dtypes that cannot be reduced.
         ValueError: an argument that is not available, a module that is sharded already or has no forward, lazy parameters
             without a shape, embeddings with sparse gradients on several ranks, tied weights across units;
-            on all ranks, if they differ in the model or in the arguments.
-        OSError: on all ranks, if a node's shared memory is full and "resident" was asked for. What was sharded by then stays so, and
-            another call, with storage="private" for instance, goes on with the rest.
+            on all ranks, if the ranks differ in the model or in the arguments.
+        OSError: on all ranks, if the shared memory of a node is full and "resident" was requested. Units made before stay sharded, and
+            another call, for instance with storage="private", shards the rest.
     """
     watch_optimizers()
     watch_calls()
@@ -103,7 +99,7 @@ def fully_shard(
     reshards, num_group = _resharding(reshard_after_forward, ranks.shard.size if stage == 3 else None)
     policy = options.policy
     blocks = _automatic_blocks(module) if units == "auto" else []
-    if blocks or units_of(module):  # a part alone cannot tell, as its names may be another's
+    if blocks or units_of(module):  # a single part cannot decide, because a name may be of another part
         check_names(module, policy.keep_fp32)
 
     names = {id(part): name for name, part in module.named_modules()}
@@ -114,9 +110,9 @@ def fully_shard(
     def shard_part(part: nn.Module) -> None:
         its = policy
         if part is not module:
-            its = replace(policy, output_dtype=None)  # that is the whole module's
+            its = replace(policy, output_dtype=None)  # only the output of the whole module is cast to it
         if id(part) in within_kept:
-            its = replace(policy.of_kept(), output_dtype=None)  # between modules that compute in fp32, too
+            its = replace(policy.of_kept(), output_dtype=None)  # the modules around it compute in fp32, too
         elif id(part) in are_kept:
             its = policy.of_kept()
         groups = _groups(part, names[id(part)], options.ignored)
@@ -124,7 +120,7 @@ def fully_shard(
             ranks, [_flat(group, ranks, its, options, num_group) for group in groups], its,
             stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes, is_automatic=part is not module,
         )  # fmt: skip
-        # All parts of the unit could be made. Up to here the module is as it was before the call.
+        # Nothing has failed. Up to here this part of the model is unchanged.
         for name, _, original in (param for group in groups for param in group):
             mark_replaced(original, name)
         for param in part.parameters():
@@ -155,11 +151,11 @@ def fully_shard(
 
 
 Group = list[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]]
-"""Parameters of one unit: of each its name, the modules that use it and how they call it, itself."""
+"""The parameters of one flat buffer: for each the name, the modules that use it with the name there, and the parameter."""
 
 
 def _automatic_blocks(module: nn.Module) -> list[nn.Module]:
-    """The blocks that are sharded first; none where the user has sharded parts of the module."""
+    """The blocks that are sharded first; empty if the user has sharded parts of the module."""
     blocks = [block for block in stacked_blocks(module) if not isinstance(block, ShardedModule)]
     if all(unit.is_automatic for unit in units_of(module)):
         return blocks
@@ -220,9 +216,9 @@ def _storage(
 
 
 def _resharding(asked: Any, size: int | None) -> tuple[bool, int | None]:
-    """Whether full parameters are given back after forward, and to how many ranks if not to all `size` that hold shards.
+    """Whether full parameters are freed after the forward, and the size of the group that then holds them (None: all ranks).
 
-    torch's meaning. `size`: None where full parameters are never given back.
+    `size`: the number of ranks that hold the shards; None where full parameters are never freed.
     """
     if isinstance(asked, bool):
         return asked, None

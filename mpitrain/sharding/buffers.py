@@ -1,4 +1,4 @@
-"""Buffers, such as BatchNorm's statistics: on every rank, and each rank's own between the calls of this."""
+"""Buffers, such as BatchNorm's statistics. Each rank has its own values until a call of `sync_buffers`."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""What a sharded module is, and what is asked of a model that has such parts."""
+"""`ShardedModule`, the class of a module after `fully_shard`, and the queries of a model that has sharded modules."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,13 +18,15 @@ from mpitrain.sharding.unit.unit import Unit, UnitState
 
 
 class ShardedModule(nn.Module):
-    """What `fully_shard` adds to a module: its class becomes a subclass of this and of what it was."""
+    """The methods that `fully_shard` adds to a module: the module's class becomes a subclass of this and of its former class."""
 
     _unit: Unit
-    _step: TrainingStep | None = None  # of the outermost sharded module around this one; made at its first forward
+    _step: TrainingStep | None = (
+        None  # shared with the outermost sharded module around this one, whose first forward makes it
+    )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A module of the class that was sharded: torch makes a slice of a Sequential by the class of the whole."""
+        """Make a module of the former class: torch makes a slice of a Sequential with the class of the whole."""
         return cls.__mro__[2](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -32,26 +34,26 @@ class ShardedModule(nn.Module):
         return step_of(self).forward(self._unit, super().__call__, args, kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; the shards, but within forward and backward."""
+        """As of any module. The parameters are the shards, except within a forward or a backward."""
         self._tidy()
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module: the shards, which refuse to be written into a file as if they were whole (`Rows`)."""
+        """As of any module. The values are the shards as `Rows`, which cannot be written to a file in place of whole tensors."""
         self._tidy()
         found = super().state_dict(*args, **kwargs)
         mark_model(self, self._unit, found, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
         return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; drops what waits to be reduced after `no_sync` as well, which an optimizer's `zero_grad` cannot."""
+        """As of any module. Also drops the gradients that wait after `no_sync`, unlike the `zero_grad` of an optimizer."""
         super().zero_grad(set_to_none)
         if self._step is not None:
             self._step.reducer.drop()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether a backward reduces gradients over the ranks. Without, each rank keeps its full gradients, which takes as much memory
-        as the unsharded model's, and the next backward with it reduces the sum."""
+        """Whether a backward reduces gradients over the ranks. Without it each rank keeps its full gradients, which need as much
+        memory as those of the unsharded model. The next backward with a reduction reduces the sum."""
         for unit in units_of(self) if recurse else [self._unit]:
             unit.sync_gradients = requires_gradient_sync
 
@@ -59,8 +61,8 @@ class ShardedModule(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backwards within the block reduce nothing: see `set_requires_gradient_sync`.
 
-        What they leave is not in `param.grad`: until a backward outside has reduced it, clipping and an optimizer's step raise, and
-        `model.zero_grad()` drops it, where an optimizer's `zero_grad` would not.
+        Their gradients are not in `param.grad`. Until a backward outside of the block has reduced the gradients, clipping and an
+        optimizer's step raise an error. `model.zero_grad()` drops these gradients; an optimizer's `zero_grad` does not.
         """
         before = [(unit, unit.sync_gradients) for unit in units_of(self)]
         self.set_requires_gradient_sync(False)
@@ -77,7 +79,7 @@ class ShardedModule(nn.Module):
         self._unit.unshard()
 
     def reshard(self) -> None:
-        """Show the shards again and give the memory back."""
+        """Show the shards again and free the full parameters."""
         self._unit.reshard()
 
     def _tidy(self) -> None:
@@ -85,7 +87,7 @@ class ShardedModule(nn.Module):
             self._step.tidy()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """`to`, `double`, `cuda` and the like end here. The full parameters would not follow the shards."""
+        """`to`, `double`, `cuda` and similar methods call this. The full parameters would not follow the shards."""
         for param in self.parameters():
             probe = torch.empty(0, dtype=param.dtype, device=param.device)
             moved = fn(probe)
@@ -97,12 +99,12 @@ class ShardedModule(nn.Module):
         for part in self.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    part._buffers[name] = fn(buffer)  # `to_empty` gives them memory; parameters have it
+                    part._buffers[name] = fn(buffer)  # `to_empty` gives memory to buffers; parameters have memory
         return self
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """What torch's DistributedDataParallel asks a module for, before anything else."""
+        """The first attribute that torch's DistributedDataParallel reads."""
         refuse_wrapping(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -128,7 +130,7 @@ def communication_s(model: nn.Module) -> float:
 
 
 def outermost(model: nn.Module) -> Iterator[ShardedModule]:
-    """The sharded modules of a model that are within no other one."""
+    """The sharded modules of a model that are in no other sharded module."""
     if isinstance(model, ShardedModule):
         yield model
     else:
@@ -142,7 +144,7 @@ def sharded_modules(model: nn.Module) -> list[ShardedModule]:
 
 
 def step_of(module: ShardedModule) -> TrainingStep:
-    """The step that a module is part of; made at the first forward, by the outermost module. Collective then."""
+    """The step of a module. The first forward of the outermost module makes it, which is collective."""
     if module._step is not None:
         return module._step
     parts, ranks = sharded_modules(module), module._unit.ranks
@@ -152,7 +154,7 @@ def step_of(module: ShardedModule) -> TrainingStep:
         )
     check_added(module)
     check_ready(module, [part._unit for part in parts], ranks.data_parallel)
-    # What is allocated now outlives this forward, which may be one of an evaluation in inference mode.
+    # The memory allocated here outlives this forward, which may run in inference mode.
     with torch.inference_mode(False):
         sync_buffers(module, "broadcast")
         step = TrainingStep(module, [part._unit for part in parts], ranks)

@@ -15,9 +15,9 @@ from mpitrain.sharding.unit.registry import params_by_shard
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale all gradients of a model so that their common 2-norm is at most `max_norm`; returns the norm before that.
 
-    Collective on a sharded model: each rank adds the squares of its shards in float64, one all-reduce adds the ranks, so that the
-    norm does not depend on how many there are (but for rounding). What is on every rank alike (`ignored_params`) counts once. A
-    plain model works too. The norm is a float64 scalar on the host; a non-finite norm scales nothing.
+    Collective on a sharded model: each rank adds the squares of its shards in float64, and one all-reduce adds the ranks, so the norm
+    is the same for any number of ranks, up to rounding. Parameters that are the same on every rank (`ignored_params`) count once. A
+    plain model works, too. The norm is a float64 scalar on the host. If it is not finite, the gradients are not scaled.
     """
     over = {shard: param.ranks.shard for shard, param in params_by_shard(model).items()}
     params = list(model.parameters())
@@ -38,11 +38,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 def norm_of(spread: Mapping[Communicator | None, Sequence[torch.Tensor]], order: float = 2.0) -> torch.Tensor:
     """The norm of gradients as if they were one vector: a float64 scalar on the host. Collective.
 
-    `spread`: the gradients of which each rank of a communicator has some rows; None: those that are on every rank alike.
+    `spread`: for each communicator the gradients that are sharded over its ranks; None: gradients that are the same on every rank.
     ValueError for an order that is not above 0.
     """
     if not order > 0:
-        raise ValueError(f"the norm of order {order} of gradients that are spread over ranks; expected one above 0")
+        raise ValueError(
+            f"the norm of order {order} of gradients that are spread over ranks; expected an order above 0"
+        )
     if order == math.inf:
         largest = torch.zeros((), dtype=torch.float64)
         for comm, grads in spread.items():
@@ -61,7 +63,7 @@ def norm_of(spread: Mapping[Communicator | None, Sequence[torch.Tensor]], order:
 
 
 def _sum_of_powers(grads: Sequence[torch.Tensor], order: float) -> float:
-    """Of all elements. Per gradient in float32 at least (fast, and short enough), across gradients in float64."""
+    """Over all elements: within a gradient at least in float32 (fast, and short enough), across gradients in float64."""
     total = 0.0
     for norm in _norms(grads, order):
         total += norm * norm if order == 2 else norm**order  # not by sum(), which rounds otherwise from Python 3.12 on
@@ -83,7 +85,7 @@ def _norms(grads: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
 
 
 def all_finite(grads: Iterable[torch.Tensor]) -> bool:
-    """Whether all elements of all gradients are. The host waits once for each device."""
+    """Whether all elements of all gradients are finite. The host waits once for each device."""
     flags: dict[torch.device, list[torch.Tensor]] = {}
     for grad in grads:
         flags.setdefault(grad.device, []).append(grad.isfinite().all())
@@ -92,7 +94,7 @@ def all_finite(grads: Iterable[torch.Tensor]) -> bool:
 
 @torch.no_grad()
 def grad_norms(model: nn.Module) -> dict[str, float]:
-    """The 2-norm of each parameter's whole gradient, by name; parameters without one are left out. Collective."""
+    """The 2-norm of each parameter's whole gradient, by name, for the parameters with a gradient. Collective."""
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     names = [name for name, _ in trained]
     grads = {name: param.grad for name, param in trained if param.grad is not None}

@@ -1,4 +1,4 @@
-"""Before an optimizer's step: nobody reads the shards any more, and the step does on shards what it would do on whole parameters."""
+"""Checks before an optimizer's step: no other rank reads the shards, and the step on shards is correct for whole parameters."""
 
 import functools
 import warnings
@@ -14,14 +14,14 @@ from mpitrain.sharding.step.step import living_steps
 from mpitrain.sharding.unit.layout import ShardBox
 from mpitrain.sharding.unit.marks import box_of, name_before
 
-# By name, as most live in packages of their own. They take norms, means or products of a whole matrix, or of all parameters.
+# By name, because most are in other packages. They take norms, means or products of a whole matrix, or of all parameters.
 NOT_ELEMENTWISE = (
     *("Adafactor", "AdamMini", "Adam_mini", "AdamP", "CAME", "DAdapt*", "Dion", "DistributedShampoo", "DoG", "FusedLAMB"),
     *("FusedNovoGrad", "GaLore*", "KFAC", "LAMB", "LARC", "LARS", "LBFGS", "LDoG", "Lamb", "Lars", "Muon", "NovoGrad"),
     *("Prodigy*", "SAM", "SGDP", "SM3", "SOAP", "Scion", "Shampoo"),
 )  # fmt: skip
 
-# torch's own, and known ones of other packages by name. Classes derived from them are taken for element-wise, too.
+# Classes of torch, and by name classes of other packages. Derived classes count as element-wise, too.
 ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
     torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SparseAdam,
@@ -33,7 +33,7 @@ ELEMENTWISE_NAMES = frozenset(
 
 @functools.cache
 def watch_optimizers() -> None:
-    """From now on look at every optimizer before each step."""
+    """Check every optimizer before each of its steps from now on."""
     register_optimizer_step_pre_hook(_check)
 
 
@@ -74,9 +74,9 @@ def _check_kind(optimizer: torch.optim.Optimizer, cut: ShardBox) -> None:
 def _warn_of(kind: str) -> None:
     if launched_rank() <= 0:
         warnings.warn(
-            f"each rank steps its own rows of the parameters alone: if {kind} takes norms, means or products of whole "
-            f"matrices, or of all parameters, its steps are wrong; if it is element-wise, say so by {kind}.is_elementwise "
-            "= True (False: refuse it)",
+            f"each rank updates only its own rows of the parameters: if {kind} takes norms, means or products of whole "
+            f"matrices, or of all parameters, its steps are wrong; if it is element-wise, set {kind}.is_elementwise "
+            "= True (False makes it an error)",
             RuntimeWarning,
             stacklevel=2,
         )

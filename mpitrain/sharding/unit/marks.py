@@ -1,7 +1,7 @@
 """The marks that sharding leaves on parameters.
 
-Other code gets a bare parameter: an optimizer, an initialiser, a checkpoint, the next call of `fully_shard`. The marks tell it what the
-parameter is. An attribute goes with its parameter; a table by identity would not, and tensors have no hash by identity for a weak one.
+Optimizers, initialisers, checkpoints and the next call of `fully_shard` get a bare parameter. A mark tells them the parameter's role.
+The marks are attributes, because an attribute lives as long as its parameter.
 """
 
 from typing import Any
@@ -17,12 +17,12 @@ def mark_shard(param: nn.Parameter, box: ShardBox) -> None:
 
 
 def box_of(param: Any) -> ShardBox | None:
-    """This rank's box of a sharded parameter; None for anything else."""
+    """This rank's box of a shard or full parameter; None for any other object."""
     return getattr(param, "shard_box", None)
 
 
 def mark_replaced(param: nn.Parameter, name: str) -> None:
-    """`fully_shard` puts two others in the place of this parameter, which was called `name`."""
+    """`fully_shard` has replaced this parameter, whose name was `name`, by a shard and a full parameter."""
     param._sharded_as = name  # type: ignore[attr-defined]
 
 
@@ -32,7 +32,7 @@ def name_before(param: Any) -> str | None:
 
 
 def mark_ignored(param: nn.Parameter) -> None:
-    """No unit takes this parameter, also none of a module around the one that was told to ignore it."""
+    """No unit takes this parameter, not even the unit of a module around the one that ignores it."""
     param._ignored_by_sharding = True  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Which ranks hold what: the shards of one copy, the copies of one shard."""
+"""The groups of ranks: the shard group holds one copy of the model, the replicate group holds copies of one shard."""
 
 import weakref
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import collectives
 from collectives import Communicator, Mesh
 
 REPLICATE, SHARD = ("dp_replicate",), ("dp_shard", "cp")
-"""The axes of a mesh along which a model has copies, and along which a copy is cut: together its data-parallel ranks."""
+"""The axes of a mesh along which a model has copies, and along which a copy is sharded. Together: the data-parallel group."""
 
 
 class DataParallelRanks(NamedTuple):
@@ -36,12 +36,12 @@ def is_within(inner: Communicator, outer: Communicator) -> bool:
     return bool(type(group).Intersection(group, outer.mpi.Get_group()).size == inner.size)
 
 
-# Splitting is collective and costs communicators, so once for all units of a model. Weak: a communicator goes with its last user.
+# A split is collective and costs a communicator, so all units of a model share the result. Weak, to free unused communicators.
 _groups: "weakref.WeakKeyDictionary[Communicator, dict[int, Communicator]]" = weakref.WeakKeyDictionary()
 
 
 def group_of(shard: Communicator, size: int) -> Communicator:
-    """The `size` ranks of `shard`, neighbours in its order, among which this one is. `size` divides that of `shard`. Collective."""
+    """The group of `size` neighbouring ranks of `shard` that includes this rank. `size` divides `shard.size`. Collective."""
     groups = _groups.setdefault(shard, {})
     if size not in groups:
         groups[size] = shard.split(shard.rank // size)
@@ -49,9 +49,9 @@ def group_of(shard: Communicator, size: int) -> Communicator:
 
 
 def data_parallel_ranks(mesh: Mesh | Communicator | None, *, whole: bool = False) -> DataParallelRanks:
-    """The data-parallel ranks of a mesh by their roles, or of a communicator (None: the world) that shards one copy.
+    """The groups of a mesh, or of a communicator (None: the world), over which one copy is sharded. Collective.
 
-    `whole`: every rank holds a copy of its own. Collective. ValueError if the mesh has other axes longer than 1.
+    `whole`: each rank holds its own whole copy. ValueError if the mesh has other axes longer than 1.
     """
     if isinstance(mesh, Mesh):
         others = [f"{name}={size}" for name, size in mesh.axes.items() if size > 1 and name not in REPLICATE + SHARD]
