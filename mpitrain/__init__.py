@@ -2,7 +2,7 @@
 
     fully_shard(block) for each block, fully_shard(model); then an optimizer on model.parameters(), and train as always.
 
-The main job is `mpirun -np N python -m mpitrain`. Importing this package imports neither torch nor MPI; using what it offers does.
+The main job is `mpirun -np N python -m mpitrain`. Importing this package imports neither torch nor MPI; using its functions does.
 """
 
 from importlib import import_module

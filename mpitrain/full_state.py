@@ -36,12 +36,11 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Fill a model, sharded or not, from an unsharded state dict on rank 0; what the other ranks pass is not looked at. Collective.
+    """Fill a model, sharded or not, from an unsharded state dict on rank 0. The argument of other ranks is not used. Collective.
 
-    One tensor after the other is broadcast: a rank other than 0 needs memory for the largest one only. Values are cast to the dtypes
-    of the model. `strict`: names that only one of both has are an error.
-    Raises ValueError on all ranks, before anything is changed, for such names and for other shapes, RuntimeError in the middle of a
-    step.
+    Tensors are broadcast one after the other: a rank other than 0 needs memory for the largest tensor only. Values are cast to the
+    dtypes of the model. `strict`: names that only the model or only the dict has are an error.
+    Raises, on all ranks and before any change: ValueError for wrong names or shapes, RuntimeError in the middle of a step.
     """
     comm = begin(model, "load_full_state_dict")
     over = sharded_over(model)

@@ -1,4 +1,4 @@
-"""What rank 0 does for all ranks."""
+"""Calls on rank 0 whose result all ranks need."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar

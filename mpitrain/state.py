@@ -52,8 +52,7 @@ def save(
     comm = comm if over is None else over.data_parallel
     sharded = params_by_shard(model)
     everything = {
-        **_model_tensors(model, sharded, is_saved=True),
-        **_averages(model, ema, sharded, is_saved=True),
+        **_model_tensors(model, ema, sharded, is_saved=True),
         **(tensors or {}),
     }
     described = dict(meta or {})
@@ -96,9 +95,8 @@ def load(
     over = sharded_over(model)
     comm = comm if over is None else over.data_parallel
     sharded = params_by_shard(model)
-    averages = _averages(model, ema, sharded)
-    wanted = {**_model_tensors(model, sharded), **averages, **(tensors or {})}
-    only = ["model/*", *averages, *(tensors or {})]
+    wanted = {**_model_tensors(model, ema, sharded), **(tensors or {})}
+    only = ["model/*", *(name for name in wanted if not name.startswith("model/"))]
     state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     names = {} if optimizer is None else _names(model, optimizer)
     ranks, doing = ranks_of(comm), "mpitrain.load"
@@ -161,8 +159,8 @@ def _take_over(
             group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
 
 
-def _model_tensors(model: nn.Module, sharded: Sharded, *, is_saved: bool = False) -> dict[str, Any]:
-    """Parameters (tied ones under the first of their names) and persistent buffers. `is_saved`: as of `_held`."""
+def _model_tensors(model: nn.Module, ema: EMA | None, sharded: Sharded, *, is_saved: bool = False) -> dict[str, Any]:
+    """Parameters (tied ones under the first of their names), persistent buffers and averages. `is_saved`: see `_held`."""
     params = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     tensors: dict[str, Any] = {}
@@ -170,17 +168,9 @@ def _model_tensors(model: nn.Module, sharded: Sharded, *, is_saved: bool = False
         if name in params and first.setdefault(id(params[name]), name) != name:
             continue
         tensors[f"model/{name}"] = _held(value, params.get(name), sharded, is_saved=is_saved)
+    for name, value in ({} if ema is None else ema.tensors).items():
+        tensors[f"ema/{name}"] = _held(value, params[name], sharded, is_saved=is_saved)
     return tensors
-
-
-def _averages(model: nn.Module, ema: EMA | None, sharded: Sharded, *, is_saved: bool = False) -> dict[str, Any]:
-    """The averages of parameters. `is_saved`: as of `_held`."""
-    if ema is None:
-        return {}
-    params = dict(model.named_parameters())
-    return {
-        f"ema/{name}": _held(value, params[name], sharded, is_saved=is_saved) for name, value in ema.tensors.items()
-    }
 
 
 def _held(value: torch.Tensor, param: nn.Parameter | None, sharded: Sharded, *, is_saved: bool = False) -> Any:
@@ -209,7 +199,7 @@ def _data(value: Any) -> list[Any]:
 
 
 def _on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tensors where `ckpt` can use them: contiguous, in host memory; no copy of what is so already."""
+    """The tensors contiguous and in host memory, as `ckpt` needs them. Tensors that are so already are not copied."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, list | tuple):

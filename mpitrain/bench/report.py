@@ -68,7 +68,7 @@ def _median(rows: Sequence[Any], name: str) -> float | None:
 
 
 def tables(launches: Sequence[TrainingLaunch]) -> Iterator[RenderableType]:
-    """What to print of launches of any kinds."""
+    """The output for launches of any kinds."""
     for group in alike(launches):
         yield Text(heading(group), style="bold")
         for case in cases(group):
@@ -83,7 +83,7 @@ def tables(launches: Sequence[TrainingLaunch]) -> Iterator[RenderableType]:
 
 
 def heading(group: Sequence[TrainingLaunch]) -> str:
-    """What a group was measured on, in a line."""
+    """The machine and the ranks of a group, in a line."""
     first = group[0]
     where = first.machine.get("cpu", "?") if first.device == "cpu" else first.device
     ranks = f"{plural(first.ranks, 'rank')} x {plural(first.threads, 'thread')}"

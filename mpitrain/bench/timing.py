@@ -60,7 +60,7 @@ class TimedSteps:
         self._generator = torch.Generator().manual_seed(setup.comm.rank)  # others on each rank
 
     def turn(self, round_: int) -> Seconds:
-        """A step, after a barrier, so that no rank waits for what came before. Communication is contained in the first two parts."""
+        """A step, after a barrier, so that no rank waits for earlier work. Communication is contained in the first two parts."""
         tokens = torch.randint(0, self._vocab, self._shape, generator=self._generator).to(self.setup.device)
         model = self.model
         self.setup.comm.barrier()

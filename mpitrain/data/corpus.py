@@ -59,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Listing:
-    """A corpus before it is read: what it is made of, and how it is split."""
+    """A corpus before it is read: its files, and their split."""
 
     train: Part
     heldout: Part

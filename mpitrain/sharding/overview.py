@@ -1,4 +1,4 @@
-"""What a sharded model is made of, unit by unit."""
+"""The units of a sharded model as a table."""
 
 from io import StringIO
 

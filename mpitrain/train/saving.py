@@ -21,7 +21,7 @@ _EXPECTED = ("step", "config", "num_ranks", "data")
 
 
 class Resumed(NamedTuple):
-    """Where a run goes on. `stepper`: of its state_dict. `remarks`: lines about what is different from when it was saved."""
+    """The point from which a run continues. `stepper`: its state_dict. `remarks`: lines about differences from the saved run."""
 
     step: int  # steps done
     next_sample: int  # samples of the training data seen
@@ -113,7 +113,7 @@ def _take_table(table: Any, comm: Communicator) -> list[str]:
 
 
 def read_meta(path: str | os.PathLike[str], copies: Sequence[str] = ()) -> dict[str, Any]:
-    """What `save` noted in a checkpoint. ckpt.CheckpointError if there is none that can be read, or not of the main job."""
+    """The meta of a checkpoint by `save`. ckpt.CheckpointError if it cannot be read, or is not of the main job."""
     meta = ckpt.open(path, copies=tuple(copies)).meta
     missing = [key for key in _EXPECTED if key not in meta]
     if missing:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 import ckpt
 import collectives
@@ -40,15 +39,15 @@ class Trainer:
         with comm.together():
             check_ranks(config, comm.size)
         with comm.together():
-            # Looked at on every node before anything collective depends on it.
+            # Each rank checks its node before the first collective operation that depends on the result.
             if config.parallel.device == "cuda" and not torch.cuda.is_available():
                 raise ConfigError("parallel.device: cuda was asked for, but torch sees no GPU here; take auto or cpu")
             if config.checkpoint.driver != "posix" and (problem := mpio_error(comm.mpi)):
                 raise ConfigError(f"checkpoint.driver: {problem}")
         self.hardware: Hardware = take_hardware(comm, config.parallel)
-        self._begin()  # all that can be wrong is found early: the folder is another job's to change until `fit` holds it
+        self._begin()  # an early check; `fit` repeats it, because other jobs can change the folder until then
         if not os.environ.get("MPITRAIN_RECORD_DIR"):
-            collectives.set_record_folder(self.run.folder / "flight-record")  # written if the run gets stuck or breaks
+            collectives.set_record_folder(self.run.folder / "flight-record")  # written if the run hangs or fails
         with comm.together():
             if config.train.eval_only and self.start is None and config.resume == "auto":
                 raise ConfigError(
@@ -78,18 +77,17 @@ class Trainer:
         """Find the checkpoint from which the run continues, if there is one."""
         self.start, self.beginning = on_rank0(self.comm, lambda: self.run.start(self.config))
 
-    # What a rank takes of a global batch
+    # This rank's part of a global batch
 
     def _rows(self, micro: int) -> tuple[int, int]:
-        """Its rows of micro-batch `micro`: a run of neighbours, so that ranks in turn make the global batch."""
+        """This rank's rows of micro-batch `micro`. The rows of all ranks, in order, are the global batch."""
         count = self.config.train.batch // (self.comm.size * self.config.train.accumulate)
         first = (self.comm.rank * self.config.train.accumulate + micro) * count
         return first, first + count
 
     def _loss(self, rows: np.ndarray) -> torch.Tensor:
         tokens = torch.from_numpy(rows).to(self.hardware.device, non_blocking=True)
-        logits = self.model(tokens[:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        return self.model(tokens[:, :-1], tokens[:, 1:])
 
     # A step
 
@@ -110,7 +108,7 @@ class Trainer:
             self.stepper.scale(loss).backward()
             total += loss.detach()
         grad_norm, loss_scale = self.stepper.clip(), self.stepper.loss_scale
-        # Sums, one message: the loss of the global batch, who was asked to stop, and whether rank 0 lost the folder.
+        # One message sums the loss of the global batch, the requests to stop, and whether rank 0 lost the folder.
         mean, asked, lost = self._sum(total.item() / self.comm.size, float(stop.requested()), float(self.run.is_lost()))
         if lost:
             self._check_lock()
@@ -149,7 +147,7 @@ class Trainer:
         return mean
 
     def sample(self) -> str:
-        """Text that the model writes after the prompt."""
+        """The text that the model generates after the prompt."""
         train, device = self.config.train, self.hardware.device
         num, temperature = train.sample_bytes, train.sample_temperature
         text = write(self.model, train.sample_prompt, num=num, temperature=temperature, seed=train.seed, device=device)
@@ -176,7 +174,7 @@ class Trainer:
                 self.metrics.check()
 
     def load(self, path: Path | ckpt.Url) -> list[str]:
-        """Take up the state of a checkpoint; returns lines about what is different from when it was saved."""
+        """Load the state of a checkpoint. Returns lines about differences between then and now."""
         optimizer = None if self.config.train.eval_only else self.optimizer
         try:
             resumed = saving.load(
@@ -186,7 +184,7 @@ class Trainer:
                 config=self.config,
                 comm=self.comm,
                 fingerprint=self.corpus.fingerprint,
-                # Another run's checkpoint may bear the name of one of this run's.
+                # A checkpoint of another run may have the name of one of this run's copies.
                 copies=self.config.checkpoint.copies if self.config.resume == "auto" else (),
             )
         except ckpt.CheckpointError as error:
@@ -197,10 +195,10 @@ class Trainer:
         self.stepper.load_state_dict(resumed.stepper)
         return resumed.remarks
 
-    # The whole
+    # The whole run
 
     def fit(self) -> None:
-        """Go on to the last step, or until a rank is asked to stop; evaluate, save and report on the way."""
+        """Train to the last step, or until a rank is asked to stop. Evaluate, save and report during the training."""
         config = self.config
         terminal = Terminal(every=config.log.every, steps=config.train.steps) if self.comm.rank == 0 else None
         self._say = terminal.say if terminal is not None else lambda text: None
@@ -209,7 +207,7 @@ class Trainer:
                 with self.comm.together():
                     if terminal is not None:
                         self.run.lock(self._say)
-                self._begin()  # once more: another job may have gone on meanwhile
+                self._begin()  # again: another job may have trained in the folder meanwhile
             self._say(self._heading())
             if self.start is not None:
                 for line in self.load(self.start):
@@ -248,7 +246,7 @@ class Trainer:
                     )
         begun_at = self.step
         with stop.interrupts_are_requests(rank=self.comm.rank):
-            if owed:  # it was stopped between this step and its evaluation
+            if owed:  # the job before stopped between this step and its evaluation
                 self._evaluate_and_report()
             stopped = self._train(terminal)
         if self.step > begun_at:

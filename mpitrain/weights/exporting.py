@@ -1,4 +1,4 @@
-"""Weights of a model into files: rank 0 writes what the others send it, piece by piece."""
+"""Weights of a model into files: rank 0 writes the pieces that the other ranks send."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ def export_weights(
         folder = target.parent if is_file else target
         if max_file_bytes < 1:
             raise ValueError(f"max_file_bytes is {max_file_bytes}; expected at least 1")
-        header(tensors)  # what the format does not know raises here
+        header(tensors)  # raises ValueError for dtypes that the format does not have
         if rank0:
             check_outside(folder)
             before = exported(folder) if not is_file else [target] if target.exists() else []

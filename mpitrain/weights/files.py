@@ -1,4 +1,4 @@
-"""Weights in safetensors files: which tensors, by what the model calls them. The format itself is `ckpt.convert.formats.safetensors`.
+"""The tensors of safetensors files by the names that the model has for them. The format: `ckpt.convert.formats.safetensors`.
 
 No MPI here, no sharding.
 """
@@ -41,7 +41,7 @@ def opened(file: str) -> safe_open:
 def find(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], rename: Rename | None
 ) -> dict[str, StoredTensor]:
-    """All tensors of a file, of several, or of a folder, by what the model calls them.
+    """All tensors of a file, of several files, or of a folder, by the names that the model has for them.
 
     `rename`: from a file's names to the model's; a mapping leaves the names that it has not, None leaves a tensor out.
     Raises ValueError for names that occur twice and for damaged files, OSError for those that cannot be read.

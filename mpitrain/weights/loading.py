@@ -15,7 +15,7 @@ from mpitrain.weights.targets import Target, begin, targets_of
 
 
 class Loaded(NamedTuple):
-    """What `load_weights(strict=False)` passed over: the model's names without a tensor, tensors the model has no place for."""
+    """Names that `load_weights(strict=False)` ignored: those only of the model, and those only of the files."""
 
     missing: list[str]
     unexpected: list[str]
@@ -41,7 +41,7 @@ def load_weights(
             None as the new name leaves a tensor out.
 
     Raises:
-        ValueError: on all ranks, before anything is changed: such names, other shapes, numbers of another kind (int8 for floats),
+        ValueError: on all ranks, before any change: names that do not fit, other shapes, other kinds of numbers (int8 for floats),
             damaged files, a URL as `path`.
         OSError: as that, for files that are missing or cannot be read.
         RuntimeError: in the middle of a step or within `unshard`.

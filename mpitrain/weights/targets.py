@@ -1,4 +1,4 @@
-"""What of a model has weights: its parameters and persistent buffers, whole or as this rank's rows of them."""
+"""The tensors of a model with weights: parameters and persistent buffers, whole or as this rank's rows."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Target(NamedTuple):
 
 
 def targets_of(model: nn.Module) -> list[Target]:
-    """In the order of the model's state dict, tied ones once; without what is no tensor (a module's extra state)."""
+    """All tensors in the order of the model's state dict, each once, without other values (a module's extra state)."""
     sharded = {
         id(param.shard): Target(
             [],

@@ -52,9 +52,8 @@ class GradScaler:
         self._model = model
         self._growth, self._backoff, self._interval = growth, backoff, interval
         self._now = self._next = _Scale(float(scale))  # of this step's losses, and of the next one's
-        self._unscaled: dict[
-            int, bool
-        ] = {}  # parameters whose gradients are divided; whether those checked with each were finite
+        # Parameters whose gradients are divided by the scale; whether the gradients checked with each were finite.
+        self._unscaled: dict[int, bool] = {}
         self._stepped: set[torch.optim.Optimizer] = set()  # since the last update, or left out
 
     @property
@@ -139,7 +138,7 @@ class GradScaler:
         return {"scale": scale.value, "good_steps": scale.num_good, "skipped_steps": scale.num_skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+        """Load the result of `state_dict`."""
         self._begin(_Scale(state["scale"], state["good_steps"], state["skipped_steps"]))
 
     def _params(self, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:

@@ -146,20 +146,14 @@ class TrainingStep:
         if in_backward():
             # Activation checkpointing computes a forward again, and the backward that follows needs the parameters.
             self._begin_backward()  # with reentrant checkpointing this may be the first call of a backward
-            self._unshard(unit)
-            args, kwargs = self._cast_inputs(unit, args, kwargs)
-            return self._cast_outputs(unit, call(*args, **kwargs))
+            return self._run(unit, call, args, kwargs)
         is_root, with_grad = self.phase is not Phase.FORWARD, torch.is_grad_enabled()
         try:
             if is_root:
                 self.open()
             written = count_writes(self._shards) if is_root else None
             self._ran.add(unit)
-            self._unshard(unit)
-            args, kwargs = self._cast_inputs(unit, args, kwargs)
-            if with_grad and unit in self.reducer.by_inputs:
-                args, kwargs = self._calls[unit].watch(args, kwargs)
-            output = self._cast_outputs(unit, call(*args, **kwargs))
+            output = self._run(unit, call, args, kwargs, is_watched=with_grad and unit in self.reducer.by_inputs)
             unit.check_output(tensors_in(output))
             if with_grad and (is_root or not unit.lasts):
                 for tensor in tensors_in(output):
@@ -184,17 +178,16 @@ class TrainingStep:
             self.close(before_backward=with_grad)
         return output
 
-    @staticmethod
-    def _cast_inputs(
-        unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
-        return (args, kwargs) if dtype is None else (cast(args, dtype), cast(kwargs, dtype))
-
-    @staticmethod
-    def _cast_outputs(unit: Unit, output: Any) -> Any:
-        dtype = unit.policy.output_dtype
-        return output if dtype is None else cast(output, dtype)
+    def _run(self, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any, *, is_watched: bool = False) -> Any:
+        """Unshard a unit, and run its module's own forward with the dtypes of the policy. `is_watched`: see calls.py."""
+        self._unshard(unit)
+        policy = unit.policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = cast((args, kwargs), policy.param_dtype)
+        if is_watched:
+            args, kwargs = self._calls[unit].watch(args, kwargs)
+        output = call(*args, **kwargs)
+        return output if policy.output_dtype is None else cast(output, policy.output_dtype)
 
     def open(self) -> None:
         """Before the outermost forward: see [Note: fences] in fences.py. First clean up after an earlier exception."""
