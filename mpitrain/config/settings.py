@@ -196,7 +196,7 @@ class CheckpointConfig:
     background: bool = False
     """Write them while the training goes on, from a copy in host memory."""
     copies: tuple[str, ...] = ()
-    """Further folders or URLs (s3://bucket/run), of this run alone, for copies of each checkpoint, read if files are lost or damaged."""
+    """Further folders or URLs (s3://bucket/run), of this run alone, for copies of each checkpoint, read if it is lost or damaged."""
 
     def __post_init__(self) -> None:
         _expect("checkpoint.every", self.every, 0)

@@ -33,7 +33,7 @@ def summary(model: nn.Module) -> str:
             mine = sum(param.shard.numel() for param in flat.params)
             whole = sum(param.full.numel() for param in flat.params)
             nbytes = show_bytes(mine * flat.dtype.itemsize)
-            reduced_in = _short(flat.reduce_dtype) if flat.trained else "frozen"
+            reduced_in = _short(flat.reduce_dtype) if flat.gradients else "frozen"
             dtypes = _short(flat.dtype), _short(flat.full_dtype), reduced_in
             table.add_row(name or "(root)", f"{whole:,}", f"{mine:,}", nbytes, flat.storage.kind, *dtypes)
     others = [param for param in model.parameters() if box_of(param) is None]

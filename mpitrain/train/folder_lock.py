@@ -126,17 +126,13 @@ class FolderLock:
         except FileExistsError:
             return _token_in(self.path) == self._token  # NFS says so of one's own link where its first answer was lost
         except OSError:  # a file system without links
-            return self._create_in_place()
+            try:
+                with self.path.open("xb") as file:
+                    file.write(_record(self._token))
+            except FileExistsError:
+                return False
         finally:
             mine.unlink(missing_ok=True)
-        return True
-
-    def _create_in_place(self) -> bool:
-        try:
-            with self.path.open("xb") as file:
-                file.write(_record(self._token))
-        except FileExistsError:
-            return False
         return True
 
     def _write(self) -> Path:

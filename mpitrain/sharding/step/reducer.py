@@ -58,7 +58,8 @@ class Reducer:
 
     def _take_order(self) -> None:
         self.order = [(unit, group) for unit in reversed(self.units) for flat in unit.flats for group in flat.gradients]
-        self._frozen = [(flat, index) for unit in self.units for flat in unit.flats for index in flat.frozen]
+        # Parameters whose gradients are not reduced, the same on all ranks.
+        self.frozen = [(flat, index) for unit in self.units for flat in unit.flats for index in flat.frozen]
         self._at = {group: place for place, (_, group) in enumerate(self.order)}
         self.groups += [each for each in self.order if each not in self.groups]
         self._trained: dict[Unit, set[tuple[Gradients, int]]] = {unit: set() for unit in self.units}
@@ -183,17 +184,12 @@ class Reducer:
 
     # Parameters thawed since they were sharded: see [Note: agreement]
 
-    @property
-    def has_frozen(self) -> bool:
-        """Whether there are parameters whose gradients are not reduced. The same on all ranks."""
-        return bool(self._frozen)
-
     def agree(self, comm: Communicator) -> bool:
         """Find the parameters that the user has thawed, and reduce their gradients from now on. Not within a backward. Collective.
 
         Returns whether there were any. RuntimeError on all ranks if the thawed parameters differ between the ranks.
         """
-        thawed = [n for n, (flat, index) in enumerate(self._frozen) if flat.params[index].shard.requires_grad]
+        thawed = [n for n, (flat, index) in enumerate(self.frozen) if flat.params[index].shard.requires_grad]
         anywhere = torch.tensor([bool(thawed)])
         comm.all_reduce(anywhere, "max")
         if not anywhere:
@@ -201,14 +197,14 @@ class Reducer:
         of_ranks = [set(numbers) for numbers in comm.all_gather_object(thawed)]
         if differing := set.union(*of_ranks) - set.intersection(*of_ranks):
             flags = [min(differing) in numbers for numbers in of_ranks]
-            flat, index = self._frozen[min(differing)]
+            flat, index = self.frozen[min(differing)]
             raise RuntimeError(
                 f"parameter {flat.params[index].name} was frozen when it was sharded; now its requires_grad is True on rank "
                 f"{flags.index(True)} and False on rank {flags.index(False)}, and the ranks could not reduce its gradient; set it on "
                 "all ranks alike"
             )
         of_flats: dict[FlatParameters, list[int]] = {}
-        for flat, index in (self._frozen[number] for number in thawed):
+        for flat, index in (self.frozen[number] for number in thawed):
             of_flats.setdefault(flat, []).append(index)
         for flat, indices in of_flats.items():
             flat.thaw(indices)

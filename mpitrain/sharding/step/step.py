@@ -211,7 +211,7 @@ class TrainingStep:
         with self._communicating():
             for unit in self._lasting:
                 unit.begin_unshard()
-            if not (torch.is_grad_enabled() and self.reducer.has_frozen and self._agree()):
+            if not (torch.is_grad_enabled() and self.reducer.frozen and self._agree()):
                 self._fence.wait()
         ran, self._ran = self._ran, set()
         for unit in self._lasting:

@@ -131,11 +131,6 @@ class FlatParameters:
     # Gradients
 
     @property
-    def trained(self) -> bool:
-        """Whether gradients of some parameters are reduced."""
-        return bool(self.gradients)
-
-    @property
     def frozen(self) -> list[int]:
         """The parameters whose gradients are not reduced."""
         grouped = {id(param) for group in self.gradients for param in group.params}
