@@ -2,10 +2,10 @@
 
 A parameter between two forwards:
 1. `ShardedModule.__call__` calls `forward`. `_unshard` fills the full parameters (`Unit.unshard`), and the module shows them.
-2. After the module's own forward `_reshard` shows the shards again. Gathered full parameters lose their memory, resident and kept ones
-   stay. The unit of the outermost module stays unsharded, because the backward begins there.
-3. When a gradient reaches an output of the module, the hook `_before_backward` unshards the unit again. `_all_back` or `_end_backward`
-   reshards it.
+2. After the module's own forward `_reshard` shows the shards again and frees gathered full parameters, except those of the outermost
+   module, where the backward begins. Resident and kept full parameters last: `close` shows their shards after the outermost forward.
+3. In the backward `_begin_backward` unshards the units that last. The hook `_before_backward` on an output of a module unshards any
+   other unit. `_all_back` or `_end_backward` reshards these units, and `close` the units that last.
 4. After a fence (fences.py) the optimizer writes the shards. The next forward fills the full parameters from the new shards.
 
 A gradient between autograd and the optimizer:
