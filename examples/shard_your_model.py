@@ -8,7 +8,7 @@ import mpitrain
 comm = collectives.world()
 torch.manual_seed(comm.rank)  # each rank draws batches of its own
 model = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(256, 4, batch_first=True) for _ in range(4)))
-mpitrain.fully_shard(model)  # begins with rank 0's values; each layer is gathered, used and reduced as one
+mpitrain.fully_shard(model)  # all ranks take rank 0's values; each layer becomes one unit that is gathered and reduced
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after sharding: these are this rank's shards
 for step in range(10):
     batch = torch.randn(8, 32, 256)

@@ -2,7 +2,7 @@
 
     fully_shard(block) for each block, fully_shard(model); then an optimizer on model.parameters(), and train as always.
 
-The main job is `mpirun -np N python -m mpitrain`. Importing this package imports neither torch nor MPI; using what it offers does.
+The main job is `mpirun -np N python -m mpitrain`. Importing this package imports neither torch nor MPI; using its functions does.
 """
 
 from importlib import import_module
@@ -50,31 +50,20 @@ __all__ = [
     "unshard",
 ]
 
-_ROOMS = {
-    "CPUOffloadPolicy": "sharding",
-    "EMA": "sharding",
-    "GradScaler": "sharding",
-    "MixedPrecisionPolicy": "sharding",
-    "checkpoint_activations": "sharding",
-    "clip_grad_norm_": "sharding",
+_MODULES = {
     "export_weights": "weights",
     "full_state_dict": "full_state",
-    "fully_shard": "sharding",
-    "grad_norms": "sharding",
     "initialize": "init",
     "load": "state",
     "load_full_state_dict": "full_state",
     "load_weights": "weights",
-    "num_parameters": "sharding",
     "save": "state",
-    "summary": "sharding",
-    "sync_buffers": "sharding",
-    "unshard": "sharding",
 }
+"""The modules that define public names. The other names are defined in `sharding`."""
 
 
 def __getattr__(name: str) -> Any:
-    # A wrong setting is to be found, and a request to stop to be heard, before torch is loaded: that takes seconds.
-    if name in _ROOMS:
-        return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    # Loading torch takes seconds. Before that the settings are checked, and the process listens for a request to stop.
+    if name in __all__:
+        return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'sharding')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ of ranks, sharded or not. A parameter is seen flattened and cut into blocks of `
 counter-based generator of its own (Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) whose
 key is a hash of (seed, name, block). A rank draws the blocks that its box touches, the last one only as far as needed.
 
-What the values *are* (which law for which name) is the model's matter: see `GPT.init_rule`. NumPy keeps the stream of a
+The model chooses the law for each name: see `GPT.init_rule`. NumPy keeps the stream of a
 bit generator for ever, but may change how normals are drawn from it: values are the same on every machine of a job, and
 across releases of NumPy only as long as NumPy leaves `standard_normal` as it is.
 """
@@ -113,7 +113,7 @@ def fill_(
 
 
 def initialize(model: nn.Module, rule: Callable[[str], Init] | None = None, *, seed: int = 0) -> None:
-    """Give every parameter of a model its initial values, in place; each rank fills what it holds, no rank waits.
+    """Give every parameter of a model its initial values, in place; each rank fills its own rows, without communication.
 
     Buffers on the meta device that are running statistics (BatchNorm's) get memory and their initial values, too; others are the
     caller's. Tied parameters are drawn once, under the first of their names. A parameter that is a shard says so by an attribute

@@ -10,20 +10,25 @@ the scalar that it is in the plain model, and the box of the one rank is all of 
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import ckpt
+from ckpt.ranks import ranks_of
 from collectives import Communicator
-from mpitrain.sharding import EMA, sharded_over
+from mpitrain.rank0 import on_rank0
+from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import with_memory
-from mpitrain.sharding.module import Owners, owners_of
-from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.layout import ShardBox
 from mpitrain.sharding.unit.marks import box_of
+from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import SHARD
+from mpitrain.sharding.unit.registry import params_by_shard, sharded_over
+
+Sharded = Mapping[torch.Tensor, ShardedParameter]
+"""The sharded parameters of a model by their shards."""
 
 
 def save(
@@ -44,11 +49,10 @@ def save(
     `background`, `copies`, `keep`, `keep_every`, `overwrite`) and the errors are those of `ckpt.save`.
     """
     over = sharded_over(model)
-    comm = comm if over is None else over.all
-    owners = owners_of(model)
+    comm = comm if over is None else over.data_parallel
+    sharded = params_by_shard(model)
     everything = {
-        **_model_tensors(model, owners, is_saved=True),
-        **_averages(model, ema, owners, is_saved=True),
+        **_model_tensors(model, ema, sharded, is_saved=True),
         **(tensors or {}),
     }
     described = dict(meta or {})
@@ -58,7 +62,7 @@ def save(
         for param, name in names.items():
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
-                    everything[f"optimizer/{key}/{name}"] = _held(value, param, owners, is_saved=True)
+                    everything[f"optimizer/{key}/{name}"] = _held(value, param, sharded, is_saved=True)
                 else:
                     numbers.setdefault(name, {})[key] = value
         kind = type(optimizer).__name__
@@ -89,25 +93,26 @@ def load(
     Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model.
     """
     over = sharded_over(model)
-    comm = comm if over is None else over.all
-    owners = owners_of(model)
-    averages = _averages(model, ema, owners)
-    wanted = {**_model_tensors(model, owners), **averages, **(tensors or {})}
-    only = ["model/*", *averages, *(tensors or {})]
+    comm = comm if over is None else over.data_parallel
+    sharded = params_by_shard(model)
+    wanted = {**_model_tensors(model, ema, sharded), **(tensors or {})}
+    only = ["model/*", *(name for name in wanted if not name.startswith("model/"))]
     state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     names = {} if optimizer is None else _names(model, optimizer)
-    there = _look(path, copies, comm) if optimizer is not None or not strict else None
+    ranks, doing = ranks_of(comm), "mpitrain.load"
+    needs_look = optimizer is not None or not strict
+    there = on_rank0(ranks, lambda: _seen(ckpt.open(path, copies=copies)), doing) if needs_look else None
     if optimizer is not None and there is not None:
         if there.state:  # plain SGD has no state, and a pattern that matches nothing would be an error
             only.append("optimizer/*")
-        with comm.together("mpitrain.load") if comm is not None else nullcontext():
-            _check_optimizer(path, there.optimizer, optimizer, hyperparameters)
+        with ranks.together(doing):
+            _check_optimizer(path, there, optimizer, hyperparameters)
         for param, name in names.items():
             for key, shape, dtype, has_rows in there.state.get(name, ()):
-                box: Box | None = box_of(param) if has_rows else None
+                box: ShardBox | None = box_of(param) if has_rows else None
                 value = torch.zeros(shape if box is None else box.shape, dtype=getattr(torch, dtype))
                 state.setdefault(param, {})[key] = value
-                wanted[f"optimizer/{key}/{name}"] = _held(value, param, owners)
+                wanted[f"optimizer/{key}/{name}"] = _held(value, param, sharded)
     arrays = _on_host(wanted)
     if there is not None and not strict:
         arrays = {name: array for name, array in arrays.items() if name in there.names}
@@ -154,39 +159,33 @@ def _take_over(
             group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
 
 
-def _model_tensors(model: nn.Module, owners: Owners, *, is_saved: bool = False) -> dict[str, Any]:
-    """Parameters (tied ones under the first of their names) and persistent buffers. `is_saved`: as of `_held`."""
+def _model_tensors(model: nn.Module, ema: EMA | None, sharded: Sharded, *, is_saved: bool = False) -> dict[str, Any]:
+    """Parameters (tied ones under the first of their names), persistent buffers and averages. `is_saved`: see `_held`."""
     params = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     tensors: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if name in params and first.setdefault(id(params[name]), name) != name:
             continue
-        tensors[f"model/{name}"] = _held(value, params.get(name), owners, is_saved=is_saved)
+        tensors[f"model/{name}"] = _held(value, params.get(name), sharded, is_saved=is_saved)
+    for name, value in ({} if ema is None else ema.tensors).items():
+        tensors[f"ema/{name}"] = _held(value, params[name], sharded, is_saved=is_saved)
     return tensors
 
 
-def _averages(model: nn.Module, ema: EMA | None, owners: Owners, *, is_saved: bool = False) -> dict[str, Any]:
-    """The averages of parameters. `is_saved`: as of `_held`."""
-    if ema is None:
-        return {}
-    params = dict(model.named_parameters())
-    return {f"ema/{name}": _held(value, params[name], owners, is_saved=is_saved) for name, value in ema.tensors.items()}
-
-
-def _held(value: torch.Tensor, param: nn.Parameter | None, owners: Owners, *, is_saved: bool = False) -> Any:
+def _held(value: torch.Tensor, param: nn.Parameter | None, sharded: Sharded, *, is_saved: bool = False) -> Any:
     """How to save or load `value`, which belongs to `param`: as a box if it has the shard's shape, else as alike on all ranks.
 
     `is_saved`: boxes that another rank saves, because it holds a copy of this shard, are empty.
     """
-    owner = None if param is None else owners.get(param)
+    owner = None if param is None else sharded.get(param)
     data = value.detach()
     if owner is None or tuple(value.shape) != owner.box.shape:
         return data
     box = owner.box
     if is_saved and owner.ranks.replicate.rank > 0:
         data = data[:0]
-    if not owner.full_shape:
+    if not owner.full.shape:
         return ckpt.Shard(data.view(()) if data.numel() else data, (), ())
     rows = next((dim for dim, n in enumerate(box.full_shape) if n > 1), 0)
     axes = [SHARD[0] if dim == rows else None for dim in range(len(box.full_shape))]
@@ -200,7 +199,7 @@ def _data(value: Any) -> list[Any]:
 
 
 def _on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tensors where `ckpt` can use them: contiguous, in host memory; no copy of what is so already."""
+    """The tensors contiguous and in host memory, as `ckpt` needs them. Tensors that are so already are not copied."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -219,33 +218,13 @@ Stored = dict[str, list[tuple[str, tuple[int, ...], str, bool]]]
 each of the parameter's."""
 
 
-class _Kept(NamedTuple):
-    """The optimizer of a checkpoint: the name of its class, None in older ones, and the number of its parameter groups."""
-
-    kind: str | None
-    num_groups: int
-
-
 class _There(NamedTuple):
-    """What a checkpoint holds: the names of its tensors, the optimizer's state, and of what optimizer; None if of none."""
+    """The content of a checkpoint: the names of the tensors, and the optimizer's state."""
 
     names: set[str]
     state: Stored
-    optimizer: _Kept | None
-
-
-def _look(
-    path: str | os.PathLike[str], copies: Sequence[str | os.PathLike[str]] | None, comm: Communicator | None
-) -> _There:
-    """What rank 0 sees in a checkpoint, on all ranks; its error too. Collective."""
-    if comm is None:
-        return _seen(ckpt.open(path, copies=copies))
-    there = None
-    with comm.together("mpitrain.load"):
-        if comm.rank == 0:
-            there = _seen(ckpt.open(path, copies=copies))
-    seen: _There = comm.broadcast_object(there)
-    return seen
+    optimizer: tuple[str | None, int] | None
+    """The optimizer's class, which older checkpoints do not name, and its number of parameter groups; None without an optimizer."""
 
 
 def _seen(checkpoint: ckpt.Checkpoint) -> _There:
@@ -263,24 +242,25 @@ def _seen(checkpoint: ckpt.Checkpoint) -> _There:
         has_rows = shape == of_param and (bool(shape) or key not in numbers)
         found.setdefault(name, []).append((key, shape, dtype, has_rows))
     optimizer = checkpoint.meta.get("optimizer")
-    kept = None if optimizer is None else _Kept(optimizer.get("kind"), len(optimizer["groups"]))
-    return _There(set(checkpoint), found, kept)
+    saved = None if optimizer is None else (optimizer.get("kind"), len(optimizer["groups"]))
+    return _There(set(checkpoint), found, saved)
 
 
 def _check_optimizer(
-    path: str | os.PathLike[str], there: _Kept | None, optimizer: torch.optim.Optimizer, hyperparameters: bool
+    path: str | os.PathLike[str], there: _There, optimizer: torch.optim.Optimizer, strict: bool
 ) -> None:
-    if there is None:
+    """CheckpointError if the checkpoint has no optimizer or, with `strict`, an optimizer of another class or with other groups."""
+    if there.optimizer is None:
         raise ckpt.CheckpointError(f"{path} was saved without an optimizer; load it without one")
-    kind, num_groups = type(optimizer).__name__, len(optimizer.param_groups)
-    if hyperparameters and there.kind not in (None, kind):
+    (saved_kind, num_saved), kind, num_groups = there.optimizer, type(optimizer).__name__, len(optimizer.param_groups)
+    if strict and saved_kind not in (None, kind):
         raise ckpt.CheckpointError(
-            f"{path}: the optimizer is {there.kind} there, {kind} here; make the same, load without one, "
+            f"{path}: the optimizer is {saved_kind} there, {kind} here; make the same, load without one, "
             "or pass hyperparameters=False to take over the state alone"
         )
-    if hyperparameters and there.num_groups != num_groups:
+    if strict and num_saved != num_groups:
         raise ckpt.CheckpointError(
-            f"{path}: the optimizer has {there.num_groups} parameter groups there, {num_groups} here; "
+            f"{path}: the optimizer has {num_saved} parameter groups there, {num_groups} here; "
             "make the same groups, or pass hyperparameters=False to keep the settings of those here"
         )
 

@@ -43,9 +43,9 @@ def _measure(options: argparse.Namespace, comm: Communicator) -> TrainingLaunch:
     from mpitrain.bench.model import TrainingSetup
     from mpitrain.bench.overhead import overhead
     from mpitrain.config import ParallelConfig
-    from mpitrain.train.placement import matmul_flops_per_s, place
+    from mpitrain.train.hardware import matmul_flops_per_s, take_hardware
 
-    taken = place(comm, ParallelConfig(threads=options.threads, bind=False))
+    taken = take_hardware(comm, ParallelConfig(threads=options.threads, bind=False))
     on_gpu = taken.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     launch = TrainingLaunch.of(

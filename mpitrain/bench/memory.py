@@ -1,4 +1,4 @@
-"""What a contestant holds, and the peaks of its process."""
+"""The memory of a contestant, and the peaks of its process."""
 
 import resource
 import threading

@@ -52,11 +52,11 @@ class TrainedModel:
         return None
 
     def held(self) -> Iterator[torch.Tensor]:
-        """What a rank holds between two steps; for its gradients, which are as large as its parameters, tensors without memory."""
+        """The tensors of a rank between two steps. Gradients, which have the size of the parameters, are tensors without memory."""
         for param in self.model.parameters():
             yield param.data
             yield torch.empty_like(local(param.data), device="meta")
             yield from (value for value in self.optimizer.state.get(param, {}).values() if torch.is_tensor(value))
 
     def close(self) -> None:
-        """End what the constructor has started. Collective."""
+        """End the processes and groups that the constructor has started. Collective."""

@@ -1,4 +1,4 @@
-"""What hooks and bookkeeping cost: a model of many small units, each sharded over one rank, beside the same model plain.
+"""The time of hooks and bookkeeping: a model of many small units, each sharded over one rank, beside the same model plain.
 
 One rank has no other to talk to, so the difference is the time of our layer alone. All ranks do it at once, each alone, as in training.
 """

@@ -37,12 +37,8 @@ def merged(launches: Sequence[TrainingLaunch], case: Case) -> list[StepRow]:
     """A row for each contestant, in the order of the command line's list, ours first."""
     everything = [list(part.rows) for launch in launches for part in launch.measured if part.case == case]
     names = list(dict.fromkeys(row.name for rows in everything for row in rows))
-    return [_median_row(everything, name) for name in sorted(names, key=_place)]
-
-
-def _place(name: str) -> int:
-    order = (OURS, *PEERS)
-    return order.index(name) if name in order else len(order)
+    order = [name for name in (OURS, *PEERS) if name in names]
+    return [_median_row(everything, name) for name in (*order, *(name for name in names if name not in order))]
 
 
 def ratio(launches: Sequence[TrainingLaunch], case: Case, name: str) -> float | None:
@@ -54,18 +50,15 @@ def ratio(launches: Sequence[TrainingLaunch], case: Case, name: str) -> float | 
 def _median_row(everything: Sequence[Sequence[StepRow]], name: str) -> StepRow:
     every = [row for rows in everything for row in rows if row.name == name]
     common = [row for rows in everything for row in rows if row.name == name and len(rows) > 1] or every
-    bytes_ = {item.name: _median(every, item.name) for item in fields(StepRow) if "_bytes" in item.name}
     times = {of: _median(common, of) for of in ("step_s", "tokens_per_s", "mfu", "loss")}
-    parts = {item.name: _median([row.phases for row in common], item.name) for item in fields(Phases)}
-    merged: dict[str, Any] = {
-        **times,
-        **{name: None if value is None else int(value) for name, value in bytes_.items()},
-    }
+    bytes_ = {item.name: _median(every, item.name) for item in fields(StepRow) if "_bytes" in item.name}
+    phases = {item.name: _median([row.phases for row in common], item.name) for item in fields(Phases)}
+    merged: dict[str, Any] = times | {of: None if value is None else int(value) for of, value in bytes_.items()}
     return replace(
         common[0],
         fastest_s=min(row.fastest_s for row in common),
         slowest_s=max(row.slowest_s for row in common),
-        phases=Phases(**parts),  # type: ignore[arg-type]
+        phases=Phases(**phases),  # type: ignore[arg-type]
         **merged,
     )
 
@@ -75,7 +68,7 @@ def _median(rows: Sequence[Any], name: str) -> float | None:
 
 
 def tables(launches: Sequence[TrainingLaunch]) -> Iterator[RenderableType]:
-    """What to print of launches of any kinds."""
+    """The output for launches of any kinds."""
     for group in alike(launches):
         yield Text(heading(group), style="bold")
         for case in cases(group):
@@ -90,16 +83,11 @@ def tables(launches: Sequence[TrainingLaunch]) -> Iterator[RenderableType]:
 
 
 def heading(group: Sequence[TrainingLaunch]) -> str:
-    """What a group was measured on, in a line."""
+    """The machine and the ranks of a group, in a line."""
     first = group[0]
     where = first.machine.get("cpu", "?") if first.device == "cpu" else first.device
     ranks = f"{plural(first.ranks, 'rank')} x {plural(first.threads, 'thread')}"
     return f"{ranks} on {plural(first.nodes, 'node')}, {where}, {first.dtype}"
-
-
-def _title(group: Sequence[TrainingLaunch], case: Case) -> str:
-    together = [part for launch in group for part in launch.measured if part.case == case and len(part.rows) > 1]
-    return f"{case}, medians of {len(together)} launches" if len(together) > 1 else str(case)
 
 
 def overhead_line(found: Sequence[HookOverhead]) -> str:
@@ -116,12 +104,14 @@ def overhead_line(found: Sequence[HookOverhead]) -> str:
 
 def _table(group: Sequence[TrainingLaunch], case: Case) -> Table:
     rows = merged(group, case)
+    together = [part for launch in group for part in launch.measured if part.case == case and len(part.rows) > 1]
+    title = f"{case}, medians of {len(together)} launches" if len(together) > 1 else str(case)
     columns: list[tuple[str, Callable[[StepRow], str]]] = [
         ("", lambda row: row.name),
         ("step ms", lambda row: _ms(row.step_s)),
         ("fastest .. slowest", lambda row: f"{_ms(row.fastest_s)} .. {_ms(row.slowest_s)}"),
         (f"{OURS} / this", lambda row: _shown(ratio(group, case, row.name), 1, ".2f")),
-        *((name, _phase(of)) for name, of in PHASES.items()),
+        *((name, lambda row, of=of: _ms(getattr(row.phases, of))) for name, of in PHASES.items()),
         ("tokens/s", lambda row: f"{row.tokens_per_s:,.0f}"),
         ("MFU", lambda row: f"{row.mfu:.0%}"),
         ("state MB", lambda row: _megabytes(row.state_bytes)),
@@ -132,14 +122,10 @@ def _table(group: Sequence[TrainingLaunch], case: Case) -> Table:
     ]
     shown = {name: [show(row) for row in rows] for name, show in columns}
     shown = {name: cells for name, cells in shown.items() if any(cells)}
-    table = new_table(list(shown), title=_title(group, case))
+    table = new_table(list(shown), title=title)
     for cells in zip(*shown.values(), strict=True):
         table.add_row(*cells)
     return table
-
-
-def _phase(of: str) -> Callable[[StepRow], str]:
-    return lambda row: _ms(getattr(row.phases, of))
 
 
 def _ms(seconds: float | None) -> str:

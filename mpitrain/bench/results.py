@@ -66,7 +66,7 @@ class StepRow:
     added_pss_bytes: int | None = None
     """That peak less the PSS of the process before the model was made."""
     peak_gpu_bytes: int | None = None
-    """What torch held at most on the GPU."""
+    """The peak of torch's memory on the GPU."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class TrainingLaunch(Launch):
     device: str
     """"cpu", or the GPU's name."""
     dtype: str
-    """What forward and backward compute in."""
+    """Of forward and backward."""
     steps: int
     measured: Sequence[Measured] = ()
     overhead: HookOverhead | None = None

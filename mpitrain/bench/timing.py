@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +24,7 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._on_gpu = device.type == "cuda"
-        self._marks: list[float] = []
-        self._events: list[torch.cuda.Event] = []
+        self._marks: list[Any] = []
         self._wait()
         self._start = time.perf_counter()
         self.mark()
@@ -31,21 +32,18 @@ class StepClock:
     def mark(self) -> None:
         """A part ends here."""
         if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append(event)
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
         else:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Of each part, and of the whole up to now."""
+        """The seconds of each part, and those of all parts up to now."""
         self._wait()
         whole = time.perf_counter() - self._start
-        if self._on_gpu:
-            pairs = zip(self._events, self._events[1:], strict=False)
-            return [*(one.elapsed_time(other) / 1e3 for one, other in pairs), whole]
-        pairs_s = zip(self._marks, self._marks[1:], strict=False)
-        return [*(other - one for one, other in pairs_s), whole]
+        pairs = pairwise(self._marks)
+        parts = [a.elapsed_time(b) / 1e3 for a, b in pairs] if self._on_gpu else [b - a for a, b in pairs]
+        return [*parts, whole]
 
     def _wait(self) -> None:
         if self._on_gpu:
@@ -62,7 +60,7 @@ class TimedSteps:
         self._generator = torch.Generator().manual_seed(setup.comm.rank)  # others on each rank
 
     def turn(self, round_: int) -> Seconds:
-        """A step, after a barrier, so that no rank waits for what came before. Communication is contained in the first two parts."""
+        """A step, after a barrier, so that no rank waits for earlier work. Communication is contained in the first two parts."""
         tokens = torch.randint(0, self._vocab, self._shape, generator=self._generator).to(self.setup.device)
         model = self.model
         self.setup.comm.barrier()

@@ -1,4 +1,4 @@
-"""The settings of a run: what there is, what it may be, and how it is read and written.
+"""The settings of a run, their reading and their writing.
 
 Defaults < TOML file (`--config FILE`) < flags (`--section.name value`). No torch here: a wrong setting is found before
 torch is loaded.

@@ -1,6 +1,6 @@
-"""Settings from flags and TOML files. A flag's words become what TOML would have given; msgspec checks the types of both.
+"""Settings from flags and TOML files. The words of a flag become the value that TOML would give; msgspec checks the types of both.
 
-Every mistake is one clear line, which no library for flags gives.
+Every error is one line, which no library for flags offers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def parse(argv: Sequence[str], defaults: Config | None = None) -> Config:
 
     Flags: `--section.name value` or `--section.name=value`, with - or _ within a name; a bool takes no value
     (`--train.eval-only`, `--train.no-eval-only`); several values follow one another (`--data.path a b`); `none` unsets
-    what may be unset; the last of repeated flags counts. `--model small` is short for `--model.size small`. `--help` prints all
+    an optional setting; the last of repeated flags counts. `--model small` is short for `--model.size small`. `--help` prints all
     settings and exits with 0.
 
     Args:
         argv: the arguments.
-        defaults: what holds where neither file nor flags say anything.
+        defaults: the values of settings that neither the file nor a flag gives.
 
     Raises:
         ConfigError: an unknown setting, a wrong type, a value out of range, or a file that cannot be read.
@@ -43,9 +43,9 @@ def parse(argv: Sequence[str], defaults: Config | None = None) -> Config:
     return _build(base, ({} if file is None else _read_toml(file)) | flags)
 
 
-def from_toml(path: str | os.PathLike[str], defaults: Config | None = None) -> Config:
+def from_toml(path: str | os.PathLike[str]) -> Config:
     """Settings from a TOML file with the sections of `Config`; raises ConfigError as `parse`."""
-    return _build(defaults or Config(), _read_toml(path))
+    return _build(Config(), _read_toml(path))
 
 
 def from_text(text: str, source: str) -> Config:
@@ -169,7 +169,7 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
 
 
 def _hint(name: str, known: Iterable[str], form: str) -> str:
-    """What the user may have meant: a setting of that name in another section, else the one spelt most like it."""
+    """A suggestion for a wrong name: a setting of that name in another section, else the setting with the most similar name."""
     names = sorted(known)
     if inside := [n for n in names if n.startswith(f"{name}.")]:
         return f"{name} is a section; its settings are {', '.join(_shown(n, form) for n in inside)}"

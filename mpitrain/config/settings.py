@@ -1,9 +1,10 @@
-"""What can be set, and what it may be: frozen dataclasses that check themselves. Text is none of this file's matter."""
+"""The settings with their types and ranges: frozen dataclasses that check their values. No text is read or written here."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, is_dataclass
+from operator import attrgetter
 from typing import Any, Literal, get_type_hints
 
 from mpitrain.models.sizes import GPTConfig, resolve
@@ -54,7 +55,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What the model reads."""
+    """The training data."""
 
     path: tuple[str, ...] = ()
     """Files and folders of your own; without any: the sources of Python's standard library."""
@@ -74,15 +75,15 @@ class ParallelConfig:
     """How the work is spread over ranks, memory and cores."""
 
     stage: Literal[0, 1, 2, 3] = 3
-    """What is cut over the ranks: 3 parameters, gradients and optimizer state, 2 the last two, 1 the last, 0 nothing."""
+    """ZeRO stage: 3 shards parameters, gradients and optimizer state, 2 the last two, 1 the last, 0 nothing."""
     copies: int = 1
     """Copies of the shards: each is spread over so many times fewer ranks, and gradients are averaged over the copies."""
     storage: Literal["auto", "resident", "private"] = "auto"
     """Where full parameters live: once per node in memory its ranks share, or with each rank (stage 3: gathered when needed)."""
     param_dtype: Dtype = "float32"
-    """What forward and backward compute in; the optimizer's parameters are always float32. float16: the loss is scaled."""
+    """Dtype of forward and backward; the optimizer's parameters are always float32. float16: the loss is scaled."""
     reduce_dtype: Dtype = "float32"
-    """What gradients travel in between ranks. float16: the loss is scaled."""
+    """Dtype in which gradients are reduced over ranks. float16: the loss is scaled."""
     reshard_after_forward: bool = True
     """Free gathered parameters after forward and gather them again for backward: less memory, more traffic."""
     checkpoint_activations: bool = False
@@ -120,7 +121,7 @@ class OptimConfig:
     eps: float = 1e-8
     """Added to the divisor."""
     weight_decay: float = 0.1
-    """Decay of matrices; norms and biases have none."""
+    """Decay of matrices; norms and biases do not decay."""
     clip_norm: float = 1.0
     """Longest gradient, as a global norm; 0 clips nothing."""
 
@@ -137,7 +138,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, on how much at once, and what is shown for it."""
+    """The length of the training, the batch, evaluations and the sample."""
 
     steps: int = 1000
     """Steps of the optimizer, those that are left out among them."""
@@ -156,9 +157,9 @@ class TrainConfig:
     eval_only: bool = False
     """Evaluate the checkpoint and train nothing."""
     sample_bytes: int = 400
-    """Length of the text printed at the end; 0 prints none."""
+    """Length of the text printed at the end; 0 prints no text."""
     sample_prompt: str = "def "
-    """What that text begins with."""
+    """The beginning of that text."""
     sample_temperature: float = 0.8
     """Higher is bolder; 0 always takes the likeliest byte."""
 
@@ -195,7 +196,7 @@ class CheckpointConfig:
     background: bool = False
     """Write them while the training goes on, from a copy in host memory."""
     copies: tuple[str, ...] = ()
-    """Further folders or URLs (s3://bucket/run), of this run alone, that get a copy of each; what is lost or damaged is read there."""
+    """Further folders or URLs (s3://bucket/run), of this run alone, for copies of each checkpoint, read if it is lost or damaged."""
 
     def __post_init__(self) -> None:
         _expect("checkpoint.every", self.every, 0)
@@ -218,7 +219,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is printed."""
+    """The lines that a run prints."""
 
     every: int = 10
     """Steps between lines."""
@@ -250,7 +251,7 @@ class Config:
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:
-    """Check what depends on the number of ranks.
+    """Check the settings that depend on the number of ranks.
 
     Raises:
         ConfigError: a global batch that ranks and micro-batches do not divide, ranks that copies do not divide.
@@ -280,14 +281,7 @@ def kinds() -> dict[str, Any]:
 
 def flat(config: Config) -> dict[str, Any]:
     """Every setting by its full name, those without a section first."""
-    values: dict[str, Any] = {}
-    for top in fields(config):
-        value = getattr(config, top.name)
-        if is_dataclass(value):
-            values |= {f"{top.name}.{f.name}": getattr(value, f.name) for f in fields(value)}
-        else:
-            values[top.name] = value
-    return values
+    return {name: attrgetter(name)(config) for name in kinds()}
 
 
 def _expect(name: str, value: float | None, least: float, *, most: float = math.inf, below: float = math.inf) -> None:

@@ -1,4 +1,4 @@
-"""Settings as text: TOML that reads back as the same, what differs between two, and what `--help` prints."""
+"""Settings as text: TOML, differences between two settings, and the text of `--help`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A bool needs no value: --train.eval-only is true, --train.no-eval-only is false.
 
 
 def to_toml(config: Config) -> str:
-    """The settings as TOML, from which `from_toml` and `parse` make the same again. What is unset is left out."""
+    """The settings as TOML, from which `from_toml` and `parse` make equal settings. Values that are None are left out."""
     sections: dict[str, list[str]] = {}
     for name, value in flat(config).items():
         section, _, key = name.rpartition(".")
@@ -32,7 +32,7 @@ def to_toml(config: Config) -> str:
 
 
 def differences(a: Config, b: Config) -> list[str]:
-    """What changes from `a` to `b`, one line per setting: `optim.lr: 0.001 -> 0.002`."""
+    """The changes from `a` to `b`, one line per setting: `optim.lr: 0.001 -> 0.002`."""
     after = flat(b)
     return [f"{k}: {_text(v)} -> {_text(after[k])}" for k, v in flat(a).items() if v != after[k]]
 

@@ -27,6 +27,7 @@ MIN_FILES_TO_HASH = 20
 """With fewer files than this the split is a tail of the bytes: whole files would miss the wanted share by far."""
 
 _SNIFFED_BYTES = 4096
+_STDLIB = sysconfig.get_paths()["stdlib"]
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
@@ -59,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Listing:
-    """A corpus before it is read: what it is made of, and how it is split."""
+    """A corpus before it is read: its files, and their split."""
 
     train: Part
     heldout: Part
@@ -87,7 +88,7 @@ def scan(paths: Sequence[str], suffixes: Sequence[str] = (), heldout: float = 0.
         raise ValueError(f"data.heldout: expected at least 0 and less than 1, got {heldout}")
     files = _list_files(paths, suffixes)
     if not files:
-        where = ", ".join(paths) or _stdlib()
+        where = ", ".join(paths) or _STDLIB
         wanted = f"files ending in {', '.join(suffixes)}" if suffixes else "text files"
         raise ValueError(f"data.path: expected {wanted} that are not empty, found none in {where}")
     digest = hashlib.blake2b(f"{heldout!r}".encode(), digest_size=16)
@@ -131,15 +132,11 @@ def read_into(part: Part, buffer: np.ndarray) -> None:
         at += count + 1
 
 
-def _stdlib() -> str:
-    return sysconfig.get_paths()["stdlib"]
-
-
 def _list_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[Piece]:
     """The files that are taken, whole, in order: paths as given, within a folder by name; empty files are dropped."""
     default = not paths
     files: dict[Path, Piece] = {}
-    for given in paths or (_stdlib(),):
+    for given in paths or (_STDLIB,):
         root = Path(given).expanduser()
         _check_there(root)
         if root.is_dir():

@@ -7,6 +7,7 @@ import numpy as np
 from collectives import Communicator
 from mpitrain.config import DataConfig
 from mpitrain.data.corpus import Part, read_into, scan
+from mpitrain.rank0 import on_rank0
 
 
 class Corpus(NamedTuple):
@@ -20,11 +21,7 @@ class Corpus(NamedTuple):
 
 def load_corpus(config: DataConfig, comm: Communicator) -> Corpus:
     """List the files on rank 0, read them on one rank of each node. Collective; ValueError on all ranks if that fails."""
-    listing = None
-    with comm.together():
-        if comm.rank == 0:
-            listing = scan(config.path, config.suffixes, config.heldout)
-    listing = comm.broadcast_object(listing)
+    listing = on_rank0(comm, lambda: scan(config.path, config.suffixes, config.heldout))
 
     def read(part: Part) -> np.ndarray:
         tokens = comm.node.shared(part.num_tokens, np.uint8)

@@ -1,1 +1,1 @@
-"""What a run will need of memory, before it is started: `python -m mpitrain memory`. No MPI, and nothing is allocated."""
+"""The memory that a run will need, before it is started: `python -m mpitrain memory`. No MPI, and nothing is allocated."""

@@ -23,7 +23,7 @@ The settings are those of a training run. A global batch that was not given (tra
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print what a run with these settings would hold. ConfigError, ValueError for wrong arguments."""
+    """Print the memory of a run with these settings. ConfigError or ValueError for wrong arguments."""
     words = list(argv)
     if {"-h", "--help"} & set(words):
         print(USAGE)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError("memory: --np N, the number of ranks, is missing")
     batch = config.train.batch
     if batch % (factor := num_ranks * config.train.accumulate):
-        # As the default only: what the user has given stays, and is an error.
+        # Only the default is rounded: a wrong batch in the user's settings is an error.
         config = parse(words, Config(train=TrainConfig(batch=-(-batch // factor) * factor)))
     prediction = predict(config, num_ranks, num_nodes)
     if as_json:

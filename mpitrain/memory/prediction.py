@@ -14,7 +14,7 @@ MASTER_BYTES = 4  # of an element of the shards, their gradients and each of Ada
 
 # Measured on Linux x86-64, torch 2.13 for CPUs, Open MPI 5, a model of 0.1 M parameters; 1 and 2 ranks.
 PROCESS_BYTES = 255_000_000
-"""Of each process, after some steps: Python, what torch and MPI allocate."""
+"""The memory of each process after some steps: Python, and allocations of torch and MPI."""
 LIBRARY_BYTES = 122_000_000
 """Of the libraries' files, once on a node: their pages are shared."""
 RING_BYTES = 2 << 20
@@ -38,7 +38,7 @@ KINDS = {
     "checkpoint": "the copy that is written in the background",
     "process": "Python, torch, MPI: measured",
 }
-"""What is counted, and what it is."""
+"""The kinds of memory, and their meaning."""
 
 
 class Prediction(NamedTuple):
@@ -59,7 +59,7 @@ class Prediction(NamedTuple):
 
 
 def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
-    """What a run with these settings will hold at most, on CPUs. Ranks are dealt out to nodes evenly, in runs.
+    """The peak memory of a run with these settings, on CPUs. Each node has the same number of consecutive ranks.
 
     ConfigError for numbers of ranks and nodes that do not fit the settings or each other, ValueError for data that are not there.
     """

@@ -1,18 +1,15 @@
-"""A training step on tensors without memory, which tells how much it would hold at most.
+"""The peak memory of a training step, counted on tensors without memory.
 
-Fake tensors go through the same operations as real ones on the CPU, forward and backward, and are freed as those are. So what is
-counted is exact but for what kernels take for themselves and what the allocator keeps.
+Fake tensors go through the same operations of forward and backward as real tensors on the CPU, and are freed at the same points. So the
+count is exact, except for temporary memory of kernels and for free memory that the allocator keeps.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,12 +47,12 @@ class Tracker(TorchDispatchMode):
             self._kinds[key] = kind
 
     def add(self, kind: str, nbytes: int) -> None:
-        """Count what no operation makes."""
+        """Count memory that no operation allocates."""
         self.now[kind] += nbytes
         self._note()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count what it made."""
+        """Run an operation and count its results."""
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -131,24 +128,17 @@ def _run(config: Config, rows: int, num_ranks: int, held: list[int], *, gathered
             tracker.add("gradients", sum(held))  # until the next step begins
         with tracker, torch.set_grad_enabled(train):
             tokens = torch.empty(rows, sizes.context + 1, dtype=torch.int64)
-            logits = model(tokens[:, :-1])
-            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss = model(tokens[:, :-1], tokens[:, 1:])
             if train:
                 loss.backward()
     return tracker.peak
 
 
 def _fake_model(sizes: GPTConfig, dtype: torch.dtype) -> GPT:
-    with _default_dtype(dtype):
-        return GPT(sizes)  # not cast afterwards: fake parameters cannot be
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(dtype)  # the parameters of a fake model cannot be cast later
     try:
-        yield
+        return GPT(sizes)
     finally:
         torch.set_default_dtype(before)
 

@@ -1,4 +1,4 @@
-"""The shape of a GPT: its numbers, the named sizes, and what can be counted from them. No torch here."""
+"""The shape of a GPT: its numbers, the named sizes, and the counts of parameters and FLOPs. No torch here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GPTConfig:
 
 
 SIZES = {
-    # 1.4 M parameters: what two cores can teach something in two minutes. Many small steps beat few large ones there.
+    # 1.4 M parameters: two cores train it in two minutes. There many small steps are better than few large ones.
     "tiny": GPTConfig(vocab=256, context=128, width=192, layers=3, heads=3),
     # GPT-2's four (Radford et al. 2019): 124 M, 355 M, 774 M and 1558 M parameters with the head tied.
     "small": GPTConfig(vocab=50257, context=1024, width=768, layers=12, heads=12),

@@ -1,17 +1,26 @@
-"""ZeRO by flat units: `setup/` checks and cuts a model, `step/` orders the events of a step, `unit/` holds parameters and gradients,
-`optim/` is what comes before an optimizer's step. `api.py` is the way in."""
+"""ZeRO by flat units. `fully_shard` in `api.py` is the entry point.
+
+- `setup/` checks a model and the arguments, and finds the blocks that become units.
+- `unit/` has the state of one unit: its parameters, their memory, and their gradients.
+- `step/` has the order of events in a forward and a backward of the whole model.
+- `optim/` has the functions that run between the backward and the optimizer's step.
+
+The comment at the top of `step/step.py` follows one parameter from a forward to the next forward, and one gradient from autograd to the
+optimizer.
+"""
 
 from mpitrain.sharding.api import fully_shard
 from mpitrain.sharding.buffers import sync_buffers
 from mpitrain.sharding.checkpointing import checkpoint_activations
 from mpitrain.sharding.full import unshard
-from mpitrain.sharding.module import communication_s, sharded_over, sharded_params
+from mpitrain.sharding.module import communication_s
 from mpitrain.sharding.optim.clip import clip_grad_norm_, grad_norms
 from mpitrain.sharding.optim.ema import EMA
 from mpitrain.sharding.optim.scaler import GradScaler
 from mpitrain.sharding.overview import num_parameters, summary
 from mpitrain.sharding.places import name_places
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from mpitrain.sharding.unit.registry import sharded_over, sharded_params
 
 __all__ = [
     "EMA",

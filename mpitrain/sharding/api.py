@@ -1,12 +1,12 @@
-"""The public face of sharding: `fully_shard`, which keeps the meaning of torch's function of that name.
+"""`fully_shard`, with the meaning of torch's function of this name.
 
-ZeRO (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020) cuts the optimizer's state
-over the ranks in stage 1, gradients too in stage 2, parameters too in stage 3. The cut by flat units, and that of a hybrid of shards
-and copies, follow torch's FSDP (Zhao et al., VLDB 2023).
+ZeRO (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020) shards the optimizer's state
+in stage 1, also the gradients in stage 2, and also the parameters in stage 3. Flat units, and hybrid sharding with several copies of
+the shards, follow torch's FSDP (Zhao et al., VLDB 2023).
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from collectives import Communicator, Mesh, launched_rank
 from mpitrain.heap import keep_freed_memory
-from mpitrain.sharding.module import ShardedModule, units_of
+from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.optim.step_hooks import watch_optimizers
 from mpitrain.sharding.optim.torch_calls import watch_calls
 from mpitrain.sharding.setup.agreement import check_alike
@@ -23,11 +23,11 @@ from mpitrain.sharding.setup.blocks import stacked_blocks
 from mpitrain.sharding.setup.foreign import refuse_methods
 from mpitrain.sharding.setup.options import Options, check_dense, check_dtypes, check_module
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from mpitrain.sharding.setup.readiness import check_names, kind_of
+from mpitrain.sharding.setup.readiness import check_names
 from mpitrain.sharding.unit.flat import FlatParameters
-from mpitrain.sharding.unit.marks import box_of, is_ignored, mark_ignored, mark_replaced, name_before, unmark_replaced
-from mpitrain.sharding.unit.ranks import Ranks, group_of, ranks_of
-from mpitrain.sharding.unit.registry import enter
+from mpitrain.sharding.unit.marks import box_of, is_ignored, mark_ignored, mark_replaced, name_before
+from mpitrain.sharding.unit.ranks import DataParallelRanks, data_parallel_ranks, group_of
+from mpitrain.sharding.unit.registry import enter, kind_of, sharded_params, units_of
 from mpitrain.sharding.unit.rows import guard_shards
 from mpitrain.sharding.unit.unit import Promise, Unit
 from mpitrain.sharding.unit.unsharding import Gathered, Kept, Resident, Shapes, Storage
@@ -49,44 +49,40 @@ def fully_shard(
     prefetch_bytes: int | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """Shard the parameters of `module` that are in no unit yet over the ranks of `mesh`, in place; returns it.
+    """Shard the parameters of `module` that belong to no unit yet over the ranks of `mesh`, in place. Returns the module. Collective.
 
-    Apply it to the blocks first, then to the whole, then make the optimizer: `model.parameters()` are the shards from now on, of
-    the same order and number on all ranks. Applied to the whole alone it takes the blocks itself. Collective. Parameters take the
-    values of rank 0; on the meta device they are allocated, and given values by `mpitrain.initialize` or a checkpoint.
+    Call it for the blocks first, then for the whole model, then make the optimizer: `model.parameters()` are now the shards, in the
+    same order and number on all ranks. A call for the whole model alone chooses the blocks itself. All ranks take the parameters of
+    rank 0. Parameters on the meta device get memory here, and values from `mpitrain.initialize` or a checkpoint.
 
-    Args:
-        mesh: a Communicator, which shards one copy; or a Mesh: shards along its axes `dp_shard` and `cp`, copies of them along
-            `dp_replicate`; None: `collectives.world()`. Parts of a model may have another mesh of the same ranks.
-        stage: what is cut over the ranks that shard. 0: nothing, each rank has a copy of the model, gradients are averaged during
-            the backward (as torch's DistributedDataParallel does); 1: the optimizer's state; 2: gradients too; 3: parameters too.
-        reshard_after_forward: in stage 3 give private full parameters back after forward and gather them again for backward; False
-            keeps them. A number: between forward and backward so many neighbouring ranks, those of a node for instance, hold them
-            together, and gather them for backward among themselves. It divides the ranks that hold the shards; 1 is False, all True.
-        mp_policy: dtypes; None: all as the parameters are.
-        offload_policy: `CPUOffloadPolicy()` keeps shards and the optimizer's state of parameters on GPUs in host memory.
-        ignored_params: left as they are, on every rank. Parameters, not names; those of other parts of the model may be among them.
-        units: what is gathered, used and reduced at a time. "auto": where no part of the module is sharded yet, each block of its
-            stacks (the layers of a transformer; not what is called experts, nor what has no forward) first, then the rest. "one": all
-            of it.
-        storage: where full parameters live. "resident": once in the memory of each node, which its ranks share; from stage 1 on. A
-            rank may skip a unit, or run it more often than the others. "private": of each rank its own, in stage 3 gathered around
-            the forward of the unit's module and freed after it. There all ranks must run the same units in the same order, because a
-            gather needs all ranks: one that skips a unit is an error, or hangs until the deadline. Differences within a unit are
-            free. Stages 0 to 2 gather nothing, and follow the rule of "resident". "auto": resident for parameters on CPUs, as long as
-            the memory of all nodes suffices, else private.
-        prefetch_bytes: private full parameters of stage 3 that may be gathered ahead of their use, in the order of the step before,
-            where that goes on while the rank computes: with a progress thread, or by NCCL. None: as many bytes as the longest part
-            sharded within this module has; 0: none. That of the outermost module counts.
-        device: of parameters that are on the meta device; None: the CPU.
+    Args: mesh: a Communicator, over which one copy is sharded; or a Mesh, with shards along its axes `dp_shard` and `cp`, and copies of
+    the shards along `dp_replicate`; None: `collectives.world()`. Parts of a model may have another mesh of the same ranks. stage: 0
+    shards nothing: each rank has a copy of the model, and the backward averages the gradients, as torch's DistributedDataParallel does.
+    1 shards the optimizer's state, 2 also the gradients, 3 also the parameters. reshard_after_forward: True frees private full
+    parameters of stage 3 after the forward, and gathers them again for the backward. False keeps them. A number N: between forward and
+    backward each group of N neighbouring ranks, for instance those of a node, holds them together, and gathers them for the backward
+    within the group. N divides the number of ranks that hold the shards; 1 means False, all ranks mean True. mp_policy: the dtypes;
+    None: those of the parameters. offload_policy: `CPUOffloadPolicy()` keeps shards and the optimizer's state in host memory, for
+    parameters on GPUs. ignored_params: parameters (not names) that stay as they are on every rank. Parameters of other parts of the
+    model are allowed. units: "auto": if no part of the module is sharded yet, each block of its stacks becomes a unit (the layers of a
+    transformer, but no experts and no modules without a forward), and the remaining parameters become one unit. "one": all parameters
+    become one unit. A unit is gathered and reduced as a whole. storage: the memory of full parameters. "resident", from stage 1 on: one
+    copy in the shared memory of each node. A rank may skip a unit, or run it more often than other ranks. "private": each rank has its
+    own full parameters. In stage 3 they are gathered around the forward of the unit's module. Then all ranks must run the same units in
+    the same order, because a gather needs all ranks; a rank that skips a unit causes an error, or a wait until the deadline. Ranks may
+    differ within a unit. Stages 0 to 2 gather nothing, and ranks may differ as with "resident". "auto": resident for parameters on CPUs
+    if the shared memory of all nodes suffices, otherwise private. prefetch_bytes: the bytes of private full parameters of stage 3 that
+    may be gathered before their use, in the order of the last step, if gathers overlap with computation (with a progress thread, or by
+    NCCL). None: the size of the largest unit within this module; 0: no prefetch. The value of the outermost module is used. device: the
+    device of parameters that are on the meta device; None: the CPU.
 
     Raises:
-        TypeError: an argument of another kind, dtypes that cannot be reduced.
+        TypeError: an argument of a wrong type, or dtypes that cannot be reduced.
         ValueError: an argument that is not available, a module that is sharded already or has no forward, lazy parameters
             without a shape, embeddings with sparse gradients on several ranks, tied weights across units;
-            on all ranks, if they differ in the model or in the arguments.
-        OSError: on all ranks, if a node's shared memory is full and "resident" was asked for. What was sharded by then stays so, and
-            another call, with storage="private" for instance, goes on with the rest.
+            on all ranks, if the ranks differ in the model or in the arguments.
+        OSError: on all ranks, if the shared memory of a node is full and "resident" was requested. Units made before stay sharded, and
+            another call, for instance with storage="private", shards the rest.
     """
     watch_optimizers()
     watch_calls()
@@ -96,14 +92,14 @@ def fully_shard(
         ignored_params=ignored_params, units=units, storage=storage, prefetch_bytes=prefetch_bytes, device=device,
     )  # fmt: skip
     check_dtypes(module, options)
-    ranks = ranks_of(mesh, whole=stage == 0)
-    check_alike(module, options, ranks.all)
-    if ranks.all.size > 1:
+    ranks = data_parallel_ranks(mesh, whole=stage == 0)
+    check_alike(module, options, ranks.data_parallel)
+    if ranks.data_parallel.size > 1:
         check_dense(module, options)
     reshards, num_group = _resharding(reshard_after_forward, ranks.shard.size if stage == 3 else None)
     policy = options.policy
     blocks = _automatic_blocks(module) if units == "auto" else []
-    if blocks or units_of(module):  # a part alone cannot tell, as its names may be another's
+    if blocks or units_of(module):  # a single part cannot decide, because a name may be of another part
         check_names(module, policy.keep_fp32)
 
     names = {id(part): name for name, part in module.named_modules()}
@@ -114,15 +110,23 @@ def fully_shard(
     def shard_part(part: nn.Module) -> None:
         its = policy
         if part is not module:
-            its = replace(policy, output_dtype=None)  # that is the whole module's
+            its = replace(policy, output_dtype=None)  # only the output of the whole module is cast to it
         if id(part) in within_kept:
-            its = replace(policy.of_kept(), output_dtype=None)  # between modules that compute in fp32, too
+            its = replace(policy.of_kept(), output_dtype=None)  # the modules around it compute in fp32, too
         elif id(part) in are_kept:
             its = policy.of_kept()
+        groups = _groups(part, names[id(part)], options.ignored)
         unit = Unit(
-            ranks, _flats(part, names[id(part)], ranks, its, options, num_group), its,
+            ranks, [_flat(group, ranks, its, options, num_group) for group in groups], its,
             stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes, is_automatic=part is not module,
         )  # fmt: skip
+        # Nothing has failed. Up to here this part of the model is unchanged.
+        for name, _, original in (param for group in groups for param in group):
+            mark_replaced(original, name)
+        for param in part.parameters():
+            if id(param) in options.ignored:
+                mark_ignored(param)  # the units of modules around this part leave the parameter alone, too
+        unit.reshard()
         enter(unit)
         guard_shards(unit)
         kind = type(part)
@@ -130,21 +134,28 @@ def fully_shard(
         part._unit = unit  # type: ignore[assignment]
 
     for whole in (*blocks, module):
-        for part in _left_among(kept, whole):
-            shard_part(part)
+        inside = {id(part) for part in whole.modules() if part is not whole}
+        for part in kept:
+            is_sharded = isinstance(part, ShardedModule) or all(
+                box_of(param) is not None for param in part.parameters()
+            )
+            if id(part) in inside and not is_sharded:
+                shard_part(part)
         shard_part(whole)
     units_of(module)[0].promise = Promise(policy.keep_fp32, tuple(options.ignored_params or ()))
-    _name_in_full(module, names)
+    for param in sharded_params(module):  # error messages name parameters as seen from the outermost module
+        owner, name = param.users[0]
+        param.name = f"{names[id(owner)]}.{name}" if names.get(id(owner)) else name
     refuse_methods(module, is_cut=ranks.shard.size > 1)
     return module
 
 
 Group = list[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]]
-"""Parameters of one unit: of each its name, the modules that use it and how they call it, itself."""
+"""The parameters of one flat buffer: for each the name, the modules that use it with the name there, and the parameter."""
 
 
 def _automatic_blocks(module: nn.Module) -> list[nn.Module]:
-    """The blocks that are sharded first; none where the user has sharded parts of the module."""
+    """The blocks that are sharded first; empty if the user has sharded parts of the module."""
     blocks = [block for block in stacked_blocks(module) if not isinstance(block, ShardedModule)]
     if all(unit.is_automatic for unit in units_of(module)):
         return blocks
@@ -157,96 +168,57 @@ def _automatic_blocks(module: nn.Module) -> list[nn.Module]:
     return []
 
 
-def _sharded(module: nn.Module) -> list[nn.Module]:
-    return [part for part in module.modules() if isinstance(part, ShardedModule)]
-
-
-def _left_among(kept: list[nn.Module], whole: nn.Module) -> Iterator[nn.Module]:
-    """Modules kept in fp32 within another, if they have parameters in no unit yet by the time it is their turn."""
-    inside = {id(part) for part in whole.modules() if part is not whole}
-    for part in kept:
-        if id(part) not in inside or isinstance(part, ShardedModule):
-            continue
-        if any(box_of(param) is None for param in part.parameters()):
-            yield part
-
-
-def _name_in_full(module: nn.Module, names: dict[int, str]) -> None:
-    """Errors name parameters as they are called from the outermost module."""
-    for unit in units_of(module):
-        for param in unit.params:
-            owner, name = param.users[0]
-            param.name = f"{names[id(owner)]}.{name}" if names.get(id(owner)) else name
-
-
-def _flats(
-    part: nn.Module, prefix: str, ranks: Ranks, policy: MixedPrecisionPolicy, options: Options, num_group: int | None
-) -> list[FlatParameters]:
-    """A part's own parameters, each kind in one flat buffer. If one cannot be made, the part is as it was."""
-    made: list[FlatParameters] = []
-    newly_ignored: list[nn.Parameter] = []
-    groups: list[Group] = []
-    try:
-        groups = _groups(part, prefix, options.ignored, newly_ignored)
-        for params in groups:
-            where = params[0][2].device
-            if where.type == "meta":
-                where = torch.device(options.device or "cpu")
-            if options.storage == "resident" and where.type != "cpu":
-                raise ValueError(
-                    f"storage='resident' needs parameters on the CPU; these are on {where}; use storage='auto'"
-                )
-            if where.type == "cpu":
-                keep_freed_memory()
-            store = _storage(ranks, where, options, num_group)
-            made.append(FlatParameters(params, ranks, policy, where, store, options.offload_policy))
-    except BaseException:
-        for params in groups:
-            for _, users, original in params:
-                unmark_replaced(original)
-                for owner, name in users:
-                    owner._parameters[name] = original
-        for param in newly_ignored:
-            mark_ignored(param, ignored=False)
-        raise
-    return made
+def _flat(
+    group: Group, ranks: DataParallelRanks, policy: MixedPrecisionPolicy, options: Options, num_group: int | None
+) -> FlatParameters:
+    """The parameters of one group in one flat buffer. Collective."""
+    original = group[0][2]
+    device = original.device
+    if device.type == "meta":
+        device = torch.device(options.device or "cpu")
+    if options.storage == "resident" and device.type != "cpu":
+        raise ValueError(f"storage='resident' needs parameters on the CPU; these are on {device}; use storage='auto'")
+    if device.type == "cpu":
+        keep_freed_memory()
+    shapes = [tuple(param.shape) for _, _, param in group]
+    storage = _storage(shapes, policy.dtypes_of(original.dtype)[0], device, ranks, options, num_group)
+    return FlatParameters(group, ranks, policy, device, storage, options.offload_policy)
 
 
 def _storage(
-    ranks: Ranks, device: torch.device, options: Options, num_group: int | None
-) -> Callable[[Shapes, torch.dtype], Storage]:
-    """What makes the Storage of a unit's full parameters. `num_group`: ranks that hold gathered ones between forward and backward."""
-
-    def private(shapes: Shapes, dtype: torch.dtype) -> Storage:
-        if options.stage < 3 or ranks.shard.size == 1:
-            return Kept(shapes, ranks.shard, dtype, device)
-        group = None if num_group is None else group_of(ranks.shard, num_group)
-        return Gathered(shapes, ranks.shard, dtype, device, group)
-
-    def make(shapes: Shapes, dtype: torch.dtype) -> Storage:
-        if options.storage == "private" or options.stage == 0 or device.type != "cpu":
-            return private(shapes, dtype)
+    shapes: Shapes,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: DataParallelRanks,
+    options: Options,
+    num_group: int | None,
+) -> Storage:
+    """The storage of full parameters. `num_group`: ranks that hold gathered parameters between forward and backward. Collective."""
+    if options.storage != "private" and options.stage > 0 and device.type == "cpu":
         resident, problem = None, None
         try:
             resident = Resident(shapes, ranks.shard, dtype, device)
         except OSError as error:
             problem = error
-        problems = ranks.all.all_gather_object(None if problem is None else str(problem))  # each node knows of its own
+        problems = ranks.data_parallel.all_gather_object(
+            None if problem is None else str(problem)
+        )  # one node may lack the memory
         if not any(problems) and resident is not None:
             return resident
-        said = next(text for text in problems if text)
+        reason = next(text for text in problems if text)
         if options.storage == "resident":
-            raise OSError(said) from problem
-        _log.info("full parameters are private from here on: %s", said)
-        return private(shapes, dtype)
-
-    return make
+            raise OSError(reason) from problem
+        _log.info("full parameters are private from here on: %s", reason)
+    if options.stage < 3 or ranks.shard.size == 1:
+        return Kept(shapes, ranks.shard, dtype, device)
+    group = None if num_group is None else group_of(ranks.shard, num_group)
+    return Gathered(shapes, ranks.shard, dtype, device, group)
 
 
 def _resharding(asked: Any, size: int | None) -> tuple[bool, int | None]:
-    """Whether full parameters are given back after forward, and to how many ranks if not to all `size` that hold shards.
+    """Whether full parameters are freed after the forward, and the size of the group that then holds them (None: all ranks).
 
-    torch's meaning. `size`: None where full parameters are never given back.
+    `size`: the number of ranks that hold the shards; None where full parameters are never freed.
     """
     if isinstance(asked, bool):
         return asked, None
@@ -265,21 +237,14 @@ def _resharding(asked: Any, size: int | None) -> tuple[bool, int | None]:
     return True, None if asked == size else asked
 
 
-def _groups(module: nn.Module, path: str, ignored: set[int], newly_ignored: list[nn.Parameter]) -> list[Group]:
-    """The parameters in no unit yet, each with all its users, grouped by dtype, requires_grad and device: a unit each.
-
-    `path`: of the module, for names. Marks them, and those to be ignored, which `newly_ignored` then has too.
-    """
+def _groups(module: nn.Module, path: str, ignored: set[int]) -> list[Group]:
+    """The parameters of a module that belong to no unit yet, grouped by dtype, requires_grad and device. `path`: the module's name."""
     inside = {id(m) for child in module.modules() if isinstance(child, ShardedModule) for m in child.modules()}
     users: dict[int, list[tuple[nn.Module, str]]] = {}
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, owner in module.named_modules(prefix=path):
         for name, param in owner._parameters.items():
-            if param is None or box_of(param) is not None or is_ignored(param):
-                continue
-            if id(param) in ignored:
-                mark_ignored(param)  # by the units around this one, too
-                newly_ignored.append(param)
+            if param is None or box_of(param) is not None or is_ignored(param) or id(param) in ignored:
                 continue
             full_name = f"{prefix}.{name}" if prefix else name
             if name_before(param) is not None or id(owner) in inside:
@@ -293,5 +258,4 @@ def _groups(module: nn.Module, path: str, ignored: set[int], newly_ignored: list
     groups: dict[tuple[torch.dtype, bool, torch.device], Group] = {}
     for key, (name, param) in found.items():
         groups.setdefault((param.dtype, param.requires_grad, param.device), []).append((name, users[key], param))
-        mark_replaced(param, name)
     return list(groups.values())

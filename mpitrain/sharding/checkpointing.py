@@ -1,8 +1,8 @@
-"""Activation checkpointing: what a block computes within its forward is not kept for the backward but computed there again.
+"""Activation checkpointing: the activations of a block are not kept for the backward, but computed there again.
 
-A checkpointed block keeps its class, its parts and its names: it gets a `forward` of its own, around the one of its class. What
-`fully_shard` does stands around that, so it makes no difference which of the two comes first: the block's full parameters are in
-place by the time its gradient comes, and what is computed again uses them.
+A checkpointed block keeps its class, parts and names. It gets an attribute `forward` that calls the `forward` of its class.
+`fully_shard` works around both, so the order of the two functions makes no difference: when the block's gradient comes, its full
+parameters are filled, and the second computation uses them.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,11 +19,11 @@ from mpitrain.sharding.setup.blocks import stacked_blocks
 def checkpoint_activations(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> nn.Module:
     """Let blocks of a model keep only their inputs, and compute their activations again in the backward; returns the model.
 
-    It costs one more forward of the blocks, up to a third of a step's time, and leaves of their activations one block's at a time
-    (Chen et al. 2016, "Training deep nets with sublinear memory cost"). By torch's non-reentrant checkpoint: gradients have the
-    same bits, also with dropout by torch's generators. Before or after `fully_shard`; names of parameters stay. A block that
-    changes something in its forward, as BatchNorm does in training, does so once more when it is computed again; caches of keys
-    and values have to be off (`use_cache=False` in transformers).
+    It costs one more forward of the blocks, up to a third of a step's time. Memory has the activations of only one block at a time
+    (Chen et al. 2016, "Training deep nets with sublinear memory cost"). torch's non-reentrant checkpoint gives gradients with the
+    same bits, also with dropout by torch's generators. Before or after `fully_shard`; names of parameters stay. A block whose
+    forward has side effects, such as BatchNorm in training, has them twice. Caches of keys and values must be off
+    (`use_cache=False` in transformers).
 
     Args:
         model: changed in place.
@@ -41,21 +41,17 @@ def checkpoint_activations(model: nn.Module, blocks: Iterable[nn.Module] | None 
     for block in chosen:
         if id(block) not in parts:
             raise ValueError(f"checkpoint_activations: this {type(block).__name__} is no part of the model")
-        if _is_checkpointed(block):
+        if isinstance(block.forward, partial) and block.forward.func is _checkpointed:
             raise ValueError(f"checkpoint_activations: this {type(block).__name__} is checkpointed already")
-        # Not a closure: a copy of the block is to run the copy's forward.
+        # Not a closure: a copy of the block must run the copy's forward.
         block.forward = partial(_checkpointed, block.forward)
     return model
-
-
-def _is_checkpointed(block: nn.Module) -> bool:
-    return isinstance(block.forward, partial) and block.forward.func is _checkpointed
 
 
 def _checkpointed(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # By position, since torch's function has keywords of its own, and guards only what it gets so against changes in place.
+    # By position: torch's function has its own keywords, and protects only positional arguments against in-place changes.
     return checkpoint(_run, forward, tuple(kwargs), *args, *kwargs.values(), use_reentrant=False)
 
 

@@ -5,18 +5,19 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from mpitrain.sharding.module import outermost, sharded_modules, sharded_params, step_of
+from mpitrain.sharding.module import outermost, sharded_modules, step_of
 from mpitrain.sharding.step.step import Phase
+from mpitrain.sharding.unit.registry import sharded_params
 
 
 @contextmanager
 def unshard(model: nn.Module) -> Iterator[nn.Module]:
-    """Within `with unshard(model):` its parameters are the full ones, to be read: for exporting, tying, counting, generating.
+    """Within `with unshard(model):` the model's parameters are the full ones, for reading: to export, tie, count or generate.
 
-    `model`: a model, or a part of one that has run. Collective: all ranks enter and leave it together. Forwards within keep what
-    was gathered, so that a loop which generates gathers once. Do not write to full parameters: which ranks see it depends on where
-    those live. Write to the shards, outside. RuntimeError within a forward, where parameters are full already. On a model without
-    sharded parts it does nothing.
+    `model`: a model, or a part of a model that has run. Collective: all ranks enter and leave the block together. Forwards in the block
+    keep the full parameters, so a loop that generates text gathers once. Do not write to full parameters, because the storage decides
+    which ranks see the change; write to the shards outside of the block. RuntimeError within a forward, where parameters are full
+    already. Without effect on a model without sharded parts.
     """
     steps = list(dict.fromkeys(step_of(part) for part in outermost(model)))
     for step in steps:
@@ -31,7 +32,7 @@ def unshard(model: nn.Module) -> Iterator[nn.Module]:
         yield model
     finally:
         for param in sharded_params(model):
-            param.shard.requires_grad_(param.full.requires_grad)  # which may have been frozen or thawed within
+            param.shard.requires_grad_(param.full.requires_grad)  # the block may have frozen or thawed the parameter
         for part in parts:
             step_of(part).let_go(part._unit)
         for step in steps:

@@ -1,32 +1,32 @@
-"""What a sharded module is, and what is asked of a model that has such parts."""
+"""`ShardedModule`, the class of a module after `fully_shard`, and the queries of a model that has sharded modules."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from collectives import Communicator
+from mpitrain.sharding.buffers import sync_buffers
 from mpitrain.sharding.setup.foreign import refuse_wrapping
-from mpitrain.sharding.setup.readiness import check_ready, kind_of
-from mpitrain.sharding.step.step import Step
+from mpitrain.sharding.setup.readiness import check_ready
+from mpitrain.sharding.step.step import TrainingStep
 from mpitrain.sharding.step.tree import check_added
-from mpitrain.sharding.unit.layout import Box
-from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.registry import kind_of, units_of
 from mpitrain.sharding.unit.rows import mark_model
 from mpitrain.sharding.unit.unit import Unit, UnitState
 
 
 class ShardedModule(nn.Module):
-    """What `fully_shard` adds to a module: its class becomes a subclass of this and of what it was."""
+    """The methods that `fully_shard` adds to a module: the module's class becomes a subclass of this and of its former class."""
 
     _unit: Unit
-    _step: Step | None = None  # of the outermost sharded module around this one; made at its first forward
+    _step: TrainingStep | None = (
+        None  # shared with the outermost sharded module around this one, whose first forward makes it
+    )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A module of the class that was sharded: torch makes a slice of a Sequential by the class of the whole."""
+        """Make a module of the former class: torch makes a slice of a Sequential with the class of the whole."""
         return cls.__mro__[2](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -34,26 +34,26 @@ class ShardedModule(nn.Module):
         return step_of(self).forward(self._unit, super().__call__, args, kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; the shards, but within forward and backward."""
+        """As of any module. The parameters are the shards, except within a forward or a backward."""
         self._tidy()
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module: the shards, which refuse to be written into a file as if they were whole (`Rows`)."""
+        """As of any module. The values are the shards as `Rows`, which cannot be written to a file in place of whole tensors."""
         self._tidy()
         found = super().state_dict(*args, **kwargs)
         mark_model(self, self._unit, found, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
         return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; drops what waits to be reduced after `no_sync` as well, which an optimizer's `zero_grad` cannot."""
+        """As of any module. Also drops the gradients that wait after `no_sync`, unlike the `zero_grad` of an optimizer."""
         super().zero_grad(set_to_none)
         if self._step is not None:
-            self._step.drop_gradients()
+            self._step.reducer.drop()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether a backward reduces gradients over the ranks. Without, each rank keeps its full gradients, which takes as much memory
-        as the unsharded model's, and the next backward with it reduces the sum."""
+        """Whether a backward reduces gradients over the ranks. Without it each rank keeps its full gradients, which need as much
+        memory as those of the unsharded model. The next backward with a reduction reduces the sum."""
         for unit in units_of(self) if recurse else [self._unit]:
             unit.sync_gradients = requires_gradient_sync
 
@@ -61,8 +61,8 @@ class ShardedModule(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backwards within the block reduce nothing: see `set_requires_gradient_sync`.
 
-        What they leave is not in `param.grad`: until a backward outside has reduced it, clipping and an optimizer's step raise, and
-        `model.zero_grad()` drops it, where an optimizer's `zero_grad` would not.
+        Their gradients are not in `param.grad`. Until a backward outside of the block has reduced the gradients, clipping and an
+        optimizer's step raise an error. `model.zero_grad()` drops these gradients; an optimizer's `zero_grad` does not.
         """
         before = [(unit, unit.sync_gradients) for unit in units_of(self)]
         self.set_requires_gradient_sync(False)
@@ -79,7 +79,7 @@ class ShardedModule(nn.Module):
         self._unit.unshard()
 
     def reshard(self) -> None:
-        """Show the shards again and give the memory back."""
+        """Show the shards again and free the full parameters."""
         self._unit.reshard()
 
     def _tidy(self) -> None:
@@ -87,7 +87,7 @@ class ShardedModule(nn.Module):
             self._step.tidy()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """`to`, `double`, `cuda` and the like end here. The full parameters would not follow the shards."""
+        """`to`, `double`, `cuda` and similar methods call this. The full parameters would not follow the shards."""
         for param in self.parameters():
             probe = torch.empty(0, dtype=param.dtype, device=param.device)
             moved = fn(probe)
@@ -99,12 +99,12 @@ class ShardedModule(nn.Module):
         for part in self.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    part._buffers[name] = fn(buffer)  # `to_empty` gives them memory; parameters have it
+                    part._buffers[name] = fn(buffer)  # `to_empty` gives memory to buffers; parameters have memory
         return self
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """What torch's DistributedDataParallel asks a module for, before anything else."""
+        """The first attribute that torch's DistributedDataParallel reads."""
         refuse_wrapping(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -119,45 +119,18 @@ class ShardedModule(nn.Module):
         )
 
 
-def sharded_params(model: nn.Module) -> Iterator[ShardedParameter]:
-    """Every sharded parameter of a model, in the order of its modules."""
-    for unit in units_of(model):
-        yield from unit.params
-
-
-class Owner(NamedTuple):
-    """The parameter of a shard: its full shape, this rank's box of it, and the ranks that it is sharded over."""
-
-    full_shape: tuple[int, ...]
-    box: Box
-    ranks: Ranks
-
-
-Owners = dict[nn.Parameter, Owner]
-
-
-def owners_of(model: nn.Module) -> Owners:
-    """The parameter of each shard of a model."""
-    return {
-        param.shard: Owner(tuple(param.full.shape), param.box, unit.ranks)
-        for unit in units_of(model)
-        for param in unit.params
-    }
-
-
-def sharded_over(model: nn.Module) -> Ranks | None:
-    """The ranks a model is sharded over; None if it is not sharded."""
-    units = units_of(model)
-    return units[0].ranks if units else None
+def steps_of(model: nn.Module) -> set[TrainingStep]:
+    """The steps that the sharded modules of a model take part in; none before the first forward."""
+    return {module._step for module in sharded_modules(model) if module._step is not None}
 
 
 def communication_s(model: nn.Module) -> float:
     """Seconds that this rank's forwards and backwards have spent in communication, waiting for other ranks included."""
-    return sum({part._step: part._step.comm_s for part in sharded_modules(model) if part._step is not None}.values())
+    return sum(step.comm_s for step in steps_of(model))
 
 
 def outermost(model: nn.Module) -> Iterator[ShardedModule]:
-    """The sharded modules of a model that are within no other one."""
+    """The sharded modules of a model that are in no other sharded module."""
     if isinstance(model, ShardedModule):
         yield model
     else:
@@ -170,29 +143,8 @@ def sharded_modules(model: nn.Module) -> list[ShardedModule]:
     return [module for module in model.modules() if isinstance(module, ShardedModule)]
 
 
-def units_of(model: nn.Module) -> list[Unit]:
-    """The units of all sharded modules of a model, in order."""
-    return [module._unit for module in sharded_modules(model)]
-
-
-@torch.no_grad()
-def _broadcast_buffers(module: nn.Module, comm: Communicator) -> None:
-    """Let all ranks begin with rank 0's buffers, as torch's DistributedDataParallel does."""
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is None or buffer.is_meta:
-                continue
-            values = buffer.detach().resolve_conj().contiguous()
-            try:
-                comm.broadcast(torch.view_as_real(values) if values.is_complex() else values)
-            except TypeError as error:
-                raise TypeError(f"buffer {prefix}.{name}: {error}") from error
-            if values.data_ptr() != buffer.data_ptr():
-                owner._buffers[name] = values  # an expanded or conjugated buffer cannot be written to
-
-
-def step_of(module: ShardedModule) -> Step:
-    """The step that a module is part of; made at the first forward, by the outermost module. Collective then."""
+def step_of(module: ShardedModule) -> TrainingStep:
+    """The step of a module. The first forward of the outermost module makes it, which is collective."""
     if module._step is not None:
         return module._step
     parts, ranks = sharded_modules(module), module._unit.ranks
@@ -201,11 +153,11 @@ def step_of(module: ShardedModule) -> Step:
             f"a part of this {type(module).__name__} was run alone before the whole; call the whole model first"
         )
     check_added(module)
-    check_ready(module, [part._unit for part in parts], ranks.all)
-    # What is allocated now outlives this forward, which may be one of an evaluation in inference mode.
+    check_ready(module, [part._unit for part in parts], ranks.data_parallel)
+    # The memory allocated here outlives this forward, which may run in inference mode.
     with torch.inference_mode(False):
-        _broadcast_buffers(module, ranks.all)
-        step = Step(module, [part._unit for part in parts], ranks)
+        sync_buffers(module, "broadcast")
+        step = TrainingStep(module, [part._unit for part in parts], ranks)
     for name, part in module.named_modules():
         if isinstance(part, ShardedModule):
             part._step = step

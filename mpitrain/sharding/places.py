@@ -1,38 +1,36 @@
-"""What reports of waits say of a rank that is in a sharded model: in which module, in its forward or in its backward.
+"""The words of hang reports for a rank that is in a sharded model: the module, and whether in its forward or its backward.
 
-Functions get names here, which cost a call nothing: who asks where a rank is looks at its stack (collectives/diagnosis/stacks.py).
+The names of functions cost a call nothing, because a report reads the stack of a rank (collectives/diagnosis/stacks.py).
 """
-
-from collections.abc import Mapping
-from typing import Any
 
 from collectives.diagnosis import stacks
 from mpitrain.sharding.module import ShardedModule
-from mpitrain.sharding.setup.readiness import kind_of
 from mpitrain.sharding.step.fences import Fence
 from mpitrain.sharding.step.reducer import Reducer
-from mpitrain.sharding.step.step import Step
+from mpitrain.sharding.step.step import TrainingStep
+from mpitrain.sharding.unit.registry import kind_of
 
 
 def name_places() -> None:
-    """Take no place in torch, in the files beside this one and in what saves and loads a model; name what they do."""
+    """Let reports pass over the code of torch and of this package, and show what its functions do instead."""
     stacks.pass_over("torch", __name__.rpartition(".")[0], "mpitrain.full_state", "mpitrain.state", "mpitrain.weights")
-    stacks.name(ShardedModule.__call__, _forward)
-    stacks.name(Step._before_backward, lambda local: f"the backward of {local['unit'].name}")
-    stacks.name(Step._all_back, lambda local: f"the backward of {local['unit'].name}")
-    stacks.name(Step.on_gradient, _gradient)
-    stacks.name(Step._end_backward, lambda local: f"the end of the backward of {local['self'].units[0].name}")
+    stacks.name(ShardedModule.__call__, lambda local: f"the forward of {_name(local['self'])}")
+    stacks.name(TrainingStep._before_backward, lambda local: f"the backward of {local['unit'].name}")
+    stacks.name(TrainingStep._all_back, lambda local: f"the backward of {local['unit'].name}")
     stacks.name(
-        Reducer._end_one, lambda local: f"the backward, which reduces the gradients of {local['self'].reducing}"
+        TrainingStep.on_gradient,
+        lambda local: f"the backward of {local['self'].reducer.groups[local['number']][0].name}",
+    )
+    stacks.name(TrainingStep._end_backward, lambda local: f"the end of the backward of {local['self'].units[0].name}")
+    stacks.name(
+        Reducer._end_one, lambda local: f"the backward, which reduces the gradients of {_reduced(local['self'])}"
     )
     stacks.name(Fence.settle, lambda local: "the wait for the other ranks' forwards, before parameters may be written")
 
 
-def _forward(local: Mapping[str, Any]) -> str:
-    module = local["self"]
-    return f"the forward of {module._unit.name or kind_of(module).__name__}"
+def _name(module: ShardedModule) -> str:
+    return module._unit.name or kind_of(module).__name__
 
 
-def _gradient(local: Mapping[str, Any]) -> str:
-    unit, _ = local["self"].reducer.groups[local["number"]]
-    return f"the backward of {unit.name}"
+def _reduced(reducer: Reducer) -> str:
+    return next(unit.name for unit, group in reducer.groups if group is reducer.reducing)

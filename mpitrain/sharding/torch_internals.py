@@ -1,4 +1,4 @@
-"""What sharding needs of torch and Python that neither promises: one function for each need, and why there is no other way.
+"""Features of torch and Python that sharding needs and that neither documents: one function for each, with the reason.
 
 tests/unit/mpitrain/test_torch_internals.py fails when a release changes one of them.
 """
@@ -73,7 +73,7 @@ def hooks_on(param: torch.Tensor) -> bool:
 
 
 def run_accumulation_hooks(param: torch.Tensor) -> None:
-    """Run the hooks of `register_post_accumulate_grad_hook`: autograd runs them for leaves of its graph, and a shard is none."""
+    """Run the hooks of `register_post_accumulate_grad_hook`: autograd runs them for leaves of its graph, but not for a shard."""
     hooks: Any = param._post_accumulate_grad_hooks
     for hook in list(hooks.values()) if hooks else ():
         hook(param)

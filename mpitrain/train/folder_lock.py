@@ -22,7 +22,7 @@ from ckpt.commit.owner import FolderOwner, owner_of, signature, start_time
 
 BEAT_S = 5.0
 STALE_S = 30.0
-"""Without a heartbeat, after which the lock's holder counts as dead. A file system that stalls for less costs nobody a lock."""
+"""The time without a heartbeat after which a lock is stale. A shorter stall of the file system is harmless."""
 _OLD_S = 600.0  # more than the clocks of a cluster's hosts differ
 _SETTLE_S = 0.5  # for two jobs that take over the same stale lock at once
 
@@ -30,7 +30,7 @@ _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOB
 
 
 class LockedError(Exception):
-    """Another job holds the lock. `holder`: who, in words."""
+    """Another job holds the lock. `holder`: a description of this job."""
 
     def __init__(self, holder: str) -> None:
         super().__init__(holder)
@@ -57,7 +57,7 @@ class FolderLock:
     def lost(self) -> str:
         """How another job came to have the lock, or "". Costs a look at the clock, as long as the heart beats."""
         if not self._lost and _now() - self._beaten > STALE_S / 2:
-            with contextlib.suppress(OSError):  # a file system that stalls gives the lock to nobody
+            with contextlib.suppress(OSError):  # while the file system stalls, no job gets the lock
                 self._touch()
         return self._lost
 
@@ -78,7 +78,7 @@ class FolderLock:
         """One heartbeat, if the lock is still this process's."""
         now = _now()
         token = _token_in(self.path)
-        if token is None and self._create():  # somebody removed the file by hand
+        if token is None and self._create():  # a user has removed the file
             token = self._token
         if token != self._token:
             silent_s = now - self._beaten
@@ -96,7 +96,7 @@ class FolderLock:
             self._await_death(seen)
             if holder_of(self.path) != seen:
                 continue  # released, or taken over by another job that waited as well
-            self._replace()
+            os.replace(self._write(), self.path)
             time.sleep(_SETTLE_S)
             if _token_in(self.path) == self._token:
                 return
@@ -126,21 +126,14 @@ class FolderLock:
         except FileExistsError:
             return _token_in(self.path) == self._token  # NFS says so of one's own link where its first answer was lost
         except OSError:  # a file system without links
-            return self._create_in_place()
+            try:
+                with self.path.open("xb") as file:
+                    file.write(_record(self._token))
+            except FileExistsError:
+                return False
         finally:
             mine.unlink(missing_ok=True)
         return True
-
-    def _create_in_place(self) -> bool:
-        try:
-            with self.path.open("xb") as file:
-                file.write(_record(self._token))
-        except FileExistsError:
-            return False
-        return True
-
-    def _replace(self) -> None:
-        os.replace(self._write(), self.path)
 
     def _write(self) -> Path:
         mine = self.path.with_name(f".lock.{self._token}")
@@ -157,7 +150,7 @@ class FolderLock:
 
 
 def holder_of(path: Path) -> FolderOwner | None:
-    """Who holds the lock at `path`; None if there is none, or it cannot be read."""
+    """The holder of the lock at `path`; None without a lock, or if the file cannot be read."""
     try:
         return owner_of(path.read_bytes())
     except OSError:
@@ -165,7 +158,7 @@ def holder_of(path: Path) -> FolderOwner | None:
 
 
 def describe(holder: FolderOwner | None) -> str:
-    """Who it is, for a message."""
+    """The holder in words, for a message."""
     if holder is None:
         return "another job"
     job = f" (job {holder.job})" if holder.job else ""
@@ -178,7 +171,7 @@ def _record(token: str) -> bytes:
 
 
 def _place() -> str:
-    """What two processes have in common that see each other in /proc: the boot of the host, and the namespace of process ids."""
+    """The boot of the host and the namespace of process ids. Processes with the same place see each other in /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -1,4 +1,4 @@
-"""What a run tells about itself: one JSON object a step in `metrics.jsonl`, and lines or a live bar on the terminal."""
+"""The output of a run: one JSON object a step in `metrics.jsonl`, and lines or a live bar on the terminal."""
 
 import json
 import math
@@ -25,21 +25,19 @@ class StepMetrics(NamedTuple):
     step_s: float
     comm_s: float  # in communication, waiting for other ranks included
     data_s: float
-    memory_bytes: (
-        int  # of this rank: resident set (pages shared on the node included), on a GPU what torch holds at most
-    )
+    memory_bytes: int  # of this rank: resident set with shared pages; on a GPU torch's peak
     mfu: float  # share of what a large matrix product reached on the same ranks at the start
     loss_scale: float | None = None  # that the loss was multiplied by, where it is at all: see `GradScaler`
     skipped: bool = False  # left out, since loss or gradients are not finite
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: without what does not apply, and with null for what is no number."""
+        """The fields for JSON: without fields that do not apply, and with null for values that are not finite."""
         entry = {name: value for name, value in self._asdict().items() if value is not None and value is not False}
         return {name: value if math.isfinite(value) else None for name, value in entry.items()}
 
 
 def memory_bytes(device: torch.device) -> int:
-    """What this rank holds now."""
+    """The memory that this rank has now; on a GPU torch's peak."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -91,7 +89,7 @@ def is_evaluated(path: Path, step: int) -> bool:
 
 
 def _lines(path: Path, steps: float) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The lines of the first `steps` steps, raw and read. The last line of a killed process may be cut off: it counts as none."""
+    """The lines of the first `steps` steps, raw and read. An incomplete last line, of a killed process, is ignored."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -106,7 +104,7 @@ def _lines(path: Path, steps: float) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 class Terminal:
-    """Rank 0's voice: a live bar on a terminal, plain lines elsewhere. The other ranks make none."""
+    """The output of rank 0: a live bar on a terminal, plain lines elsewhere. Only rank 0 makes one."""
 
     def __init__(self, *, every: int, steps: int) -> None:
         live = is_live_terminal()

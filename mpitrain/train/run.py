@@ -1,4 +1,4 @@
-"""A run's folder, and where a run begins: anew, or from a checkpoint.
+"""A run's folder, and where a run begins: at step 0, or at a checkpoint.
 
 RUN/config.toml                     the settings in force
 RUN/metrics.jsonl                   a line a step
@@ -19,36 +19,30 @@ from mpitrain.train.folder_lock import FolderLock, LockedError
 
 
 class Run:
-    """The folder of a run. What looks at the disk, or writes there, is rank 0's to call."""
+    """The folder of a run. Only rank 0 calls methods that read the disk or write to it."""
 
     def __init__(self, config: Config) -> None:
         self.folder = Path(config.run)
+        self.checkpoints = self.folder / "checkpoints"
+        self.metrics = self.folder / "metrics.jsonl"
         self._lock: FolderLock | None = None  # rank 0's hold on the folder
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
 
     def checkpoint(self, step: int) -> Path:
         """Where the state after `step` steps is saved."""
         return self.checkpoints / f"step-{step:08d}"
 
     def start(self, config: Config) -> tuple[Path | ckpt.Url | None, str]:
-        """The checkpoint to go on from, if any, and a line about it. Changes nothing on disk.
+        """The checkpoint from which the run continues, if there is one, and a line about it. Changes nothing on disk.
 
-        ValueError if a checkpoint that is asked for is not there, or all that this run has are damaged; OSError if the folder cannot
-        be written.
+        ValueError if the requested checkpoint does not exist, or if all checkpoints of this run are damaged. OSError if the folder
+        cannot be written.
         """
         if not config.train.eval_only:
             self._check_writable()
         copies = config.checkpoint.copies
         self._check_places(config)
         if config.resume == "never":
-            return None, "begins anew"
+            return None, "starts at step 0"
         if config.resume != "auto":
             start = ckpt.find(config.resume)
             self._check_way(config, start)
@@ -56,22 +50,21 @@ class Run:
         found = ckpt.list_checkpoints(self.checkpoints) if self.checkpoints.is_dir() else []
         damaged = [checkpoint for checkpoint in found if not checkpoint.complete]
         newest = ckpt.latest(self.checkpoints, copies=copies)
-        if newest is None:
-            if damaged:
-                raise ckpt.CheckpointError(
-                    f"{damaged[-1].path}: {damaged[-1].problem}; the run has no other checkpoint that is complete. "
-                    "--resume never starts anew and moves this run aside"
-                )
-            self._check_way(config, None)
-            return None, "begins anew"
+        if newest is None and damaged:
+            raise ckpt.CheckpointError(
+                f"{damaged[-1].path}: {damaged[-1].problem}; the run has no other checkpoint that is complete. "
+                "--resume never starts anew and moves this run aside"
+            )
         self._check_way(config, newest)
+        if newest is None:
+            return None, "starts at step 0"
         skipped = "".join(f"; {checkpoint.name} is damaged: {checkpoint.problem}" for checkpoint in damaged)
         return newest, f"goes on from {newest}{skipped}"
 
     def prepare(self, config: Config) -> Path | None:
-        """Make the folder ready to be trained in, once all else is known to be right; returns where an earlier run now is.
+        """Prepare the folder for training, after all checks. Returns the new folder of an earlier run.
 
-        "never" moves a run of this name aside: nothing is deleted.
+        "never" moves an earlier run of this name to another folder: nothing is deleted.
         """
         aside: Path | None = None
         try:
@@ -91,7 +84,7 @@ class Run:
         return aside
 
     def lock(self, say: Callable[[str], object] = lambda line: None) -> None:
-        """Keep other jobs out of the folder, which is made if need be. ConfigError if a job trains in it; `say`: see FolderLock."""
+        """Lock the folder, and make it if necessary. ConfigError if another job holds the lock. `say`: see FolderLock."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.folder, say)
@@ -103,7 +96,7 @@ class Run:
             raise self._not_writable(error.strerror or str(error)) from None
 
     def is_lost(self) -> bool:
-        """Whether another job took the folder over. For every step: it takes no look at the disk while the lock's heart beats."""
+        """Whether another job took over the folder. Cheap: reads the disk only after the lock's heartbeat has stopped."""
         return self._lock is not None and bool(self._lock.lost())
 
     def check_lock(self) -> None:
@@ -111,11 +104,11 @@ class Run:
         if self._lock is not None and (how := self._lock.lost()):
             raise RuntimeError(
                 f"run: {self.folder} is another job's now: {how}. This job ends without a save; "
-                "the other one goes on from what was saved before"
+                "the other job goes on from the last checkpoint"
             )
 
     def release(self) -> None:
-        """Let other jobs into the folder again; one with nothing in it goes."""
+        """Unlock the folder, and remove the folder if it is empty."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -123,12 +116,12 @@ class Run:
                 self.folder.rmdir()
 
     def _check_way(self, config: Config, start: Path | ckpt.Url | None) -> None:
-        """Whether the checkpoints of the steps to come can have their places, which only those of an earlier run give free."""
+        """ConfigError if a later save of this run would have to replace a folder that must stay."""
         if config.train.eval_only or not self.checkpoints.is_dir():
             return
         try:
             meta = {} if start is None else ckpt.open(start).meta
-        except ckpt.CheckpointError:  # which loading it will tell, or a copy makes good
+        except ckpt.CheckpointError:  # loading the checkpoint reports the error, or reads a copy
             return
         after = meta.get("step")
         for path in sorted(self.checkpoints.iterdir()):
@@ -141,22 +134,22 @@ class Run:
                 raise ConfigError(f"run: {path} {reason}, and this run may come to replace it; move it away")
 
     def _check_places(self, config: Config) -> None:
-        """Whether copies can go where they are to: early, not at the first save."""
+        """ConfigError if copies cannot be written to their places: a check before the first save."""
         try:
             places = further_places(self.checkpoints, config.checkpoint.copies)
         except ValueError as error:
             raise ConfigError(f"checkpoint.copies: {error}") from None
         if config.resume == "never":
             for place in places:
-                with suppress(OSError):  # away: that is a warning when it is to be written
+                with suppress(OSError):  # a place that cannot be reached causes a warning at the first save
                     if (there := ckpt.latest(place)) is not None:
-                        # Nothing moves it aside, and after a crash the new run would go on from it.
+                        # This checkpoint would stay, and the new run would continue from it after a crash.
                         raise ConfigError(
                             f"checkpoint.copies: {there} is there from an earlier run; name another place, or move it away"
                         )
 
     def _check_writable(self) -> None:
-        """Early, because what comes before `prepare` may take long on a large job."""
+        """OSError if the folder cannot be written. Early, because a large job may need long until `prepare`."""
         there = next(
             folder for folder in (self.checkpoints, *self.checkpoints.absolute().parents) if os.path.exists(folder)
         )

@@ -13,7 +13,7 @@ from mpitrain.train.saving import read_meta
 
 
 def sample(path: str, prompt: str, *, num: int, temperature: float, seed: int) -> Iterator[str]:
-    """The prompt and what the model makes of it, piece by piece.
+    """The prompt and the text that the model generates after it, piece by piece.
 
     `path`: a checkpoint, or a run's folder, of which the newest is taken. `num`: bytes to draw.
     ValueError if there is no checkpoint, if it is damaged or not of the main job, or if an argument is out of range.

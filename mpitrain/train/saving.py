@@ -13,6 +13,7 @@ from collectives import Communicator
 from mpitrain import state
 from mpitrain.config import Config, ConfigError, differences, from_text, to_toml
 from mpitrain.models import GPT
+from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states
 
 _RANDOM = "random/states"
@@ -20,7 +21,7 @@ _EXPECTED = ("step", "config", "num_ranks", "data")
 
 
 class Resumed(NamedTuple):
-    """Where a run goes on. `stepper`: of its state_dict. `remarks`: lines about what is different from when it was saved."""
+    """The point from which a run continues. `stepper`: its state_dict. `remarks`: lines about differences from the saved run."""
 
     step: int  # steps done
     next_sample: int  # samples of the training data seen
@@ -76,12 +77,7 @@ def load(
     `copies`: the places where copies of it may be.
     ckpt.CheckpointError on all ranks if it is missing, damaged or not of the main job; ConfigError if its model is another one.
     """
-    meta: dict[str, Any] | None = None
-    with comm.together():
-        if comm.rank == 0:
-            meta = read_meta(path, copies)
-    meta = comm.broadcast_object(meta)
-    assert meta is not None
+    meta = on_rank0(comm, lambda: read_meta(path, copies))
     with comm.together():
         saved = from_text(meta["config"], str(path))
         _check_model(saved, config, path)
@@ -117,7 +113,7 @@ def _take_table(table: Any, comm: Communicator) -> list[str]:
 
 
 def read_meta(path: str | os.PathLike[str], copies: Sequence[str] = ()) -> dict[str, Any]:
-    """What `save` noted in a checkpoint. ckpt.CheckpointError if there is none that can be read, or not of the main job."""
+    """The meta of a checkpoint by `save`. ckpt.CheckpointError if it cannot be read, or is not of the main job."""
     meta = ckpt.open(path, copies=tuple(copies)).meta
     missing = [key for key in _EXPECTED if key not in meta]
     if missing:

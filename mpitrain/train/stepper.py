@@ -1,4 +1,4 @@
-"""The optimizer's steps, and which are left out: those with a loss or gradients that are not finite, on all ranks alike."""
+"""The optimizer's steps. All ranks skip a step if its loss or gradients are not finite."""
 
 import math
 from typing import Any
@@ -16,9 +16,9 @@ MIN_LOSS_SCALE = 1e-4
 class Stepper:
     """Takes an optimizer's steps, with the loss scaled where gradients are in fp16.
 
-    What is decided is decided from numbers that all ranks have: the loss of the global batch and the norm of the whole gradient. An
-    overflow of scaled gradients is no mistake: it is how the scale is found, and ends in an error only where the scale comes to
-    nothing. Any other loss or gradient that is not finite is one, unless `train.max_skipped_steps` allows for some in a row.
+    All decisions follow from numbers that all ranks have: the loss of the global batch and the norm of the whole gradient. Overflows
+    of scaled gradients are normal, because they adapt the scale. They are an error only if the scale becomes too small. Any other loss
+    or gradient that is not finite is an error, unless `train.max_skipped_steps` allows some in a row.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
@@ -33,7 +33,7 @@ class Stepper:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the next loss is multiplied by; None if it is not."""
+        """The factor of the next loss; None without a scale."""
         return None if self._scaler is None else self._scaler.value
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Stepper:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave, perhaps in a run of other dtypes."""
+        """Load the result of `state_dict`, perhaps in a run with other dtypes."""
         self.num_skipped, self._in_a_row = state.get("skipped", 0), state.get("skipped_in_a_row", 0)
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])

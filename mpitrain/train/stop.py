@@ -40,7 +40,7 @@ def interrupts_are_requests(*, rank: int) -> Iterator[None]:
         for signum, handler in before.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
-    # The variable is of Open MPI's mpirun: srun sets no such one.
+    # Open MPI's mpirun sets this variable; srun does not.
     ends_at_once = "OMPI_COMM_WORLD_RANK" in os.environ
 
     def interrupted(signum: int, frame: FrameType | None) -> None:
@@ -68,8 +68,8 @@ LOST = (
 def _farewell(rank: int) -> Iterator[None]:
     """End this process at SIGINT or SIGTERM; rank 0 says what is lost.
 
-    A thread does so: the main thread may be in a kernel for longer than mpirun waits. Who listened before, as collectives does to
-    SIGUSR2, hears the signals from this thread.
+    A thread does this, because the main thread may be in a kernel for longer than mpirun waits. The thread forwards the signals to the
+    earlier listener, such as that of collectives for SIGUSR2.
     """
     ends, wakes = os.pipe()
     os.set_blocking(wakes, False)

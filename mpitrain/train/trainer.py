@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 import ckpt
 import collectives
@@ -17,12 +16,13 @@ from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data import Batches, HeldoutBatches
 from mpitrain.data.loading import load_corpus
 from mpitrain.models import flops_per_token, num_parameters
+from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import communication_s
 from mpitrain.train import random_states, saving, stop
+from mpitrain.train.hardware import Hardware, matmul_flops_per_s, take_hardware
 from mpitrain.train.lr import learning_rate
 from mpitrain.train.metrics import MetricsFile, StepMetrics, Terminal, is_evaluated, memory_bytes
 from mpitrain.train.model import make_model, make_optimizer
-from mpitrain.train.placement import Placement, matmul_flops_per_s, place
 from mpitrain.train.run import Run
 from mpitrain.train.sampling import write
 from mpitrain.train.stepper import Stepper
@@ -39,15 +39,15 @@ class Trainer:
         with comm.together():
             check_ranks(config, comm.size)
         with comm.together():
-            # Looked at on every node before anything collective depends on it.
+            # Each rank checks its node before the first collective operation that depends on the result.
             if config.parallel.device == "cuda" and not torch.cuda.is_available():
                 raise ConfigError("parallel.device: cuda was asked for, but torch sees no GPU here; take auto or cpu")
             if config.checkpoint.driver != "posix" and (problem := mpio_error(comm.mpi)):
                 raise ConfigError(f"checkpoint.driver: {problem}")
-        self.placement: Placement = place(comm, config.parallel)
-        self._begin()  # all that can be wrong is found early: the folder is another job's to change until `fit` holds it
+        self.hardware: Hardware = take_hardware(comm, config.parallel)
+        self._begin()  # an early check; `fit` repeats it, because other jobs can change the folder until then
         if not os.environ.get("MPITRAIN_RECORD_DIR"):
-            collectives.set_record_folder(self.run.folder / "flight-record")  # written if the run gets stuck or breaks
+            collectives.set_record_folder(self.run.folder / "flight-record")  # written if the run hangs or fails
         with comm.together():
             if config.train.eval_only and self.start is None and config.resume == "auto":
                 raise ConfigError(
@@ -65,7 +65,7 @@ class Trainer:
             self.heldout = HeldoutBatches(
                 self.corpus.heldout, context=sizes.context, batch=batch, num_batches=config.train.eval_batches
             )
-        self.model = make_model(config, comm, self.placement.device)
+        self.model = make_model(config, comm, self.hardware.device)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.stepper = Stepper(self.model, self.optimizer, config)
         self.step = 0
@@ -74,25 +74,20 @@ class Trainer:
         random_states.seed_all(config.train.seed, comm.rank)
 
     def _begin(self) -> None:
-        """Look where the run begins."""
-        begin: tuple[Path | ckpt.Url | None, str] | None = None
-        with self.comm.together():
-            if self.comm.rank == 0:
-                begin = self.run.start(self.config)
-        self.start, self.beginning = self.comm.broadcast_object(begin)
+        """Find the checkpoint from which the run continues, if there is one."""
+        self.start, self.beginning = on_rank0(self.comm, lambda: self.run.start(self.config))
 
-    # What a rank takes of a global batch
+    # This rank's part of a global batch
 
     def _rows(self, micro: int) -> tuple[int, int]:
-        """Its rows of micro-batch `micro`: a run of neighbours, so that ranks in turn make the global batch."""
+        """This rank's rows of micro-batch `micro`. The rows of all ranks, in order, are the global batch."""
         count = self.config.train.batch // (self.comm.size * self.config.train.accumulate)
         first = (self.comm.rank * self.config.train.accumulate + micro) * count
         return first, first + count
 
     def _loss(self, rows: np.ndarray) -> torch.Tensor:
-        tokens = torch.from_numpy(rows).to(self.placement.device, non_blocking=True)
-        logits = self.model(tokens[:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        tokens = torch.from_numpy(rows).to(self.hardware.device, non_blocking=True)
+        return self.model(tokens[:, :-1], tokens[:, 1:])
 
     # A step
 
@@ -104,7 +99,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=self.placement.device)
+        total = torch.zeros((), device=self.hardware.device)
         for micro in range(config.train.accumulate):
             at = time.perf_counter()
             rows = self.batches.get(self.step, *self._rows(micro))
@@ -113,7 +108,7 @@ class Trainer:
             self.stepper.scale(loss).backward()
             total += loss.detach()
         grad_norm, loss_scale = self.stepper.clip(), self.stepper.loss_scale
-        # Sums, one message: the loss of the global batch, who was asked to stop, and whether rank 0 lost the folder.
+        # One message sums the loss of the global batch, the requests to stop, and whether rank 0 lost the folder.
         mean, asked, lost = self._sum(total.item() / self.comm.size, float(stop.requested()), float(self.run.is_lost()))
         if lost:
             self._check_lock()
@@ -134,7 +129,7 @@ class Trainer:
             step_s=step_s,
             comm_s=self._comm_s() - comm_before,
             data_s=data_s,
-            memory_bytes=memory_bytes(self.placement.device),
+            memory_bytes=memory_bytes(self.hardware.device),
             mfu=tokens / step_s * flops_per_token(self.model.config) / self._peak_flops_per_s,
             loss_scale=loss_scale,
             skipped=not taken,
@@ -152,17 +147,11 @@ class Trainer:
         return mean
 
     def sample(self) -> str:
-        """Text that the model writes after the prompt."""
-        train, device = self.config.train, self.placement.device
-        pieces = write(
-            self.model,
-            train.sample_prompt,
-            num=train.sample_bytes,
-            temperature=train.sample_temperature,
-            seed=train.seed,
-            device=device,
-        )
-        return "".join(pieces)
+        """The text that the model generates after the prompt."""
+        train, device = self.config.train, self.hardware.device
+        num, temperature = train.sample_bytes, train.sample_temperature
+        text = write(self.model, train.sample_prompt, num=num, temperature=temperature, seed=train.seed, device=device)
+        return "".join(text)
 
     # Checkpoints
 
@@ -185,7 +174,7 @@ class Trainer:
                 self.metrics.check()
 
     def load(self, path: Path | ckpt.Url) -> list[str]:
-        """Take up the state of a checkpoint; returns lines about what is different from when it was saved."""
+        """Load the state of a checkpoint. Returns lines about differences between then and now."""
         optimizer = None if self.config.train.eval_only else self.optimizer
         try:
             resumed = saving.load(
@@ -195,7 +184,7 @@ class Trainer:
                 config=self.config,
                 comm=self.comm,
                 fingerprint=self.corpus.fingerprint,
-                # Another run's checkpoint may bear the name of one of this run's.
+                # A checkpoint of another run may have the name of one of this run's copies.
                 copies=self.config.checkpoint.copies if self.config.resume == "auto" else (),
             )
         except ckpt.CheckpointError as error:
@@ -206,10 +195,10 @@ class Trainer:
         self.stepper.load_state_dict(resumed.stepper)
         return resumed.remarks
 
-    # The whole
+    # The whole run
 
     def fit(self) -> None:
-        """Go on to the last step, or until a rank is asked to stop; evaluate, save and report on the way."""
+        """Train to the last step, or until a rank is asked to stop. Evaluate, save and report during the training."""
         config = self.config
         terminal = Terminal(every=config.log.every, steps=config.train.steps) if self.comm.rank == 0 else None
         self._say = terminal.say if terminal is not None else lambda text: None
@@ -218,7 +207,7 @@ class Trainer:
                 with self.comm.together():
                     if terminal is not None:
                         self.run.lock(self._say)
-                self._begin()  # once more: another job may have gone on meanwhile
+                self._begin()  # again: another job may have trained in the folder meanwhile
             self._say(self._heading())
             if self.start is not None:
                 for line in self.load(self.start):
@@ -236,11 +225,8 @@ class Trainer:
 
     def _fit(self, terminal: Terminal | None) -> None:
         config, rank0 = self.config, self.comm.rank == 0
-        owed = None
-        with self.comm.together():
-            if rank0 and self.step > 0:
-                owed = self._evaluation_due() and not is_evaluated(self.run.metrics, self.step)
-        owed = self.comm.broadcast_object(owed)
+        due = self.step > 0 and self._evaluation_due()
+        owed = on_rank0(self.comm, lambda: due and not is_evaluated(self.run.metrics, self.step))
         if self.step >= config.train.steps and not owed:
             self._say(
                 f"nothing left to do: {self.step} of {config.train.steps} steps are done; "
@@ -260,7 +246,7 @@ class Trainer:
                     )
         begun_at = self.step
         with stop.interrupts_are_requests(rank=self.comm.rank):
-            if owed:  # it was stopped between this step and its evaluation
+            if owed:  # the job before stopped between this step and its evaluation
                 self._evaluate_and_report()
             stopped = self._train(terminal)
         if self.step > begun_at:
@@ -278,7 +264,7 @@ class Trainer:
 
     def _train(self, terminal: Terminal | None) -> bool:
         """The steps, and the last checkpoint; returns whether a rank was asked to stop."""
-        config, device = self.config, self.placement.device
+        config, device = self.config, self.hardware.device
         self._peak_flops_per_s = self._sum(matmul_flops_per_s(device, getattr(torch, config.parallel.param_dtype)))[0]
         stopped = False
         while self.step < config.train.steps and not stopped:
@@ -312,8 +298,12 @@ class Trainer:
         self._say(f"step {self.step}  {self._evaluation(loss)}")
 
     def _heading(self) -> str:
-        sizes, place = self.model.config, self.placement
-        where = "GPU" if place.device.type == "cuda" else f"CPU, {place.threads} thread{'s' * (place.threads > 1)} each"
+        sizes, hardware = self.model.config, self.hardware
+        where = (
+            "GPU"
+            if hardware.device.type == "cuda"
+            else f"CPU, {hardware.threads} thread{'s' * (hardware.threads > 1)} each"
+        )
         held = sum(p.numel() for p in self.model.parameters())
         return (
             f"{self.comm.size} rank{'s' * (self.comm.size > 1)} on {self.comm.num_nodes} node{'s' * (self.comm.num_nodes > 1)}, "

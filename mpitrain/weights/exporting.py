@@ -1,4 +1,4 @@
-"""Weights of a model into files: rank 0 writes what the others send it, piece by piece."""
+"""Weights of a model into files: rank 0 writes the pieces that the other ranks send."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from ckpt.convert.formats.safetensors import INDEX, FileTensor, exported, file_names, header, index_text, split
+from ckpt.ranks import Ranks
 from ckpt.storage.catalog import check_outside
 from ckpt.storage.local import Output
 from ckpt.storage.places import local_path
 from collectives.arrays.dtypes import dtype_of
-from mpitrain.sharding.unit.ranks import Ranks
-from mpitrain.weights.targets import Target, begin, targets_of, together
+from mpitrain.weights.targets import Target, begin, targets_of
 
 _PIECE_BYTES = 16 << 20  # sent and written at a time; a multiple of every dtype's size
 
@@ -46,18 +46,18 @@ def export_weights(
         OSError: as that: weights are there already, or the disk is full.
         RuntimeError: in the middle of a step or within `unshard`.
     """
-    over = begin(model, "export_weights")
-    rank0 = over is None or over.all.rank == 0
+    comm = begin(model, "export_weights")
+    rank0 = comm.rank == 0
     targets = {target.names[0]: target for target in targets_of(model)}
     tensors = [_as_written(name, target, dtype) for name, target in targets.items()]
     is_file = str(path).endswith(".safetensors")
     before: list[Path] = []
-    with together(over, "export_weights"):
+    with comm.together("export_weights"):
         target = local_path(path, "path", "a file or a folder on a disk")
         folder = target.parent if is_file else target
         if max_file_bytes < 1:
             raise ValueError(f"max_file_bytes is {max_file_bytes}; expected at least 1")
-        header(tensors)  # what the format does not know raises here
+        header(tensors)  # raises ValueError for dtypes that the format does not have
         if rank0:
             check_outside(folder)
             before = exported(folder) if not is_file else [target] if target.exists() else []
@@ -71,12 +71,12 @@ def export_weights(
         for number, content in enumerate(files.values()):
             if rank0:
                 outputs[number].write(header(content))
-            for piece in _pieces(content, targets, over):
+            for piece in _pieces(content, targets, comm):
                 outputs[number].write(piece.numpy())
-            with together(over, "export_weights"):
+            with comm.together("export_weights"):
                 if rank0:
                     outputs[number].close()
-        with together(over, "export_weights"):
+        with comm.together("export_weights"):
             if rank0:
                 if len(files) > 1:
                     outputs.append(_Output(folder / INDEX))
@@ -96,14 +96,14 @@ def _as_written(name: str, target: Target, dtype: torch.dtype | None) -> FileTen
     return FileTensor(name, target.shape, dtype_of(kind).name, prod(target.shape) * kind.itemsize)
 
 
-def _pieces(content: Sequence[FileTensor], targets: dict[str, Target], over: Ranks | None) -> Iterator[torch.Tensor]:
+def _pieces(content: Sequence[FileTensor], targets: dict[str, Target], every: Ranks) -> Iterator[torch.Tensor]:
     """On rank 0 the bytes of these tensors one after the other; the others send theirs meanwhile and get nothing."""
     for tensor in content:
         target, dtype = targets[tensor.name], getattr(torch, tensor.dtype)
         if target.ranks is not None and target.ranks.replicate.rank > 0:
             continue  # a copy of rows that others send
         comm = None if target.ranks is None else target.ranks.shard
-        rank = comm.rank if comm is not None else 0 if over is None else over.all.rank
+        rank = every.rank if comm is None else comm.rank
         # A rank's rows follow those of the rank before it in the file too: the cut is along the first dimension that has a length.
         lengths = [box.numel * dtype.itemsize for box in target.boxes] or [tensor.nbytes]
         for owner, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""Weights in safetensors files: which tensors, by what the model calls them. The format itself is `ckpt.convert.formats.safetensors`.
+"""The tensors of safetensors files by the names that the model has for them. The format: `ckpt.convert.formats.safetensors`.
 
 No MPI here, no sharding.
 """
@@ -14,7 +14,7 @@ from ckpt.convert.formats import safetensors as format_
 from ckpt.convert.formats.safetensors import check_index, files_of, some
 from ckpt.storage.places import local_path
 
-__all__ = ["Entry", "Rename", "find", "opened", "some"]
+__all__ = ["Rename", "StoredTensor", "find", "opened", "some"]
 
 DTYPES = {name: getattr(torch, dtype) for name, dtype in format_.DTYPES.items() if hasattr(torch, dtype)}
 """torch's dtypes by the format's names, those that this version of torch has."""
@@ -24,7 +24,7 @@ _EXPECTED = "a file or a folder on a disk"
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
 
-class Entry(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file, under the name it has there."""
 
     file: str
@@ -38,18 +38,21 @@ def opened(file: str) -> safe_open:
     return format_.opened(file, "pt")
 
 
-def find(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], rename: Rename | None) -> dict[str, Entry]:
-    """All tensors of a file, of several, or of a folder, by what the model calls them.
+def find(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], rename: Rename | None
+) -> dict[str, StoredTensor]:
+    """All tensors of a file, of several files, or of a folder, by the names that the model has for them.
 
     `rename`: from a file's names to the model's; a mapping leaves the names that it has not, None leaves a tensor out.
     Raises ValueError for names that occur twice and for damaged files, OSError for those that cannot be read.
     """
-    entries: dict[str, Entry] = {}
+    new_name = (lambda name: rename.get(name, name)) if isinstance(rename, Mapping) else rename or str
+    entries: dict[str, StoredTensor] = {}
     for file, only in _files(path):
         places = format_.places(file)
         check_index(file, only, list(places))
         for name, place in sorted(places.items()):
-            renamed = _renamed(name, rename)
+            renamed = new_name(name)
             if renamed is None or (only is not None and name not in only):
                 continue
             if renamed in entries:
@@ -57,14 +60,8 @@ def find(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], rename
                 raise ValueError(f"{renamed} is there twice: {other.name} of {other.file} and {name} of {file}")
             if place.dtype not in DTYPES:
                 raise ValueError(f"{name} in {file} has dtype {place.dtype}; expected one of {', '.join(DTYPES)}")
-            entries[renamed] = Entry(file, name, place.shape, DTYPES[place.dtype])
+            entries[renamed] = StoredTensor(file, name, place.shape, DTYPES[place.dtype])
     return entries
-
-
-def _renamed(name: str, rename: Rename | None) -> str | None:
-    if rename is None:
-        return name
-    return rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
 
 
 def _files(

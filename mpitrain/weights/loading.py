@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from mpitrain.rank0 import on_rank0
 from mpitrain.sharding.buffers import with_memory
-from mpitrain.weights.files import Entry, Rename, find, opened, some
-from mpitrain.weights.targets import Target, begin, targets_of, together
+from mpitrain.weights.files import Rename, StoredTensor, find, opened, some
+from mpitrain.weights.targets import Target, begin, targets_of
 
 
 class Loaded(NamedTuple):
-    """What `load_weights(strict=False)` passed over: the model's names without a tensor, tensors the model has no place for."""
+    """Names that `load_weights(strict=False)` ignored: those only of the model, and those only of the files."""
 
     missing: list[str]
     unexpected: list[str]
@@ -40,30 +41,23 @@ def load_weights(
             None as the new name leaves a tensor out.
 
     Raises:
-        ValueError: on all ranks, before anything is changed: such names, other shapes, numbers of another kind (int8 for floats),
+        ValueError: on all ranks, before any change: names that do not fit, other shapes, other kinds of numbers (int8 for floats),
             damaged files, a URL as `path`.
         OSError: as that, for files that are missing or cannot be read.
         RuntimeError: in the middle of a step or within `unshard`.
     """
-    over = begin(model, "load_weights")
+    comm = begin(model, "load_weights")
     targets = targets_of(model)
-    plan: tuple[list[Entry | None], Loaded] | None = None
-    with together(over, "load_weights"):
-        if over is None or over.all.rank == 0:
-            plan = _planned(targets, find(path, rename), strict)
-    if over is not None:
-        plan = over.all.broadcast_object(plan)
-    assert plan is not None
-    entries, passed_over = plan
+    entries, passed_over = on_rank0(comm, lambda: _planned(targets, find(path, rename), strict), "load_weights")
     with ExitStack() as files:
         views: list[Any] = []
-        with together(over, "load_weights"):
+        with comm.together("load_weights"):
             contents: dict[str, Any] = {}
             for target, entry in zip(targets, entries, strict=True):
                 views.append(None)
                 if entry is None or (target.box is not None and not target.box.numel):
                     continue
-                if target.tensor.is_meta and target.owner is None:
+                if target.tensor.is_meta and isinstance(target.tensor, nn.Parameter):
                     raise ValueError(
                         f"{target.names[0]} is on the meta device and has no memory; call to_empty() first"
                     )
@@ -74,14 +68,16 @@ def load_weights(
                     raise ValueError(
                         f"{entry.file} is another file here than on rank 0: {entry.name} has another shape"
                     )
-        with together(over, "load_weights"):  # an input/output error, which nothing foretells
+        with comm.together("load_weights"):  # an input/output error, which nothing foretells
             for target, entry, view in zip(targets, entries, views, strict=True):
                 if view is not None and entry is not None:
                     _fill(target, contents[entry.file], entry, view, model)
     return passed_over
 
 
-def _planned(targets: list[Target], found: dict[str, Entry], strict: bool) -> tuple[list[Entry | None], Loaded]:
+def _planned(
+    targets: list[Target], found: dict[str, StoredTensor], strict: bool
+) -> tuple[list[StoredTensor | None], Loaded]:
     """For each target the tensor it is read from."""
     entries = [next((found[name] for name in target.names if name in found), None) for target in targets]
     known = {name for target in targets for name in target.names}
@@ -106,7 +102,7 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
     return dtype.is_floating_point, dtype.is_complex
 
 
-def _fill(target: Target, content: Any, entry: Entry, view: Any, model: nn.Module) -> None:
+def _fill(target: Target, content: Any, entry: StoredTensor, view: Any, model: nn.Module) -> None:
     """Copy this rank's rows from the file's pages, which are mapped, not read into memory of our own."""
     if not entry.shape:
         values = content.get_tensor(entry.name)
@@ -115,7 +111,5 @@ def _fill(target: Target, content: Any, entry: Entry, view: Any, model: nn.Modul
     else:
         rows = zip(target.box.offset, target.box.shape, strict=True)
         values = view[tuple(slice(first, first + count) for first, count in rows)]
-    tensor = target.tensor
-    if tensor.is_meta and target.owner is not None:
-        tensor = with_memory(model, target.names[0])
+    tensor = with_memory(model, target.names[0]) if target.tensor.is_meta else target.tensor
     tensor.copy_(values.view(tensor.shape))

@@ -1,41 +1,40 @@
-"""What of a model has weights: its parameters and persistent buffers, whole or as this rank's rows of them."""
+"""The tensors of a model with weights: parameters and persistent buffers, whole or as this rank's rows."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from mpitrain.sharding import sharded_over
-from mpitrain.sharding.module import sharded_modules, units_of
+from ckpt.ranks import Ranks, ranks_of
+from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.step.step import Phase
-from mpitrain.sharding.unit.layout import Box
-from mpitrain.sharding.unit.marks import box_of
-from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.layout import ShardBox
+from mpitrain.sharding.unit.ranks import DataParallelRanks
+from mpitrain.sharding.unit.registry import sharded_over, units_of
 
 
 class Target(NamedTuple):
-    """A parameter or buffer. `names`: all that it has, several where it is tied. `box`: this rank's rows; None: it has all of it.
+    """A parameter or buffer of a model. The last three fields are of a sharded parameter."""
 
-    `boxes`: of each rank of its copy, in order. `ranks`: those it is sharded over. `owner`: the module whose buffer it is.
-    """
-
-    names: list[str]
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    box: Box | None
-    boxes: list[Box]
-    ranks: Ranks | None
-    owner: nn.Module | None
+    names: list[str]  # several where it is tied
+    tensor: torch.Tensor  # of a sharded parameter the shard
+    shape: tuple[int, ...]  # of the whole tensor
+    box: ShardBox | None = None  # this rank's rows
+    boxes: Sequence[ShardBox] = ()  # the rows of each rank of this copy, in order
+    ranks: DataParallelRanks | None = None
 
 
 def targets_of(model: nn.Module) -> list[Target]:
-    """In the order of the model's state dict, tied ones once; without what is no tensor (a module's extra state)."""
+    """All tensors in the order of the model's state dict, each once, without other values (a module's extra state)."""
     sharded = {
-        id(param.shard): (
+        id(param.shard): Target(
+            [],
+            param.shard,
             tuple(param.full.shape),
-            [flat.layout.box(index, rank) for rank in range(flat.ranks.shard.size)],
-            flat.ranks,
+            param.box,
+            [flat.layout.box(index, rank) for rank in range(param.ranks.shard.size)],
+            param.ranks,
         )
         for unit in units_of(model)
         for flat in unit.flats
@@ -45,26 +44,21 @@ def targets_of(model: nn.Module) -> list[Target]:
     found: dict[int, Target] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         tensor = params.get(name, value)
-        if not torch.is_tensor(tensor):
-            continue
-        if id(tensor) in found:
-            found[id(tensor)].names.append(name)
-            continue
-        owner = None if name in params else model.get_submodule(name.rpartition(".")[0])
-        shape, boxes, ranks = sharded.get(id(tensor), (tuple(tensor.shape), [], None))
-        found[id(tensor)] = Target([name], tensor, shape, box_of(tensor), boxes, ranks, owner)
+        if torch.is_tensor(tensor):
+            whole = sharded.get(id(tensor)) or Target([], tensor, tuple(tensor.shape))
+            found.setdefault(id(tensor), whole).names.append(name)
     return list(found.values())
 
 
-def begin(model: nn.Module, doing: str) -> Ranks | None:
-    """Have the shards in place, and nothing gathered that would outlive a change of them; returns the ranks, None if not sharded.
+def begin(model: nn.Module, doing: str) -> Ranks:
+    """Prepare `doing`, which reads or writes the shards: free the full parameters. Returns the ranks of the model. Collective.
 
-    RuntimeError on all ranks in the middle of a step. Collective.
+    RuntimeError on all ranks in the middle of a step. A model that is not sharded has one rank.
     """
     over = sharded_over(model)
-    steps = {part._step for part in sharded_modules(model) if part._step is not None}
-    with together(over, doing):
-        for step in steps:
+    comm = ranks_of(None if over is None else over.data_parallel)
+    with comm.together(doing):
+        for step in steps_of(model):
             step.tidy()
             if step.phase is not Phase.IDLE:
                 raise RuntimeError(
@@ -72,9 +66,4 @@ def begin(model: nn.Module, doing: str) -> Ranks | None:
                 )
     for unit in units_of(model):
         unit.reshard()
-    return over
-
-
-def together(over: Ranks | None, doing: str) -> AbstractContextManager[None]:
-    """An error in the block on any rank is raised on all."""
-    return nullcontext() if over is None else over.all.together(doing)
+    return comm

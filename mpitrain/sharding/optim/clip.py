@@ -7,26 +7,24 @@ import torch
 from torch import nn
 
 from collectives import Communicator
-from mpitrain.sharding.module import owners_of
 from mpitrain.sharding.step.step import living_steps
+from mpitrain.sharding.unit.registry import params_by_shard
 
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale all gradients of a model so that their common 2-norm is at most `max_norm`; returns the norm before that.
 
-    Collective on a sharded model: each rank adds the squares of its shards in float64, one all-reduce adds the ranks, so that the
-    norm does not depend on how many there are (but for rounding). What is on every rank alike (`ignored_params`) counts once. A
-    plain model works too. The norm is a float64 scalar on the host; a non-finite norm scales nothing.
+    Collective on a sharded model: each rank adds the squares of its shards in float64, and one all-reduce adds the ranks, so the norm
+    is the same for any number of ranks, up to rounding. Parameters that are the same on every rank (`ignored_params`) count once. A
+    plain model works, too. The norm is a float64 scalar on the host. If it is not finite, the gradients are not scaled.
     """
-    owners = owners_of(model)
+    over = {shard: param.ranks.shard for shard, param in params_by_shard(model).items()}
     params = list(model.parameters())
-    spread: dict[Communicator | None, list[torch.Tensor]] = {owner.ranks.shard: [] for owner in owners.values()}
-    spread[None] = []
+    spread: dict[Communicator | None, list[torch.Tensor]] = {comm: [] for comm in (*over.values(), None)}
     for param in params:
         if param.grad is not None:
-            owner = owners.get(param)
-            spread[None if owner is None else owner.ranks.shard].append(param.grad)
+            spread[over.get(param)].append(param.grad)
     for step in living_steps():
         step.reducer.check_reduced(params, "clip_grad_norm_")
     norm = norm_of(spread)
@@ -40,18 +38,19 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 def norm_of(spread: Mapping[Communicator | None, Sequence[torch.Tensor]], order: float = 2.0) -> torch.Tensor:
     """The norm of gradients as if they were one vector: a float64 scalar on the host. Collective.
 
-    `spread`: the gradients of which each rank of a communicator has some rows; None: those that are on every rank alike.
+    `spread`: for each communicator the gradients that are sharded over its ranks; None: gradients that are the same on every rank.
     ValueError for an order that is not above 0.
     """
     if not order > 0:
-        raise ValueError(f"the norm of order {order} of gradients that are spread over ranks; expected one above 0")
+        raise ValueError(
+            f"the norm of order {order} of gradients that are spread over ranks; expected an order above 0"
+        )
     if order == math.inf:
         largest = torch.zeros((), dtype=torch.float64)
         for comm, grads in spread.items():
-            norms = torch.tensor([0.0, *_norms(_filled(grads), order)], dtype=torch.float64)
-            both = torch.stack(
-                [norms.nan_to_num(0.0, math.inf).max(), norms.isnan().any()]
-            )  # not every max() knows of NaN
+            norms = torch.tensor([0.0, *_norms(grads, order)], dtype=torch.float64)
+            # A reduction by "max" may lose a NaN, so a flag says whether there is one.
+            both = torch.stack([norms.nan_to_num(0.0, math.inf).max(), norms.isnan().any()])
             if comm is not None:
                 comm.all_reduce(both, "max")
             largest = largest.maximum(torch.where(both[1] > 0, math.nan, both[0]))
@@ -63,23 +62,20 @@ def norm_of(spread: Mapping[Communicator | None, Sequence[torch.Tensor]], order:
     return powers.sum().sqrt() if order == 2 else powers.sum() ** (1 / order)
 
 
-def _sum_of_powers(grads: Iterable[torch.Tensor], order: float) -> float:
-    """Of all elements. Per gradient in float32 at least (fast, and short enough), across gradients in float64."""
+def _sum_of_powers(grads: Sequence[torch.Tensor], order: float) -> float:
+    """Over all elements: within a gradient at least in float32 (fast, and short enough), across gradients in float64."""
     total = 0.0
-    for norm in _norms(_filled(grads), order):
+    for norm in _norms(grads, order):
         total += norm * norm if order == 2 else norm**order  # not by sum(), which rounds otherwise from Python 3.12 on
     return total
 
 
-def _filled(grads: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [grad for grad in grads if grad.numel()]
-
-
 def _norms(grads: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
-    """The norm of each. The host waits once for each device and dtype, not once for each gradient."""
+    """The norm of each gradient; 0 without elements. The host waits once for each device and dtype, not once for each gradient."""
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, grad in enumerate(grads):
-        alike.setdefault((grad.device, grad.dtype), []).append(index)
+        if grad.numel():
+            alike.setdefault((grad.device, grad.dtype), []).append(index)
     norms = [0.0] * len(grads)
     for (_, dtype), indices in alike.items():
         found = torch._foreach_norm([grads[i] for i in indices], order, dtype=torch.promote_types(dtype, torch.float32))
@@ -89,7 +85,7 @@ def _norms(grads: Sequence[torch.Tensor], order: float = 2.0) -> list[float]:
 
 
 def all_finite(grads: Iterable[torch.Tensor]) -> bool:
-    """Whether all elements of all gradients are. The host waits once for each device."""
+    """Whether all elements of all gradients are finite. The host waits once for each device."""
     flags: dict[torch.device, list[torch.Tensor]] = {}
     for grad in grads:
         flags.setdefault(grad.device, []).append(grad.isfinite().all())
@@ -98,7 +94,7 @@ def all_finite(grads: Iterable[torch.Tensor]) -> bool:
 
 @torch.no_grad()
 def grad_norms(model: nn.Module) -> dict[str, float]:
-    """The 2-norm of each parameter's whole gradient, by name; parameters without one are left out. Collective."""
+    """The 2-norm of each parameter's whole gradient, by name, for the parameters with a gradient. Collective."""
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     names = [name for name, _ in trained]
     grads = {name: param.grad for name, param in trained if param.grad is not None}
@@ -106,10 +102,9 @@ def grad_norms(model: nn.Module) -> dict[str, float]:
     total = torch.tensor(
         [[found.get(name, 0.0) for name in names], [float(name in grads) for name in names]], dtype=torch.float64
     )
-    owners = owners_of(model)
-    cut = [owners[param].ranks.shard if param in owners else None for _, param in trained]
-    for comm in dict.fromkeys(owner.ranks.shard for owner in owners.values()):
-        columns = torch.tensor([each is comm for each in cut])
+    over = {shard: param.ranks.shard for shard, param in params_by_shard(model).items()}
+    for comm in dict.fromkeys(over.values()):
+        columns = torch.tensor([over.get(param) is comm for _, param in trained])
         part = total[:, columns]
         comm.all_reduce(part)
         total[:, columns] = part

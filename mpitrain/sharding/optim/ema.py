@@ -1,4 +1,4 @@
-"""An exponential moving average of a model's weights, sharded as they are."""
+"""An exponential moving average of a model's weights, with the same sharding."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from mpitrain.sharding.step.step import living_steps
 class EMA:
     """The average of this rank's shards: `average = decay * average + (1 - decay) * weights` at each `update()`.
 
-    Of parameters that require gradients, in the shards' dtype; it costs their memory once more and no communication. Polyak and
-    Juditsky 1992; as used for evaluation by most generative models.
+    The average is of parameters that require gradients, in the dtype of the shards. It needs the memory of the shards once more, and no
+    communication (Polyak and Juditsky 1992). Most generative models use such an average for evaluation.
 
         ema = mpitrain.EMA(model, 0.999)
         optimizer.step(); ema.update()
@@ -32,12 +32,12 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are now. After the optimizer's step, outside of forward and backward."""
+        """Add the current weights to the average. Call it after the optimizer's step, outside of forward and backward."""
         torch._foreach_lerp_(list(self.tensors.values()), list(self._params.values()), 1 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Within the block the model has the averaged weights. All ranks enter it together; do not train within."""
+        """In the block the model has the averaged weights. All ranks enter the block together. Do not train in it."""
         self._swap()
         try:
             yield

@@ -1,12 +1,12 @@
-"""Loss scaling for fp16, and steps that are skipped on all ranks alike where a gradient is not finite."""
+"""Loss scaling for fp16. If a gradient is not finite, all ranks skip the step."""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from mpitrain.sharding.module import sharded_over
 from mpitrain.sharding.optim.clip import all_finite
+from mpitrain.sharding.unit.registry import sharded_over
 
 
 class _Scale(NamedTuple):
@@ -27,11 +27,12 @@ class GradScaler:
         scaler.update()
 
     The loss is multiplied by `scale` so that small gradients do not vanish in fp16, the gradients are divided by it before the step
-    (Micikevicius et al., "Mixed precision training", ICLR 2018). A step with a gradient that is not finite is left out on all ranks and
-    divides the scale by `backoff`; `interval` steps without one multiply it by `growth`. `scale=1, growth=1, backoff=1`: only skips.
+    (Micikevicius et al., "Mixed precision training", ICLR 2018). If a gradient is not finite, all ranks skip the step, and the scale is
+    divided by `backoff`. After `interval` steps with finite gradients the scale is multiplied by `growth`. `scale=1, growth=1,
+    backoff=1` only skips steps.
 
-    With several optimizers each gradient is divided once, also one that two of them step; an optimizer is left out if one of its
-    own gradients is not finite; all of them together count as one step. `update()` may be left out: the next scaled loss does it.
+    With several optimizers each gradient is divided once, also if two optimizers have the parameter. An optimizer is skipped if one of
+    its own gradients is not finite. All optimizers together count as one step. `update()` is optional: the next scaled loss calls it.
     """
 
     def __init__(
@@ -46,14 +47,13 @@ class GradScaler:
         if not (scale > 0 and growth >= 1 and backoff >= 1 and interval >= 1):
             raise ValueError(
                 f"GradScaler: scale {scale}, growth {growth}, backoff {backoff}, interval {interval}; expected a scale above 0, "
-                "the others at least 1"
+                "and at least 1 for the other values"
             )
         self._model = model
         self._growth, self._backoff, self._interval = growth, backoff, interval
         self._now = self._next = _Scale(float(scale))  # of this step's losses, and of the next one's
-        self._unscaled: dict[
-            int, bool
-        ] = {}  # parameters whose gradients are divided; whether those checked with each were finite
+        # Parameters whose gradients are divided by the scale; whether the gradients checked with each were finite.
+        self._unscaled: dict[int, bool] = {}
         self._stepped: set[torch.optim.Optimizer] = set()  # since the last update, or left out
 
     @property
@@ -94,7 +94,7 @@ class GradScaler:
             flags = torch.tensor([not all_finite(grads), bool(grads)])
             over = sharded_over(self._model)
             if over is not None:
-                over.all.all_reduce(flags, "max")
+                over.data_parallel.all_reduce(flags, "max")
             is_wrong, is_any = flags.tolist()
             if not is_any and len(new) == len(params):
                 raise RuntimeError(
@@ -138,7 +138,7 @@ class GradScaler:
         return {"scale": scale.value, "good_steps": scale.num_good, "skipped_steps": scale.num_skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+        """Load the result of `state_dict`."""
         self._begin(_Scale(state["scale"], state["good_steps"], state["skipped_steps"]))
 
     def _params(self, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Before an optimizer's step: nobody reads the shards any more, and the step does on shards what it would do on whole parameters."""
+"""Checks before an optimizer's step: no other rank reads the shards, and the step on shards is correct for whole parameters."""
 
 import functools
 import warnings
@@ -11,17 +11,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from collectives import launched_rank
 from mpitrain.sharding.setup.foreign import check_caller
 from mpitrain.sharding.step.step import living_steps
-from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.layout import ShardBox
 from mpitrain.sharding.unit.marks import box_of, name_before
 
-# By name, as most live in packages of their own. They take norms, means or products of a whole matrix, or of all parameters.
+# By name, because most are in other packages. They take norms, means or products of a whole matrix, or of all parameters.
 NOT_ELEMENTWISE = (
     *("Adafactor", "AdamMini", "Adam_mini", "AdamP", "CAME", "DAdapt*", "Dion", "DistributedShampoo", "DoG", "FusedLAMB"),
     *("FusedNovoGrad", "GaLore*", "KFAC", "LAMB", "LARC", "LARS", "LBFGS", "LDoG", "Lamb", "Lars", "Muon", "NovoGrad"),
     *("Prodigy*", "SAM", "SGDP", "SM3", "SOAP", "Scion", "Shampoo"),
 )  # fmt: skip
 
-# torch's own, and known ones of other packages by name. Classes derived from them are taken for element-wise, too.
+# Classes of torch, and by name classes of other packages. Derived classes count as element-wise, too.
 ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
     torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SparseAdam,
@@ -33,7 +33,7 @@ ELEMENTWISE_NAMES = frozenset(
 
 @functools.cache
 def watch_optimizers() -> None:
-    """From now on look at every optimizer before each step."""
+    """Check every optimizer before each of its steps from now on."""
     register_optimizer_step_pre_hook(_check)
 
 
@@ -41,26 +41,29 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for step in living_steps():
         step.before_writes(params, f"{type(optimizer).__name__}.step")
-    boxes = [box_of(param) for param in params]
-    for param, box in zip(params, boxes, strict=True):
+    cut: ShardBox | None = None
+    for param in params:
+        box = box_of(param)
         if box is None and name_before(param) is not None:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} holds {name_before(param)} as it was before fully_shard, so it would train nothing; "
                 "make the optimizer after fully_shard, from model.parameters()"
             )
-    cut = next((pair for pair in zip(params, boxes, strict=True) if _is_cut(pair[1])), None)
+        if cut is None and box is not None and box.shape != box.full_shape:
+            cut = box
+            check_caller(param)
     if cut is not None:
-        check_caller(cut[0])
-        _check_kind(optimizer, cut[1])
+        _check_kind(optimizer, cut)
 
 
-def _check_kind(optimizer: torch.optim.Optimizer, cut: Any) -> None:
-    """TypeError for an optimizer known to need more than this rank's rows, `cut` among them; a warning, once, for an unknown one."""
+def _check_kind(optimizer: torch.optim.Optimizer, cut: ShardBox) -> None:
+    """TypeError for an optimizer that needs more than this rank's rows, `cut`. A warning, once, for an optimizer that is not known."""
     kind = type(optimizer)
-    is_elementwise = _is_elementwise(optimizer)
+    stated = getattr(optimizer, "is_elementwise", None)
+    is_elementwise = _known(kind.__mro__) if stated is None else bool(stated)
     if is_elementwise is False:
         raise TypeError(
-            f"{kind.__name__} looks at whole matrices, or at all parameters at once, and this rank holds {tuple(cut.shape)} of one of "
+            f"{kind.__name__} looks at whole matrices, or at all parameters at once, and this rank holds {cut.shape} of one of "
             f"shape {cut.full_shape}; take an element-wise optimizer (SGD, Adam, AdamW), or stage=0, which cuts nothing"
         )
     if is_elementwise is None:
@@ -71,30 +74,20 @@ def _check_kind(optimizer: torch.optim.Optimizer, cut: Any) -> None:
 def _warn_of(kind: str) -> None:
     if launched_rank() <= 0:
         warnings.warn(
-            f"each rank steps its own rows of the parameters alone: if {kind} takes norms, means or products of whole "
-            f"matrices, or of all parameters, its steps are wrong; if it is element-wise, say so by {kind}.is_elementwise "
-            "= True (False: refuse it)",
+            f"each rank updates only its own rows of the parameters: if {kind} takes norms, means or products of whole "
+            f"matrices, or of all parameters, its steps are wrong; if it is element-wise, set {kind}.is_elementwise "
+            "= True (False makes it an error)",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
-def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether a step on rows is that on the whole, as its class says or is known for; None: not known."""
-    said: bool | None = getattr(optimizer, "is_elementwise", None)
-    return _known(type(optimizer).__mro__) if said is None else bool(said)
-
-
 @functools.cache  # at each step of an optimizer
 def _known(kinds: tuple[type, ...]) -> bool | None:
-    """The same of a class and its bases."""
+    """Whether optimizers of a class with these bases step each element alone; None if no name or class of the lists says so."""
     names = [kind.__name__ for kind in kinds]
     if any(fnmatchcase(name, pattern) for name in names for pattern in NOT_ELEMENTWISE):
         return False
     if any(kind in ELEMENTWISE for kind in kinds) or ELEMENTWISE_NAMES.intersection(names):
         return True
     return None
-
-
-def _is_cut(box: Box | None) -> bool:
-    return box is not None and tuple(box.shape) != tuple(box.full_shape)

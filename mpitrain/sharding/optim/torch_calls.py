@@ -1,7 +1,7 @@
-"""Calls of torch that get parameters, or an optimizer of them, and would look at this rank's rows alone.
+"""Replacements for functions of torch that would see only this rank's rows of a parameter.
 
-Scripts have imported these functions before `fully_shard` is called. So what is replaced is what they call in turn, which torch looks
-up at each call: their results are those of the whole parameters then, or an error.
+A script may import torch's public functions before it calls `fully_shard`. So the replacements are for the inner functions, which torch
+looks up at each call. With them the public functions return the result for whole parameters, or raise an error.
 """
 
 import functools
@@ -22,7 +22,7 @@ from mpitrain.sharding.unit.registry import all_sharded
 
 @functools.cache
 def watch_calls() -> None:
-    """From now on these calls know of shards."""
+    """Install the replacements."""
     _around(clip_grad, "_get_total_norm", _total_norm)
     _around(torch.nn.utils, "get_total_norm", _total_norm)
     _around(torch.amp.GradScaler, "_unscale_grads_", _unscale)
@@ -32,12 +32,12 @@ def watch_calls() -> None:
 
 
 def _around(owner: Any, name: str, call: Callable[..., Any]) -> None:
-    """Let `call(original, ...)` stand for `owner.name`."""
+    """Replace `owner.name` by `call(original, ...)`."""
     original = getattr(owner, name, None)
     if original is None:
         warnings.warn(
             f"torch {torch.__version__} has no {owner.__name__}.{name}: on sharded models use mpitrain.clip_grad_norm_ and "
-            "mpitrain.GradScaler, as torch's look at this rank's rows alone",
+            "mpitrain.GradScaler, because torch's functions see only this rank's rows",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -57,9 +57,9 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.utils.get_total_norm`, and so `clip_grad_norm_`: of all rows of the gradients. Collective where some are cut."""
+    """`get_total_norm` of `torch.nn.utils`, and so `clip_grad_norm_`, over all rows. Collective if some gradients are sharded."""
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    over = {id(param.shard.grad): ranks.shard for param, ranks in all_sharded() if ranks.shard.size > 1}
+    over = {id(param.shard.grad): param.ranks.shard for param in all_sharded() if param.ranks.shard.size > 1}
     spread: dict[Communicator | None, list[torch.Tensor]] = {}
     for grad in grads:
         spread.setdefault(over.get(id(grad)), []).append(grad)
@@ -69,7 +69,7 @@ def _total_norm(
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {norm.item()} over all ranks, so that they cannot be clipped; "
-            "error_if_nonfinite=False scales them by it all the same"
+            "error_if_nonfinite=False scales the gradients by this norm"
         )
     return norm.to(grads[0].device, torch.promote_types(grads[0].dtype, torch.float32).to_real())
 
@@ -82,15 +82,15 @@ def _unscale(
     found_inf: torch.Tensor,
     *more: Any,
 ) -> dict[torch.device, torch.Tensor]:
-    """What `torch.amp.GradScaler` finds in an optimizer's gradients: an overflow on any rank is one on all. Collective."""
+    """The overflows that `torch.amp.GradScaler` finds in gradients: an overflow on one rank counts on all ranks. Collective."""
     found = original(scaler, optimizer, inv_scale, found_inf, *more)
-    over = {id(param.shard): ranks.all for param, ranks in all_sharded() if ranks.all.size > 1}
+    over = {id(param.shard): param.ranks.data_parallel for param in all_sharded() if param.ranks.data_parallel.size > 1}
     params = [id(param) for group in optimizer.param_groups for param in group["params"]]
-    for comm in dict.fromkeys(over[param] for param in params if param in over):  # in an order that all ranks have
+    for comm in dict.fromkeys(over[param] for param in params if param in over):  # in the same order on all ranks
         flag = torch.tensor([max((value.item() for value in found.values()), default=-1.0)])
         comm.all_reduce(flag, "max")
         if flag < 0:
-            continue  # no rank has a gradient, of which torch's error tells
+            continue  # no rank has a gradient: torch raises an error
         if not found:
             found[found_inf.device] = found_inf
         for value in found.values():
@@ -99,9 +99,9 @@ def _unscale(
 
 
 def _run_backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of a backward that is asked for the gradients of certain tensors (`torch.autograd.grad`): RuntimeError for shards."""
+    """A backward for the gradients of chosen tensors (`torch.autograd.grad`): RuntimeError if a shard is among them."""
     asked = {id(tensor) for tensor in (args[3] if len(args) > 3 else ()) if box_of(tensor) is not None}
-    param = next((param for param, _ in all_sharded() if id(param.shard) in asked), None) if asked else None
+    param = next((param for param in all_sharded() if id(param.shard) in asked), None) if asked else None
     if param is not None:
         raise RuntimeError(
             f"torch.autograd.grad, or backward(inputs=...): {param.name} is sharded, and its shard is no part of the graph; call "

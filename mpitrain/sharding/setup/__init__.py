@@ -1,1 +1,1 @@
-"""What is asked for and checked before a model is sharded, and at its first forward."""
+"""The arguments of `fully_shard`, and the checks before a model is sharded and at its first forward."""

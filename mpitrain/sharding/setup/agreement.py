@@ -1,4 +1,4 @@
-"""Whether all ranks are about to shard the same model in the same way. If not, they would wait for each other, or mix two models."""
+"""A check that all ranks shard the same model in the same way. Otherwise they would wait for each other, or mix two models."""
 
 import hashlib
 
@@ -6,12 +6,12 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain.sharding.setup.options import Options
-from mpitrain.sharding.setup.readiness import kind_of
 from mpitrain.sharding.unit.marks import box_of
+from mpitrain.sharding.unit.registry import kind_of
 
 
 def check_alike(module: nn.Module, options: Options, comm: Communicator) -> None:
-    """ValueError on all ranks, saying what differs and where, if not all do the same. Collective: one message of 16 bytes a rank."""
+    """ValueError on all ranks, with the first difference, if models or arguments differ. Collective: 16 bytes a rank."""
     if comm.size == 1:
         return
     mine = _described(module, options)
@@ -30,7 +30,7 @@ def check_alike(module: nn.Module, options: Options, comm: Communicator) -> None
 
 
 def _described(module: nn.Module, options: Options) -> list[str]:
-    """The module and what is asked for, a line for each thing that has to be the same."""
+    """One line for each argument, parameter and buffer that must be the same on all ranks."""
     lines = [f"a module {kind_of(module).__name__}", *options.described()]
     ignored = options.ignored
     names: dict[int, str] = {}

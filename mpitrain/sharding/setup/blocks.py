@@ -1,21 +1,21 @@
-"""Which parts of a model to gather, use and reduce as one, where the user names none: the blocks of its stacks."""
+"""The parts of a model that become units if the user names none: the blocks of its stacks."""
 
 from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
 
-from mpitrain.sharding.setup.readiness import kind_of
+from mpitrain.sharding.unit.registry import kind_of
 
 
 def stacked_blocks(module: nn.Module) -> list[nn.Module]:
     """The blocks of the outermost stacks in a module, in order; none if it has no stack.
 
     A stack is a ModuleList, Sequential or ModuleDict that holds two or more modules of one class which have parts of their own: the
-    layers of a transformer, the stages of a convolutional net. A module without a forward is no block, because nothing runs around
-    which its parameters could be gathered: what such modules in a stack hold (the lists of a U-Net's stages) counts as the stack's own.
-    A block whose parameters are used outside it as well is left out; so are experts, of which each rank uses others, while all ranks
-    have to gather the same units.
+    layers of a transformer, the stages of a convolutional net. A module without a forward cannot be a block, because parameters are
+    gathered around a forward. The children of such modules in a stack (the lists of a U-Net's stages) count as children of the stack.
+    Blocks do not include modules whose parameters are also used elsewhere, and experts, because ranks use different experts but must
+    gather the same units.
     """
     users = Counter(id(param) for part in module.modules() for param in part._parameters.values() if param is not None)
     blocks = []
@@ -29,7 +29,7 @@ def stacked_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: a ModuleList, for instance, only holds others."""
+    """Whether a module can be called. A ModuleList, for instance, only holds other modules."""
     return kind_of(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -45,7 +45,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _callable(stack: nn.Module) -> Iterator[nn.Module]:
-    """The children of a stack; in the place of one without a forward, its own."""
+    """The children of a stack. A child without a forward is replaced by its own children."""
     for child in _without_experts(stack):
         if has_forward(child):
             yield child

@@ -1,4 +1,4 @@
-"""What `fully_shard` can be asked for, checked before anything is changed."""
+"""The arguments of `fully_shard`, and their checks before the model is changed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -16,7 +16,7 @@ from mpitrain.sharding.unit.marks import box_of, name_before
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of `fully_shard`, which says what they mean. TypeError, ValueError for those that are not available."""
+    """The arguments of `fully_shard`; see its docstring. TypeError or ValueError for values that are not available."""
 
     mesh: Mesh | Communicator | None
     stage: int
@@ -58,7 +58,7 @@ class Options:
             raise ValueError(f"fully_shard: storage is {self.storage!r}; expected 'auto', 'resident' or 'private'")
         if self.units not in ("auto", "one"):
             raise ValueError(f"fully_shard: units is {self.units!r}; expected 'auto' or 'one'")
-        # A generator is gone through once.
+        # A generator can be read only once.
         object.__setattr__(self, "ignored_params", _ignored(self.ignored_params))
         object.__setattr__(self, "device", _device(self.device))
 
@@ -69,11 +69,11 @@ class Options:
 
     @property
     def ignored(self) -> set[int]:
-        """The identities of parameters that are left as they are."""
+        """The ids of parameters that are not sharded."""
         return {id(param) for param in self.ignored_params or ()}
 
     def described(self) -> list[str]:
-        """Each in words that are the same on all ranks which ask for the same."""
+        """The arguments as lines of text. Ranks with the same arguments have the same lines."""
         words = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -82,7 +82,7 @@ class Options:
             elif field.name == "device":
                 value = None if value is None else value.type  # each rank has a GPU of its own
             elif field.name == "ignored_params":
-                continue  # said with each parameter
+                continue  # in the line of each parameter
             words.append(f"{field.name}={value!r}")
         return words
 
@@ -125,11 +125,11 @@ def _device(device: Any) -> torch.device | None:
 
 
 def check_module(module: Any) -> None:
-    """TypeError, ValueError for what cannot be sharded."""
+    """TypeError or ValueError for a module that cannot be sharded."""
     if isinstance(module, list | tuple):
         raise TypeError(
-            "fully_shard: got a list of modules, which torch's function takes as one unit; here each call takes one module: call it "
-            "for each, or for the one that contains them"
+            "fully_shard: got a list of modules, which torch's function takes as one unit; here each call takes one module: call "
+            "fully_shard for each module, or for the module that contains them"
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard: got {module!r}; expected a torch.nn.Module")
@@ -138,7 +138,7 @@ def check_module(module: Any) -> None:
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         raise ValueError(
             f"fully_shard: a {type(module).__name__} has no forward, around which its parameters could be gathered; shard the modules "
-            "in it one by one, or the one that contains it"
+            "in it one by one, or the module that contains it"
         )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
@@ -149,7 +149,7 @@ def check_module(module: Any) -> None:
 
 
 def check_dtypes(module: nn.Module, options: Options) -> None:
-    """TypeError for parameters, or a dtype to reduce them in, that no rank could reduce."""
+    """TypeError for dtypes that cannot be reduced, of parameters or in the policy."""
     policy, ignored = options.policy, options.ignored
     for param in module.parameters():
         if box_of(param) is None and id(param) not in ignored:
@@ -157,13 +157,13 @@ def check_dtypes(module: nn.Module, options: Options) -> None:
 
 
 def check_dense(module: nn.Module, options: Options) -> None:
-    """ValueError for embeddings whose gradients are sparse, which are not reduced over ranks. Frozen ones may be thawed."""
+    """ValueError for embeddings with sparse gradients, which are not reduced. Also for frozen ones, which may be thawed."""
     for name, part in module.named_modules():
         if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or not part.sparse:
             continue
         if box_of(part.weight) is None and id(part.weight) not in options.ignored:
             weight = f"{name}.weight" if name else "weight"
             raise ValueError(
-                f"fully_shard: the gradient of {weight} is sparse ({type(part).__name__}(sparse=True)), and sparse ones are not "
-                "reduced over ranks; pass sparse=False, or keep it whole on each rank by ignored_params"
+                f"fully_shard: the gradient of {weight} is sparse ({type(part).__name__}(sparse=True)), and sparse gradients are not "
+                "reduced over ranks; pass sparse=False, or keep the parameter whole on each rank by ignored_params"
             )

@@ -1,4 +1,4 @@
-"""How a sharded module computes and reduces, and where its shards live; the meaning is that of torch's policies of these names."""
+"""The dtypes of a sharded module, and the memory of its shards. The policies have the meaning of torch's policies of these names."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,17 +12,17 @@ from collectives.arrays.dtypes import dtype_of, number_of
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of a sharded module. The shards, which the optimizer steps, keep the dtype the parameters had: fp32 masters.
+    """Dtypes of a sharded module. The shards, which the optimizer updates, keep the dtype of the parameters: fp32 masters.
 
-    They are those of floating parameters: complex ones are computed with and reduced in their own.
+    The policy is for floating-point parameters. Complex parameters are used and reduced in their own dtype.
 
     `param_dtype`: of the full parameters in forward and backward (None: as the shards).
     `reduce_dtype`: in which gradients are reduced over ranks (None: `param_dtype`).
     `output_dtype`: floating outputs of the module that `fully_shard` is called with are cast to it (None: left as they are).
     `cast_forward_inputs`: cast floating inputs of the module to `param_dtype`.
-    `keep_fp32`: modules that compute in fp32 all the same, by the names of their classes or by patterns of their names within the
-        module that `fully_shard` is called with (`("LayerNorm", "*.router")`); their inputs are cast to fp32, their outputs to
-        `param_dtype`. A name that the whole model does not have is an error, at its first forward at the latest.
+    `keep_fp32`: modules that still compute in fp32, given by the names of their classes or by patterns of their names within the
+        module that `fully_shard` is called with (`("LayerNorm", "*.router")`). Their inputs are cast to fp32, their outputs to
+        `param_dtype`. A name without a module in the whole model is an error, at the latest at the first forward.
     """
 
     param_dtype: torch.dtype | None = None
@@ -45,16 +45,16 @@ class MixedPrecisionPolicy:
         object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
         if self.keep_fp32 and self.param_dtype is None:
             raise ValueError(
-                "MixedPrecisionPolicy: keep_fp32 names modules that do not compute in param_dtype, and there is none; pass it too"
+                "MixedPrecisionPolicy: keep_fp32 names modules that do not compute in param_dtype, but param_dtype is None; pass both"
             )
 
     def dtypes_of(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """In which parameters of a dtype are computed with, and in which their gradients are reduced; TypeError if they cannot be.
+        """The dtypes of full parameters and of reductions for parameters of `dtype`. TypeError if such gradients cannot be reduced.
 
-        A policy names floating dtypes: complex parameters keep theirs, and are reduced as pairs of their real and imaginary parts.
+        Complex parameters keep their dtype, and are reduced as pairs of real and imaginary parts.
         """
         if dtype.is_complex:
-            dtype_of(dtype)  # not of 32 bits
+            dtype_of(dtype)  # raises TypeError for 32 bits
             return dtype, dtype
         full = (self.param_dtype if dtype.is_floating_point else None) or dtype
         reduced = self.reduce_dtype or full
@@ -78,14 +78,14 @@ def names(pattern: str, name: str, kind: type[nn.Module]) -> bool:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy:
-    """Shards, their gradients and so the optimizer's state live in host memory; a unit's full parameters come to the GPU when used.
+    """Keep shards, their gradients and so the optimizer's state in host memory. A unit's full parameters are copied to the GPU for use.
 
-    The optimizer's step runs on the host (`fused=True`). Parameters on CPUs are there already: nothing changes. `pin_memory`: in pages
-    that are never moved, so that copies go on beside the computation; it cannot be swapped out or used for anything else.
+    The optimizer's step runs on the host (`fused=True`). No effect for parameters on CPUs. `pin_memory`: use pinned pages, so that
+    copies overlap with the computation. Pinned memory cannot be swapped out or used otherwise.
     """
 
     pin_memory: bool = True
 
     def parts(self, device: torch.device) -> bool:
-        """Whether shards live elsewhere than full parameters on `device`."""
+        """Whether shards are in other memory than full parameters on `device`."""
         return device.type != "cpu"

@@ -1,7 +1,7 @@
-"""What can be told only of a whole model, and so is checked at its first forward.
+"""Checks that need the whole model, and so run at its first forward.
 
-A part does not know the model around it: a name in `keep_fp32` that means nothing in one block may mean something in the next, and
-`ignored_params` may lie elsewhere. Parameters and buffers from the meta device get their values after `fully_shard`.
+A call of `fully_shard` for a part does not see the model around it: a name in `keep_fp32` without a module in one block may have one in
+the next block, and `ignored_params` may be in other parts. Parameters and buffers from the meta device get values after `fully_shard`.
 """
 
 import difflib
@@ -11,22 +11,18 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain.sharding.setup.policy import names
+from mpitrain.sharding.unit.registry import kind_of, unit_of
 from mpitrain.sharding.unit.unit import Unit
 
 
-def kind_of(module: nn.Module) -> type[nn.Module]:
-    """A module's own class, sharded or not."""
-    return type(module).__mro__[2 if "_unit" in vars(module) else 0]
-
-
 def check_names(module: nn.Module, keep_fp32: Iterable[str]) -> None:
-    """ValueError for a pattern of `keep_fp32` that names no module, as seen from here or from a sharded part."""
+    """ValueError for a pattern of `keep_fp32` without a module, seen from `module` or from a sharded part of it."""
     left = set(keep_fp32)
     if not left:
         return
     known: set[str] = set()
     for part in module.modules():
-        if part is module or "_unit" in vars(part):
+        if part is module or unit_of(part) is not None:
             for name, inner in part.named_modules():
                 kind = kind_of(inner)
                 known |= {name, kind.__name__}
@@ -40,7 +36,7 @@ def check_names(module: nn.Module, keep_fp32: Iterable[str]) -> None:
 
 
 def check_ready(model: nn.Module, units: Sequence[Unit], comm: Communicator) -> None:
-    """At the first forward of the outermost module: ValueError, RuntimeError on all ranks for arguments without a part. Collective."""
+    """At the first forward: ValueError or RuntimeError on all ranks for arguments without a part, and missing values. Collective."""
     asked = [unit.promise for unit in units if unit.promise is not None]
     check_names(model, {pattern for promise in asked for pattern in promise.keep_fp32})
     inside = {id(param) for param in model.parameters()}

@@ -1,1 +1,1 @@
-"""The order of events in a step: forward, backward, reductions, fences, gathers."""
+"""The order of events in a step. Begin with step.py; the other modules are its parts."""

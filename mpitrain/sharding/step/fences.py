@@ -1,19 +1,20 @@
 """Fences: no rank reads a parameter while another one writes it.
 
-[Note: fences] With resident units a rank's shards are rows of parameters that its neighbours read. A shard is therefore written only
-between the fence that closes every forward and backward of the outermost module and the fence that opens the next forward; the
-optimizer, `load` and whoever else writes shards does it there and nowhere else. A fence is a barrier of the ranks of the node: past the
-opening one all have finished writing, past the closing one all have finished reading. Ranks of other nodes read copies, which are
-brought up to date by an all-gather which each rank begins before the opening fence. Where that goes on while ranks compute, a rank
-waits for a unit's before the unit's module runs, and shows the full parameters then; for the rest before the closing fence. It writes
-rows of other nodes alone, into the full parameters that are not in use before its end, and reads shards, which are written again past
-the closing fence only. Since each rank begins it after its own writing, and it ends when all have taken part, whoever waited for it
-reads what is new. Units whose module did not run in the last forward are waited for at once: others may use their parameters.
+[Note: fences] With resident units a rank's shards are rows of parameters that the other ranks of its node read. So a rank writes a
+shard only between two fences: the closing fence at the end of every forward and backward of the outermost module, and the opening fence
+of the next forward. The optimizer, `load` and all other code that writes shards runs there. A fence is a barrier of the ranks of a
+node. After the opening fence all ranks have finished writing; after the closing fence all ranks have finished reading. Ranks of other
+nodes read copies. Each rank begins the all-gather that updates the copies before the opening fence. If the all-gather overlaps with
+computation, a rank waits for the all-gather of a unit before the unit's module runs, and shows the full parameters then. It waits for
+the other units before the closing fence. The all-gather writes only rows of other nodes, into full parameters that are not in use
+before its end, and reads shards, which no rank writes before the closing fence. Each rank begins the all-gather after its own writes,
+and the all-gather ends when all ranks have taken part, so a rank that has waited for it reads new values. A rank waits at once for
+units whose module did not run in the last forward, because other modules may use their parameters.
 
-[Note: fence put off] After a forward that a backward will follow a rank passes the closing fence without waiting: it comes to the
-barrier, and goes on. The fence that closes the backward stands for it. Whatever else could write shards before that (an optimizer,
-an EMA, whoever asks the model for its parameters) first waits until all have come: `before_writes` in step.py. Who kept a shard from
-before and writes to it meanwhile gets an error, by its version counter.
+[Note: fence put off] If a backward will follow a forward, a rank passes the closing fence without waiting: it enters the barrier, and
+continues. The fence at the end of the backward replaces this one. Other code that could write shards earlier (an optimizer, an EMA,
+code that asks the model for its parameters) first waits until all ranks have entered the barrier: `before_writes` in step.py. Code that
+writes to a shard that it got earlier causes an error, found by the shard's version counter.
 """
 
 from collections.abc import Sequence
@@ -25,25 +26,25 @@ from mpitrain.sharding.torch_internals import count_writes
 
 
 class Fence:
-    """Of one model. `node`: the ranks that share its parameters; None where none do, and nobody has to wait. `shards`: this rank's."""
+    """The fence of one model. `node`: the ranks that share its parameters; None without shared parameters. `shards`: this rank's."""
 
     def __init__(self, node: Communicator | None, shards: Sequence[torch.Tensor]) -> None:
         self._node, self._shards = node, shards
-        self._barrier: Work | None = None  # put off
-        self._writes = 0  # to the shards until then
+        self._barrier: Work | None = None  # of a fence that was put off
+        self._writes = 0  # to the shards when the fence was put off
 
     @property
     def num_ranks(self) -> int:
-        """Those that come to it; 0 where nobody has to."""
+        """The number of ranks that take part; 0 without shared parameters."""
         return 0 if self._node is None else self._node.size
 
     def wait(self) -> None:
-        """All ranks come to it, and none goes on before."""
+        """Wait until all ranks have come to the fence."""
         if self._node is not None:
             self._node.barrier()
 
     def put_off(self) -> None:
-        """Come to it and go on: see [Note: fence put off]."""
+        """Come to the fence without waiting: see [Note: fence put off]."""
         if self._node is not None:
             self._barrier, self._writes = self._node.barrier(async_op=True), count_writes(self._shards)
 
@@ -54,17 +55,17 @@ class Fence:
             self.forget()
 
     def go_on(self) -> None:
-        """The step goes on, and the next fence stands for the one that was put off, if one was."""
+        """The step continues: the next fence replaces the fence that was put off. RuntimeError if shards were written meanwhile."""
         if self._barrier is None:
             return
         self.forget()
         if count_writes(self._shards) != self._writes:
             raise RuntimeError(
-                "parameters were written between a forward that recorded a graph and what came next, while other ranks may have been "
+                "parameters were written between a forward that recorded a graph and the next pass, while other ranks may have been "
                 "reading them; run a forward without backward under torch.no_grad(), or get the parameters to write to anew from "
                 "model.parameters()"
             )
 
     def forget(self) -> None:
-        """The one that was put off."""
+        """Forget the fence that was put off."""
         self._barrier = None

@@ -1,30 +1,30 @@
-"""Gathers that are begun before they are needed, in the order of the step before.
+"""Gathers that begin before the unit is used, in the order of the last step.
 
 As DeepSpeed's `stage3_prefetch_bucket_size` does (zero/partitioned_param_coordinator.py), and FSDP2's `set_modules_to_forward_prefetch`
-by hand. What is begun when follows from the recorded order and from which units were gathered since, both the same on all ranks, never
-from time: so all ranks issue the same collectives in the same order.
+by hand. A gather begins at a point that follows from the recorded order and from the units gathered since. Both are the same on all
+ranks, and time plays no part. So all ranks issue the same collectives in the same order.
 """
 
 from mpitrain.sharding.unit.unit import Unit, UnitState
 
 
 class Prefetch:
-    """The order in which units are gathered, of forwards and of backwards each, and what of the next is under way already.
+    """The order in which forwards and backwards gather units, and the gathers that have begun ahead.
 
-    `limit`: bytes of full parameters that are gathered, or being gathered, and not used yet. A pass that departs from the record goes
-    on without it, and its own order is the record from then on; which is followed once it has come twice, so that a model whose
-    passes differ from each other gathers nothing in vain.
+    `limit`: the bytes of full parameters that may be gathered, or under way, before their use. If a pass departs from the recorded
+    order, it continues without prefetches, and its own order becomes the record. The next passes follow this record after it has come
+    twice, so a model whose passes differ gathers no unit in vain.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._records: dict[str, list[Unit]] = {}
-        self._departed: set[str] = set()  # kinds of pass whose last two differed
-        self._kind = ""  # of the pass that goes on
-        self._order: list[Unit] = []  # of it, so far
+        self._departed: set[str] = set()  # kinds of pass whose last two orders differed
+        self._kind = ""  # of the current pass
+        self._order: list[Unit] = []  # of the current pass, so far
         self._expected: list[Unit] = []
-        self._next = 0  # in what is expected: the first that has not been begun
-        self._ahead: dict[Unit, None] = {}  # begun and not used
+        self._next = 0  # in `_expected`: the first unit that has not begun
+        self._ahead: dict[Unit, None] = {}  # units that have begun and are not used yet
 
     def begin(self, kind: str) -> None:
         """A pass begins: "forward" or "backward"."""
@@ -47,7 +47,7 @@ class Prefetch:
     def _look_ahead(self) -> None:
         while self._next < len(self._expected):
             unit = self._expected[self._next]
-            if unit.state is not UnitState.SHARDED or not unit.overlaps:  # in use still, or nothing would be won
+            if unit.state is not UnitState.SHARDED or not unit.overlaps:  # still in use, or without overlap
                 return
             if sum(each.nbytes for each in self._ahead) + unit.nbytes > self._limit:
                 return
@@ -56,7 +56,7 @@ class Prefetch:
             self._next += 1
 
     def end(self) -> None:
-        """The pass has ended: give back what was begun in vain, and keep its order."""
+        """The pass has ended: free units that it did not use, and record its order."""
         if not self._kind:
             return
         self._drop()
@@ -66,12 +66,12 @@ class Prefetch:
         self._kind, self._expected = "", []
 
     def reset(self) -> None:
-        """The pass was broken off by an exception: its order says nothing."""
+        """An exception has ended the pass: do not record its order."""
         self._drop()
         self._kind, self._expected = "", []
 
     def forget(self) -> None:
-        """The ranks had different orders."""
+        """Forget all records: the ranks had different orders."""
         self._records.clear()
         self._departed.clear()
 

@@ -1,59 +1,50 @@
-"""Parameters that are used outside the forward around which they are gathered, by a parent that reaches into a sharded module.
+"""Errors for parameters that a module uses outside the forward around which they are gathered, by reaching into a sharded module.
 
-Where full parameters do not last, a module shows its shards outside that forward, and computes with this rank's rows: mostly an error
-of torch about shapes, but a wrong result where the shapes fit by chance (rows of an embedding).
+Where full parameters do not last, a module shows its shards outside that forward, and the code computes with this rank's rows. Mostly
+torch then raises an error about shapes. Where the shapes fit by chance (rows of an embedding), the result is wrong.
 """
 
-from collections.abc import Iterator, Sequence
-from types import TracebackType
+from collections.abc import Sequence
+from traceback import walk_tb
 from typing import Any
 
 from torch import nn
 
-from mpitrain.sharding.setup.readiness import kind_of
 from mpitrain.sharding.step.arguments import tensors_in
 from mpitrain.sharding.unit.parameter import ShardedParameter
+from mpitrain.sharding.unit.registry import kind_of, unit_of
 from mpitrain.sharding.unit.unit import Unit
 
 
 def check_graph(output: Any, units: Sequence[Unit], root: nn.Module) -> None:
-    """RuntimeError if the graph of what `root` returned has shards of these units. Some 1 us a node: for a first forward."""
+    """RuntimeError if the graph of what `root` returned has shards of these units. About 1 us a node: for a first forward."""
     shards = {id(param.shard): param for unit in units for param in unit.params}
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
-    seen = set()
+    seen: set[Any] = {None}
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
         param = shards.get(id(getattr(node, "variable", None)))
         if param is not None:
-            raise RuntimeError(_said(param, root))
+            raise RuntimeError(_message(param, root))
         nodes += [before for before, _ in node.next_functions]
 
 
 def check_error(error: Exception, units: Sequence[Unit], root: nn.Module) -> None:
-    """RuntimeError in place of an error within a forward whose module shows shards of these units."""
+    """RuntimeError in place of an error in a forward if the module of that forward shows shards of these units."""
     shards = {id(param.shard): param for unit in units for param in unit.params}
-    for module in reversed(list(_run(error.__traceback__))):
-        for shown in module._parameters.values():
-            param = shards.get(id(shown))
-            if param is not None:
-                raise RuntimeError(_said(param, root)) from error
+    forwards = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "forward"]
+    for module in (frame.f_locals.get("self") for frame in reversed(forwards)):
+        for shown in module._parameters.values() if isinstance(module, nn.Module) else ():
+            if id(shown) in shards:
+                raise RuntimeError(_message(shards[id(shown)], root)) from error
 
 
-def _run(traceback: TracebackType | None) -> Iterator[nn.Module]:
-    """The modules in whose forward an error came, from the outermost on."""
-    while traceback is not None:
-        code, module = traceback.tb_frame.f_code, traceback.tb_frame.f_locals.get("self")
-        if code.co_name == "forward" and isinstance(module, nn.Module):
-            yield module
-        traceback = traceback.tb_next
-
-
-def _said(param: ShardedParameter, root: nn.Module) -> str:
+def _message(param: ShardedParameter, root: nn.Module) -> str:
     name, module = next(
-        (name, part) for name, part in root.named_modules() if "_unit" in vars(part) and param in part._unit.params
+        (name, part) for name, part in root.named_modules() if (unit := unit_of(part)) and param in unit.params
     )
     return (
         f"parameter {param.name} was used outside the forward of {name or 'the model'} (a {kind_of(module).__name__}), around "

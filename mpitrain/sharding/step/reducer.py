@@ -1,24 +1,24 @@
-"""The reductions of a backward: in which order, in which buffers, and how they overlap with the computation.
+"""The reductions of a backward: their order, their buffers, and their overlap with the computation.
 
-[Note: complete] A unit is complete when a backward has brought all its gradients. Where full parameters last, that is when autograd has
-added up the gradient of each parameter. Where they are freed, or where some parameter got no gradient in the last backward, it is when
-the gradients of the module's inputs are there (calls.py): a unit with frozen parameters needs its full parameters until then. At the
-latest it is the end of the backward.
+[Note: complete] A unit is complete when a backward has computed all its gradients. Where full parameters last, this is when autograd
+has accumulated the gradient of each parameter. Where full parameters are freed, or where some parameter got no gradient in the last
+backward, this is when the gradients of the module's inputs have come (calls.py), because a unit with frozen parameters needs its full
+parameters until then. At the end of the backward every unit is complete.
 
-[Note: order] Reductions are collective, so all ranks issue them in one order: the modules' order, backwards. A unit that is complete
-earlier waits for those before it. A unit that this rank did not use is reduced, as zeros, at the end of the backward.
+[Note: order] Reductions are collective, so all ranks issue them in one order: the reverse of the modules' order. A complete unit waits
+for the units before it in this order. A unit that this rank did not use is reduced, as zeros, at the end of the backward.
 
-[Note: agreement] Whether a parameter is trained is the user's flag on each rank, `requires_grad`, but a reduction needs all ranks. So
-where parameters are frozen, a forward that records a graph begins with a byte by which each rank says whether it has thawed some. If
-one has, the ranks compare which, and reduce the gradients of those from this step on. A parameter frozen later stays in the order, as
-zeros, so that to freeze and thaw in turn, as adversarial training does, costs nothing.
+[Note: agreement] The user trains or freezes a parameter by its flag `requires_grad` on each rank, but a reduction needs all ranks. So
+if parameters are frozen, a forward that records a graph begins with one byte from each rank: whether the user has thawed some of them.
+If so, the ranks compare the thawed parameters, and reduce their gradients from this step on. A parameter that is frozen later stays in
+the order, as zeros. So freezing and thawing in turn, as in adversarial training, costs nothing.
 
-[Note: gradient buffers] The unit that is next in order moves each gradient into a buffer as soon as autograd has it, while it is in
-the core's cache; any other unit (the root's head, whose gradient comes first and is reduced last) keeps its gradients where autograd
-put them until its turn comes. So a buffer never holds gradients of two units. There are two in turn: while the gradients of a unit are
-reduced, those of the next come into the other. A reduction that has begun is carried on, where no thread does that, whenever a
-gradient comes, and its end is waited for before the next one begins: a rank that is ahead of the others by less than a unit does not
-wait.
+[Note: gradient buffers] The unit that is next in order moves each gradient into a buffer as soon as autograd has computed it, while the
+gradient is in the core's cache. Any other unit keeps its gradients where autograd put them until its turn comes (for example the root's
+head, whose gradient comes first and is reduced last). So a buffer never holds gradients of two units. Two buffers take turns: while the
+gradients of one unit are reduced, the gradients of the next unit go into the other buffer. Without a progress thread a reduction
+progresses whenever a gradient comes. Before the next reduction begins, the rank waits for the end of this one. So a rank that is less
+than one unit ahead of the other ranks does not wait.
 """
 
 from collections import deque
@@ -29,7 +29,7 @@ import torch
 from collectives import Communicator
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.gradients import Gradients
-from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.unit import Unit
 
 
@@ -39,25 +39,27 @@ class Reducer:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
         self.done: list[Gradients] = []
-        """Those reduced in this backward."""
+        """The gradients that were reduced in this backward."""
         self.by_inputs = {unit for unit in units if not unit.lasts}
-        """Units that are complete when the gradients of their modules' inputs are there; the others when all their gradients are."""
+        """The units that are complete when the gradients of their modules' inputs have come. All others: see [Note: complete]."""
         self.groups: list[tuple[Unit, Gradients]] = []
-        """All gradients that are reduced, as they were added. A number in this list stays."""
+        """All gradients that are reduced, in the order in which they were added: an index of this list stays valid."""
         self._complete: set[Unit] = set()
         # Parameters whose gradients have not come in this backward.
         self._missing: dict[Unit, set[tuple[Gradients, int]]] = {}
         self._next = 0  # in the order: the gradients to reduce next
-        self._left_some = False  # this backward, without a reduction
-        self._waits = False  # for a backward outside of `no_sync`: full gradients are left of one within
-        self._reducing: Gradients | None = None  # whose reduction has begun
-        # In host memory; the first is free.
+        self._left_some = False  # whether this backward skipped a reduction, under `no_sync`
+        self._waits = False  # whether full gradients of backwards under `no_sync` wait for their reduction
+        self.reducing: Gradients | None = None
+        """The gradients whose reduction has begun and has not ended."""
+        # In host memory. The first buffer is the free one.
         self._buffers: dict[tuple[Communicator, torch.dtype], deque[torch.Tensor]] = {}
         self._take_order()
 
     def _take_order(self) -> None:
         self.order = [(unit, group) for unit in reversed(self.units) for flat in unit.flats for group in flat.gradients]
-        self._frozen = [(flat, index) for unit in self.units for flat in unit.flats for index in flat.frozen]
+        # Parameters whose gradients are not reduced, the same on all ranks.
+        self.frozen = [(flat, index) for unit in self.units for flat in unit.flats for index in flat.frozen]
         self._at = {group: place for place, (_, group) in enumerate(self.order)}
         self.groups += [each for each in self.order if each not in self.groups]
         self._trained: dict[Unit, set[tuple[Gradients, int]]] = {unit: set() for unit in self.units}
@@ -66,7 +68,7 @@ class Reducer:
         self._allocate()
 
     def _allocate(self) -> None:
-        """In host memory two buffers for each dtype, as long as its longest gradients, where peers can read them."""
+        """Allocate two buffers for each dtype, as long as its longest gradients, in host memory that the other ranks can read."""
         lengths: dict[tuple[Communicator, torch.dtype], list[int]] = {}
         for unit, group in self.order:
             if group.on_host and not group.adopts:
@@ -78,24 +80,14 @@ class Reducer:
                 self._buffers[kind] = deque(peers.node.empty(longest, dtype) for _ in range(count))
 
     @staticmethod
-    def _kind(ranks: Ranks, group: Gradients) -> tuple[Communicator, torch.dtype]:
+    def _kind(ranks: DataParallelRanks, group: Gradients) -> tuple[Communicator, torch.dtype]:
         """The ranks that read a gradient buffer, and its dtype."""
         return ranks.shard if ranks.shard.size > 1 else ranks.replicate, group.reduce_dtype
 
     # From autograd's hook to the shards: `take`, `complete`, then `begin_reduction` and `end_reduction` in unit/gradients.py
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a reduction has begun whose end is not waited for yet."""
-        return self._reducing is not None
-
-    def progress(self) -> None:
-        """Carry on the reduction that is under way, without waiting for other ranks."""
-        assert self._reducing is not None
-        self._reducing.progress()
-
     def take(self, number: int, index: int) -> Unit | None:
-        """Autograd has added up the gradient of parameter `index` of `groups[number]`. Returns the unit if that was its last one."""
+        """Take the full gradient of parameter `index` of `groups[number]`. Returns the unit if this gradient was its last one."""
         unit, group = self.groups[number]
         place = self._at[group]
         if place < self._next and unit.sync_gradients:
@@ -110,7 +102,7 @@ class Reducer:
         return unit if not missing and unit not in self.by_inputs else None
 
     def complete(self, unit: Unit) -> None:
-        """All gradients of a unit are there: see [Note: complete]. Reduce those that are complete and next in order."""
+        """A unit is complete: see [Note: complete]. Reduce the complete units that are next in order."""
         if not unit.reduces_early:
             return
         self._complete.add(unit)
@@ -131,22 +123,17 @@ class Reducer:
         group.begin_reduction(self._buffer(unit, group))
         if group.on_host:
             self._buffers[self._kind(unit.ranks, group)].rotate()
-        self._reducing = group
+        self.reducing = group
 
     def _buffer(self, unit: Unit, group: Gradients) -> torch.Tensor:
         if not group.on_host:
             return torch.empty(group.layout.numel, dtype=group.reduce_dtype, device=group.device)
         return self._buffers[self._kind(unit.ranks, group)][0]
 
-    @property
-    def reducing(self) -> str:
-        """The name of the unit whose gradients are being reduced."""
-        return next(unit.name for unit, group in self.order if group is self._reducing)
-
     def _end_one(self) -> None:
-        if self._reducing is not None:
-            self._reducing.end_reduction()
-            self._reducing = None
+        if self.reducing is not None:
+            self.reducing.end_reduction()
+            self.reducing = None
 
     # A backward
 
@@ -159,7 +146,7 @@ class Reducer:
         self.done.clear()
 
     def end(self, *, makes_graph: bool) -> None:
-        """The backward ends: the shards have their gradients. `makes_graph`: a later backward goes through it."""
+        """Reduce the other units, and wait. `makes_graph`: the backward recorded a graph, through which a later backward may go."""
         if not makes_graph:
             self.by_inputs |= {unit for unit, left in self._missing.items() if 0 < len(left) < len(self._trained[unit])}
         while self._next < len(self.order):
@@ -171,7 +158,7 @@ class Reducer:
             self._waits = any(flat.has_full_grads for unit in self.units for flat in unit.flats)
 
     def check_reduced(self, params: Iterable[torch.Tensor], doing: str) -> None:
-        """RuntimeError if gradients of these shards wait to be reduced still, of which `doing` would know nothing."""
+        """RuntimeError if gradients of these shards still wait for their reduction, so that `doing` would miss them."""
         if not self._waits:
             return
         asked = {id(param) for param in params}
@@ -183,31 +170,26 @@ class Reducer:
                 )
 
     def drop(self) -> None:
-        """Forget gradients of backwards that reduced nothing."""
+        """Drop the full gradients of backwards under `no_sync`."""
         for unit in self.units:
             for flat in unit.flats:
                 flat.drop_grads()
         self._waits = False
 
     def give_up(self) -> None:
-        """A reduction that has begun before an exception ends, and its result is forgotten."""
-        if self._reducing is not None:
-            self._reducing.give_up_reduction()
-            self._reducing = None
+        """Wait for a reduction that began before an exception, and drop its result."""
+        if self.reducing is not None:
+            self.reducing.give_up_reduction()
+            self.reducing = None
 
     # Parameters thawed since they were sharded: see [Note: agreement]
 
-    @property
-    def has_frozen(self) -> bool:
-        """Whether there are parameters whose gradients are not reduced. The same on all ranks."""
-        return bool(self._frozen)
-
     def agree(self, comm: Communicator) -> bool:
-        """Reduce from now on the gradients of parameters that the ranks have thawed. Not within a backward. Collective.
+        """Find the parameters that the user has thawed, and reduce their gradients from now on. Not within a backward. Collective.
 
-        Returns whether there were some. RuntimeError on all ranks if they did not all thaw the same.
+        Returns whether there were any. RuntimeError on all ranks if the thawed parameters differ between the ranks.
         """
-        thawed = [n for n, (flat, index) in enumerate(self._frozen) if flat.params[index].shard.requires_grad]
+        thawed = [n for n, (flat, index) in enumerate(self.frozen) if flat.params[index].shard.requires_grad]
         anywhere = torch.tensor([bool(thawed)])
         comm.all_reduce(anywhere, "max")
         if not anywhere:
@@ -215,14 +197,14 @@ class Reducer:
         of_ranks = [set(numbers) for numbers in comm.all_gather_object(thawed)]
         if differing := set.union(*of_ranks) - set.intersection(*of_ranks):
             flags = [min(differing) in numbers for numbers in of_ranks]
-            flat, index = self._frozen[min(differing)]
+            flat, index = self.frozen[min(differing)]
             raise RuntimeError(
                 f"parameter {flat.params[index].name} was frozen when it was sharded; now its requires_grad is True on rank "
                 f"{flags.index(True)} and False on rank {flags.index(False)}, and the ranks could not reduce its gradient; set it on "
                 "all ranks alike"
             )
         of_flats: dict[FlatParameters, list[int]] = {}
-        for flat, index in (self._frozen[number] for number in thawed):
+        for flat, index in (self.frozen[number] for number in thawed):
             of_flats.setdefault(flat, []).append(index)
         for flat, indices in of_flats.items():
             flat.thaw(indices)

@@ -1,12 +1,24 @@
 """The step of one sharded model: its phase, and the order in which its units are unsharded, resharded and reduced.
 
-Three passes make a step, and each is one section below: a forward (`forward`), a backward (`_begin_backward` to `_end_backward`), and
-the time between, in which shards may be written (`before_writes`). The step calls the units; a unit knows nothing of the step. autograd
-calls the step: by a hook on each output of a module (`_before_backward`), by one on each parameter (`_on_gradient`), and at the end.
+A parameter between two forwards:
+1. `ShardedModule.__call__` calls `forward`. `_unshard` fills the full parameters (`Unit.unshard`), and the module shows them.
+2. After the module's own forward `_reshard` shows the shards again and frees gathered full parameters, except those of the outermost
+   module, where the backward begins. Resident and kept full parameters last: `close` shows their shards after the outermost forward.
+3. In the backward `_begin_backward` unshards the units that last. The hook `_before_backward` on an output of a module unshards any
+   other unit. `_all_back` or `_end_backward` reshards these units, and `close` the units that last.
+4. After a fence (fences.py) the optimizer writes the shards. The next forward fills the full parameters from the new shards.
 
-[Note: second derivatives] A backward with create_graph=True makes a graph whose nodes use full parameters. After such a backward full
-parameters stay, until an optimizer steps them, until `reshard()`, or until the next forward after another backward, which is taken for
-the one that the graph was made for. A backward through the graph after that raises torch's error for tensors that were modified.
+A gradient between autograd and the optimizer:
+1. autograd stores the full gradient in `.grad` of the full parameter, and its hook calls `on_gradient`.
+2. `Reducer.take` moves the gradient into the gradient buffer if its unit is next in the order of reductions.
+3. When all gradients of the unit have come, `Reducer.complete` begins a reduce-scatter (`Gradients.begin_reduction`). The backward
+   continues.
+4. `Gradients.end_reduction` makes this rank's rows of the mean the `.grad` of the shards, or adds them to it. `_end_backward` waits for
+   the last reduction. The optimizer then finds the shards and their gradients in `model.parameters()`.
+
+[Note: second derivatives] A backward with create_graph=True makes a graph that uses full parameters. After such a backward the full
+parameters stay until an optimizer updates them, until `reshard()`, or until the next forward after another backward, which is taken for
+the backward through that graph. A later backward through the graph raises torch's error for tensors that were modified.
 """
 
 import time
@@ -36,12 +48,12 @@ from mpitrain.sharding.torch_internals import (
     run_accumulation_hooks,
 )
 from mpitrain.sharding.unit.gradients import Gradients
-from mpitrain.sharding.unit.ranks import Ranks, is_within
+from mpitrain.sharding.unit.ranks import DataParallelRanks, is_within
 from mpitrain.sharding.unit.unit import Unit, UnitState
 
 
 class Phase(Enum):
-    """Where a model is in a step."""
+    """The pass that a model is in."""
 
     IDLE = "shards may be written"
     FORWARD = "forward"
@@ -49,28 +61,29 @@ class Phase(Enum):
 
 
 class Graph(Enum):
-    """Whether full parameters stay for a graph that a backward made: see [Note: second derivatives]."""
+    """Whether full parameters stay for the graph of a backward: see [Note: second derivatives]."""
 
     NONE = "no such graph"
-    LIVE = "a backward made one, and full parameters stay"
-    USED = "another backward came since: the next forward ends it"
+    LIVE = "a backward made a graph, and full parameters stay"
+    USED = "another backward has ended since: the next forward gives the full parameters back"
 
 
-class Step:
-    """Of the units under one outermost module, in the order of `modules()`. Made on all ranks alike (collective)."""
+class TrainingStep:
+    """The step of the units under one outermost module, `root`. `units`: in the order of `root.modules()`. Collective."""
 
-    def __init__(self, root: nn.Module, units: list[Unit], ranks: Ranks) -> None:
-        for unit in units:
-            if not is_within(unit.ranks.all, ranks.all):
+    def __init__(self, root: nn.Module, units: list[Unit], ranks: DataParallelRanks) -> None:
+        whole = ranks.data_parallel
+        for part in (unit.ranks.data_parallel for unit in units):
+            if not is_within(part, whole):
                 raise ValueError(
-                    f"a part of a model is sharded over {unit.ranks.all.size} ranks that are not all among the {ranks.all.size} ranks "
+                    f"a part of a model is sharded over {part.size} ranks that are not all among the {whole.size} ranks "
                     "of the whole; pass the mesh of the whole, or another mesh of the same ranks"
                 )
         self.ranks = ranks
         self.units = units
         self.phase = Phase.IDLE
         self.comm_s = 0.0
-        """Seconds spent in communication and in waiting for other ranks, since the beginning."""
+        """Seconds that were spent in communication and in waits for other ranks."""
         self._tree = Tree(root)
         self._graph = Graph.NONE
         self._makes_graph = False  # this backward
@@ -86,7 +99,9 @@ class Step:
         self._gathers = Gathers(units)
         self._shards = [param.shard for unit in units for param in unit.params]
         shared = any(flat.storage.kind == "resident" for unit in units for flat in unit.flats)
-        readers = ranks.shard if all(is_within(unit.ranks.shard, ranks.shard) for unit in units) else ranks.all
+        readers = (
+            ranks.shard if all(is_within(unit.ranks.shard, ranks.shard) for unit in units) else ranks.data_parallel
+        )
         self._fence = Fence(
             readers.node if shared and readers.node.size > 1 else None,
             [param.shard for unit in self._lasting for param in unit.params],
@@ -106,7 +121,7 @@ class Step:
             self.comm_s += time.perf_counter() - start
 
     def _unshard(self, unit: Unit) -> None:
-        """Full parameters, filled and shown. Collective where they were not full."""
+        """Fill the full parameters of a unit and show them. Collective unless they are full."""
         if unit.state is UnitState.UNSHARDED:
             return
         with self._communicating():
@@ -116,9 +131,9 @@ class Step:
             self._prefetch.used(unit)
 
     def _reshard(self, unit: Unit, *, keep: bool = False, for_backward: bool = False) -> None:
-        """Shards shown, and the memory of full parameters given back, unless it is needed still or to `keep`."""
+        """Show the shards of a unit, and free its full parameters unless a graph, `keep` or `hold` needs them."""
         if unit in self._held or unit.state in (UnitState.SHARDED, UnitState.UNSHARDING):
-            return  # what the prefetch has begun it gives back itself
+            return  # the prefetch itself frees units that it began to gather
         if keep or self._graph is not Graph.NONE:
             unit.hide()
         else:
@@ -129,35 +144,29 @@ class Step:
     def forward(self, unit: Unit, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module's own forward, `call`, with the full parameters of its unit in place."""
         if in_backward():
-            # Activation checkpointing recomputes: not a new forward, and the backward that follows needs the parameters.
-            self._begin_backward()  # a reentrant one may be the first call of this backward
-            self._unshard(unit)
-            args, kwargs = self._cast_inputs(unit, args, kwargs)
-            return self._cast_outputs(unit, call(*args, **kwargs))
+            # Activation checkpointing computes a forward again, and the backward that follows needs the parameters.
+            self._begin_backward()  # with reentrant checkpointing this may be the first call of a backward
+            return self._run(unit, call, args, kwargs)
         is_root, with_grad = self.phase is not Phase.FORWARD, torch.is_grad_enabled()
         try:
             if is_root:
                 self.open()
             written = count_writes(self._shards) if is_root else None
             self._ran.add(unit)
-            self._unshard(unit)
-            args, kwargs = self._cast_inputs(unit, args, kwargs)
-            if with_grad and unit in self.reducer.by_inputs:
-                args, kwargs = self._calls[unit].watch(args, kwargs)
-            output = self._cast_outputs(unit, call(*args, **kwargs))
+            output = self._run(unit, call, args, kwargs, is_watched=with_grad and unit in self.reducer.by_inputs)
             unit.check_output(tensors_in(output))
             if with_grad and (is_root or not unit.lasts):
                 for tensor in tensors_in(output):
                     if tensor.requires_grad:
                         tensor.register_hook(partial(self._before_backward, unit, written))
             if is_root and with_grad and not self._is_reach_checked:
-                # Code that reaches into other modules does so in each forward: the first one with a graph tells.
+                # Code that reaches into other modules does so in every forward, so one check of a graph is enough.
                 check_graph(output, self._passing, self._tree.module)
                 self._is_reach_checked = True
         except BaseException as error:
             if is_root:
                 try:
-                    if isinstance(error, Exception) and self._compares:  # and not Ctrl-C
+                    if isinstance(error, Exception) and self._compares:  # not for Ctrl-C
                         check_error(error, self._passing, self._tree.module)
                 finally:
                     self.reset()  # no fence: the other ranks may be anywhere
@@ -169,20 +178,19 @@ class Step:
             self.close(before_backward=with_grad)
         return output
 
-    @staticmethod
-    def _cast_inputs(
-        unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        dtype = unit.policy.param_dtype if unit.policy.cast_forward_inputs else None
-        return (args, kwargs) if dtype is None else (cast(args, dtype), cast(kwargs, dtype))
-
-    @staticmethod
-    def _cast_outputs(unit: Unit, output: Any) -> Any:
-        dtype = unit.policy.output_dtype
-        return output if dtype is None else cast(output, dtype)
+    def _run(self, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any, *, is_watched: bool = False) -> Any:
+        """Unshard a unit, and run its module's own forward with the dtypes of the policy. `is_watched`: see calls.py."""
+        self._unshard(unit)
+        policy = unit.policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = cast((args, kwargs), policy.param_dtype)
+        if is_watched:
+            args, kwargs = self._calls[unit].watch(args, kwargs)
+        output = call(*args, **kwargs)
+        return output if policy.output_dtype is None else cast(output, policy.output_dtype)
 
     def open(self) -> None:
-        """Before the outermost forward: see [Note: fences] in fences.py. What an exception left behind goes first."""
+        """Before the outermost forward: see [Note: fences] in fences.py. First clean up after an earlier exception."""
         if self.phase is not Phase.IDLE:
             self.reset()
         self.reducer.give_up()
@@ -191,7 +199,8 @@ class Step:
         if self._graph is Graph.USED:
             self._graph = Graph.NONE
         for unit in self.units:
-            unit.check_shown()  # before the shards are shown again in place of something that the user has put there
+            for flat in unit.flats:
+                flat.check_shown()  # before `reshard` overwrites a parameter that the user has put in place of one of these
             was_full = unit.state is not UnitState.SHARDED
             unit.reshard()  # full parameters hold the values of an earlier forward
             unit.expire()
@@ -202,23 +211,24 @@ class Step:
         with self._communicating():
             for unit in self._lasting:
                 unit.begin_unshard()
-            if not (torch.is_grad_enabled() and self.reducer.has_frozen and self._agree()):
+            if not (torch.is_grad_enabled() and self.reducer.frozen and self._agree()):
                 self._fence.wait()
         ran, self._ran = self._ran, set()
         for unit in self._lasting:
-            if unit not in ran or not unit.is_under_way:  # other modules may use its parameters; or it costs no wait
+            if unit not in ran or not unit.is_under_way:  # other modules may use its parameters; or there is no wait
                 self._unshard(unit)
         with self._communicating():
             self._prefetch.begin("forward")
 
     def _agree(self) -> bool:
-        """Let the reducer learn what was thawed. Returns whether the message was a fence: none is past it before all came to it."""
-        if self.reducer.agree(self.ranks.all):
+        """Let the reducer find thawed parameters. Returns whether this message replaces the fence: all its ranks took part."""
+        if self.reducer.agree(self.ranks.data_parallel):
             self._watch_gradients()
-        return self._fence.num_ranks == self.ranks.all.size
+        return self._fence.num_ranks == self.ranks.data_parallel.size
 
     def close(self, *, before_backward: bool = False, is_compared: bool = False) -> None:
-        """After the outermost forward, which a backward may follow, and after a backward. `is_compared`: the order of gathers is."""
+        """After the outermost forward, and after a backward. `before_backward`: a backward may follow. `is_compared`: the ranks have
+        compared the order of their gathers."""
         with self._communicating():
             self._prefetch.end()
         for unit in self._lasting:
@@ -231,7 +241,7 @@ class Step:
             return
         with self._communicating():
             if self._compares and not is_compared:
-                # Among the shards of one copy: other copies of the shards may run other modules.
+                # Compare within the shard group only: another copy of the model may run other modules.
                 order = torch.tensor(self._gathers.both_ways(), dtype=torch.uint8)
                 self.ranks.shard.all_reduce(order, "max")
                 self._check_gathers(order)
@@ -240,8 +250,8 @@ class Step:
     # Backward
 
     def _watch_gradients(self) -> None:
-        # Weak, and by a number: torch keeps hooks where Python's garbage collector does not look, so that a model whose hooks refer
-        # back to it would stay for ever.
+        # A hook refers to the step weakly, and to the gradients by a number. Python's garbage collector does not see torch's hooks: a
+        # strong reference would keep the model alive for ever.
         this = weakref.ref(self)
         for number, (_, group) in enumerate(self.reducer.groups[self._num_watched :], self._num_watched):
             for index, param in enumerate(group.params):
@@ -249,12 +259,12 @@ class Step:
         self._num_watched = len(self.reducer.groups)
 
     def _before_backward(self, unit: Unit, written: int | None, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient is about to flow into a module by its output. `written`: the writes to the shards up to the root's forward."""
+        """The gradient of a module's output has come. `written`: the count of writes to the shards at the root's forward."""
         if written is not None and written != count_writes(self._shards):
             self._fence.forget()
             raise RuntimeError(
-                "parameters were written between a forward and its backward (by an optimizer, an EMA, a load), which would compute the "
-                "gradients of neither; run the backward first, or the forward again"
+                "parameters were written between a forward and its backward (by an optimizer, an EMA, a load), so the gradients would "
+                "fit neither the old nor the new values; run the backward first, or the forward again"
             )
         self._begin_backward()
         if torch.is_grad_enabled():
@@ -264,7 +274,7 @@ class Step:
         return grad
 
     def _begin_backward(self) -> None:
-        """At the first sign of a backward."""
+        """Begin a backward, unless it has begun."""
         if self.phase is Phase.BACKWARD:
             return
         self._fence.go_on()
@@ -278,20 +288,20 @@ class Step:
         at_end_of_backward(self._end_backward)
 
     def on_gradient(self, number: int, index: int) -> None:
-        """Autograd has added up the gradient of a parameter: `index` of the reducer's `groups[number]`."""
+        """Autograd has accumulated the gradient of parameter `index` of the reducer's `groups[number]`."""
         self._begin_backward()
-        if self.reducer.is_under_way:
+        if self.reducer.reducing is not None:
             with self._communicating():
-                self.reducer.progress()
+                self.reducer.reducing.progress()
         unit = self.reducer.take(number, index)
         if unit is not None:
             with self._communicating():
                 self.reducer.complete(unit)
 
     def _all_back(self, unit: Unit) -> None:
-        """The gradients of the inputs of all of a unit's calls are there: see [Note: complete] in reducer.py."""
+        """All calls of a unit's module have the gradients of their inputs: see [Note: complete] in reducer.py."""
         if self._graph is not Graph.NONE:
-            return  # the calls are gone through again
+            return  # another backward will go through these calls
         if not unit.lasts:
             self._reshard(unit)
         with self._communicating():
@@ -312,18 +322,20 @@ class Step:
         for group in self.reducer.done:
             for param in group.params:
                 if param.shard.grad is not None:
-                    run_accumulation_hooks(param.shard)  # not earlier: they may write to shards
+                    run_accumulation_hooks(param.shard)  # not earlier, because these hooks may write to shards
 
     def _forget_unused(self) -> None:
-        """A parameter that no rank used has no gradient, as in plain torch: an optimizer leaves it alone.
+        """Set the gradient of parameters that no rank used to None, as in plain torch: an optimizer then skips them.
 
-        In the same message the ranks compare the order of their gathers, unless copies of the shards are among them.
+        The same message compares the order of gathers between the ranks, unless the model has several copies.
         """
         params: dict[Communicator, list[tuple[Gradients, int]]] = {}
         for group in self.reducer.done:
-            params.setdefault(group.ranks.all, []).extend((group, index) for index in range(len(group.params)))
+            params.setdefault(group.ranks.data_parallel, []).extend(
+                (group, index) for index in range(len(group.params))
+            )
         for comm, its in params.items():
-            order = [] if self.ranks.has_replicas or comm is not self.ranks.all else self._gathers.both_ways()
+            order = [] if self.ranks.has_replicas or comm is not self.ranks.data_parallel else self._gathers.both_ways()
             used = torch.tensor([*order, *(group.was_used[index] for group, index in its)], dtype=torch.uint8)
             comm.all_reduce(used, "max")
             compared, used = used.tensor_split((len(order),))
@@ -344,32 +356,28 @@ class Step:
     # Between steps
 
     def settle(self) -> None:
-        """Before shards are handed out or written: see [Note: fence put off] in fences.py. Not collective."""
+        """Before shards are returned to the user or written: see [Note: fence put off] in fences.py. Not collective."""
         self._fence.settle()
 
     def tidy(self) -> None:
-        """Before the model's parameters are handed out. After a backward that ended in an exception full ones are still shown."""
+        """Before the model's parameters are returned to the user. After an exception in a backward the full ones are still shown."""
         if self.phase is Phase.BACKWARD and not in_backward():
             self.reset()
         self.settle()
 
-    def drop_gradients(self) -> None:
-        """Forget full gradients that were not reduced."""
-        self.reducer.drop()
-
     def hold(self, unit: Unit) -> None:
-        """Full parameters of a unit, filled and shown, until `let_go`. Collective."""
+        """Keep the full parameters of a unit filled and shown until `let_go`. Collective."""
         self._unshard(unit)
         self._held.add(unit)
 
     def let_go(self, unit: Unit) -> None:
-        """End what `hold` began."""
+        """End `hold`."""
         self._held.discard(unit)
         if not unit.lasts:
             self._reshard(unit)
 
     def end_graph(self) -> None:
-        """Give back full parameters that stayed for a graph: see [Note: second derivatives]."""
+        """Free full parameters that stayed for a graph: see [Note: second derivatives]."""
         if self._graph is not Graph.NONE and self.phase is Phase.IDLE:
             self._graph = Graph.NONE
             for unit in self._passing:
@@ -396,16 +404,16 @@ class Step:
         self._fence.forget()
 
 
-def _on_gradient(step: "weakref.ref[Step]", number: int, index: int, full: torch.Tensor) -> None:
+def _on_gradient(step: "weakref.ref[TrainingStep]", number: int, index: int, full: torch.Tensor) -> None:
     alive = step()
     if alive is not None:
         alive.on_gradient(number, index)
 
 
-# An optimizer, or an average, has nothing but parameters: it finds here the steps that they may belong to.
-_living: "weakref.WeakSet[Step]" = weakref.WeakSet()
+# An optimizer, or an EMA, has only parameters. Here it finds the steps to which these parameters may belong.
+_living: "weakref.WeakSet[TrainingStep]" = weakref.WeakSet()
 
 
-def living_steps() -> list[Step]:
+def living_steps() -> list[TrainingStep]:
     """The steps of all models of this process that have run."""
     return list(_living)

@@ -1,4 +1,4 @@
-"""The modules of a sharded model as they were at its first forward: what is added later, no unit knows."""
+"""The modules of a sharded model as they were at its first forward. Parameters that are added later belong to no unit."""
 
 from torch import nn
 
@@ -16,7 +16,7 @@ def check_added(module: nn.Module) -> None:
 
 
 class Tree:
-    """The parts of a module. `check()`, before each forward, has to be quick: 20 us for a hundred modules."""
+    """The parts of a module. `check()` runs before each forward and must be fast: 20 us for a hundred modules."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -33,7 +33,7 @@ class Tree:
         ]
 
     def check(self) -> None:
-        """RuntimeError if parameters were added since. Parts without parameters may come, and any part may go."""
+        """RuntimeError if parameters were added. Parts without parameters may be added, and any part may be removed."""
         if (
             any(tuple(now.values()) != before for now, before in self._children)
             or any(len(now) != before for now, before in self._counts)

@@ -1,1 +1,1 @@
-"""A unit: parameters in one flat buffer, the ranks' rows of it, where full parameters live, and their gradients."""
+"""A unit: the parameters in a flat buffer, the rows of each rank, the memory of full parameters, and the gradients."""

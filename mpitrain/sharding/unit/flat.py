@@ -1,13 +1,13 @@
 """Parameters of one dtype in one flat buffer, cut into a shard for each rank.
 
 [Note: kinds of tensors]
-- shard: this rank's rows of a parameter, an `nn.Parameter` that the optimizer steps; `model.parameters()` shows it between steps.
-- full parameter: another `nn.Parameter`, which forward and backward use. Both live as long as the unit.
+- shard: this rank's rows of a parameter, an `nn.Parameter` that the optimizer updates; `model.parameters()` shows it between steps.
+- full parameter: another `nn.Parameter`, which forward and backward use. Shard and full parameter live as long as the unit.
 - full buffer: the full parameters end to end (unsharding.py).
-- gradient buffer: the full gradients end to end; a reduction makes the shards' gradients of it (gradients.py).
+- gradient buffer: the full gradients end to end, from which a reduction makes the gradients of the shards (gradients.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -16,27 +16,27 @@ from collectives import Communicator
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.torch_internals import hooks_on, restore, with_own_counter, withdraw
 from mpitrain.sharding.unit.gradients import Gradients, where_shards_live
-from mpitrain.sharding.unit.layout import Box, rows_of
+from mpitrain.sharding.unit.layout import ShardBox, rows_of
 from mpitrain.sharding.unit.marks import mark_shard
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import Ranks
-from mpitrain.sharding.unit.unsharding import Shapes, Storage
+from mpitrain.sharding.unit.ranks import DataParallelRanks
+from mpitrain.sharding.unit.unsharding import Storage
 
 
 class FlatParameters:
-    """Parameters of one dtype and, at first, one `requires_grad`, sharded over `ranks` together. Made on all ranks alike.
+    """Parameters of one dtype and, at first, one `requires_grad`, sharded over `ranks` together. All ranks make the same object.
 
-    `params`: (name, users, parameter) of each. Values come from rank 0; on the meta device they are left to `mpitrain.initialize`
-    or a checkpoint. `store(shapes, dtype)`: makes the Storage of the full parameters.
+    `params`: (name, users, parameter) of each. Values come from rank 0. Parameters on the meta device get values later, from
+    `mpitrain.initialize` or a checkpoint. `storage`: the memory of the full parameters.
     """
 
     def __init__(
         self,
         params: Sequence[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]],
-        ranks: Ranks,
+        ranks: DataParallelRanks,
         policy: MixedPrecisionPolicy,
         device: torch.device,
-        store: Callable[[Shapes, torch.dtype], Storage],
+        storage: Storage,
         offload: CPUOffloadPolicy | None = None,
     ) -> None:
         originals = [param for _, _, param in params]
@@ -46,7 +46,7 @@ class FlatParameters:
         is_trained = originals[0].requires_grad
         self.full_dtype, self.reduce_dtype = policy.dtypes_of(self.dtype)
         comm = ranks.shard
-        self.storage = store([tuple(p.shape) for p in originals], self.full_dtype)
+        self.storage = storage
         self.layout = self.storage.layout
         count, first = self.layout.counts[comm.rank], self.layout.bounds[comm.rank]
 
@@ -59,25 +59,24 @@ class FlatParameters:
 
         self.params: list[ShardedParameter] = []
         for index, (name, users, original) in enumerate(params):
-            box, place = self.layout.box(index, comm.rank), self.layout.places[index]
-            whole = self.storage.part(place.start, place.stop)
+            box, extent = self.layout.box(index, comm.rank), self.layout.extents[index]
+            whole = self.storage.part(extent.start, extent.stop)
             begin = box.start - first
             rows = self._shard[begin : begin + box.numel]
             full = nn.Parameter(whole.view(original.shape), requires_grad=is_trained)
             shard = nn.Parameter(with_own_counter(rows).view(box.shape), requires_grad=is_trained)
             if not original.is_meta:
-                _take_rows(shard, original, box, ranks.all)
+                _take_rows(shard, original, box, ranks.data_parallel)
             mark_shard(shard, box)
             mark_shard(full, box)
-            self.params.append(ShardedParameter(name, users, full, shard, box, original.is_meta))
-        # Each entry of a module that shows a parameter. Kept flat, because each forward and backward changes all of them.
+            self.params.append(ShardedParameter(name, users, full, shard, box, ranks, original.is_meta))
+        # Each place of a module that shows a parameter. One flat list, because each forward and backward changes all of them.
         self._shown = [(module._parameters, name, param) for param in self.params for module, name in param.users]
         self._fulls = tuple(param.full for param in self.params)
         self.gradients = [self._gradients_of(range(len(params)))] if is_trained else []
-        """Those that are reduced: of the parameters trained from the start, and of those thawed later, at one time each."""
+        """The gradients that are reduced: first those of parameters trained from the start; one more each time that some are thawed."""
         self._is_withdrawn = False
         self.empty()
-        self.show_shards()
 
     def _gradients_of(self, indices: Sequence[int]) -> Gradients:
         params, layout = [self.params[index] for index in indices], self.layout.only(indices)
@@ -94,7 +93,7 @@ class FlatParameters:
                     f"parameter {param.name} has a hook by register_hook, which would never run: the shard is no part of the graph; "
                     "use register_post_accumulate_grad_hook, which runs at the end of a backward"
                 )
-            if param.full.requires_grad != param.shard.requires_grad:  # the user has frozen or thawed it
+            if param.full.requires_grad != param.shard.requires_grad:  # the user has frozen or thawed the parameter
                 param.full.requires_grad_(param.shard.requires_grad)
             seen[name] = param.full
 
@@ -104,18 +103,18 @@ class FlatParameters:
             seen[name] = param.shard
 
     def check_shown(self) -> None:
-        """RuntimeError if a module shows something else in place of one of the parameters."""
+        """RuntimeError if a module shows another object in place of one of the parameters."""
         for seen, name, param in self._shown:
             param.check(seen.get(name))
 
     # The full parameters' values
 
     def begin_fill(self) -> None:
-        """Begin to fill the full parameters from the ranks' shards, unless they hold these values. Collective. `fill` ends it."""
+        """Begin to fill the full parameters from the ranks' shards, unless they are full. Collective. `fill` waits for the end."""
         self.storage.begin_fill(self._shard)
 
     def fill(self) -> bool:
-        """Fill the full parameters, unless they are full. Returns whether an all-gather was needed. Collective where it is."""
+        """Fill the full parameters, unless they are full. Returns whether they were not full. Collective in that case."""
         filled = self.storage.fill(self._shard)
         if self._is_withdrawn:
             self._is_withdrawn = False
@@ -123,7 +122,7 @@ class FlatParameters:
         return filled
 
     def empty(self, *, for_backward: bool = False) -> None:
-        """Give the memory of full parameters back, unless they last. `for_backward`: see `Gathered.empty`."""
+        """Free the full parameters, unless they last. `for_backward`: see `Gathered.empty`."""
         self.storage.empty(for_backward=for_backward)
         if not (self.storage.lasts or self._is_withdrawn):
             self._is_withdrawn = True
@@ -132,18 +131,13 @@ class FlatParameters:
     # Gradients
 
     @property
-    def trained(self) -> bool:
-        """Whether gradients of some parameters are reduced."""
-        return bool(self.gradients)
-
-    @property
     def frozen(self) -> list[int]:
         """The parameters whose gradients are not reduced."""
         grouped = {id(param) for group in self.gradients for param in group.params}
         return [index for index, param in enumerate(self.params) if id(param) not in grouped]
 
     def thaw(self, indices: Sequence[int]) -> None:
-        """From now on reduce the gradients of these parameters, which were frozen. All ranks alike."""
+        """Reduce the gradients of these parameters, which were frozen, from now on. All ranks make the same call."""
         for index in indices:
             self.params[index].full.requires_grad_(True)
         self.gradients.append(self._gradients_of(indices))
@@ -151,18 +145,18 @@ class FlatParameters:
     @property
     def has_full_grads(self) -> bool:
         """Whether gradients wait to be reduced."""
-        return any(group.has_placed for group in self.gradients) or any(full.grad is not None for full in self._fulls)
+        return any(group.placed for group in self.gradients) or any(full.grad is not None for full in self._fulls)
 
     def drop_grads(self) -> None:
-        """Forget full gradients that were not reduced."""
+        """Drop full gradients that were not reduced."""
         for group in self.gradients:
-            group.forget_placed()
+            group.placed.clear()
         for full in self._fulls:
             full.grad = None
 
 
-def _take_rows(shard: nn.Parameter, original: nn.Parameter, box: Box, comm: Communicator) -> None:
-    """Fill a shard from rank 0's parameter, so that models made from different seeds do not become a mixture. Collective."""
+def _take_rows(shard: nn.Parameter, original: nn.Parameter, box: ShardBox, comm: Communicator) -> None:
+    """Fill a shard from rank 0's parameter: ranks with different seeds must not mix their models. Collective."""
     with torch.no_grad():
         values = original.detach().resolve_conj().contiguous()
         comm.broadcast(values)

@@ -1,9 +1,9 @@
 """The gradients of parameters that are reduced together, and their reduction.
 
-[Note: thawed] All parameters of a flat buffer are trained, or all are frozen, when it is made. Those thawed later
-(`requires_grad_(True)`) get a gradient buffer and a reduction of their own. Shards, full parameters and the cut between ranks stay
-where they are, so optimizers, averages and checkpoints need not know of it. Each rank has the gradients of the rows that it holds:
-where a part of a buffer was thawed, these may be many on one rank and none on another.
+[Note: thawed] When a flat buffer is made, all its parameters are trained, or all are frozen. Parameters that are thawed later
+(`requires_grad_(True)`) get a separate gradient buffer and a separate reduction. Shards, full parameters and the cut between ranks stay
+the same, so optimizers, averages and checkpoints are not affected. Each rank has the gradients of its own rows: if a part of a flat
+buffer was thawed, one rank may have many of these rows and another rank none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,31 +15,31 @@ from collectives import Work
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy
 from mpitrain.sharding.unit.layout import Layout
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.ranks import DataParallelRanks
 
 
 def where_shards_live(
     count: int, dtype: torch.dtype, device: torch.device, offload: CPUOffloadPolicy | None
 ) -> torch.Tensor:
-    """Memory for so many elements: on the device of the full parameters, or in host memory where shards are offloaded."""
+    """Memory for `count` elements of shards: on the device of the full parameters, or in host memory with `offload`."""
     if offload is None:
         return torch.empty(count, dtype=dtype, device=device)
     return torch.empty(count, dtype=dtype, pin_memory=offload.pin_memory and device.type == "cuda")
 
 
 def numbers(elements: torch.Tensor) -> torch.Tensor:
-    """A 1-D tensor as MPI and NCCL reduce it: complex elements as pairs of their parts, in the same memory."""
+    """A view of a 1-D tensor that MPI and NCCL can reduce: complex elements become pairs of real numbers."""
     return torch.view_as_real(elements).view(-1) if elements.is_complex() else elements
 
 
 class Gradients:
-    """The gradients of `params`, which lie in the gradient buffer as `layout` says. Made on all ranks alike."""
+    """The gradients of `params`. `layout`: their extents in the gradient buffer. All ranks make the same object."""
 
     def __init__(
         self,
         params: Sequence[ShardedParameter],
         layout: Layout,
-        ranks: Ranks,
+        ranks: DataParallelRanks,
         device: torch.device,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
@@ -48,12 +48,14 @@ class Gradients:
         self.params, self.layout = params, layout
         self.device, self.dtype, self.reduce_dtype = device, dtype, reduce_dtype
         self.on_host = device.type == "cpu"
-        self.adopts = ranks.all.size == 1
-        """Whether the full gradients become the shards', cast and moved at most: those of one rank alone."""
+        self.adopts = ranks.data_parallel.size == 1
+        """Whether the full gradients become the gradients of the shards without a reduction, as on one rank alone."""
         self.was_used = [False] * len(params)
-        """Of each parameter: whether this rank had a gradient when it was last reduced."""
+        """For each parameter: whether this rank had a gradient at the last reduction."""
         self.was_fresh = [False] * len(params)
-        """Of each parameter: whether its shard had no gradient before that."""
+        """For each parameter: whether its shard had no gradient before that reduction."""
+        self.placed: set[int] = set()
+        """The parameters whose gradient is in the gradient buffer and waits for the reduction."""
         self.ranks, self._offload = ranks, offload
         width = 2 if reduce_dtype.is_complex else 1
         self._counts = [count * width for count in layout.counts]  # of the numbers of each rank's part
@@ -63,23 +65,22 @@ class Gradients:
         self._reduction: Work | None = None  # under way
         self._mean: torch.Tensor | None = None  # its result
         self._stream: torch.cuda.Stream | None = None  # on which gradients leave the GPU
-        self._placed: set[int] = set()  # parameters whose gradient stands in the gradient buffer already
 
     @torch.no_grad()
     def place_grad(self, index: int, buffer: torch.Tensor) -> None:
         """Move the full gradient of parameter `index` to its place in the gradient buffer."""
-        grad, part = self.params[index].full.grad, self._place(buffer, index)
+        grad, part = self.params[index].full.grad, self._part(buffer, index)
         assert grad is not None
-        if index in self._placed:
+        if index in self.placed:
             part += grad.reshape(-1)
         else:
             part.copy_(grad.reshape(-1))
-        self._placed.add(index)
+        self.placed.add(index)
         self.params[index].full.grad = None
 
-    def _place(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        place = self.layout.places[index]
-        return buffer[place.start : place.stop]
+    def _part(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        extent = self.layout.extents[index]
+        return buffer[extent.start : extent.stop]
 
     @torch.no_grad()
     def begin_reduction(self, buffer: torch.Tensor) -> None:
@@ -88,18 +89,18 @@ class Gradients:
         `buffer`: 1-D, of `reduce_dtype`, at least `layout.numel` long; not to be written before `end_reduction`.
         """
         for index, param in enumerate(self.params):
-            self.was_used[index] = index in self._placed or param.full.grad is not None
+            self.was_used[index] = index in self.placed or param.full.grad is not None
             self.was_fresh[index] = param.shard.grad is None
             if param.full.grad is not None:
                 self.place_grad(index, buffer)
-            elif index not in self._placed:
-                self._place(buffer, index).zero_()  # unused here; other ranks may have used it
-        self._placed.clear()
+            elif index not in self.placed:
+                self._part(buffer, index).zero_()  # this rank did not use the parameter; other ranks may have used it
+        self.placed.clear()
 
         grads = buffer[: self.layout.numel]
         shard, replicate = self.ranks.shard, self.ranks.replicate
         if shard.size == 1:
-            # Reduced where the other ranks can read it, in the gradient buffer.
+            # Reduce within the gradient buffer, where the other ranks can read the gradients.
             self._mean = grads
             self._reduction = replicate.all_reduce(numbers(grads), "avg", async_op=True)
             return
@@ -107,13 +108,13 @@ class Gradients:
         self._reduction = shard.reduce_scatter(numbers(out), numbers(grads), "avg", counts=self._counts, async_op=True)
 
     def progress(self) -> None:
-        """Carry a reduction on that has begun, without waiting for other ranks."""
+        """Progress a reduction that has begun, without waiting for other ranks."""
         if self._reduction is not None and self.on_host:
             self._reduction.done()
 
     @torch.no_grad()
     def end_reduction(self) -> None:
-        """Wait for the reduction that has begun, if any; its result becomes the shards' gradients, or is added to them. Collective."""
+        """Wait for the reduction, if one has begun. The mean becomes the gradient of the shards, or is added to it. Collective."""
         if self._reduction is None:
             return
         with self._beside():
@@ -133,7 +134,7 @@ class Gradients:
                     param.shard.grad += mean[mine].view(param.box.shape).to(param.shard.device)
 
     def _of_shards(self, mean: torch.Tensor) -> torch.Tensor:
-        """The result of a reduction in memory of its own, in the dtype and in the place of the shards."""
+        """The result of a reduction in separate memory, with the dtype and on the device of the shards."""
         is_own = self.ranks.shard.size > 1  # and not the gradient buffer
         if is_own and self.reduce_dtype == self.dtype and self._offload is None:
             return mean
@@ -142,9 +143,9 @@ class Gradients:
 
     @contextmanager
     def _beside(self, *, after_all: bool = False) -> Iterator[None]:
-        """Gradients that leave a GPU for the host do so beside what it computes, by a stream of their own; see `finish_offload`.
+        """In the block, gradients are copied from a GPU to the host in a separate stream while the GPU computes: see `finish_offload`.
 
-        `after_all`: they come after all that is queued now. Else their source has to order that stream (`Work.wait`).
+        `after_all`: the copies come after everything that is queued now. Otherwise `Work.wait` must order the stream.
         """
         if self._offload is None or self.device.type != "cuda":
             yield
@@ -157,18 +158,18 @@ class Gradients:
             yield
 
     def finish_offload(self) -> None:
-        """Before the host looks at gradients: wait for those that are on their way to it."""
+        """Wait for copies of gradients to the host, before the host uses them."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def give_up_reduction(self) -> None:
-        """Wait for the reduction that has begun, if any, and forget its result."""
+        """Wait for the reduction, if one has begun, and drop its result."""
         if self._reduction is not None:
             self._reduction.wait()
             self._reduction = self._mean = None
 
     def adopt_grads(self) -> None:
-        """In place of a reduction: the full gradients are those of the shards, which are whole."""
+        """In place of a reduction, where shards are whole parameters: the full gradients become the gradients of the shards."""
         with self._beside(after_all=True):
             for index, param in enumerate(self.params):
                 self.was_used[index], self.was_fresh[index] = param.full.grad is not None, param.shard.grad is None
@@ -182,7 +183,7 @@ class Gradients:
         else:
             if self._stream is not None:
                 grad.record_stream(self._stream)
-            grad = grad.to(self.reduce_dtype).resolve_conj()  # optimizers cannot step by one that is a view
+            grad = grad.to(self.reduce_dtype).resolve_conj()  # optimizers cannot use a conjugated view
             if not grad.ndim:
                 grad = grad.view(param.box.shape)  # of a scalar
         if shard.grad is not None:
@@ -194,12 +195,3 @@ class Gradients:
                 shard.grad = there.view(shard.shape).copy_(grad, non_blocking=True)
         else:
             shard.grad = grad.to(self.dtype)
-
-    @property
-    def has_placed(self) -> bool:
-        """Whether gradients stand in the gradient buffer and were not reduced."""
-        return bool(self._placed)
-
-    def forget_placed(self) -> None:
-        """Forget those."""
-        self._placed.clear()

@@ -19,7 +19,7 @@ MOST_PADDING = 0.02  # of the parameters' elements, for equal shards; beyond it 
 ALIGN = 32  # elements: 64 bytes of bf16, 128 of fp32; kernels and cache lines of neighbouring parameters do not meet
 
 
-class Box(NamedTuple):
+class ShardBox(NamedTuple):
     """A rank's part of a parameter: `shape` at `offset` in the full `full_shape`; elements `start`, ... of the flat buffer."""
 
     full_shape: tuple[int, ...]
@@ -32,13 +32,13 @@ class Box(NamedTuple):
         return prod(self.shape)
 
 
-def rows_of(full: Any, box: Box) -> Any:
+def rows_of(full: Any, box: ShardBox) -> Any:
     """The box of a full tensor (of torch or NumPy), as a view."""
     return full.reshape(box.full_shape)[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
 
 
 @dataclass(frozen=True)
-class Place:
+class Extent:
     """One parameter in the flat buffer: elements `start`, ..., `start + numel - 1`, in rows of `row` elements along dimension `dim`."""
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Place:
 class Layout:
     """Parameters of the given shapes in one buffer of `numel` elements; rank r's shard is `bounds[r]`, ..., `bounds[r + 1] - 1`."""
 
-    places: tuple[Place, ...]
+    extents: tuple[Extent, ...]
     numel: int
     bounds: tuple[int, ...]
 
@@ -68,36 +68,36 @@ class Layout:
         """Elements of each rank's shard."""
         return tuple(self.bounds[i + 1] - self.bounds[i] for i in range(len(self.bounds) - 1))
 
-    def box(self, index: int, rank: int) -> Box:
+    def box(self, index: int, rank: int) -> ShardBox:
         """Rank `rank`'s part of parameter `index`; 0 rows where it holds nothing of it.
 
         A scalar is a vector of one element here, since no scalar can be empty.
         """
-        place = self.places[index]
-        shape = place.shape or (1,)
-        begin = min(max(self.bounds[rank], place.start), place.stop)
-        end = max(min(self.bounds[rank + 1], place.stop), begin)
-        first, last = (begin - place.start) // place.row, (end - place.start) // place.row
-        return Box(
+        extent = self.extents[index]
+        shape = extent.shape or (1,)
+        begin = min(max(self.bounds[rank], extent.start), extent.stop)
+        end = max(min(self.bounds[rank + 1], extent.stop), begin)
+        first, last = (begin - extent.start) // extent.row, (end - extent.start) // extent.row
+        return ShardBox(
             full_shape=shape,
-            offset=tuple(first if d == place.dim else 0 for d in range(len(shape))),
-            shape=tuple(last - first if d == place.dim else n for d, n in enumerate(shape)),
+            offset=tuple(first if d == extent.dim else 0 for d in range(len(shape))),
+            shape=tuple(last - first if d == extent.dim else n for d, n in enumerate(shape)),
             start=begin,
         )
 
     def only(self, indices: Sequence[int]) -> "Layout":
-        """A buffer for these parameters alone, in this order of `places`; each rank's part has the same boxes of them as here."""
-        if len(indices) == len(self.places):
+        """A buffer for these parameters alone, in this order of `extents`; each rank's part has the same boxes of them as here."""
+        if len(indices) == len(self.extents):
             return self
-        places: dict[int, Place] = {}
+        extents: dict[int, Extent] = {}
         ends, cuts, end = list(self.bounds[1:-1]), [0], 0
-        for index in sorted(indices, key=lambda i: self.places[i].start):
-            place = self.places[index]
-            places[index] = moved = replace(place, start=_next_multiple(end, ALIGN))
-            while ends and ends[0] < place.stop:
-                cuts.append(moved.start + max(ends.pop(0) - place.start, 0))
+        for index in sorted(indices, key=lambda i: self.extents[i].start):
+            extent = self.extents[index]
+            extents[index] = moved = replace(extent, start=_next_multiple(end, ALIGN))
+            while ends and ends[0] < extent.stop:
+                cuts.append(moved.start + max(ends.pop(0) - extent.start, 0))
             end = moved.stop
-        return Layout(tuple(places[index] for index in indices), end, (*cuts, *(end for _ in ends), end))
+        return Layout(tuple(extents[index] for index in indices), end, (*cuts, *(end for _ in ends), end))
 
 
 def lay_out(shapes: Sequence[tuple[int, ...]], num_ranks: int, *, equal: bool = False) -> Layout:
@@ -107,43 +107,43 @@ def lay_out(shapes: Sequence[tuple[int, ...]], num_ranks: int, *, equal: bool = 
     """
     if equal and shapes and num_ranks > 1 and (layout := _equal(shapes, num_ranks)) is not None:
         return layout
-    places: list[Place] = []
+    extents: list[Extent] = []
     end = 0
     for shape in shapes:
-        places.append(_place(shape, end))
-        end = places[-1].stop
-    starts = [place.start for place in places]
+        extents.append(_extent_after(shape, end))
+        end = extents[-1].stop
+    starts = [extent.start for extent in extents]
 
     def nearest_cut(ideal: float) -> int:
         index = bisect_right(starts, ideal) - 1
-        place = places[index]
-        if ideal >= place.stop:  # in the gap before the next parameter
-            return places[index + 1].start if index + 1 < len(places) else end
-        below = place.start + int(ideal - place.start) // place.row * place.row
-        cut = below if ideal - below <= below + place.row - ideal else below + place.row
-        return cut if cut < place.stop or index + 1 == len(places) else places[index + 1].start
+        extent = extents[index]
+        if ideal >= extent.stop:  # in the gap before the next parameter
+            return extents[index + 1].start if index + 1 < len(extents) else end
+        below = extent.start + int(ideal - extent.start) // extent.row * extent.row
+        cut = below if ideal - below <= below + extent.row - ideal else below + extent.row
+        return cut if cut < extent.stop or index + 1 == len(extents) else extents[index + 1].start
 
-    cuts = [nearest_cut(end * rank / num_ranks) for rank in range(1, num_ranks)] if places else [0] * (num_ranks - 1)
-    return Layout(tuple(places), end, (0, *cuts, end))
+    cuts = [nearest_cut(end * rank / num_ranks) for rank in range(1, num_ranks)] if extents else [0] * (num_ranks - 1)
+    return Layout(tuple(extents), end, (0, *cuts, end))
 
 
-def _place(shape: Sequence[int], end: int, *, at_row: bool = False) -> Place:
+def _extent_after(shape: Sequence[int], end: int, *, at_row: bool = False) -> Extent:
     """Where a parameter begins that comes after element `end`; `at_row`: at a multiple of its own row."""
     dim = next((d for d, length in enumerate(shape) if length > 1), 0)
     row = max(prod(shape[dim + 1 :]), 1)
-    return Place(tuple(shape), _next_multiple(end, lcm(ALIGN, row) if at_row else ALIGN), dim, row)
+    return Extent(tuple(shape), _next_multiple(end, lcm(ALIGN, row) if at_row else ALIGN), dim, row)
 
 
 def _equal(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout | None:
     """The shortest shards of one length [Note: equal shards]; None where they would take too much padding."""
-    rows = [_place(shape, 0).row for shape in shapes]
-    places: dict[int, Place] = {}
+    rows = [_extent_after(shape, 0).row for shape in shapes]
+    extents: dict[int, Extent] = {}
     end = 0
     for index in sorted(range(len(shapes)), key=lambda i: -rows[i]):
-        places[index] = _place(shapes[index], end, at_row=True)
-        end = places[index].stop
-    in_buffer = list(places.values())
-    most = int(sum(place.numel for place in in_buffer) * (1 + MOST_PADDING)) // num_ranks
+        extents[index] = _extent_after(shapes[index], end, at_row=True)
+        end = extents[index].stop
+    in_buffer = list(extents.values())
+    most = int(sum(extent.numel for extent in in_buffer) * (1 + MOST_PADDING)) // num_ranks
     count = _next_multiple(-(-end // num_ranks), ALIGN)
     while count <= most:
         for rank in range(1, num_ranks):
@@ -153,14 +153,14 @@ def _equal(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout | None:
                 break
         else:
             bounds = tuple(rank * count for rank in range(num_ranks + 1))
-            return Layout(tuple(places[index] for index in range(len(shapes))), num_ranks * count, bounds)
+            return Layout(tuple(extents[index] for index in range(len(shapes))), num_ranks * count, bounds)
     return None
 
 
-def _next_cut(places: Sequence[Place], element: int) -> int:
-    """The first element from this one on before which the buffer may be cut. `places`: in the order of the buffer."""
-    place = places[bisect_right(places, element, key=lambda place: place.start) - 1]
-    return element if element >= place.stop else place.start + _next_multiple(element - place.start, place.row)
+def _next_cut(extents: Sequence[Extent], element: int) -> int:
+    """The first element from this one on before which the buffer may be cut. `extents`: in the order of the buffer."""
+    extent = extents[bisect_right(extents, element, key=lambda extent: extent.start) - 1]
+    return element if element >= extent.stop else extent.start + _next_multiple(element - extent.start, extent.row)
 
 
 def _next_multiple(number: int, step: int) -> int:

@@ -1,34 +1,29 @@
 """The marks that sharding leaves on parameters.
 
-Other code gets a bare parameter: an optimizer, an initialiser, a checkpoint, the next call of `fully_shard`. The marks tell it what the
-parameter is. An attribute goes with its parameter; a table by identity would not, and tensors have no hash by identity for a weak one.
+Optimizers, initialisers, checkpoints and the next call of `fully_shard` get a bare parameter. A mark tells them the parameter's role.
+The marks are attributes, because an attribute lives as long as its parameter.
 """
 
 from typing import Any
 
 from torch import nn
 
-from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.layout import ShardBox
 
 
-def mark_shard(param: nn.Parameter, box: Box) -> None:
+def mark_shard(param: nn.Parameter, box: ShardBox) -> None:
     """`param` is a shard, or a full parameter, and this rank holds `box`."""
     param.shard_box = box  # type: ignore[attr-defined]
 
 
-def box_of(param: Any) -> Box | None:
-    """This rank's box of a sharded parameter; None for anything else."""
+def box_of(param: Any) -> ShardBox | None:
+    """This rank's box of a shard or full parameter; None for any other object."""
     return getattr(param, "shard_box", None)
 
 
 def mark_replaced(param: nn.Parameter, name: str) -> None:
-    """`fully_shard` puts two others in the place of this parameter, which was called `name`."""
+    """`fully_shard` has replaced this parameter, whose name was `name`, by a shard and a full parameter."""
     param._sharded_as = name  # type: ignore[attr-defined]
-
-
-def unmark_replaced(param: nn.Parameter) -> None:
-    """It could not, and the parameter stays."""
-    del param._sharded_as  # type: ignore[attr-defined]
 
 
 def name_before(param: Any) -> str | None:
@@ -36,9 +31,9 @@ def name_before(param: Any) -> str | None:
     return getattr(param, "_sharded_as", None)
 
 
-def mark_ignored(param: nn.Parameter, *, ignored: bool = True) -> None:
-    """No unit takes this parameter, also none of a module around the one that was told to ignore it."""
-    param._ignored_by_sharding = ignored  # type: ignore[attr-defined]
+def mark_ignored(param: nn.Parameter) -> None:
+    """No unit takes this parameter, not even the unit of a module around the one that ignores it."""
+    param._ignored_by_sharding = True  # type: ignore[attr-defined]
 
 
 def is_ignored(param: nn.Parameter) -> bool:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.layout import ShardBox
+from mpitrain.sharding.unit.ranks import DataParallelRanks
 
 
 @dataclass(eq=False)
@@ -12,14 +13,15 @@ class ShardedParameter:
     """A parameter as two `nn.Parameter` objects that live as long as its unit.
 
     `full`: the whole parameter, which the modules see in forward and backward. `shard`: this rank's rows, `box`, which the modules see
-    else, and which the optimizer steps.
+    at other times, and which the optimizer updates.
     """
 
     name: str
     users: list[tuple[nn.Module, str]]  # the modules that use it, and their names for it; several for tied weights
     full: nn.Parameter
     shard: nn.Parameter
-    box: Box
+    box: ShardBox
+    ranks: DataParallelRanks  # that hold the other rows, and copies of these rows
     from_meta: bool = False  # made without values
 
     def __post_init__(self) -> None:
@@ -27,11 +29,11 @@ class ShardedParameter:
 
     @property
     def lacks_values(self) -> bool:
-        """Whether this rank's rows were made without values, and nothing was written to them since."""
+        """Whether this rank's rows were made without values and have never been written."""
         return self.from_meta and self.shard.numel() > 0 and self.shard._version == 0
 
     def check(self, shown: nn.Parameter | None) -> None:
-        """RuntimeError if a module shows another parameter in its place, or if its memory was replaced: both would be lost."""
+        """RuntimeError if a module shows another parameter in place of this one, or if the memory of the shard was replaced."""
         if (self.shard.data_ptr(), self.shard.dtype) != self._memory:
             raise RuntimeError(
                 f"the memory of parameter {self.name} was replaced after fully_shard (by param.data = ..., or by casting or moving a "

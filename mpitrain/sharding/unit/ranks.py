@@ -1,4 +1,4 @@
-"""Which ranks hold what: the shards of one copy, the copies of one shard."""
+"""The groups of ranks: the shard group holds one copy of the model, the replicate group holds copies of one shard."""
 
 import weakref
 from typing import NamedTuple
@@ -7,17 +7,18 @@ import collectives
 from collectives import Communicator, Mesh
 
 REPLICATE, SHARD = ("dp_replicate",), ("dp_shard", "cp")
-"""The axes of a mesh along which a model has copies, and along which a copy is cut: together its data-parallel ranks."""
+"""The axes of a mesh along which a model has copies, and along which a copy is sharded. Together: the data-parallel group."""
 
 
-class Ranks(NamedTuple):
-    """The data-parallel ranks of a model, `all`, in two directions.
+class DataParallelRanks(NamedTuple):
+    """The groups of ranks that train one model on different data.
 
-    `shard`: those that hold the shards of one copy of the model. `replicate`: those that hold the same shard of different copies.
-    With one copy (ZeRO) `replicate` is this rank alone, with a copy each (data parallel) `shard` is.
+    `shard`: the shard group, whose ranks hold the shards of one copy of the model. `replicate`: the replicate group, whose ranks hold
+    the same shard of different copies. `data_parallel`: all ranks of both directions. With one copy (ZeRO) the replicate group is this
+    rank alone. Where each rank has a copy (data parallel) the shard group is this rank alone.
     """
 
-    all: Communicator
+    data_parallel: Communicator
     shard: Communicator
     replicate: Communicator
 
@@ -35,22 +36,22 @@ def is_within(inner: Communicator, outer: Communicator) -> bool:
     return bool(type(group).Intersection(group, outer.mpi.Get_group()).size == inner.size)
 
 
-# Splitting is collective and costs communicators, so once for all units of a model. Weak: a communicator goes with its last user.
+# A split is collective and costs a communicator, so all units of a model share the result. Weak, to free unused communicators.
 _groups: "weakref.WeakKeyDictionary[Communicator, dict[int, Communicator]]" = weakref.WeakKeyDictionary()
 
 
 def group_of(shard: Communicator, size: int) -> Communicator:
-    """The `size` ranks of `shard`, neighbours in its order, among which this one is. `size` divides that of `shard`. Collective."""
+    """The group of `size` neighbouring ranks of `shard` that includes this rank. `size` divides `shard.size`. Collective."""
     groups = _groups.setdefault(shard, {})
     if size not in groups:
         groups[size] = shard.split(shard.rank // size)
     return groups[size]
 
 
-def ranks_of(mesh: Mesh | Communicator | None, *, whole: bool = False) -> Ranks:
-    """The data-parallel ranks of a mesh by their roles, or of a communicator (None: the world) that shards one copy.
+def data_parallel_ranks(mesh: Mesh | Communicator | None, *, whole: bool = False) -> DataParallelRanks:
+    """The groups of a mesh, or of a communicator (None: the world), over which one copy is sharded. Collective.
 
-    `whole`: every rank holds a copy of its own. Collective. ValueError if the mesh has other axes longer than 1.
+    `whole`: each rank holds its own whole copy. ValueError if the mesh has other axes longer than 1.
     """
     if isinstance(mesh, Mesh):
         others = [f"{name}={size}" for name, size in mesh.axes.items() if size > 1 and name not in REPLICATE + SHARD]
@@ -63,7 +64,7 @@ def ranks_of(mesh: Mesh | Communicator | None, *, whole: bool = False) -> Ranks:
     else:
         everyone = shard = mesh or collectives.world()
         replicate = alone = group_of(everyone, 1)
-    return Ranks(everyone, alone, everyone) if whole else Ranks(everyone, shard, replicate)
+    return DataParallelRanks(everyone, alone, everyone) if whole else DataParallelRanks(everyone, shard, replicate)
 
 
 def _along(mesh: Mesh, role: tuple[str, ...]) -> Communicator:

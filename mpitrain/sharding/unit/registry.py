@@ -1,30 +1,60 @@
-"""All units of this process: code that has nothing but a parameter, or its gradient, finds here whose it is."""
+"""Which unit a module has, which units a model has, and which parameter a shard belongs to."""
 
 import weakref
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.unit import Unit
 
 _units: "weakref.WeakSet[Unit]" = weakref.WeakSet()
 
 
 def enter(unit: Unit) -> None:
-    """A module is sharded. The entry goes with its unit."""
+    """Add a unit to those of this process. The registry does not keep the unit alive."""
     _units.add(unit)
 
 
-def all_sharded() -> Iterator[tuple[ShardedParameter, Ranks]]:
-    """Every sharded parameter, and the ranks that it is sharded over. In no order that other ranks would have, too."""
+def all_sharded() -> Iterator[ShardedParameter]:
+    """Every sharded parameter of this process. The order is not the same on all ranks."""
     for unit in list(_units):
-        for param in unit.params:
-            yield param, unit.ranks
+        yield from unit.params
 
 
-def find(shard: torch.Tensor | int) -> ShardedParameter | None:
-    """The parameter of a shard, or of the identity of one; None if it is no shard."""
-    key = shard if isinstance(shard, int) else id(shard)
-    return next((param for param, _ in all_sharded() if id(param.shard) == key), None)
+def find(key: int) -> ShardedParameter | None:
+    """The parameter whose shard has the `id` of `key`; None if there is none."""
+    return next((param for param in all_sharded() if id(param.shard) == key), None)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit of a sharded module; None for any other module."""
+    return vars(module).get("_unit")
+
+
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before `fully_shard`; of any other module its class."""
+    return type(module).__mro__[0 if unit_of(module) is None else 2]
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units of all sharded modules of a model, in the order of the modules."""
+    return [unit for unit in map(unit_of, model.modules()) if unit is not None]
+
+
+def sharded_params(model: nn.Module) -> Iterator[ShardedParameter]:
+    """Every sharded parameter of a model, in the order of the modules."""
+    for unit in units_of(model):
+        yield from unit.params
+
+
+def params_by_shard(model: nn.Module) -> dict[torch.Tensor, ShardedParameter]:
+    """Every sharded parameter of a model by its shard."""
+    return {param.shard: param for param in sharded_params(model)}
+
+
+def sharded_over(model: nn.Module) -> DataParallelRanks | None:
+    """The ranks over which a model is sharded; None for a model that is not sharded."""
+    return next((unit.ranks for unit in units_of(model)), None)

@@ -1,10 +1,9 @@
-"""A shard leaves the process whole or not at all: whoever writes this rank's rows into a file by a function that takes them for the
-whole parameter is refused, and told what writes all of it.
+"""Protection against files that have this rank's rows in place of a whole parameter. The error names the functions that write all rows.
 
-A shard itself refuses to be pickled. A state dict, of a model or an optimizer, has plain tensors in torch: here those with a row for
-each of the shard's are `Rows`, which compute, copy and load as any tensor, and refuse to be pickled and to show their storage, which is
-how safetensors begins to write. What is computed from them in the same shape (`cpu()`, `half()`, `clone()`, a sum) is `Rows`, too.
-`ckpt.save` calls the method `refuse_as_whole` of both.
+A shard cannot be pickled. In the state dict of a model or an optimizer, tensors with the shape of a shard are `Rows`. `Rows` compute,
+copy and load as any tensor does. They cannot be pickled, and do not return their storage, which safetensors reads first. A result of
+the same shape (`cpu()`, `half()`, `clone()`, a sum) is `Rows`, too. `ckpt.save` calls the method `refuse_as_whole` of shards and
+`Rows`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,23 +14,23 @@ import torch
 from torch import nn
 
 from mpitrain.sharding.torch_internals import without_overrides
-from mpitrain.sharding.unit.layout import Box
+from mpitrain.sharding.unit.layout import ShardBox
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import all_sharded, find
 from mpitrain.sharding.unit.unit import Unit
 
 
 class Rows(torch.Tensor):
-    """This rank's rows of a parameter, or of what an optimizer keeps for it, in a state dict.
+    """This rank's rows of a parameter, or of an optimizer's tensor for this parameter, in a state dict.
 
     `rows.as_subclass(torch.Tensor)` is a plain tensor of the same memory.
     """
 
     _name: str
-    _box: Box
+    _box: ShardBox
 
     @staticmethod
-    def of(rows: torch.Tensor, name: str, box: Box) -> "Rows":
+    def of(rows: torch.Tensor, name: str, box: ShardBox) -> "Rows":
         """The same memory as `Rows` of the parameter `name`."""
         made = rows.as_subclass(Rows)
         made._name, made._box = name, box
@@ -55,23 +54,14 @@ class Rows(torch.Tensor):
             memo[id(self)] = self.detach().clone()
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse(self._name, self._box)
-
-    def refuse_as_whole(self) -> NoReturn:
+    def refuse_as_whole(self, *args: Any) -> NoReturn:
         """TypeError."""
         _refuse(self._name, self._box)
 
-    def storage(self) -> NoReturn:
-        """TypeError."""
-        _refuse(self._name, self._box)
-
-    def untyped_storage(self) -> NoReturn:
-        """TypeError."""
-        _refuse(self._name, self._box)
+    __reduce_ex__ = storage = untyped_storage = refuse_as_whole
 
 
-def _refuse(name: str, box: Box) -> NoReturn:
+def _refuse(name: str, box: ShardBox) -> NoReturn:
     raise TypeError(
         f"{name} is sharded: this rank has rows {tuple(box.shape)} of {tuple(box.full_shape)}, and a file of its part of the model "
         "would lack that of the others; write all of it by mpitrain.save or mpitrain.export_weights, or take whole parameters from "
@@ -80,12 +70,11 @@ def _refuse(name: str, box: Box) -> NoReturn:
 
 
 def guard_shards(unit: Unit) -> None:
-    """Let shards refuse to be written; copies of them do not. Not by a class of their own, which optimizers and hooks would notice."""
+    """Let shards, but not copies of them, raise an error when they are pickled. Optimizers and hooks would notice a subclass."""
     if unit.ranks.shard.size == 1:
         return
     for shard in (param.shard for param in unit.params):
-        shard.__reduce_ex__ = partial(_refuse_shard, id(shard))  # type: ignore[method-assign]
-        shard.refuse_as_whole = partial(_refuse_shard, id(shard))  # type: ignore[attr-defined]
+        shard.__reduce_ex__ = shard.refuse_as_whole = partial(_refuse_shard, id(shard))  # type: ignore
 
 
 def _refuse_shard(key: int, protocol: Any = None) -> NoReturn:
@@ -95,7 +84,7 @@ def _refuse_shard(key: int, protocol: Any = None) -> NoReturn:
 
 
 def mark_model(module: nn.Module, unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
-    """Let the shards of a sharded module be `Rows` in a state dict, where its names begin with `prefix`; modules within mark theirs."""
+    """Make the shards of a sharded module `Rows` in a state dict, where its names begin with `prefix`. Inner modules mark theirs."""
     if unit.ranks.shard.size == 1:
         return
     own = {id(param.shard): param for param in unit.params}
@@ -106,10 +95,10 @@ def mark_model(module: nn.Module, unit: Unit, state_dict: dict[str, Any], prefix
 
 
 def state_dict_of(original: Callable[..., dict[str, Any]], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state dict, in which what it keeps for shards is `Rows`."""
+    """An optimizer's state dict, in which the tensors for shards are `Rows`."""
     found = original(optimizer)
     own = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
-    cut = {id(param.shard): param for param, ranks in all_sharded() if id(param.shard) in own and ranks.shard.size > 1}
+    cut = {id(param.shard): param for param in all_sharded() if id(param.shard) in own and param.ranks.shard.size > 1}
     if not cut:
         return found
     state = dict(found["state"])
@@ -122,18 +111,16 @@ def state_dict_of(original: Callable[..., dict[str, Any]], optimizer: torch.opti
 
 
 def load_state_dict(original: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-    """An optimizer takes the tensors of a state dict as they are: those that are `Rows` become plain again."""
+    """Load a state dict into an optimizer, and turn `Rows`, which the optimizer would keep, into plain tensors."""
     original(optimizer, *args, **kwargs)
     for kept in optimizer.state.values():
-        if isinstance(kept, dict):  # not what some optimizers keep for all parameters, such as a number of steps
+        if isinstance(kept, dict):  # some optimizers keep other values for all parameters, such as a number of steps
             for what, value in kept.items():
                 if isinstance(value, Rows):
                     kept[what] = value.as_subclass(torch.Tensor)
 
 
 def _marked(value: Any, param: ShardedParameter) -> Any:
-    return Rows.of(value, param.name, param.box) if _has_rows(value, param) else value
-
-
-def _has_rows(value: Any, param: ShardedParameter) -> bool:
-    return type(value) is torch.Tensor and value.shape == param.shard.shape
+    """`value` as `Rows` if it is a plain tensor with the shape of the parameter's shard; any other value as it is."""
+    has_rows = type(value) is torch.Tensor and value.shape == param.shard.shape
+    return Rows.of(value, param.name, param.box) if has_rows else value

@@ -1,6 +1,6 @@
-"""A unit: the parameters of one sharded module, but those of sharded modules within it; unsharded and resharded together.
+"""A unit: the parameters of one sharded module, without those of sharded modules inside it. They are unsharded and resharded together.
 
-The word is that of the FSDP paper (Zhao et al., VLDB 2023). Between two forwards a parameter goes through these states:
+The term is from the FSDP paper (Zhao et al., VLDB 2023). Between two forwards a unit goes through these states:
 
     SHARDED --begin_unshard--> UNSHARDING --unshard--> UNSHARDED --reshard--> SHARDED
                                                            |  ^
@@ -8,7 +8,7 @@ The word is that of the FSDP paper (Zhao et al., VLDB 2023). Between two forward
                                                            v  |
                                                           HIDDEN
 
-`mpitrain.sharding.step.step.Step` decides when: a unit knows nothing of forwards and backwards.
+`mpitrain.sharding.step.step.TrainingStep` decides when. A unit knows nothing of forwards and backwards.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from torch import nn
 from mpitrain.sharding.setup.policy import MixedPrecisionPolicy
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import Ranks
+from mpitrain.sharding.unit.ranks import DataParallelRanks
 
 
 class Promise(NamedTuple):
-    """Arguments of `fully_shard` that only the whole model can check, at its first forward."""
+    """Arguments of `fully_shard` that only a check of the whole model, at its first forward, can judge."""
 
     keep_fp32: tuple[str, ...]
     ignored_params: Sequence[nn.Parameter]
@@ -45,7 +45,7 @@ class Unit:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: DataParallelRanks,
         flats: list[FlatParameters],
         policy: MixedPrecisionPolicy,
         *,
@@ -54,14 +54,16 @@ class Unit:
         prefetch_bytes: int | None = None,
         is_automatic: bool = False,
     ) -> None:
-        self.name = ""  # of the module within the outermost one, and its class, for messages; set at the first forward
+        self.name = (
+            ""  # the module's path in the outermost module, and its class, for messages; set at the first forward
+        )
         self.ranks = ranks
         self.flats = flats
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
-        self.prefetch_bytes = prefetch_bytes  # that of the outermost module counts
-        self.is_automatic = is_automatic  # `fully_shard` made it for a module around it
-        self.reduces_early = stage != 1  # as soon as its gradients are there, not at the end of the backward
+        self.prefetch_bytes = prefetch_bytes  # only the value of the outermost module is used
+        self.is_automatic = is_automatic  # `fully_shard` chose this module as a block of the module in its argument
+        self.reduces_early = stage != 1  # as soon as the unit is complete, not at the end of the backward
         self.sync_gradients = True  # a backward reduces its gradients
         self.promise: Promise | None = None
         self.state = UnitState.SHARDED
@@ -73,7 +75,7 @@ class Unit:
 
     @property
     def lasts(self) -> bool:
-        """Whether the full parameters stay in memory between uses."""
+        """Whether the full parameters stay in memory between two uses."""
         return all(flat.storage.lasts for flat in self.flats)
 
     @property
@@ -83,7 +85,7 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Of the full parameters that do not last."""
+        """The size of the full parameters that do not last."""
         return sum(flat.storage.nbytes for flat in self.flats if not flat.storage.lasts)
 
     @property
@@ -107,10 +109,7 @@ class Unit:
         self.state = UnitState.UNSHARDING
 
     def unshard(self) -> bool:
-        """Fill the full parameters, and let the modules see them. From any state; returns whether an all-gather was needed.
-
-        Collective where it was.
-        """
+        """Fill the full parameters, and show them. From any state. Returns whether they were not full. Collective in that case."""
         filled = [flat.fill() for flat in self.flats]
         for flat in self.flats:
             flat.show_full()
@@ -125,9 +124,9 @@ class Unit:
         self.state = UnitState.HIDDEN
 
     def reshard(self, *, for_backward: bool = False) -> None:
-        """Let the modules see the shards, and give the memory of full parameters back that do not last. From any state.
+        """Show the shards, and free the full parameters that do not last. From any state.
 
-        `for_backward`: all of it or, where `reshard_after_forward` is a number, all but this rank's piece of the smaller group's.
+        `for_backward`: if `reshard_after_forward` is a number, this rank keeps its piece for its group of so many ranks.
         """
         for flat in self.flats:
             flat.show_shards()
@@ -135,15 +134,15 @@ class Unit:
         self.state = UnitState.SHARDED
 
     def expire(self) -> None:
-        """The shards may have changed: full parameters that last, and that do not change with them, have to be filled anew."""
+        """The shards may have changed: fill full parameters that last again at the next use, unless the shards are part of them."""
         self._from(UnitState.SHARDED)
         for flat in self.flats:
             flat.storage.expire()
 
     def reset(self) -> None:
-        """Back to SHARDED after an exception, without communication; gradients that were not reduced are dropped."""
+        """Go back to SHARDED after an exception, without communication. Drop gradients that were not reduced."""
         for flat in self.flats:
-            with suppress(Exception):  # the exception that led here says more
+            with suppress(Exception):  # the first exception is more useful
                 flat.storage.finish()
         self.reshard()
         for flat in self.flats:
@@ -151,13 +150,8 @@ class Unit:
 
     # Checks
 
-    def check_shown(self) -> None:
-        """RuntimeError if a module shows something else in place of one of the parameters."""
-        for flat in self.flats:
-            flat.check_shown()
-
     def check_output(self, tensors: list[Any]) -> None:
-        """RuntimeError if a part of the module's output is a full parameter's memory, which is about to be given back."""
+        """RuntimeError if the module's output has memory of a full parameter, which is about to be freed."""
         for flat in self.flats:
             if flat.storage.lasts:
                 continue
@@ -165,6 +159,6 @@ class Unit:
             if any(tensor.untyped_storage().data_ptr() == memory for tensor in tensors):
                 names = ", ".join(param.name for param in flat.params[:3])
                 raise RuntimeError(
-                    f"a module returned one of its parameters ({names}, ...) or a view of one, whose memory is given back "
+                    f"a module returned one of its parameters ({names}, ...) or a view of one, whose memory is freed "
                     "after its forward; return a copy (param.clone(), through which gradients flow), or pass storage='resident'"
                 )

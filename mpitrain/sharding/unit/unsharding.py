@@ -1,12 +1,12 @@
-"""Where a unit's full parameters live, and how they come to be full.
+"""The memory of a unit's full parameters, and the all-gathers that fill it.
 
-- `Gathered` (stage 3): from all ranks before use, emptied after it; between forward and backward, where asked for, spread over a
-  smaller group of ranks, from which it is gathered again.
-- `Kept` (stages 0 to 2): a copy on each rank, brought up to date before the first forward after a step.
-- `Resident`: as `Kept`, but one copy for all ranks of a node, in memory that they share: so it is stage 3 as well.
+- `Gathered` (stage 3): gathered from all ranks before use, and freed after it. With `reshard_after_forward=N` a group of N ranks holds
+  the full parameters, sharded, between forward and backward, and gathers them again.
+- `Kept` (stages 0 to 2): a copy on each rank, updated before the first forward after a step.
+- `Resident`: as `Kept`, but one copy for all ranks of a node, in shared memory. So it serves stage 3, too.
 
-Where the full parameters have the dtype of the shards, the shards of `Kept` and `Resident` are rows of that very buffer: an optimizer
-that steps them steps the full parameters, and within a node nothing is left to move.
+If the full parameters have the dtype of the shards, the shards of `Kept` and `Resident` are rows of this buffer. Then an optimizer that
+updates the shards updates the full parameters, and no data moves within a node.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ Kind = Literal["resident", "kept", "gathered"]
 
 
 Shapes = Sequence[tuple[int, ...]]
-"""Of the parameters of a unit."""
+"""The shapes of the parameters of a unit."""
 
 
 class Storage:
@@ -39,41 +39,41 @@ class Storage:
 
     def __init__(self, shapes: Shapes, comm: Communicator) -> None:
         self._comm = comm
-        # Shards that no rank sends need not be of one length, and padding would only take memory.
+        # No rank sends resident shards. So they need no equal length, and padding would only take memory.
         self.layout = layout = lay_out(shapes, comm.size, equal=self.kind != "resident")
         self._mine = slice(layout.bounds[comm.rank], layout.bounds[comm.rank + 1])  # this rank's rows
-        self._work: Work | None = None  # an all-gather that was begun
-        self._sent: torch.Tensor | None = None  # its input, which has to stay
+        self._work: Work | None = None  # an all-gather that has begun
+        self._sent: torch.Tensor | None = None  # the input of the all-gather, which must stay in memory
 
     @property
     def nbytes(self) -> int:
-        """Of the full parameters, whether they have memory or not."""
+        """The size of the full parameters, with or without memory."""
         return self.layout.numel * self.flat.itemsize
 
     @property
     def overlaps(self) -> bool:
-        """Whether an all-gather that was begun goes on while this rank computes. The same on all ranks."""
+        """Whether an all-gather progresses while this rank computes. The same on all ranks."""
         return self._comm.overlaps(on_device=self.flat.device.type != "cpu")
 
     @property
     def is_full(self) -> bool:
-        """Whether the full parameters have the values of the shards, without an all-gather under way."""
+        """Whether the full parameters have the values of the shards, and no all-gather is under way."""
         raise NotImplementedError
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an all-gather was begun and not finished."""
+        """Whether an all-gather has begun and has not ended."""
         return self._work is not None
 
     def begin_fill(self, shard: torch.Tensor, *, ahead: bool = True) -> None:
         """Begin to fill the full parameters, unless they are full. Collective.
 
-        `ahead`: `fill` or `finish` ends it, where it overlaps. Else it has ended on return.
+        `ahead`: if the all-gather overlaps with computation, `fill` or `finish` ends it. Otherwise it has ended on return.
         """
         raise NotImplementedError
 
     def fill(self, shard: torch.Tensor) -> bool:
-        """Fill the full parameters, unless they are full. Returns whether they were not. Collective where they were not."""
+        """Fill the full parameters, unless they are full. Returns whether they were not full. Collective in that case."""
         if self.is_full:
             return False
         if not self.is_under_way:
@@ -82,7 +82,7 @@ class Storage:
         return True
 
     def finish(self) -> None:
-        """Wait for the all-gather that was begun, if one was. Its errors are raised here."""
+        """Wait for the all-gather, if one has begun. Its errors are raised here."""
         if self._work is not None:
             work, self._work = self._work, None
             work.wait()
@@ -92,7 +92,7 @@ class Storage:
         """The shards may have changed, and full parameters that last may hold old values."""
 
     def empty(self, *, for_backward: bool = False) -> None:
-        """Give the memory back of full parameters that do not last."""
+        """Free full parameters that do not last."""
 
     def _all_gather(
         self, comm: Communicator, out: Any, mine: torch.Tensor, counts: Sequence[int], *, ahead: bool
@@ -102,12 +102,12 @@ class Storage:
             self._work, self._sent = work, mine
 
     def part(self, start: int, stop: int) -> torch.Tensor:
-        """Elements of the buffer as a tensor with a version counter of its own: autograd compares the counters of saved tensors."""
+        """Elements of the buffer, with a separate version counter: autograd compares the counters of saved tensors."""
         return with_own_counter(self.flat[start:stop])
 
 
 class Kept(Storage):
-    """A copy on each rank that lasts."""
+    """A lasting copy on each rank."""
 
     kind: Kind = "kept"
 
@@ -139,12 +139,12 @@ class Kept(Storage):
 
     @property
     def _moves(self) -> bool:
-        """Whether a rank's rows have to be sent to reach the others."""
+        """Whether ranks must send their rows to each other."""
         return self._comm.size > 1
 
 
 class Resident(Kept):
-    """A copy on each node, in memory that its ranks share. [Note: fences] in fences.py says when a rank may write it."""
+    """A copy on each node, in memory that its ranks share. [Note: fences] in fences.py tells when a rank may write to it."""
 
     kind: Kind = "resident"
 
@@ -158,7 +158,7 @@ class Resident(Kept):
 
 
 class Gathered(Storage):
-    """Filled before use and emptied after it.
+    """Full parameters that are filled before use and freed after it.
 
     The storage stays the same object: autograd saves views of it (a Linear keeps `weight.t()`), which see the values again after the
     next fill. A buffer lent to several units in turn would give these views another unit's values.
@@ -179,7 +179,7 @@ class Gathered(Storage):
         super().__init__(shapes, comm)
         self.flat = torch.empty(self.layout.numel, dtype=dtype, device=device)
         self._group = group
-        self._piece: torch.Tensor | None = None  # this rank's of the group's
+        self._piece: torch.Tensor | None = None  # this rank's piece of the full parameters that the group holds
 
     @property
     def is_full(self) -> bool:
@@ -197,7 +197,7 @@ class Gathered(Storage):
 
     @torch.no_grad()
     def empty(self, *, for_backward: bool = False) -> None:
-        """Give the memory back. `for_backward`: the full parameters are filled again before the shards change."""
+        """Free the memory. `for_backward`: the full parameters will be filled again before the shards change."""
         with suppress(Exception):  # of an all-gather whose result is not needed
             self.finish()
         if not for_backward or self._group is None:

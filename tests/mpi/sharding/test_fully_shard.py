@@ -239,7 +239,7 @@ def test_data_parallel_ranks_have_roles_in_a_mesh(comm) -> None:
         mesh = Mesh(comm, axes)
         model, plain = pair_of(lambda: nn.Linear(4, 12), comm, mesh=mesh)
         ranks = sharded_over(model)
-        assert (ranks.all, ranks.shard.size, ranks.replicate.size) == (comm, cut, comm.size // cut)
+        assert (ranks.data_parallel, ranks.shard.size, ranks.replicate.size) == (comm, cut, comm.size // cut)
         for each in (model, plain):
             each(torch.arange(12.0).view(3, 4)).square().sum().backward()
         assert_same(model, plain, grads=True, rtol=1e-5, atol=1e-6)

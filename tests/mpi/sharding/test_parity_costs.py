@@ -70,7 +70,7 @@ def test_accumulation_without_sync_reduces_once(comm: Communicator, storage: str
 def test_what_is_frozen_costs_neither_gradients_nor_reductions(comm: Communicator, storage: str) -> None:
     model = fully_shard(low_rank_gpt(), comm, storage=storage)
     units = [flat for unit in units_of(model) for flat in unit.flats]
-    trained = [unit for unit in units if unit.trained]
+    trained = [unit for unit in units if unit.gradients]
     assert len(trained) == 2 and len(units) == 5  # of each block the differences and the rest; all of the rest
     language_loss(model, 0, mine(comm)).backward()
     counts = collectives_of(lambda: language_loss(model, 1, mine(comm)).backward())
@@ -78,7 +78,7 @@ def test_what_is_frozen_costs_neither_gradients_nor_reductions(comm: Communicato
     for unit in units:
         for param in unit.params:
             assert param.full.grad is None
-            assert (param.shard.grad is not None) == unit.trained
+            assert (param.shard.grad is not None) == bool(unit.gradients)
     buffers = [buffer for of_dtype in model._step.reducer._buffers.values() for buffer in of_dtype]
     expected = [max(unit.layout.numel for unit in trained)] * min(len(trained), 2)
     assert [buffer.numel() for buffer in buffers] == (expected if comm.size > 1 else [])

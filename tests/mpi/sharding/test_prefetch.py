@@ -56,7 +56,7 @@ def storages(model: Any) -> list[Any]:
 
 
 def step(model: nn.Module, number: int, optimizer: torch.optim.Optimizer) -> float:
-    rank = model._unit.ranks.all.rank
+    rank = model._unit.ranks.data_parallel.rank
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
     loss = model(x).square().mean()
     loss.backward()

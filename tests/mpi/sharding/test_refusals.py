@@ -78,7 +78,7 @@ def test_dtypes(comm: Communicator) -> None:
         MixedPrecisionPolicy("bfloat16")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"keep_fp32 is 'LayerNorm'; expected a tuple of names"):
         MixedPrecisionPolicy(low, keep_fp32="LayerNorm")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="there is none; pass it too"):
+    with pytest.raises(ValueError, match="param_dtype is None; pass both"):
         MixedPrecisionPolicy(keep_fp32=("LayerNorm",))
     model = Net()
     with pytest.raises(

@@ -43,7 +43,7 @@ def train(model: Any, steps: int = 4) -> list[Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     losses = []
     for number in range(steps):
-        seed = 10 * number + model._unit.ranks.all.rank
+        seed = 10 * number + model._unit.ranks.data_parallel.rank
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
         model(x)  # a forward whose backward never comes
         loss = model(x).square().mean()

@@ -231,7 +231,9 @@ def test_optimizers_of_unknown_kinds(comm: Communicator) -> None:
 
     told = step(Normed)
     assert len(told) == (comm.size > 1 and comm.rank == 0)
-    assert all("each rank steps its own rows" in text and "Normed.is_elementwise = True" in text for text in told)
+    assert all(
+        "each rank updates only its own rows" in text and "Normed.is_elementwise = True" in text for text in told
+    )
     assert step(Normed) == []  # once for a class
     for name in ("Lion", "Declared"):
         kind = type(name, (Normed,), {"is_elementwise": True} if name == "Declared" else {})

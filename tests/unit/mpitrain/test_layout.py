@@ -17,11 +17,11 @@ NUM_RANKS = st.integers(1, 9)
 @given(SHAPES, NUM_RANKS)
 def test_parameters_lie_in_order_aligned_and_apart(shapes: list[tuple[int, ...]], num_ranks: int) -> None:
     layout = lay_out(shapes, num_ranks)
-    assert [place.shape for place in layout.places] == shapes
-    assert all(place.start % ALIGN == 0 for place in layout.places)
-    for place, after in pairwise(layout.places):
+    assert [place.shape for place in layout.extents] == shapes
+    assert all(place.start % ALIGN == 0 for place in layout.extents)
+    for place, after in pairwise(layout.extents):
         assert place.stop <= after.start < place.stop + ALIGN
-    assert layout.numel == (layout.places[-1].stop if shapes else 0)
+    assert layout.numel == (layout.extents[-1].stop if shapes else 0)
 
 
 @given(SHAPES, NUM_RANKS)
@@ -36,7 +36,7 @@ def test_shards_are_neighbours_and_cover_the_buffer(shapes: list[tuple[int, ...]
 @given(SHAPES, NUM_RANKS)
 def test_boxes_are_whole_rows_that_cover_each_parameter_once(shapes: list[tuple[int, ...]], num_ranks: int) -> None:
     layout = lay_out(shapes, num_ranks)
-    for index, place in enumerate(layout.places):
+    for index, place in enumerate(layout.extents):
         next_row = 0
         for rank in range(num_ranks):
             box = layout.box(index, rank)
@@ -59,7 +59,7 @@ def test_boxes_are_whole_rows_that_cover_each_parameter_once(shapes: list[tuple[
 @given(SHAPES, NUM_RANKS)
 def test_shards_are_as_equal_as_rows_allow(shapes: list[tuple[int, ...]], num_ranks: int) -> None:
     layout = lay_out(shapes, num_ranks)
-    longest_row = max((place.row for place in layout.places if place.numel), default=0)
+    longest_row = max((place.row for place in layout.extents if place.numel), default=0)
     for rank, bound in enumerate(layout.bounds):
         # half a row to the nearest cut, and past a parameter's end on to the beginning of the next
         assert abs(bound - layout.numel * rank / num_ranks) <= longest_row / 2 + ALIGN
@@ -89,13 +89,13 @@ def test_equal_shards_keep_rows_whole_and_padding_small(shapes: list[tuple[int, 
     if len(set(layout.counts)) > 1 or num_ranks == 1:
         assert layout == lay_out(shapes, num_ranks), "shards as equal as rows allow"
         return
-    assert [place.shape for place in layout.places] == shapes
+    assert [place.shape for place in layout.extents] == shapes
     assert layout.numel - numel <= MOST_PADDING * numel or layout == lay_out(shapes, num_ranks)
-    in_buffer = sorted((place for place in layout.places if place.numel), key=lambda place: place.start)
+    in_buffer = sorted((place for place in layout.extents if place.numel), key=lambda place: place.start)
     assert all(place.start % ALIGN == 0 for place in in_buffer)
     assert all(place.stop <= after.start for place, after in pairwise(in_buffer))
     assert not in_buffer or in_buffer[-1].stop <= layout.numel
-    for index, place in enumerate(layout.places):
+    for index, place in enumerate(layout.extents):
         next_row = 0
         for rank in range(num_ranks):
             box = layout.box(index, rank)
@@ -124,7 +124,7 @@ def test_blocks_of_a_transformer_have_equal_shards(width: int, num_ranks: int, m
 def test_the_shortest_length_is_taken() -> None:
     # Long rows first. Half of the 76,352 elements would be within a row of 64, which ends 32 elements later.
     layout = lay_out([(64,), (1000, 64), (3, 4096)], 2, equal=True)
-    assert [place.start for place in layout.places] == [76288, 12288, 0]
+    assert [place.start for place in layout.extents] == [76288, 12288, 0]
     assert layout.counts == (38208, 38208)
     # Of 20 rows that are cut in three, 7 for each rank would be 5 % of padding.
     rows = [(20, 4096)]
@@ -139,11 +139,11 @@ def test_a_buffer_for_some_of_the_parameters_has_the_same_boxes(
     layout = lay_out(shapes, num_ranks, equal=equal)
     indices = sorted(data.draw(st.sets(st.integers(0, len(shapes) - 1)))) if shapes else []
     some = layout.only(indices)
-    assert len(some.places) == len(indices) and len(some.bounds) == num_ranks + 1
+    assert len(some.extents) == len(indices) and len(some.bounds) == num_ranks + 1
     assert list(some.bounds) == sorted(some.bounds)
     assert sum(some.counts) == some.numel <= layout.numel
     if len(indices) < len(shapes):
-        assert some.numel == max((place.stop for place in some.places), default=0)
+        assert some.numel == max((place.stop for place in some.extents), default=0)
     for new, old in enumerate(indices):
         for rank in range(num_ranks):
             one, other = some.box(new, rank), layout.box(old, rank)

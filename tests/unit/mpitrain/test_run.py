@@ -25,7 +25,7 @@ def save(folder: Path, step: int) -> Path:
 
 def test_without_a_checkpoint_it_begins_anew(tmp_path: Path) -> None:
     for folder in (tmp_path / "run", tmp_path):
-        assert Run(config(folder)).start(config(folder)) == (None, "begins anew")
+        assert Run(config(folder)).start(config(folder)) == (None, "starts at step 0")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,7 +81,7 @@ def test_never_moves_earlier_runs_aside_one_by_one(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for earlier in range(3):
         never = config(folder, "never")
-        assert Run(never).start(never) == (None, "begins anew")
+        assert Run(never).start(never) == (None, "starts at step 0")
         run = Run(never)
         run.lock()
         assert run.prepare(never) == (tmp_path / f"run.{earlier}" if earlier else None)
@@ -140,7 +140,7 @@ def test_copies_are_gone_on_from_and_never_taken_for_the_new_run_s(tmp_path: Pat
     auto, never = (
         replace(config(home, resume), checkpoint=CheckpointConfig(copies=(str(place),))) for resume in ("auto", "never")
     )
-    assert Run(never).start(never) == (None, "begins anew")
+    assert Run(never).start(never) == (None, "starts at step 0")
     path = ckpt.save(home / "checkpoints/step-00000001", {"x": np.ones(3)}, comm=None, copies=[place])
     assert Run(auto).start(auto) == (path, f"goes on from {path}")
     shutil.rmtree(home)

@@ -1,4 +1,4 @@
-"""Where a rank computes: its GPU, or its cores and how many threads on them."""
+"""The hardware that a rank computes on: a GPU, or cores and threads."""
 
 import os
 import time
@@ -10,17 +10,19 @@ from collectives import Communicator
 from mpitrain.config import ParallelConfig
 
 
-class Placement(NamedTuple):
+class Hardware(NamedTuple):
+    """The hardware of this rank."""
+
     device: torch.device
     threads: int
     cores: tuple[int, ...]
 
 
 def share_out(allowed: list[set[int]], rank: int) -> tuple[int, ...]:
-    """The cores of local rank `rank`, where each rank may run on `allowed`.
+    """The cores of local rank `rank`. `allowed`: for each local rank the cores that it may run on.
 
-    A launcher that bound the ranks to cores of their own has decided already. Otherwise all cores are dealt out evenly, in runs of
-    neighbours; with fewer cores than ranks nobody gets any of its own.
+    If the launcher bound each rank to its own cores, these cores stay. Otherwise every rank gets the same number of neighbouring cores.
+    With fewer cores than ranks the result is empty.
     """
     everything = sorted(set.union(*allowed))
     if sum(map(len, allowed)) == len(everything):
@@ -29,10 +31,11 @@ def share_out(allowed: list[set[int]], rank: int) -> tuple[int, ...]:
     return tuple(everything[rank * each : (rank + 1) * each])
 
 
-def place(comm: Communicator, config: ParallelConfig) -> Placement:
-    """Choose and take this rank's place on its node. Collective.
+def take_hardware(comm: Communicator, config: ParallelConfig) -> Hardware:
+    """Choose this rank's hardware on its node, and use it from now on. Collective.
 
-    A GPU by the rank's number within the node. Threads: as set, else OMP_NUM_THREADS, else one for each of the rank's cores.
+    The rank's number within the node selects the GPU. The number of threads comes from the settings, else from OMP_NUM_THREADS, else
+    from the number of the rank's cores.
     """
     cores = share_out(comm.node.all_gather_object(os.sched_getaffinity(0)), comm.node.rank)
     if config.bind and cores:
@@ -41,17 +44,17 @@ def place(comm: Communicator, config: ParallelConfig) -> Placement:
     torch.set_num_threads(threads)
     num_gpus = torch.cuda.device_count()
     if config.device == "cpu" or not num_gpus:
-        return Placement(torch.device("cpu"), threads, cores)
+        return Hardware(torch.device("cpu"), threads, cores)
     device = torch.device("cuda", comm.node.rank % num_gpus)
     torch.cuda.set_device(device)
-    return Placement(device, threads, cores)
+    return Hardware(device, threads, cores)
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """What a large matrix product reaches on this rank, all ranks at once: the yardstick for a step (its `mfu`)."""
-    # Most CPUs have no instruction for products of fp16, and take forty times as long for them.
+    """The FLOP/s of a large matrix product on this rank while all ranks compute: the reference for the `mfu` of a step."""
+    # Most CPUs have no instruction for fp16 products, which then take forty times as long.
     n = 8192 if device.type == "cuda" else 256 if dtype is torch.float16 else 1024
-    # A generator of its own: measuring must not move those that the checkpoint keeps. Not constants, which GPUs multiply faster.
+    # A separate generator: the measurement must not change the generators that a checkpoint stores. GPUs multiply constants faster.
     a = torch.randn(n, n, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
     times = []
     for _ in range(20):

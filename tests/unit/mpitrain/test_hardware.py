@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpitrain.train.placement import matmul_flops_per_s, share_out
+from mpitrain.train.hardware import matmul_flops_per_s, share_out
 
 
 @pytest.mark.parametrize(
