@@ -35,7 +35,7 @@ class Damage(NamedTuple):
         return f"{self.file}{where}{whose}: {self.problem}"
 
 
-class _Extent(NamedTuple):
+class _ByteRange(NamedTuple):
     """A run of bytes of a file. `checksum`: of a chunk of a block; None: to be hashed with the rest, or zero in a `gap`."""
 
     first: int
@@ -100,7 +100,7 @@ def verify_files(
         return [damage for of_file in found for damage in of_file]
 
 
-def _verify_file(folder: Folder, file: File, extents: Iterable[_Extent], progress: Progress) -> list[Damage]:
+def _verify_file(folder: Folder, file: File, extents: Iterable[_ByteRange], progress: Progress) -> list[Damage]:
     found = []
     rest = xxhash.xxh3_64()
     buffer = np.empty(_BUFFER_BYTES, np.uint8)
@@ -134,7 +134,7 @@ def _verify_file(folder: Folder, file: File, extents: Iterable[_Extent], progres
     return found
 
 
-def _extents(file: File, inside: Iterable[tuple[Tensor, StoredBlock]], chunk_bytes: int) -> Iterator[_Extent]:
+def _extents(file: File, inside: Iterable[tuple[Tensor, StoredBlock]], chunk_bytes: int) -> Iterator[_ByteRange]:
     """A file from its first byte to its last. `inside`: its blocks."""
     blocks: dict[str, list[tuple[int, int, str, StoredBlock]]] = {dtype: [] for dtype in file.datasets}
     for tensor, block in inside:
@@ -142,15 +142,15 @@ def _extents(file: File, inside: Iterable[tuple[Tensor, StoredBlock]], chunk_byt
     at = 0
     for dtype, dataset in sorted(file.datasets.items(), key=lambda item: item[1].offset_bytes):
         itemsize = DTYPES[dtype].itemsize
-        yield _Extent(at, dataset.offset_bytes)
+        yield _ByteRange(at, dataset.offset_bytes)
         at = dataset.offset_bytes
         for start, size, name, block in sorted(blocks[dtype]):
             first, last = dataset.offset_bytes + start * itemsize, dataset.offset_bytes + (start + size) * itemsize
-            yield _Extent(at, first, gap=True)
+            yield _ByteRange(at, first, gap=True)
             for i, begin in enumerate(range(first, last, chunk_bytes)):
-                yield _Extent(begin, min(begin + chunk_bytes, last), name, block.checksum(i))
+                yield _ByteRange(begin, min(begin + chunk_bytes, last), name, block.checksum(i))
             at = last
         end = dataset.offset_bytes + dataset.elements * itemsize
-        yield _Extent(at, end, gap=True)
+        yield _ByteRange(at, end, gap=True)
         at = end
-    yield _Extent(at, file.nbytes)
+    yield _ByteRange(at, file.nbytes)

@@ -15,7 +15,7 @@ from collectives.bench.results import Measurement
 from collectives.bench.timing import Limits, measure
 from collectives.communicator.communicator import Communicator
 from collectives.selection.selector import ALGORITHMS, MEMORIES, NODE_OPERATIONS, Selector, kind_of
-from collectives.selection.table import KINDS, Entry
+from collectives.selection.table import KINDS, TableEntry
 
 CLEARLY = 0.05
 SIZES = tuple(256 << 2 * i for i in range(10))  # 256 B .. 64 MiB
@@ -72,7 +72,7 @@ def cases(comm: Communicator, operations: Sequence[str]) -> Iterator[tuple[str, 
 
 def tune(
     comm: Communicator, *, operations: Sequence[str], sizes: Sequence[int] = SIZES, seconds: float = 90.0
-) -> Iterator[tuple[Entry, list[Measurement]]]:
+) -> Iterator[tuple[TableEntry, list[Measurement]]]:
     """Measure every algorithm in each case, one after the other, and choose: the entry for this `comm`, and what it follows from.
 
     `seconds`: in all, kept as well as LEAST_ROUNDS at each size allow. Collective: the entries are the same on all ranks.
@@ -100,4 +100,4 @@ def tune(
                     behind |= {name for name, time in fixed.items() if time > HOPELESS * fastest}
         if times:
             # All ranks have the same figures: `measure` gives the slowest rank's.
-            yield Entry(operation, kind, memory, comm.size, comm.num_nodes, choose(times)), measured
+            yield TableEntry(operation, kind, memory, comm.size, comm.num_nodes, choose(times)), measured

@@ -16,7 +16,7 @@ from collectives.commands.terminal import Commands, UsageError, or_usage_error, 
 from collectives.communicator.communicator import Communicator
 from collectives.selection import table_cache
 from collectives.selection.selector import ALGORITHMS
-from collectives.selection.table import Entry, Table
+from collectives.selection.table import Table, TableEntry
 
 SECONDS, QUICK_SECONDS = 90.0, 20.0
 
@@ -89,7 +89,7 @@ def _before(comm: Communicator, output: str | None) -> tuple[Table, Path]:
         raise ValueError(f"{path} exists and is no table: {error}; choose another file") from None
 
 
-def _shown(entries: list[Entry], comm: Communicator) -> Shown:
+def _shown(entries: list[TableEntry], comm: Communicator) -> Shown:
     title = f"algorithms of auto, {comm.size} ranks on {plural(comm.num_nodes, 'node')}"
     shown = new_table(("operation", "dtypes", "memory", "algorithm"), title=title, left=4)
     shown.columns[-1].no_wrap = False

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from collectives.diagnosis import stacks, threads
 
 NUM_SLOTS = 256  # a power of two
+_NO_THREAD = -1  # the thread of an operation that never ends: see `Log._refuse_unless_gone`
 
 # States of an operation. ISSUED: under way, but no thread waits for it (`async_op=True` before `wait()`).
 ISSUED, BEGUN, ENDED, FAILED = "issued", "begun", "ended", "failed"
@@ -240,8 +241,24 @@ class Log:
         last = self.latest
         self.latest = entry
         if last.state is BEGUN and last.thread != entry.thread:
-            threads.refuse_unless_gone(last, entry)
+            self._refuse_unless_gone(last, entry)
         return entry
+
+    def _refuse_unless_gone(self, other: Entry, mine: Entry) -> None:
+        """RuntimeError: this thread has entered `mine` while another is inside `other`. This Log is lost from then on.
+
+        The order of the calls is not known any more, so the Log refuses each later collective of any thread too: otherwise the
+        refused thread's peers would wait for it. An `other` that its thread left by an unreported exception is no reason to refuse.
+        """
+        lost = other.thread == _NO_THREAD
+        if not lost and not stacks.inside_package(other.thread):
+            other.fail()
+            return
+        mine.fail()
+        said = other.call[0] if lost else f"{other.call[0]}, at {stacks.call_site(other.thread)}"
+        self.latest = last = Entry()
+        last.log, last.state, last.thread, last.call = self, other.state, _NO_THREAD, (said, *other.call[1:])
+        raise threads.refusal(mine.call[0], str(self), said)
 
     def enter_pair(self, name: str, peer: int, tag: int, elements: int = 0, dtype: str = "") -> Entry:
         """This thread enters an operation with rank `peer` of this communicator alone."""

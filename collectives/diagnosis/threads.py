@@ -6,36 +6,11 @@ the job hangs. Threads that take turns, in an order that the program gives them,
 """
 
 import threading
-from typing import TYPE_CHECKING
-
-from collectives.diagnosis import stacks
-
-if TYPE_CHECKING:  # which imports this module
-    from collectives.diagnosis.record import Entry
 
 _REMEDY = (
     "expected one thread at a time, because the order of the threads' operations would differ between the ranks: give each thread a "
     "communicator of its own, by comm.split(0) on all ranks before the threads start"
 )
-
-
-def refuse_unless_gone(other: "Entry", mine: "Entry") -> None:
-    """RuntimeError: this thread has entered `mine` while another is inside `other`, of the same Log. The Log is lost from then on.
-
-    The order of what was called is not known any more, so each later collective is refused too, of whatever thread: else those that go
-    on would wait for ranks on which another thread was refused. Not where the other thread has left `other` by an exception that
-    nobody has reported.
-    """
-    lost = other.thread == _NOBODY
-    if not lost and not stacks.inside_package(other.thread):
-        other.fail()
-        return
-    mine.fail()
-    said = other.call[0] if lost else f"{other.call[0]}, at {stacks.call_site(other.thread)}"
-    log = mine.log
-    log.latest = last = type(other)()
-    last.log, last.state, last.thread, last.call = log, other.state, _NOBODY, (said, *other.call[1:])
-    raise refusal(mine.call[0], str(log), said)
 
 
 def refusal(operation: str, communicator: str, other: str) -> RuntimeError:
@@ -44,6 +19,3 @@ def refusal(operation: str, communicator: str, other: str) -> RuntimeError:
     return RuntimeError(
         f"{operation} on {communicator}, by thread {name}, while another thread was inside {other}; {_REMEDY}"
     )
-
-
-_NOBODY = -1  # in the place of a thread: of an operation that never ends

@@ -25,7 +25,7 @@ _LATENCY_BYTES = 8 << 10  # what a link carries in the time that a message takes
 _BUILT_IN = Path(__file__).with_name("builtin_table.json")
 
 
-class Entry(NamedTuple):
+class TableEntry(NamedTuple):
     """`choices`: (up to so many bytes of the whole array, algorithm), rising; the last is (None, algorithm), for all above."""
 
     operation: str
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 class Table:
     """Entries, and the `machine` they were measured on (see table_cache.py); None: the built-in ones, or given by hand."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TableEntry, ...]
     machine: Mapping[str, Any] | None = None
 
     def choices(
@@ -71,13 +71,13 @@ class Table:
     def over(self, other: "Table") -> "Table":
         """This table, and of the `other` what it says where this one says nothing, for any number of ranks: a complete one."""
 
-        def case(entry: Entry) -> tuple[str, str, str, bool]:
+        def case(entry: TableEntry) -> tuple[str, str, str, bool]:
             return entry.operation, entry.kind, entry.memory, entry.nodes > 1
 
         measured = {case(entry) for entry in self.entries}
         return Table((*self.entries, *(entry for entry in other.entries if case(entry) not in measured)), self.machine)
 
-    def with_entries(self, entries: Iterable[Entry]) -> "Table":
+    def with_entries(self, entries: Iterable[TableEntry]) -> "Table":
         """This table with `entries` in place of those for the same case on as many ranks and nodes, sorted; of no one machine."""
         merged = {entry[:5]: entry for entry in (*self.entries, *entries)}
         return Table(tuple(sorted(merged.values(), key=lambda entry: entry[:5])))
@@ -117,10 +117,10 @@ def built_in() -> Table:
     return Table.from_dict(json.loads(_BUILT_IN.read_text()))
 
 
-def _entry(where: str, row: object) -> Entry:
+def _entry(where: str, row: object) -> TableEntry:
     """An entry of a table, each value checked."""
-    if not isinstance(row, Mapping) or set(row) != set(Entry._fields):
-        raise ValueError(f"{where}: {_shown(row)}; expected an object with {', '.join(Entry._fields)}")
+    if not isinstance(row, Mapping) or set(row) != set(TableEntry._fields):
+        raise ValueError(f"{where}: {_shown(row)}; expected an object with {', '.join(TableEntry._fields)}")
     for name, known in (("operation", ALGORITHMS), ("kind", KINDS), ("memory", MEMORIES)):
         if row[name] not in tuple(known):
             raise ValueError(f"{where}: {name} {_shown(row[name])}; expected one of {', '.join(known)}")
@@ -149,7 +149,7 @@ def _entry(where: str, row: object) -> Entry:
             raise ValueError(f"{where}: a choice up to {_shown(up_to)} bytes; expected a whole number above {below}")
         else:
             below = up_to
-    return Entry(**{**row, "choices": tuple((up_to, algorithm) for up_to, algorithm in choices)})
+    return TableEntry(**{**row, "choices": tuple((up_to, algorithm) for up_to, algorithm in choices)})
 
 
 def _shown(value: object) -> str:
@@ -158,7 +158,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _scaled(entry: Entry, size: int) -> tuple[tuple[int | None, str], ...]:
+def _scaled(entry: TableEntry, size: int) -> tuple[tuple[int | None, str], ...]:
     """The entry's thresholds on `size` ranks: between two schedules moved as their costs say, else as measured.
 
     Two algorithms take equal time where what one saves in rounds it spends on bytes: at (rounds' difference / traffic's difference) x

@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
     end: int
 
 
-class Plan(NamedTuple):
+class ChunkPlan(NamedTuple):
     """What a schedule means on some arrays. `chunks`: where they stand, cut alike on all ranks.
 
     `sums`: where a chunk stands once something was added to it, if not in its place. No message then holds several chunks.
@@ -51,14 +51,14 @@ class _Receive(NamedTuple):
     is_first: bool  # of the operands is what arrives: by rank, so that two which exchange come to the same bits, also of -0.0 and 0.0
 
 
-class _Step(NamedTuple):
+class _PreparedStep(NamedTuple):
     sends: list[Any]
     receives: list[_Receive]
     is_exchange: bool  # what arrives is added to what is being sent, segment by segment
 
 
 class _Prepared(NamedTuple):
-    steps: list[_Step]
+    steps: list[_PreparedStep]
     num_requests: int
 
 
@@ -75,7 +75,7 @@ class Executor:
         self,
         key: Hashable,
         arrays: Sequence[np.ndarray],
-        plan: Callable[[], Plan],
+        plan: Callable[[], ChunkPlan],
         op: str,
         dtype: DType,
         lane: int = 0,
@@ -125,7 +125,7 @@ class Executor:
             for request in (*step.sends, *(receive.request for receive in step.receives)):
                 request.Free()
 
-    def _prepare(self, arrays: Sequence[np.ndarray], plan: Plan, dtype: DType, lane: int) -> _Prepared:
+    def _prepare(self, arrays: Sequence[np.ndarray], plan: ChunkPlan, dtype: DType, lane: int) -> _Prepared:
         addresses = [address_of(array) for array in arrays]
         segment = SEGMENT_BYTES // dtype.itemsize
         prepared, num_requests = [], 0
@@ -158,7 +158,7 @@ class Executor:
                     request = self._mpi.Recv_init(target, recv.peer, _TAG + lane)
                     receives.append(_Receive(request, place, operand, incoming, recv.peer < self._mpi.rank))
             is_exchange = send is not None and recv is not None and recv.reduce and send[1:] == (recv.chunk, recv.count)
-            prepared.append(_Step(sends, receives, is_exchange))
+            prepared.append(_PreparedStep(sends, receives, is_exchange))
             num_requests += len(sends) + len(receives)
         return _Prepared(prepared, num_requests)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from collectives.arrays.dtypes import DType, dtype_of
 from collectives.schedules import build, goes_in_rounds
-from collectives.transports.executor import Chunk, Executor, Plan
+from collectives.transports.executor import Chunk, ChunkPlan, Executor
 from collectives.transports.transport import even_parts, parts, put_own_part
 
 _PIPELINE_BYTES = 1 << 18  # of a segment of the pipelined algorithms
@@ -120,14 +120,14 @@ class Scheduled:
         """
         segments = min(max(arrays[0].nbytes // _PIPELINE_BYTES, 1), _MAX_SEGMENTS)
 
-        def plan() -> Plan:
+        def plan() -> ChunkPlan:
             schedule = build(operation, self._algorithm, self._size, root=root, num_segments=segments)
             chunks = [
                 Chunk(i, begin, end)
                 for i, array in enumerate(arrays if sums is None else arrays[:1])
                 for begin, end in (parts(counts) if counts is not None else even_parts(array.size, schedule.num_chunks))
             ]
-            return Plan(schedule.program(self._rank), chunks, sums)
+            return ChunkPlan(schedule.program(self._rank), chunks, sums)
 
         key = operation, self._algorithm, root, segments, counts and tuple(counts)
         return self._executor.run(key, arrays, plan, op, dtype, lane)

@@ -14,7 +14,7 @@ from ckpt.convert.formats import safetensors as format_
 from ckpt.convert.formats.safetensors import check_index, files_of, some
 from ckpt.storage.places import local_path
 
-__all__ = ["Rename", "StoredTensor", "find", "opened", "some"]
+__all__ = ["FileTensor", "Rename", "find", "opened", "some"]
 
 DTYPES = {name: getattr(torch, dtype) for name, dtype in format_.DTYPES.items() if hasattr(torch, dtype)}
 """torch's dtypes by the format's names, those that this version of torch has."""
@@ -24,7 +24,7 @@ _EXPECTED = "a file or a folder on a disk"
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
 
-class StoredTensor(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor in a file, under the name it has there."""
 
     file: str
@@ -40,14 +40,14 @@ def opened(file: str) -> safe_open:
 
 def find(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], rename: Rename | None
-) -> dict[str, StoredTensor]:
+) -> dict[str, FileTensor]:
     """All tensors of a file, of several files, or of a folder, by the names that the model has for them.
 
     `rename`: from a file's names to the model's; a mapping leaves the names that it has not, None leaves a tensor out.
     Raises ValueError for names that occur twice and for damaged files, OSError for those that cannot be read.
     """
     new_name = (lambda name: rename.get(name, name)) if isinstance(rename, Mapping) else rename or str
-    entries: dict[str, StoredTensor] = {}
+    entries: dict[str, FileTensor] = {}
     for file, only in _files(path):
         places = format_.places(file)
         check_index(file, only, list(places))
@@ -60,7 +60,7 @@ def find(
                 raise ValueError(f"{renamed} is there twice: {other.name} of {other.file} and {name} of {file}")
             if place.dtype not in DTYPES:
                 raise ValueError(f"{name} in {file} has dtype {place.dtype}; expected one of {', '.join(DTYPES)}")
-            entries[renamed] = StoredTensor(file, name, place.shape, DTYPES[place.dtype])
+            entries[renamed] = FileTensor(file, name, place.shape, DTYPES[place.dtype])
     return entries
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding.buffers import with_memory
-from mpitrain.weights.files import Rename, StoredTensor, find, opened, some
+from mpitrain.weights.files import FileTensor, Rename, find, opened, some
 from mpitrain.weights.targets import Target, begin, targets_of
 
 
@@ -76,8 +76,8 @@ def load_weights(
 
 
 def _planned(
-    targets: list[Target], found: dict[str, StoredTensor], strict: bool
-) -> tuple[list[StoredTensor | None], Loaded]:
+    targets: list[Target], found: dict[str, FileTensor], strict: bool
+) -> tuple[list[FileTensor | None], Loaded]:
     """For each target the tensor it is read from."""
     entries = [next((found[name] for name in target.names if name in found), None) for target in targets]
     known = {name for target in targets for name in target.names}
@@ -102,7 +102,7 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
     return dtype.is_floating_point, dtype.is_complex
 
 
-def _fill(target: Target, content: Any, entry: StoredTensor, view: Any, model: nn.Module) -> None:
+def _fill(target: Target, content: Any, entry: FileTensor, view: Any, model: nn.Module) -> None:
     """Copy this rank's rows from the file's pages, which are mapped, not read into memory of our own."""
     if not entry.shape:
         values = content.get_tensor(entry.name)

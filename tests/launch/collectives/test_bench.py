@@ -9,7 +9,7 @@ import pytest
 from extent import extent
 from launching import ROOT, Result, collectives_alone, launch
 
-from collectives.selection.table import Entry, Table
+from collectives.selection.table import Table, TableEntry
 
 WIDE = {"COLUMNS": "120"}
 
@@ -148,7 +148,7 @@ def test_what_tune_has_measured_is_used_by_all_ranks_of_the_next_start(tmp_path:
     assert other.machine is None, "measured on other ranks: the built-in one"
 
     # what was measured before stays when another operation is measured
-    changed = [Entry(*entry[:5], ((77, "mpi"), (None, "tree"))) for entry in measured.entries]
+    changed = [TableEntry(*entry[:5], ((77, "mpi"), (None, "tree"))) for entry in measured.entries]
     file.write_text(Table(tuple(changed), measured.machine).to_json())
     again = collectives(2, "tune", "--op", "broadcast", "--sizes", "1KiB,64KiB", "--seconds", "1", cache=cache)
     assert again.returncode == 0, str(again)

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from collectives import Communicator, Mesh, on_all_ranks
 from collectives.communicator import start
 from collectives.diagnosis import record
-from collectives.selection.table import Entry, Table
+from collectives.selection.table import Table, TableEntry
 
 # Groups
 
@@ -574,7 +574,7 @@ def test_the_record_shows_the_wait_for_rank_0_s_table(comm: Communicator, monkey
 def test_a_table_is_given_to_all_ranks_alike(comm: Communicator) -> None:
     mine = comm.split(0)
     before = mine.table
-    table = Table((Entry("broadcast", "native", "private", 2, 1, ((100, "tree"), (None, "mpi"))),))
+    table = Table((TableEntry("broadcast", "native", "private", 2, 1, ((100, "tree"), (None, "mpi"))),))
     mine.use_table(table.to_dict())
     assert mine.table == mine.node.table == table
     assert mine.split(comm.rank % 2).table == table
@@ -608,7 +608,7 @@ def test_a_table_is_given_to_all_that_work_for_a_communicator(two_nodes_flying: 
     def workers(of: Communicator) -> list[Communicator]:
         return [each for other in of._relatives for each in (other, *workers(other))]
 
-    table = Table((Entry("broadcast", "native", "private", 2, 1, ((100, "tree"), (None, "mpi"))),))
+    table = Table((TableEntry("broadcast", "native", "private", 2, 1, ((100, "tree"), (None, "mpi"))),))
     comm.use_table(table)
     assert len(workers(comm)) >= (5 if "two_level" in comm.algorithms("all_reduce") else 3)
     assert all(each.table == table for each in (comm, *workers(comm)))

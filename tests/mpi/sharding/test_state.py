@@ -16,7 +16,7 @@ from ways import WAYS, spread
 import ckpt
 import mpitrain
 from collectives import Communicator, Table
-from collectives.selection.table import Entry
+from collectives.selection.table import TableEntry
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
 
 
@@ -373,7 +373,7 @@ def test_a_run_keeps_the_table_of_algorithms(comm: Communicator) -> None:
     from mpitrain.train.saving import _take_table
 
     group, other = comm.split(0), comm.split(0)
-    table = Table((Entry("all_reduce", "native", "private", comm.size, 1, ((None, "ring"),)),))
+    table = Table((TableEntry("all_reduce", "native", "private", comm.size, 1, ((None, "ring"),)),))
     group.use_table(table)
     assert _take_table(group.table.to_dict(), other) == []
     assert other.table == table

@@ -21,7 +21,7 @@ from collectives.selection.selector import (
     Selector,
     kind_of,
 )
-from collectives.selection.table import KINDS, Entry, Table, _break_even, built_in
+from collectives.selection.table import KINDS, Table, TableEntry, _break_even, built_in
 
 ONE_NODE, TWO_NODES = Placement.of([2]), Placement.of([2, 2])
 
@@ -43,7 +43,7 @@ def chosen(
 def table_of(
     *choices: Any, operation: str = "all_reduce", memory: str = "private", ranks: int = 2, nodes: int = 1
 ) -> Table:
-    return Table((Entry(operation, "native", memory, ranks, nodes, choices),))
+    return Table((TableEntry(operation, "native", memory, ranks, nodes, choices),))
 
 
 # What there is, and what can work
@@ -139,7 +139,7 @@ def test_kinds_of_dtypes() -> None:
     assert [kind_of(operation, TABLE["bfloat16"]) for operation in ("all_reduce", "all_gather")] == ["half", "native"]
     assert kind_of("all_reduce", TABLE["float64"]) == "native"
     entries = [
-        Entry("all_reduce", kind, "private", 2, 1, ((None, name),))
+        TableEntry("all_reduce", kind, "private", 2, 1, ((None, name),))
         for kind, name in zip(KINDS, ("tree", "ring"), strict=True)
     ]
     table = Table(tuple(entries))
@@ -159,8 +159,8 @@ def test_an_all_gather_into_the_node_s_one_array_is_always_ordered() -> None:
 
 
 def test_the_nearest_numbers_of_ranks_and_nodes_hold() -> None:
-    def entry(ranks: int, nodes: int, name: str) -> Entry:
-        return Entry("all_reduce", "native", "private", ranks, nodes, ((None, name),))
+    def entry(ranks: int, nodes: int, name: str) -> TableEntry:
+        return TableEntry("all_reduce", "native", "private", ranks, nodes, ((None, name),))
 
     table = Table((entry(2, 1, "mpi"), entry(16, 1, "ring"), entry(4, 2, "tree")))
     for sizes, name in {

@@ -10,7 +10,7 @@ import pytest
 
 from collectives.selection import table_cache
 from collectives.selection.selector import Placement
-from collectives.selection.table import Entry, Table
+from collectives.selection.table import Table, TableEntry
 
 MACHINE = table_cache.this_machine("Some MPI 1.0", Placement.of([2, 2, 4]))
 
@@ -23,7 +23,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def table(machine: Any = MACHINE) -> Table:
-    return Table((Entry("broadcast", "native", "private", 8, 3, ((None, "tree"),)),), machine)
+    return Table((TableEntry("broadcast", "native", "private", 8, 3, ((None, "tree"),)),), machine)
 
 
 def test_the_machine_is_told_by_what_the_figures_depend_on() -> None:
