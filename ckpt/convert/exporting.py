@@ -151,4 +151,10 @@ def _names(manifest: Manifest, only: str | Sequence[str] | None, strip: str) -> 
 def _writer(suffix: str, manifest: Manifest, compression: str | None) -> Write:
     if suffix in (".h5", ".hdf5"):
         return partial(plain_hdf5.write, meta=manifest.meta, compression=compression)
-    return {".safetensors": safetensors.write, ".npz": npz.write}.get(suffix, torch_file.write)
+    writers: dict[str, Write] = {
+        ".safetensors": safetensors.write,
+        ".npz": npz.write,
+        ".pt": torch_file.write,
+        ".pth": torch_file.write,
+    }
+    return writers[suffix]

@@ -3,6 +3,9 @@
 Every operation goes the same way: the plan of the same call made before; else `Buffer` views of its arrays and whether they fit, which
 is all that can be wrong on this rank; then `carry_out`: the transport of the chosen algorithm, and `result()`. What each of them does
 stands where it is public, in communicator.py.
+
+A new collective needs: its method there and here, a Transport's method (transports/transport.py) in mpi.py, scheduled.py, node/pulls.py
+and gpu/nccl.py, its name in selection/selector.py, its schedules in schedules/__init__.py and what they must do in schedules/check.py.
 """
 
 from collections.abc import Sequence

@@ -17,7 +17,7 @@ from collectives.schedules import BUILDERS, PIPELINED, TWO_LEVEL, build
 from collectives.selection.selector import ALGORITHMS, MEMORIES, Placement
 
 VERSION = 2  # of the form below, and of what the algorithms' names mean: another number makes measured tables void
-KINDS = ("native", "half")  # what MPI can reduce, and what it cannot (see selection.kind_of)
+KINDS = ("native", "half")  # what MPI can reduce, and what it cannot (see selector.kind_of)
 
 _LATENCY_BYTES = 8 << 10  # what a link carries in the time that a message takes to set out: 2 us at 4 GB/s
 # Measured by `tune --output` on 2 ranks of one machine; what it says of halves on 16 ranks and more is the price that schedules/cost.py
@@ -30,7 +30,7 @@ class TableEntry(NamedTuple):
 
     operation: str
     kind: str  # one of KINDS
-    memory: str  # one of selection.MEMORIES
+    memory: str  # one of selector.MEMORIES
     ranks: int
     nodes: int
     choices: tuple[tuple[int | None, str], ...]

@@ -1,5 +1,7 @@
 """Reports made of the ranks' answers: which ranks wait, for which ranks, and which can never go on. Pure: no MPI, no threads.
 
+monitor.py asks the ranks, prints the report and ends the job.
+
 A `State` is what one rank says of itself (a JSON object); None stands for a rank that did not answer.
 """
 

@@ -1,7 +1,7 @@
 """The reductions of a backward: their order, their buffers, and their overlap with the computation.
 
 [Note: complete] A unit is complete when a backward has computed all its gradients. Where full parameters last, this is when autograd
-has accumulated the gradient of each parameter. Where full parameters are freed, or where some parameter got no gradient in the last
+has accumulated the gradient of each parameter. Where full parameters are freed, or where some parameters got no gradient in an earlier
 backward, this is when the gradients of the module's inputs have come (calls.py), because a unit with frozen parameters needs its full
 parameters until then. At the end of the backward every unit is complete.
 
@@ -39,7 +39,7 @@ class Reducer:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
         self.done: list[Gradients] = []
-        """The gradients that were reduced in this backward."""
+        """The gradients whose reduction has begun in this backward."""
         self.by_inputs = {unit for unit in units if not unit.lasts}
         """The units that are complete when the gradients of their modules' inputs have come. All others: see [Note: complete]."""
         self.groups: list[tuple[Unit, Gradients]] = []

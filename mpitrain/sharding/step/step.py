@@ -1,18 +1,22 @@
 """The step of one sharded model: its phase, and the order in which its units are unsharded, resharded and reduced.
 
-A parameter between two forwards:
-1. `ShardedModule.__call__` calls `forward`. `_unshard` fills the full parameters (`Unit.unshard`), and the module shows them.
-2. After the module's own forward `_reshard` shows the shards again and frees gathered full parameters, except those of the outermost
-   module, where the backward begins. Resident and kept full parameters last: `close` shows their shards after the outermost forward.
-3. In the backward `_begin_backward` unshards the units that last. The hook `_before_backward` on an output of a module unshards any
+A parameter between two forwards (unit/unsharding.py says which full parameters are gathered, and which last):
+1. The outermost forward begins with `open`: full parameters that last are filled from the shards and shown, where that needs no
+   all-gather.
+2. `ShardedModule.__call__` calls `forward`. `_unshard` fills all other full parameters of the module, and the module shows them.
+3. After the module's own forward `_reshard` shows the shards again and frees gathered full parameters, unless `reshard_after_forward`
+   keeps them, or a part of them. Those of the outermost module stay, because the backward begins there. `close` shows the shards of the
+   full parameters that last after the outermost forward.
+4. In the backward `_begin_backward` unshards the units that last. The hook `_before_backward` on an output of a module unshards any
    other unit. `_all_back` or `_end_backward` reshards these units, and `close` the units that last.
-4. After a fence (fences.py) the optimizer writes the shards. The next forward fills the full parameters from the new shards.
+5. The optimizer writes the shards: of resident memory after a fence (fences.py). The next forward fills the full parameters from them.
 
 A gradient between autograd and the optimizer:
 1. autograd stores the full gradient in `.grad` of the full parameter, and its hook calls `on_gradient`.
-2. `Reducer.take` moves the gradient into the gradient buffer if its unit is next in the order of reductions.
-3. When all gradients of the unit have come, `Reducer.complete` begins a reduce-scatter (`Gradients.begin_reduction`). The backward
-   continues.
+2. On CPUs `Reducer.take` moves the gradient into the gradient buffer if its unit is next in the order of reductions. On a GPU the
+   next step does so.
+3. When the unit is complete ([Note: complete] in reducer.py), `Reducer.complete` begins a reduce-scatter (`Gradients.begin_reduction`),
+   or an all-reduce where shards are whole. The backward continues.
 4. `Gradients.end_reduction` makes this rank's rows of the mean the `.grad` of the shards, or adds them to it. `_end_backward` waits for
    the last reduction. The optimizer then finds the shards and their gradients in `model.parameters()`.
 

@@ -2,13 +2,13 @@
 
 The term is from the FSDP paper (Zhao et al., VLDB 2023). Between two forwards a unit goes through these states:
 
-    SHARDED --begin_unshard--> UNSHARDING --unshard--> UNSHARDED --reshard--> SHARDED
+    SHARDED --begin_unshard--> UNSHARDING --unshard--> UNSHARDED --reshard--> SHARDED        (`unshard` alone does the first two)
                                                            |  ^
                                                          hide unshard
                                                            v  |
                                                           HIDDEN
 
-`mpitrain.sharding.step.step.TrainingStep` decides when. A unit knows nothing of forwards and backwards.
+`mpitrain.sharding.step.step.TrainingStep` decides when.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class UnitState(Enum):
     """Which parameters the modules see, and whether the full ones have values."""
 
     SHARDED = "the modules see the shards; full parameters that do not last have no memory"
-    UNSHARDING = "the modules see the shards; an all-gather of the full parameters is under way"
+    UNSHARDING = "the modules see the shards; the fill of the full parameters has begun"
     UNSHARDED = "the modules see the full parameters"
     HIDDEN = "the modules see the shards; the full parameters keep their values"
 

@@ -2,8 +2,8 @@
 
 - `Gathered` (stage 3): gathered from all ranks before use, and freed after it. With `reshard_after_forward=N` a group of N ranks holds
   the full parameters, sharded, between forward and backward, and gathers them again.
-- `Kept` (stages 0 to 2): a copy on each rank, updated before the first forward after a step.
-- `Resident`: as `Kept`, but one copy for all ranks of a node, in shared memory. So it serves stage 3, too.
+- `Kept` (stages 0 to 2, or one rank): a copy on each rank, updated at the beginning of each outermost forward.
+- `Resident`: as `Kept`, but one copy for all ranks of a node, in shared memory. So it serves stage 3, too: the default on CPUs.
 
 If the full parameters have the dtype of the shards, the shards of `Kept` and `Resident` are rows of this buffer. Then an optimizer that
 updates the shards updates the full parameters, and no data moves within a node.
