@@ -15,7 +15,7 @@ x = torch.ones(2, 8)
 
 
 def late():
-    time.sleep(1.2)
+    time.sleep(2.0)
 
 
 class Late(torch.autograd.Function):
@@ -122,7 +122,7 @@ def test_a_wait_that_lasts_is_told_in_one_line(tmp_path: Path) -> None:
             places = {part[: len("rank 0")]: part[len("rank 0: ") :] for part in line.split(" | ")}
             if all(re.fullmatch(words, places[f"rank {rank}"]) for rank, words in enumerate(expected)):
                 found.append(line)
-        assert 1 <= len(found) <= 3, f"{case}: {expected}\n{lines}"  # after 0.5 and 1 s, and 2 s on a busy machine
+        assert 1 <= len(found) <= 3, f"{case}: {expected}\n{lines}"  # after 0.5, 1 and 2 s at most
         assert found[0].endswith(f" | at {deadline_s} s the job ends (MPITRAIN_DEADLINE_S)")
 
     here, late = rf"at {job}:\d+ in", rf"main thread at {job}:\d+ in late, from .*"
