@@ -19,11 +19,17 @@ from ckpt.storage.local import Output, check_room, naming, write_file
 from ckpt.storage.places import absolute, local_path
 from ckpt.storage.progress import Progress, no_progress
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".npz", ".h5", ".hdf5")
 SHARD_BYTES = 5 * 10**9  # of a folder's files, as Hugging Face ships them
 _HEADERS_BYTES = 1 << 20  # room for what a file has beside the tensors
 
 Write = Callable[[Path, Sequence[Source]], None]
+_WRITERS: dict[str, Write] = {
+    ".safetensors": safetensors.write,
+    ".pt": torch_file.write,
+    ".pth": torch_file.write,
+    ".npz": npz.write,
+}
+SUFFIXES = (*_WRITERS, ".h5", ".hdf5")
 
 
 def export(
@@ -151,10 +157,4 @@ def _names(manifest: Manifest, only: str | Sequence[str] | None, strip: str) -> 
 def _writer(suffix: str, manifest: Manifest, compression: str | None) -> Write:
     if suffix in (".h5", ".hdf5"):
         return partial(plain_hdf5.write, meta=manifest.meta, compression=compression)
-    writers: dict[str, Write] = {
-        ".safetensors": safetensors.write,
-        ".npz": npz.write,
-        ".pt": torch_file.write,
-        ".pth": torch_file.write,
-    }
-    return writers[suffix]
+    return _WRITERS[suffix]
