@@ -18,7 +18,7 @@ from collectives.transports.node.pulls import Pull
 from collectives.transports.node.shared import Shared
 from collectives.transports.transport import even_parts, parts
 
-_CHUNK_BYTES = 1 << 20  # of what a rank has for the other nodes: as much as the executor receives at once
+_CHUNK_BYTES = 1 << 19  # of what a rank has for the other nodes: one segment of the executor
 
 _LANES = 8  # chunks under way at most
 _DONE = object()
