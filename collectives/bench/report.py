@@ -100,8 +100,8 @@ def overhead(launches: Sequence[CollectivesLaunch]) -> Section:
         sides = ([row.seconds for row in group], [row.raw_seconds for row in group])
         seconds = (*map(median, sides), median(ours - raw for ours, raw in zip(*sides, strict=True)))
         rows.append((call, *(f"{figure * 1e6:.2f}" for figure in seconds)))
-    headings = ("call", "ours µs", "raw mpi4py µs", "over raw µs")
-    return Section(f"Python's time a call over raw mpi4py, {_on(launches)}", headings, rows)
+    headings = ("operation, size, arrays, algorithm", "collectives µs", "raw mpi4py µs", "difference µs")
+    return Section(f"Python time per call, {_on(launches)}", headings, rows)
 
 
 def _on(launches: Sequence[CollectivesLaunch]) -> str:
@@ -111,7 +111,7 @@ def _on(launches: Sequence[CollectivesLaunch]) -> str:
 def heading(launch: CollectivesLaunch) -> str:
     """The machine of a group, in a line."""
     cpu, cores, mpi = (launch.machine.get(name, "?") for name in ("cpu", "cores", "mpi"))
-    return f"{launch.ranks_on_nodes} of {cpu}, {cores} cores each; {mpi}; {launch.arrays} arrays"
+    return f"{launch.ranks_on_nodes}; {cpu}, {cores} cores per node; {mpi}; {launch.arrays} arrays"
 
 
 def markdown(launches: Sequence[CollectivesLaunch]) -> str:

@@ -73,7 +73,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--overhead",
         action="store_true",
-        help="also measure the Python time per call over raw mpi4py, at 1 KiB, for NumPy and torch arrays",
+        help="also measure the Python time per call, compared with raw mpi4py, at 1 KiB, for NumPy and torch arrays",
     )
     add_json(parser)
     add_plot(parser, "busbw against size")

@@ -67,7 +67,7 @@ def test_bench_on_torch_tensors_and_the_overhead_of_a_call(tmp_path: Path) -> No
     assert over == [("numpy", "mpi"), ("numpy", "auto"), ("torch", "mpi"), ("torch", "auto")]
     for row in figures["overhead"]:
         assert 0 < row["raw_seconds"] < 0.1 and 0 < row["seconds"] < 0.1
-    assert "Python's time a call over raw mpi4py, 3 ranks on 1 node" in result.stdout
+    assert "Python time per call, 3 ranks on 1 node" in result.stdout
 
 
 def test_a_plot_without_matplotlib_is_one_line_before_anything_is_measured(tmp_path: Path) -> None:

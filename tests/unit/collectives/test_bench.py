@@ -181,8 +181,8 @@ def test_a_report_gives_medians_over_the_launches_of_ratios_within_each() -> Non
 
 def test_a_report_in_markdown() -> None:
     text = report.markdown([launch(1), launch(2), launch(3), launch(1, ranks=4)])
-    assert text.count("## 2 ranks on 1 node of A, 2 cores each; M; numpy arrays\n") == 1
-    assert text.count("## 4 ranks on 1 node of A") == 1
+    assert text.count("## 2 ranks on 1 node; A, 2 cores per node; M; numpy arrays\n") == 1
+    assert text.count("## 4 ranks on 1 node; A") == 1
     assert "### all_reduce, float32, private memory, 2 ranks on 1 node, 3 launches\n" in text
     assert (
         "| size | auto µs | busbw GB/s | MPI / auto | Gloo / auto | best fixed | auto / best |\n| --- | ---: |" in text
