@@ -75,7 +75,8 @@ class ParallelConfig:
     """How the work is spread over ranks, memory and cores."""
 
     stage: Literal[0, 1, 2, 3] = 3
-    """ZeRO stage: 3 shards parameters, gradients and optimizer state, 2 the last two, 1 the last, 0 nothing."""
+    """ZeRO stage: 3 shards parameters, gradients and optimizer state; 2 shards gradients and optimizer state; 1 is as 2, but
+    reduces gradients at the end of the backward; 0 shards nothing."""
     copies: int = 1
     """Copies of the shards: each is spread over so many times fewer ranks, and gradients are averaged over the copies."""
     storage: Literal["auto", "resident", "private"] = "auto"

@@ -144,7 +144,7 @@ def _fake_model(sizes: GPTConfig, dtype: torch.dtype) -> GPT:
 
 
 def _gather(model: GPT, tracker: Tracker, *, again: bool) -> None:
-    """Count full parameters as unsharding.py's `Gathered` holds them. `again`: freed after a block's forward, for its backward filled.
+    """Count full parameters as storage.py's `Gathered` holds them. `again`: freed after a block's forward, for its backward filled.
 
     With a progress thread the next block is gathered ahead: see `prefetch_bytes` of fully_shard.
     """

@@ -1,8 +1,9 @@
 """`fully_shard`, with the meaning of torch's function of this name.
 
 ZeRO (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020) shards the optimizer's state
-in stage 1, also the gradients in stage 2, and also the parameters in stage 3. Flat units, and hybrid sharding with several copies of
-the shards, follow torch's FSDP (Zhao et al., VLDB 2023).
+in stage 1, also the gradients in stage 2, and also the parameters in stage 3. Here stage 1 keeps the shards of gradients, too: it
+reduces the gradients at the end of the backward, and stage 2 during the backward. Flat units, and hybrid sharding with several copies
+of the shards, follow torch's FSDP (Zhao et al., VLDB 2023).
 """
 
 import logging
@@ -16,7 +17,7 @@ from torch import nn
 from collectives import Communicator, Mesh, launched_rank
 from mpitrain.heap import keep_freed_memory
 from mpitrain.sharding.module import ShardedModule
-from mpitrain.sharding.optim.step_hooks import watch_optimizers
+from mpitrain.sharding.optim.optimizer_checks import watch_optimizers
 from mpitrain.sharding.optim.torch_calls import watch_calls
 from mpitrain.sharding.setup.agreement import check_alike
 from mpitrain.sharding.setup.blocks import stacked_blocks
@@ -29,8 +30,8 @@ from mpitrain.sharding.unit.marks import box_of, is_ignored, mark_ignored, mark_
 from mpitrain.sharding.unit.ranks import DataParallelRanks, data_parallel_ranks, group_of
 from mpitrain.sharding.unit.registry import enter, kind_of, sharded_params, units_of
 from mpitrain.sharding.unit.rows import guard_shards
+from mpitrain.sharding.unit.storage import Gathered, Kept, Resident, Shapes, Storage
 from mpitrain.sharding.unit.unit import Promise, Unit
-from mpitrain.sharding.unit.unsharding import Gathered, Kept, Resident, Shapes, Storage
 
 _log = logging.getLogger("mpitrain")
 
@@ -58,23 +59,24 @@ def fully_shard(
     Args: mesh: a Communicator, over which one copy is sharded; or a Mesh, with shards along its axes `dp_shard` and `cp`, and copies of
     the shards along `dp_replicate`; None: `collectives.world()`. Parts of a model may have another mesh of the same ranks. stage: 0
     shards nothing: each rank has a copy of the model, and the backward averages the gradients, as torch's DistributedDataParallel does.
-    1 shards the optimizer's state, 2 also the gradients, 3 also the parameters. reshard_after_forward: True frees private full
-    parameters of stage 3 after the forward, and gathers them again for the backward. False keeps them. A number N: between forward and
-    backward each group of N neighbouring ranks, for instance those of a node, holds them together, and gathers them for the backward
-    within the group. N divides the number of ranks that hold the shards; 1 means False, all ranks mean True. mp_policy: the dtypes;
-    None: those of the parameters. offload_policy: `CPUOffloadPolicy()` keeps shards and the optimizer's state in host memory, for
-    parameters on GPUs. ignored_params: parameters (not names) that stay as they are on every rank. Parameters of other parts of the
-    model are allowed. units: "auto": if no part of the module is sharded yet, each block of its stacks becomes a unit (the layers of a
-    transformer, but no experts and no modules without a forward), and the remaining parameters become one unit. "one": all parameters
-    become one unit. A unit is gathered and reduced as a whole. storage: the memory of full parameters. "resident", from stage 1 on: one
-    copy in the shared memory of each node. A rank may skip a unit, or run it more often than other ranks. "private": each rank has its
-    own full parameters. In stage 3 they are gathered around the forward of the unit's module. Then all ranks must run the same units in
-    the same order, because a gather needs all ranks; a rank that skips a unit causes an error, or a wait until the deadline. Ranks may
-    differ within a unit. Stages 0 to 2 gather nothing, and ranks may differ as with "resident". "auto": resident for parameters on CPUs
-    if the shared memory of all nodes suffices, otherwise private. prefetch_bytes: the bytes of private full parameters of stage 3 that
-    may be gathered before their use, in the order of the last step, if gathers overlap with computation (with a progress thread, or by
-    NCCL). None: the size of the largest unit within this module; 0: no prefetch. The value of the outermost module is used. device: the
-    device of parameters that are on the meta device; None: the CPU.
+    1 and 2 shard the optimizer's state and the gradients, 3 also the parameters. 1 reduces the gradients at the end of the backward.
+    reshard_after_forward: True frees private full parameters of stage 3 after the forward, and gathers them again for the backward.
+    False keeps them. A number N: between forward and backward each group of N neighbouring ranks, for instance those of a node, holds
+    them together, and gathers them for the backward within the group. N divides the number of ranks that hold the shards; 1 means
+    False, all ranks mean True. mp_policy: the dtypes; None: those of the parameters. offload_policy: `CPUOffloadPolicy()` keeps shards
+    and the optimizer's state in host memory, for parameters on GPUs. ignored_params: parameters (not names) that stay as they are on
+    every rank. Parameters of other parts of the model are allowed. units: "auto": if no part of the module is sharded yet, each block
+    of its stacks becomes a unit (the layers of a transformer, but no experts and no modules without a forward), and the remaining
+    parameters become one unit. "one": all parameters become one unit. A unit is gathered and reduced as a whole. storage: the memory of
+    full parameters. "resident", from stage 1 on: one copy in the shared memory of each node. A rank may skip a unit, or run it more
+    often than other ranks. "private": each rank has its own full parameters. In stage 3 they are gathered around the forward of the
+    unit's module. Then all ranks must run the same units in the same order, because a gather needs all ranks; a rank that skips a unit
+    causes an error, or a wait until the deadline. Ranks may differ within a unit. Stages 0 to 2 gather nothing, and ranks may differ as
+    with "resident". "auto": resident for parameters on CPUs if the shared memory of all nodes suffices, otherwise private.
+    prefetch_bytes: the bytes of private full parameters of stage 3 that may be gathered before their use, in the order of the last
+    step, if gathers overlap with computation (with a progress thread, or by NCCL). None: the size of the largest unit within this
+    module; 0: no prefetch. The value of the outermost module is used. device: the device of parameters that are on the meta device;
+    None: the CPU.
 
     Raises:
         TypeError: an argument of a wrong type, or dtypes that cannot be reduced.
@@ -115,13 +117,13 @@ def fully_shard(
             its = replace(policy.of_kept(), output_dtype=None)  # the modules around it compute in fp32, too
         elif id(part) in are_kept:
             its = policy.of_kept()
-        groups = _groups(part, names[id(part)], options.ignored)
+        kinds = _by_kind(part, names[id(part)], options.ignored)
         unit = Unit(
-            ranks, [_flat(group, ranks, its, options, num_group) for group in groups], its,
+            ranks, [_flat(params, ranks, its, options, num_group) for params in kinds], its,
             stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes, is_automatic=part is not module,
         )  # fmt: skip
         # Nothing has failed. Up to here this part of the model is unchanged.
-        for name, _, original in (param for group in groups for param in group):
+        for name, _, original in (param for params in kinds for param in params):
             mark_replaced(original, name)
         for param in part.parameters():
             if id(param) in options.ignored:
@@ -150,7 +152,7 @@ def fully_shard(
     return module
 
 
-Group = list[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]]
+NamedParams = list[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]]
 """The parameters of one flat buffer: for each the name, the modules that use it with the name there, and the parameter."""
 
 
@@ -169,10 +171,10 @@ def _automatic_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _flat(
-    group: Group, ranks: DataParallelRanks, policy: MixedPrecisionPolicy, options: Options, num_group: int | None
+    params: NamedParams, ranks: DataParallelRanks, policy: MixedPrecisionPolicy, options: Options, num_group: int | None
 ) -> FlatParameters:
-    """The parameters of one group in one flat buffer. Collective."""
-    original = group[0][2]
+    """Put `params` into one flat buffer. Collective."""
+    original = params[0][2]
     device = original.device
     if device.type == "meta":
         device = torch.device(options.device or "cpu")
@@ -180,9 +182,9 @@ def _flat(
         raise ValueError(f"storage='resident' needs parameters on the CPU; these are on {device}; use storage='auto'")
     if device.type == "cpu":
         keep_freed_memory()
-    shapes = [tuple(param.shape) for _, _, param in group]
+    shapes = [tuple(param.shape) for _, _, param in params]
     storage = _storage(shapes, policy.dtypes_of(original.dtype)[0], device, ranks, options, num_group)
-    return FlatParameters(group, ranks, policy, device, storage, options.offload_policy)
+    return FlatParameters(params, ranks, policy, device, storage, options.offload_policy)
 
 
 def _storage(
@@ -237,8 +239,8 @@ def _resharding(asked: Any, size: int | None) -> tuple[bool, int | None]:
     return True, None if asked == size else asked
 
 
-def _groups(module: nn.Module, path: str, ignored: set[int]) -> list[Group]:
-    """The parameters of a module that belong to no unit yet, grouped by dtype, requires_grad and device. `path`: the module's name."""
+def _by_kind(module: nn.Module, path: str, ignored: set[int]) -> list[NamedParams]:
+    """The parameters of a module that belong to no unit yet, by dtype, requires_grad and device. `path`: the module's name."""
     inside = {id(m) for child in module.modules() if isinstance(child, ShardedModule) for m in child.modules()}
     users: dict[int, list[tuple[nn.Module, str]]] = {}
     found: dict[int, tuple[str, nn.Parameter]] = {}
@@ -255,7 +257,7 @@ def _groups(module: nn.Module, path: str, ignored: set[int]) -> list[Group]:
                 )
             users.setdefault(id(param), []).append((owner, name))
             found.setdefault(id(param), (full_name, param))
-    groups: dict[tuple[torch.dtype, bool, torch.device], Group] = {}
+    kinds: dict[tuple[torch.dtype, bool, torch.device], NamedParams] = {}
     for key, (name, param) in found.items():
-        groups.setdefault((param.dtype, param.requires_grad, param.device), []).append((name, users[key], param))
-    return list(groups.values())
+        kinds.setdefault((param.dtype, param.requires_grad, param.device), []).append((name, users[key], param))
+    return list(kinds.values())

@@ -19,7 +19,7 @@ def name_places() -> None:
     stacks.name(TrainingStep._all_back, lambda local: f"the backward of {local['unit'].name}")
     stacks.name(
         TrainingStep.on_gradient,
-        lambda local: f"the backward of {local['self'].reducer.groups[local['number']][0].name}",
+        lambda local: f"the backward of {local['self'].reducer.gradients[local['number']][0].name}",
     )
     stacks.name(TrainingStep._end_backward, lambda local: f"the end of the backward of {local['self'].units[0].name}")
     stacks.name(
@@ -33,4 +33,4 @@ def _name(module: ShardedModule) -> str:
 
 
 def _reduced(reducer: Reducer) -> str:
-    return next(unit.name for unit, group in reducer.groups if group is reducer.reducing)
+    return next(unit.name for unit, gradients in reducer.gradients if gradients is reducer.reducing)

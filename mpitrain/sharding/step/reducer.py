@@ -42,7 +42,7 @@ class Reducer:
         """The gradients whose reduction has begun in this backward."""
         self.by_inputs = {unit for unit in units if not unit.lasts}
         """The units that are complete when the gradients of their modules' inputs have come. All others: see [Note: complete]."""
-        self.groups: list[tuple[Unit, Gradients]] = []
+        self.gradients: list[tuple[Unit, Gradients]] = []
         """All gradients that are reduced, in the order in which they were added: an index of this list stays valid."""
         self._complete: set[Unit] = set()
         # Parameters whose gradients have not come in this backward.
@@ -57,48 +57,50 @@ class Reducer:
         self._take_order()
 
     def _take_order(self) -> None:
-        self.order = [(unit, group) for unit in reversed(self.units) for flat in unit.flats for group in flat.gradients]
+        self.order = [
+            (unit, gradients) for unit in reversed(self.units) for flat in unit.flats for gradients in flat.gradients
+        ]
         # Parameters whose gradients are not reduced, the same on all ranks.
         self.frozen = [(flat, index) for unit in self.units for flat in unit.flats for index in flat.frozen]
-        self._at = {group: place for place, (_, group) in enumerate(self.order)}
-        self.groups += [each for each in self.order if each not in self.groups]
+        self._at = {gradients: place for place, (_, gradients) in enumerate(self.order)}
+        self.gradients += [each for each in self.order if each not in self.gradients]
         self._trained: dict[Unit, set[tuple[Gradients, int]]] = {unit: set() for unit in self.units}
-        for unit, group in self.order:
-            self._trained[unit] |= {(group, index) for index in range(len(group.params))}
+        for unit, gradients in self.order:
+            self._trained[unit] |= {(gradients, index) for index in range(len(gradients.params))}
         self._allocate()
 
     def _allocate(self) -> None:
         """Allocate two buffers for each dtype, as long as its longest gradients, in host memory that the other ranks can read."""
         lengths: dict[tuple[Communicator, torch.dtype], list[int]] = {}
-        for unit, group in self.order:
-            if group.on_host and not group.adopts:
-                lengths.setdefault(self._kind(unit.ranks, group), []).append(group.layout.numel)
-        for kind, of_groups in lengths.items():
-            (peers, dtype), longest, count = kind, max(of_groups), min(len(of_groups), 2)
+        for unit, gradients in self.order:
+            if gradients.on_host and not gradients.adopts:
+                lengths.setdefault(self._kind(unit.ranks, gradients), []).append(gradients.layout.numel)
+        for kind, of_each in lengths.items():
+            (peers, dtype), longest, count = kind, max(of_each), min(len(of_each), 2)
             there = self._buffers.get(kind)
             if there is None or len(there) < count or there[0].numel() < longest:
                 self._buffers[kind] = deque(peers.node.empty(longest, dtype) for _ in range(count))
 
     @staticmethod
-    def _kind(ranks: DataParallelRanks, group: Gradients) -> tuple[Communicator, torch.dtype]:
+    def _kind(ranks: DataParallelRanks, gradients: Gradients) -> tuple[Communicator, torch.dtype]:
         """The ranks that read a gradient buffer, and its dtype."""
-        return ranks.shard if ranks.shard.size > 1 else ranks.replicate, group.reduce_dtype
+        return ranks.shard if ranks.shard.size > 1 else ranks.replicate, gradients.reduce_dtype
 
     # From autograd's hook to the shards: `take`, `complete`, then `begin_reduction` and `end_reduction` in unit/gradients.py
 
     def take(self, number: int, index: int) -> Unit | None:
-        """Take the full gradient of parameter `index` of `groups[number]`. Returns the unit if this gradient was its last one."""
-        unit, group = self.groups[number]
-        place = self._at[group]
+        """Take the full gradient of parameter `index` of `gradients[number]`. Returns the unit if this gradient was its last one."""
+        unit, gradients = self.gradients[number]
+        place = self._at[gradients]
         if place < self._next and unit.sync_gradients:
             raise RuntimeError(
-                f"parameter {group.params[index].name} got a second gradient in one backward, after the first was reduced: its module "
-                "ran twice under reentrant activation checkpointing; pass use_reentrant=False"
+                f"parameter {gradients.params[index].name} got a second gradient in one backward, after the first was reduced: its "
+                "module ran twice under reentrant activation checkpointing; pass use_reentrant=False"
             )
-        if place == self._next and unit.sync_gradients and group.on_host and not group.adopts:
-            group.place_grad(index, self._buffer(unit, group))
+        if place == self._next and unit.sync_gradients and gradients.on_host and not gradients.adopts:
+            gradients.place_grad(index, self._buffer(unit, gradients))
         missing = self._missing[unit]
-        missing.discard((group, index))
+        missing.discard((gradients, index))
         return unit if not missing and unit not in self.by_inputs else None
 
     def complete(self, unit: Unit) -> None:
@@ -110,25 +112,25 @@ class Reducer:
             self._reduce_next()
 
     def _reduce_next(self) -> None:
-        unit, group = self.order[self._next]
+        unit, gradients = self.order[self._next]
         self._next += 1
         if not unit.sync_gradients:
             self._left_some = True
             return
-        self.done.append(group)
-        if group.adopts:
-            group.adopt_grads()
+        self.done.append(gradients)
+        if gradients.adopts:
+            gradients.adopt_grads()
             return
         self._end_one()
-        group.begin_reduction(self._buffer(unit, group))
-        if group.on_host:
-            self._buffers[self._kind(unit.ranks, group)].rotate()
-        self.reducing = group
+        gradients.begin_reduction(self._buffer(unit, gradients))
+        if gradients.on_host:
+            self._buffers[self._kind(unit.ranks, gradients)].rotate()
+        self.reducing = gradients
 
-    def _buffer(self, unit: Unit, group: Gradients) -> torch.Tensor:
-        if not group.on_host:
-            return torch.empty(group.layout.numel, dtype=group.reduce_dtype, device=group.device)
-        return self._buffers[self._kind(unit.ranks, group)][0]
+    def _buffer(self, unit: Unit, gradients: Gradients) -> torch.Tensor:
+        if not gradients.on_host:
+            return torch.empty(gradients.layout.numel, dtype=gradients.reduce_dtype, device=gradients.device)
+        return self._buffers[self._kind(unit.ranks, gradients)][0]
 
     def _end_one(self) -> None:
         if self.reducing is not None:
@@ -152,8 +154,8 @@ class Reducer:
         while self._next < len(self.order):
             self._reduce_next()
         self._end_one()
-        for group in self.done:
-            group.finish_offload()
+        for gradients in self.done:
+            gradients.finish_offload()
         if self._left_some or self._waits:
             self._waits = any(flat.has_full_grads for unit in self.units for flat in unit.flats)
 

@@ -1,6 +1,6 @@
 """The step of one sharded model: its phase, and the order in which its units are unsharded, resharded and reduced.
 
-A parameter between two forwards (unit/unsharding.py says which full parameters are gathered, and which last):
+A parameter between two forwards (unit/storage.py says which full parameters are gathered, and which last):
 1. The outermost forward begins with `open`: full parameters that last are filled from the shards and shown, where that needs no
    all-gather.
 2. `ShardedModule.__call__` calls `forward`. `_unshard` fills all other full parameters of the module, and the module shows them.
@@ -111,7 +111,7 @@ class TrainingStep:
             [param.shard for unit in self._lasting for param in unit.params],
         )
         self.reducer = Reducer(units)
-        self._num_watched = 0  # of the reducer's groups
+        self._num_watched = 0  # of the reducer's gradients
         self._watch_gradients()
         _living.add(self)
 
@@ -257,10 +257,10 @@ class TrainingStep:
         # A hook refers to the step weakly, and to the gradients by a number. Python's garbage collector does not see torch's hooks: a
         # strong reference would keep the model alive for ever.
         this = weakref.ref(self)
-        for number, (_, group) in enumerate(self.reducer.groups[self._num_watched :], self._num_watched):
-            for index, param in enumerate(group.params):
+        for number, (_, gradients) in enumerate(self.reducer.gradients[self._num_watched :], self._num_watched):
+            for index, param in enumerate(gradients.params):
                 param.full.register_post_accumulate_grad_hook(partial(_on_gradient, this, number, index))
-        self._num_watched = len(self.reducer.groups)
+        self._num_watched = len(self.reducer.gradients)
 
     def _before_backward(self, unit: Unit, written: int | None, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of a module's output has come. `written`: the count of writes to the shards at the root's forward."""
@@ -292,7 +292,7 @@ class TrainingStep:
         at_end_of_backward(self._end_backward)
 
     def on_gradient(self, number: int, index: int) -> None:
-        """Autograd has accumulated the gradient of parameter `index` of the reducer's `groups[number]`."""
+        """Autograd has accumulated the gradient of parameter `index` of the reducer's `gradients[number]`."""
         self._begin_backward()
         if self.reducer.reducing is not None:
             with self._communicating():
@@ -323,8 +323,8 @@ class TrainingStep:
             self.reducer.end(makes_graph=self._makes_graph)
             self._forget_unused()
         self.close(is_compared=not self.ranks.has_replicas)
-        for group in self.reducer.done:
-            for param in group.params:
+        for gradients in self.reducer.done:
+            for param in gradients.params:
                 if param.shard.grad is not None:
                     run_accumulation_hooks(param.shard)  # not earlier, because these hooks may write to shards
 
@@ -334,20 +334,20 @@ class TrainingStep:
         The same message compares the order of gathers between the ranks, unless the model has several copies.
         """
         params: dict[Communicator, list[tuple[Gradients, int]]] = {}
-        for group in self.reducer.done:
-            params.setdefault(group.ranks.data_parallel, []).extend(
-                (group, index) for index in range(len(group.params))
+        for gradients in self.reducer.done:
+            params.setdefault(gradients.ranks.data_parallel, []).extend(
+                (gradients, index) for index in range(len(gradients.params))
             )
         for comm, its in params.items():
             order = [] if self.ranks.has_replicas or comm is not self.ranks.data_parallel else self._gathers.both_ways()
-            used = torch.tensor([*order, *(group.was_used[index] for group, index in its)], dtype=torch.uint8)
+            used = torch.tensor([*order, *(gradients.was_used[index] for gradients, index in its)], dtype=torch.uint8)
             comm.all_reduce(used, "max")
             compared, used = used.tensor_split((len(order),))
             if order:
                 self._check_gathers(compared)
-            for (group, index), anywhere in zip(its, used.tolist(), strict=True):
-                if not anywhere and group.was_fresh[index]:
-                    group.params[index].shard.grad = None
+            for (gradients, index), anywhere in zip(its, used.tolist(), strict=True):
+                if not anywhere and gradients.was_fresh[index]:
+                    gradients.params[index].shard.grad = None
 
     def _check_gathers(self, most: torch.Tensor) -> None:
         try:

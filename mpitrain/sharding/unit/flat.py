@@ -3,7 +3,7 @@
 [Note: kinds of tensors]
 - shard: this rank's rows of a parameter, an `nn.Parameter` that the optimizer updates; `model.parameters()` shows it between steps.
 - full parameter: another `nn.Parameter`, which forward and backward use. Shard and full parameter live as long as the unit.
-- full buffer: the full parameters end to end (unsharding.py).
+- full buffer: the full parameters end to end (storage.py).
 - gradient buffer: the full gradients end to end, from which a reduction makes the gradients of the shards (gradients.py).
 """
 
@@ -20,7 +20,7 @@ from mpitrain.sharding.unit.layout import ShardBox, rows_of
 from mpitrain.sharding.unit.marks import mark_shard
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks
-from mpitrain.sharding.unit.unsharding import Storage
+from mpitrain.sharding.unit.storage import Storage
 
 
 class FlatParameters:
@@ -133,8 +133,8 @@ class FlatParameters:
     @property
     def frozen(self) -> list[int]:
         """The parameters whose gradients are not reduced."""
-        grouped = {id(param) for group in self.gradients for param in group.params}
-        return [index for index, param in enumerate(self.params) if id(param) not in grouped]
+        reduced = {id(param) for gradients in self.gradients for param in gradients.params}
+        return [index for index, param in enumerate(self.params) if id(param) not in reduced]
 
     def thaw(self, indices: Sequence[int]) -> None:
         """Reduce the gradients of these parameters, which were frozen, from now on. All ranks make the same call."""
@@ -145,12 +145,14 @@ class FlatParameters:
     @property
     def has_full_grads(self) -> bool:
         """Whether gradients wait to be reduced."""
-        return any(group.placed for group in self.gradients) or any(full.grad is not None for full in self._fulls)
+        return any(gradients.placed for gradients in self.gradients) or any(
+            full.grad is not None for full in self._fulls
+        )
 
     def drop_grads(self) -> None:
         """Drop full gradients that were not reduced."""
-        for group in self.gradients:
-            group.placed.clear()
+        for gradients in self.gradients:
+            gradients.placed.clear()
         for full in self._fulls:
             full.grad = None
 

@@ -155,7 +155,7 @@ class Unit:
         for flat in self.flats:
             if flat.storage.lasts:
                 continue
-            memory = flat.storage.flat.untyped_storage().data_ptr()
+            memory = flat.storage.full_buffer.untyped_storage().data_ptr()
             if any(tensor.untyped_storage().data_ptr() == memory for tensor in tensors):
                 names = ", ".join(param.name for param in flat.params[:3])
                 raise RuntimeError(

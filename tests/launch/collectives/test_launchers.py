@@ -37,7 +37,7 @@ def test_another_mpi_s_mpirun_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "first, env, limit",
+    ("first", "env", "limit"),
     [
         ("", {}, EAGER_BYTES),
         ("", {"OMPI_MCA_btl_tcp_eager_limit": "70000"}, 70_000),  # the user's choice

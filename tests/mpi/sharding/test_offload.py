@@ -49,7 +49,7 @@ def test_shards_lie_apart_and_go_into_checkpoints(comm: Communicator, shared_tmp
     model = fully_shard(model_of(), comm, stage=2, storage="private", offload_policy=Parted())
     optimizer = train(model, accumulate=1, rows=slice(comm.rank, comm.rank + 1))
     for unit in model._unit.flats:
-        begin, end = unit.storage.flat.data_ptr(), unit.storage.flat.data_ptr() + unit.storage.nbytes
+        begin, end = unit.storage.full_buffer.data_ptr(), unit.storage.full_buffer.data_ptr() + unit.storage.nbytes
         assert not any(begin <= param.shard.data_ptr() < end for param in unit.params if param.shard.numel())
     kept = [param.detach().clone() for param in model.parameters()]
     mpitrain.save(shared_tmp / "offloaded", model, optimizer)

@@ -13,7 +13,7 @@ from collectives import Communicator
 from collectives.progress.work import Deferred, Thread
 from mpitrain.sharding import MixedPrecisionPolicy, unshard
 from mpitrain.sharding.module import units_of
-from mpitrain.sharding.unit.unsharding import Gathered
+from mpitrain.sharding.unit.storage import Gathered
 
 WIDTHS = [9, 12, 7, 15]
 
@@ -189,7 +189,7 @@ def test_fullorders(flying: Communicator, log: Log, dtype: torch.dtype) -> None:
         def turn(number: int, model: Any = model) -> None:
             model.order = orders[number]
             if number:
-                kept = [storage.flat.untyped_storage().size() for storage in storages(model)]
+                kept = [storage.full_buffer.untyped_storage().size() for storage in storages(model)]
                 assert not any(kept), "what was begun in vain is given back when the pass ends"
 
         results.append(train(model, len(orders), turn))
@@ -209,7 +209,7 @@ def test_after_an_exception(flying: Communicator, log: Log) -> None:
             with pytest.raises(ArithmeticError):
                 model(torch.zeros(2, 5))
             assert not any(storage.is_under_way for storage in storages(model))
-            assert not any(storage.flat.untyped_storage().size() for storage in storages(model))
+            assert not any(storage.full_buffer.untyped_storage().size() for storage in storages(model))
         model.fails = False
 
     assert train(model, 5, fail) == plain
@@ -223,7 +223,7 @@ def test_full_parameters_outside_of_forward(flying: Communicator) -> None:
     with unshard(model), unshard(plain):
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(one, other)
-    assert not any(storage.flat.untyped_storage().size() for storage in storages(model))
+    assert not any(storage.full_buffer.untyped_storage().size() for storage in storages(model))
 
 
 def test_a_model_that_goes_while_it_is_gathered(flying: Communicator) -> None:

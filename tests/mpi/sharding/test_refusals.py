@@ -11,7 +11,7 @@ import mpitrain
 from collectives import Communicator
 from mpitrain.init import Constant, Normal
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
-from mpitrain.sharding.unit.unsharding import Resident
+from mpitrain.sharding.unit.storage import Resident
 
 pytestmark = pytest.mark.ranks(1, 2)
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from collectives import Communicator
 from collectives.progress.work import Deferred, Thread
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
-from mpitrain.sharding.unit.unsharding import Gathered
+from mpitrain.sharding.unit.storage import Gathered
 
 
 class Net(nn.Module):
@@ -99,14 +99,14 @@ def test_what_ranks_hold_and_whom_they_gather_from(
     first = 5 if num_ranks > 1 else 4  # the rest, and the blocks
     assert sizes == ([comm.size] * 3 + [num_ranks] + [comm.size] if num_ranks > 1 else [comm.size] * first)
     for storage in inner(model):
-        full = storage.flat.untyped_storage().size()
+        full = storage.full_buffer.untyped_storage().size()
         if num_ranks == 1:
             assert full == storage.nbytes, "1 is False: kept"
         else:
             assert full == 0
             held = 0 if storage._piece is None else storage._piece.numel()
             pieces = comm.all_gather_object(held)
-            assert sum(pieces) == (comm.size // num_ranks * storage.flat.numel() if again else 0)
+            assert sum(pieces) == (comm.size // num_ranks * storage.full_buffer.numel() if again else 0)
             assert max(pieces) - min(pieces) <= 1
     sizes.clear()
     loss.backward()

@@ -35,7 +35,7 @@ class Storage:
     kind: Kind
     lasts = True  # the full parameters stay in memory between uses
     in_place = False  # the shards are rows of them
-    flat: torch.Tensor
+    full_buffer: torch.Tensor
 
     def __init__(self, shapes: Shapes, comm: Communicator) -> None:
         self._comm = comm
@@ -48,12 +48,12 @@ class Storage:
     @property
     def nbytes(self) -> int:
         """The size of the full parameters, with or without memory."""
-        return self.layout.numel * self.flat.itemsize
+        return self.layout.numel * self.full_buffer.itemsize
 
     @property
     def overlaps(self) -> bool:
         """Whether an all-gather progresses while this rank computes. The same on all ranks."""
-        return self._comm.overlaps(on_device=self.flat.device.type != "cpu")
+        return self._comm.overlaps(on_device=self.full_buffer.device.type != "cpu")
 
     @property
     def is_full(self) -> bool:
@@ -103,7 +103,7 @@ class Storage:
 
     def part(self, start: int, stop: int) -> torch.Tensor:
         """Elements of the buffer, with a separate version counter: autograd compares the counters of saved tensors."""
-        return with_own_counter(self.flat[start:stop])
+        return with_own_counter(self.full_buffer[start:stop])
 
 
 class Kept(Storage):
@@ -113,7 +113,7 @@ class Kept(Storage):
 
     def __init__(self, shapes: Shapes, comm: Communicator, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shapes, comm)
-        self.flat = self._allocate(dtype, device)
+        self.full_buffer = self._allocate(dtype, device)
         self._is_stale = True
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -127,11 +127,11 @@ class Kept(Storage):
     def begin_fill(self, shard: torch.Tensor, *, ahead: bool = True) -> None:
         if self.is_full:
             return
-        mine = self.flat[self._mine]
+        mine = self.full_buffer[self._mine]
         if not self.in_place:
             mine.copy_(shard, non_blocking=True)
         if self._moves:
-            self._all_gather(self._comm, self.flat, mine, self.layout.counts, ahead=ahead and self.overlaps)
+            self._all_gather(self._comm, self.full_buffer, mine, self.layout.counts, ahead=ahead and self.overlaps)
         self._is_stale = False
 
     def expire(self) -> None:
@@ -149,8 +149,8 @@ class Resident(Kept):
     kind: Kind = "resident"
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        flat: torch.Tensor = self._comm.node.shared(self.layout.numel, dtype)
-        return flat
+        full: torch.Tensor = self._comm.node.shared(self.layout.numel, dtype)
+        return full
 
     @property
     def _moves(self) -> bool:
@@ -177,23 +177,23 @@ class Gathered(Storage):
     ) -> None:
         """`group`: the ranks that hold the full parameters together between forward and backward."""
         super().__init__(shapes, comm)
-        self.flat = torch.empty(self.layout.numel, dtype=dtype, device=device)
+        self.full_buffer = torch.empty(self.layout.numel, dtype=dtype, device=device)
         self._group = group
         self._piece: torch.Tensor | None = None  # this rank's piece of the full parameters that the group holds
 
     @property
     def is_full(self) -> bool:
-        return not self.is_under_way and self.flat.untyped_storage().size() > 0
+        return not self.is_under_way and self.full_buffer.untyped_storage().size() > 0
 
     @torch.no_grad()
     def begin_fill(self, shard: torch.Tensor, *, ahead: bool = True) -> None:
-        self.flat.untyped_storage().resize_(self.nbytes)
+        self.full_buffer.untyped_storage().resize_(self.nbytes)
         if self._piece is None:
-            mine = shard.to(self.flat.device, self.flat.dtype, non_blocking=True)
-            self._all_gather(self._comm, _raw(self.flat), mine, self.layout.counts, ahead=ahead)
+            mine = shard.to(self.full_buffer.device, self.full_buffer.dtype, non_blocking=True)
+            self._all_gather(self._comm, _raw(self.full_buffer), mine, self.layout.counts, ahead=ahead)
         else:
             assert self._group is not None
-            self._all_gather(self._group, _raw(self.flat), self._piece, self._cuts(self._group)[1], ahead=ahead)
+            self._all_gather(self._group, _raw(self.full_buffer), self._piece, self._cuts(self._group)[1], ahead=ahead)
 
     @torch.no_grad()
     def empty(self, *, for_backward: bool = False) -> None:
@@ -204,8 +204,8 @@ class Gathered(Storage):
             self._piece = None
         elif self._piece is None and self.is_full:
             starts, counts = self._cuts(self._group)
-            self._piece = self.flat[starts[self._group.rank] :][: counts[self._group.rank]].clone()
-        self.flat.untyped_storage().resize_(0)
+            self._piece = self.full_buffer[starts[self._group.rank] :][: counts[self._group.rank]].clone()
+        self.full_buffer.untyped_storage().resize_(0)
 
     def _cuts(self, group: Communicator) -> tuple[list[int], list[int]]:
         """Where each rank's piece of the full parameters starts, and its length: anywhere, since no rank computes with a piece."""
