@@ -1,4 +1,4 @@
-"""What every collective goes through once its arrays are checked: now or later, the choice of the algorithm, the record, plans."""
+"""The steps of every collective after the check of its arrays: now or later, the choice of the algorithm, the record, plans."""
 
 from collections.abc import Callable, Hashable
 from enum import Enum
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # importing it starts MPI
 
 
 class Repeated(Enum):
-    """What `Dispatch.repeat` gives when a plan was found and carried out."""
+    """The result of `Dispatch.repeat` if it found a plan and carried the plan out."""
 
     DONE = 0
 
@@ -50,7 +50,7 @@ class Dispatch:
         plans: Plans,
         on_progress: "Callable[[], Dispatch]",
     ) -> None:
-        """`on_progress()`: what carries out asynchronous operations, this one or its twin for the progress thread."""
+        """`on_progress()`: the Dispatch of asynchronous operations: this one, or that of the progress thread's communicator."""
         self.rank, self.size = rank, size
         self.transports, self.devices = transports, devices
         self._recorder, self._queue, self._groups, self._plans = recorder, queue, groups, plans
@@ -68,8 +68,8 @@ class Dispatch:
     ) -> Any:
         """Carry out a call whose arrays are checked: now, or later as a Work or with its group.
 
-        `carry_out(dispatch)`: by that of the communicator which is to do it. `result`: the caller's array, in which a group leaves the
-        result. `post(transport)`: posts it, where it may be carried out so: see `_posted`.
+        `carry_out(dispatch)`: carries out the call by this Dispatch. `result`: the caller's array, in which a group leaves the result.
+        `post(transport)`: posts the operation, if ranks can post this operation: see `_posted`.
         """
         if call.accumulate not in (None, "fp32"):
             raise ValueError(f"{call.operation}: accumulate {call.accumulate!r}; expected 'fp32' or None")
@@ -81,7 +81,9 @@ class Dispatch:
         self._queue.progress.pending()  # an error on a communicator that was freed
         on_device = any(b.device is not None for b in call.arrays)
         if not (on_device and call.algorithm == "nccl"):
-            self._choose(call, call.arrays[0].nbytes, "private")  # wrong ones are errors now, not at their turn
+            self._choose(
+                call, call.arrays[0].nbytes, "private"
+            )  # a wrong algorithm is an error now, not at the operation's turn
         if group is not None:
             if async_op:
                 raise ValueError("group: operations within a group take no async_op")
@@ -99,7 +101,7 @@ class Dispatch:
         return work
 
     def _posted(self, call: Call, post: Callable[[Shared], Post]) -> Work | None:
-        """An operation that ranks post and go on from; None where its array, or the ranks', are not for that."""
+        """An operation that each rank posts before it continues; None if the arrays or the ranks do not allow this."""
         shared, b, progress = self.transports.shared, call.arrays[0], self._queue.progress
         if self._recorder.checked or progress.on_thread or shared is None or not shared.posts.takes(b.flat):
             return None
@@ -118,9 +120,9 @@ class Dispatch:
         return self._queue.post(operation, posted)
 
     def _choose(self, call: Call, nbytes: int, memory: str) -> str:
-        """The algorithm; ValueError if the one that was asked for is unknown or cannot work."""
+        """The algorithm. ValueError if the caller's algorithm is unknown or cannot work."""
         if call.operation in ("gather", "scatter"):
-            nbytes *= self.size  # a rank knows its part alone here
+            nbytes *= self.size  # here a rank knows only its own part
         return self.transports.selector.choose(
             call.operation, call.algorithm, dtype=call.arrays[0].dtype, nbytes=nbytes, memory=memory
         )
@@ -129,11 +131,9 @@ class Dispatch:
         """Choose the algorithm, and enter the operation in the flight record; in checked mode compare it between the ranks."""
         if self._queue.must_flush():
             self._queue.flush()
-        b, memory = call.arrays[0], self.transports.memory
+        b = call.arrays[0]
         size, name = b.flat.size, b.dtype.name
-        number = 0 if memory is None or memory.holds_none else memory.find(b.flat)[0]
-        is_node = number and (call.operation != "all_gather" or memory.is_one_array(number))  # type: ignore[union-attr]
-        where = "node" if is_node else "private"
+        where = self.transports.memory_of(call.operation, b.flat)
         if not self._recorder.checked:
             chosen = self._choose(call, b.flat.nbytes, where)
             return self._note(call.operation, size, name, call.op, call.root, chosen)
@@ -146,6 +146,7 @@ class Dispatch:
             "async_op": call.async_op or None,
         }
         said = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
+        memory = self.transports.memory
         place = "private memory" if memory is None else memory.place(b.flat)
         words = f"{call.operation}({size} x {name}, {said}, in {place})"
         entry = self._recorder.enter(call.operation, words, call.root, call.op, size, name)
@@ -156,9 +157,9 @@ class Dispatch:
     # Plans
 
     def repeat(self, x: Any, out: Any, call: Hashable) -> Hashable | Literal[Repeated.DONE]:
-        """Make `call`, an operation and its options, again on these arrays: DONE where a plan is kept of it.
+        """Make `call`, an operation and its options, again on these arrays. DONE if there is a plan of this call.
 
-        Else the key for `keep_plan`; None where none may be used or made.
+        Otherwise the key for `keep_plan`, or None if this call can have no plan.
         """
         if self._groups.current is not None or not self._keeps_plans or self._queue.must_flush():
             return None
@@ -169,7 +170,7 @@ class Dispatch:
         key = (call, where, also)
         try:
             plan = self._find_plan(key)
-        except TypeError:  # an argument that no dict takes: the checks are to name it
+        except TypeError:  # an argument is not hashable: the checks will name it
             return None
         if plan is None:
             return key
@@ -188,7 +189,7 @@ class Dispatch:
         if planner is not None:
             flats = [array for array in arguments if isinstance(array, np.ndarray)]
             if flats[0].dtype.kind == "c":
-                return  # the conjugate of a torch tensor, which is to be refused, lies where the tensor does
+                return  # the conjugate view of a torch tensor, which is an error, has the address of the tensor
             if all(flat.size for flat in flats):
                 made = planner.plan(entry.name, *arguments)
                 if made is not None:

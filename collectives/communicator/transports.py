@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
+
 from collectives.arrays.dtypes import DType
 from collectives.selection.selector import WITHIN_NODE, Placement, Selector
 from collectives.selection.table import Table
@@ -99,6 +101,13 @@ class Transports:
             else:
                 self._made[algorithm] = self._schedule(algorithm)
         return self._made[algorithm]
+
+    def memory_of(self, operation: str, flat: np.ndarray) -> str:
+        """The selector's word (one of MEMORIES) for the memory of `flat`, the first array of a call of `operation`."""
+        number = 0 if self.memory is None or self.memory.holds_none else self.memory.find(flat)[0]
+        if number and (operation != "all_gather" or self.memory.is_one_array(number)):  # type: ignore[union-attr]
+            return "node"
+        return "private"
 
     def planner(self, algorithm: str) -> Planner | None:
         """The transport that plans calls of `algorithm`, or None."""

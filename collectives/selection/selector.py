@@ -1,8 +1,7 @@
-"""Which algorithm runs: what there is, what can work where, and the choice that "auto" makes from a table of measurements.
+"""The selection of an algorithm: the names, the obstacles, and the choice of "auto" from a table of measurements (table.py).
 
-Pure: the same answer on every rank that passes the same arguments. The table itself is in table.py. "Bytes" are those of the whole
-array throughout: `x` of all_reduce, reduce_scatter, broadcast, reduce, all_to_all and of scatter's root, `out` of all_gather
-and of gather's root.
+All functions are pure: ranks with the same arguments get the same answer. "Bytes" always means the bytes of the whole array: `x` of
+all_reduce, reduce_scatter, broadcast, reduce, all_to_all and of scatter's root, `out` of all_gather and of gather's root.
 """
 
 from bisect import bisect_left
@@ -17,8 +16,8 @@ _OPERATIONS = (
 )  # fmt: skip
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 
-# What is no schedule: "mpi" is the MPI library's own, "shared" reads the peers' arrays on the node, "staged" goes through windows in
-# its memory, "nccl" is for arrays in GPU memory.
+# The algorithms that are not schedules: "mpi" is the MPI library's own, "shared" reads the peers' arrays on the node, "staged" copies
+# through ring buffers in the node's memory, "nccl" is for arrays in GPU memory.
 _OTHERS = {
     "mpi": frozenset(_OPERATIONS),
     "shared": frozenset(_OPERATIONS),
@@ -27,7 +26,7 @@ _OTHERS = {
     "nccl": frozenset(_OPERATIONS),
 }
 WITHIN_NODE = frozenset({"shared", "staged"})
-# What each operation can be asked for, besides "auto".
+# The algorithms of each operation, besides "auto".
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     operation: (
         *(name for name, takes in _OTHERS.items() if operation in takes),
@@ -36,25 +35,25 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     for operation in _OPERATIONS
 }
 
-# Where an array lies: in a rank's own memory; in this communicator's `empty` arrays (for all_gather: `out` in its `shared` array).
+# The memory of an array: a rank's own, or an array of this communicator's `empty` (for all_gather: `out` in an array of `shared`).
 MEMORIES = ("private", "node")
-# Where the node's arrays make a difference.
+# The operations whose choice depends on the memory.
 NODE_OPERATIONS = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
-# Here all ranks write one array. Only "shared" waits until nobody reads any more what stood there, so "auto" takes nothing else.
+# Here all ranks write to one array. Only "shared" waits until no rank reads the old values, so "auto" always takes "shared".
 _ONE_ARRAY = frozenset({("all_gather", "node")})
 
-# MPI 3 counts in int. Larger messages are described by datatypes of more elements, which MPI's reductions do not take.
+# MPI 3 counts in int. A larger message needs a datatype of several elements, and MPI's reductions do not accept this datatype.
 MAX_COUNT = (1 << 31) - 1
 _COUNTED = REDUCTIONS | {"all_gather"}
 
-# Where no table helps: below this, few rounds win over few bytes (measured on 2 and 4 ranks of one machine).
+# Without a table: up to this size, few rounds are faster than few bytes (measured on 2 and 4 ranks of one machine).
 SHORT_BYTES = 32 << 10
 _SHORT = ("recursive_doubling", "tree")
 _LONG = ("two_level", "halving_doubling", "halving", "ring", "reduce_scatter_gather", "scatter_all_gather", "tree")
 
 
 class Placement(NamedTuple):
-    """What the choice depends on in a communicator: its ranks, its nodes, and the ranks of its smallest and its largest node."""
+    """The sizes of a communicator that select an algorithm: its ranks, its nodes, the ranks of its smallest and its largest node."""
 
     size: int
     num_nodes: int
@@ -68,12 +67,12 @@ class Placement(NamedTuple):
 
 
 def obstacle(operation: str, algorithm: str, *, placement: Placement, itemsize: int = 1, nbytes: int = 0) -> str | None:
-    """Why `algorithm` cannot carry out `operation` on such arrays in such a placement, as words after its name; None if it can."""
+    """The reason why `algorithm` cannot carry out `operation` on these arrays, as words after its name; None if it can."""
     if algorithm == "mpi" and operation in _COUNTED and nbytes > MAX_COUNT * itemsize:
         return f"takes up to {MAX_COUNT} elements, not {nbytes // itemsize}"
     if algorithm in WITHIN_NODE and placement.num_nodes > 1:
         return f"works within one node, not on {placement.num_nodes}"
-    if algorithm == "nccl":  # arrays in GPU memory come by transports/gpu/device.py and never here
+    if algorithm == "nccl":  # transports/gpu/device.py handles arrays in GPU memory
         return "works on arrays in GPU memory"
     if algorithm == "two_level":
         if placement.num_nodes == 1:
@@ -86,18 +85,18 @@ def obstacle(operation: str, algorithm: str, *, placement: Placement, itemsize: 
 
 
 def kind_of(operation: str, dtype: DType) -> str:
-    """The table's word for a dtype: "half" where the operation reduces what MPI cannot (fp16, bf16), else "native"."""
+    """The table's word for a dtype: "half" for a reduction of fp16 or bf16, which MPI cannot compute, otherwise "native"."""
     return "half" if dtype.mpi is None and operation in REDUCTIONS else "native"
 
 
 def schedule_by_rule(operation: str, nbytes: int) -> str:
-    """The schedule to take for `operation` on so many bytes where nothing was measured."""
+    """The schedule for `operation` on `nbytes` bytes without a measurement."""
     rule = (*_SHORT, *_LONG) if nbytes <= SHORT_BYTES else _LONG
     return next(name for name in rule if name in BUILDERS[operation] and name != "two_level")
 
 
 class Choices(Protocol):
-    """What a table answers (see `table.Table`): (up to so many bytes, algorithm), rising; None: any number of bytes."""
+    """The answer of a table (see `table.Table`): pairs of (largest number of bytes, algorithm), rising; None: any number of bytes."""
 
     def choices(
         self, operation: str, kind: str, memory: str, placement: Placement
@@ -107,7 +106,7 @@ class Choices(Protocol):
 class Selector:
     """The choices of one communicator: the table resolved for its `placement`, once for each (operation, memory, dtype).
 
-    `infeasible`: algorithms that these ranks cannot run for a reason that only they know, and that reason.
+    `infeasible`: algorithms that cannot run on these ranks for a reason other than their placement, each with the reason.
     """
 
     __slots__ = ("_answers", "_infeasible", "_placement", "_table")
@@ -117,7 +116,7 @@ class Selector:
         self._answers: dict[tuple[str, str, DType], tuple[list[float], list[str]]] = {}
 
     def choose(self, operation: str, algorithm: str, *, dtype: DType, nbytes: int, memory: str = "private") -> str:
-        """The algorithm to run where `algorithm`, which may be "auto", was asked for. `memory`: one of MEMORIES.
+        """The algorithm that carries out a call with the argument `algorithm`, which may be "auto". `memory`: one of MEMORIES.
 
         ValueError if `algorithm` is unknown or cannot work on these arrays.
         """
@@ -135,7 +134,7 @@ class Selector:
         return algorithm
 
     def feasible(self, operation: str, *, dtype: DType, nbytes: int) -> list[str]:
-        """The algorithms that `choose` would take by name. ValueError for an unknown operation."""
+        """The algorithms that `choose` accepts by name. ValueError for an unknown operation."""
         if operation not in ALGORITHMS:
             raise ValueError(f"operation {operation!r} is unknown; expected {', '.join(ALGORITHMS)}")
         return [name for name in ALGORITHMS[operation] if self._obstacle(operation, name, dtype, nbytes) is None]
@@ -146,7 +145,7 @@ class Selector:
         return obstacle(operation, algorithm, placement=self._placement, itemsize=dtype.itemsize, nbytes=nbytes)
 
     def has_choice(self, operation: str, *, dtype: DType, memory: str) -> bool:
-        """Whether "auto" has several algorithms to choose from."""
+        """Whether "auto" can choose between several algorithms."""
         several = len(self.feasible(operation, dtype=dtype, nbytes=1)) > 1
         return several and (operation, memory) not in _ONE_ARRAY
 
@@ -155,7 +154,7 @@ class Selector:
         names: list[str] = []
         begin = 0.0
         wanted_alone = "shared" if (operation, memory) in _ONE_ARRAY else None
-        largest = MAX_COUNT * dtype.itemsize  # beyond which another choice may have to be made
+        largest = MAX_COUNT * dtype.itemsize  # for more bytes another algorithm may be needed
         for up_to, wanted in self._table.choices(operation, kind_of(operation, dtype), memory, self._placement):
             end = float("inf") if up_to is None else up_to
             for limit in sorted({min(end, largest), end}):
@@ -172,10 +171,10 @@ class Selector:
         return limits, names
 
     def _near(self, operation: str, wanted: str, memory: str, dtype: DType, begin: float, end: float) -> str:
-        """`wanted`, or what comes nearest to it where it cannot work, for more than `begin` and up to `end` bytes."""
+        """`wanted`, or the algorithm nearest to it if it cannot work, for more than `begin` and up to `end` bytes."""
         rule = (*_SHORT, *_LONG) if end <= SHORT_BYTES else _LONG
-        reducing_halves = kind_of(operation, dtype) == "half"  # which MPI takes a detour over fp32 for
-        # Who wanted two levels wanted bandwidth; one rank a node has one level.
+        reducing_halves = kind_of(operation, dtype) == "half"  # MPI would first convert them to fp32
+        # The table chose two_level for its bandwidth; with one rank per node there is one level.
         ours_first = reducing_halves or wanted == "two_level"
         order = (wanted, *rule, "mpi") if ours_first else (wanted, "mpi", *rule)
         nbytes = int(begin) + 1
