@@ -58,7 +58,7 @@ class Devices:
         """Carry out `call` by NCCL if possible, else by MPI on device addresses if possible. Returns whether it was carried out.
 
         `arrays`, `arguments`: those of the `Transport`'s method of the operation; a reduction's last argument, the dtype, is left out.
-        The first of `call.arrays`, which is in GPU memory, decides on all ranks: in gather and scatter only this one exists on all ranks.
+        The first of `call.arrays`, which is in GPU memory, decides: in gather and scatter it is the only one that all ranks have.
         """
         operation, algorithm, op, first = call.operation, call.algorithm, call.op, call.arrays[0]
         devices = [b.device for b in call.arrays if b.device is not None]

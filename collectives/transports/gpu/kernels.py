@@ -1,8 +1,8 @@
 """Arithmetic on arrays in GPU memory by kernels of torch or CuPy, as `collectives.arrays.reduction` does it in host memory.
 
-Arrays are results of `cuda.view`: NumPy arrays with an address, a length and a dtype, whose elements the host cannot read. Both libraries
-give the same bits as the host: fp16 and bf16 are added in fp32 and rounded once, to nearest even; max and min propagate NaN; a
-division is not a multiplication by the reciprocal.
+Arrays are results of `cuda.view`: NumPy arrays with an address, a length and a dtype, whose elements the host cannot read. Both
+libraries give the same bits as the host: fp16 and bf16 are added in fp32 and rounded once, to nearest even; max and min propagate NaN;
+a division is not a multiplication by the reciprocal.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """The collectives in device memory as NCCL's calls on addresses. nccl_queue.py has their order and their errors.
 
-Operations without a reduction move bytes; a reduction uses the NCCL column of the dtype table. NCCL adds fp16 and bf16 in fp32 and rounds
-at every hop. An average is a sum that is divided once, on NCCL's stream: NCCL_AVG would scale each rank's elements before the sum.
+Operations without a reduction move bytes; a reduction uses the NCCL column of the dtype table. NCCL adds fp16 and bf16 in fp32 and
+rounds at every hop. An average is a sum that is divided once, on NCCL's stream: NCCL_AVG would scale each rank's elements first.
 """
 
 import functools
