@@ -294,6 +294,6 @@ def _jax_array(x: Any, flat: np.ndarray) -> Any:
     jax = sys.modules["jax"]
     # The result is committed to a device only if `x` is: JAX may move uncommitted arrays.
     place = x.sharding if getattr(x, "committed", True) else None
-    wide = flat.dtype.itemsize >= 8  # `x` was made with 64-bit types enabled; without them JAX would cut the result to 32 bits
+    wide = flat.dtype.itemsize >= 8  # `x` was made with 64-bit types enabled; without them the result has 32
     with jax.enable_x64(True) if wide else nullcontext():
         return jax.device_put(flat.reshape(x.shape), place, may_alias=True)

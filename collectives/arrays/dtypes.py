@@ -86,7 +86,7 @@ def _moved(name: str) -> DType:
 
 
 # Neither MPI, NCCL nor our own kernels reduce these types. (To sum complex numbers, pass a view of them as floating-point numbers.)
-_FLOAT8 = sorted(name for name in dir(ml_dtypes) if name.startswith("float8_"))  # torch and JAX have some of these types
+_FLOAT8 = sorted(name for name in dir(ml_dtypes) if name.startswith("float8_"))  # torch and JAX have some of them
 MOVED: dict[str, DType] = {name: _moved(name) for name in ("complex64", "complex128", *_FLOAT8)}
 DTYPES = TABLE | MOVED
 

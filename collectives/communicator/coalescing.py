@@ -36,7 +36,7 @@ def carry_out(group: Group, collectives: Collectives, messages: Messages, device
         _ending(site.carry_out(partial(messages.start, *moved)).wait, message, moved)
         for (message, site), moved in zip(by_mpi, apart, strict=True)
     ]
-    ends += devices.exchange(by_nccl)  # after the messages by MPI, whose copies to the host must not wait for NCCL
+    ends += devices.exchange(by_nccl)  # after MPI's messages, which must not wait for NCCL when they copy to the host
     for calls in _runs(group.calls):
         _, operation, site = calls[0]
         if len(calls) > 1:

@@ -88,7 +88,7 @@ class Messages:
         """`peer` and `tag` as ints. TypeError if they are not integers, ValueError if they are not a rank here or a valid tag."""
         self._queue.progress.pending()  # raises if the communicator was freed
         try:
-            if peer is True or peer is False or tag is True or tag is False:  # `index` accepts a bool, but it is a mistake
+            if peer is True or peer is False or tag is True or tag is False:  # a mistake that `index` accepts
                 raise TypeError
             peer, tag = index(peer), index(tag)
         except TypeError:
@@ -190,7 +190,7 @@ _in_flight: set["Transfer"] = set()  # of all communicators, also of those that 
 
 
 class Transfer(Work):
-    """A message in flight: what `isend` and `irecv` return."""
+    """An unfinished message, the result of `isend` and `irecv`."""
 
     def __init__(
         self,

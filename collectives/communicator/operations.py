@@ -1,4 +1,4 @@
-"""The collectives of a Communicator: check the arguments, choose the algorithm, hand over to its transport.
+"""The collectives of a Communicator: check the arguments, choose the algorithm, call its transport.
 
 Each operation first looks for a plan of an earlier, equal call. Without a plan it makes `Buffer` views of the arrays and checks that
 they fit. `carry_out` then calls the transport of the chosen algorithm and `result()`. communicator.py documents the operations.

@@ -110,7 +110,7 @@ class Entry:
     def wait(self) -> None:
         """Note that the calling thread begins to wait for an issued operation, or to carry it out."""
         if self.log.latest is self:
-            self.log.latest = _NONE  # its place in the order is fixed since it was issued, so other threads may enter operations
+            self.log.latest = _NONE  # its place in the order is fixed, so other threads may enter operations
         self.thread = _this_thread()
         self.begun = _now()
         self.state = BEGUN

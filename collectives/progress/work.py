@@ -231,7 +231,7 @@ class Deferred(Progress):
         super().__init__()
         self._queues: dict[int, _Queue] = {}  # by thread
         self._num_left = 0  # operations in all queues
-        self.carriers: set[int] = set()  # the threads that carry out an operation now, perhaps one of another thread's queue
+        self.carriers: set[int] = set()  # the threads that carry out an operation now, of any queue
         self._counting = threading.Lock()
 
     def issue(self, operation: Callable[[], Any], name: str, issues: Issues | None) -> Queued:
@@ -250,7 +250,7 @@ class Deferred(Progress):
             self._num_left += more
 
     def pending(self) -> bool:
-        if not self._num_left or threading.get_ident() in self.carriers:  # a fast path, because each collective calls this
+        if not self._num_left or threading.get_ident() in self.carriers:  # fast, as each call asks
             return False
         queue = self._of_this_thread()
         return queue is not None and queue.pending()

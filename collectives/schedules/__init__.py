@@ -77,7 +77,7 @@ def build(
 def goes_in_rounds(algorithm: str, size: int) -> bool:
     """Whether all ranks have the same number of steps, and a message sent in a rank's k-th step is received in its peer's k-th step.
 
-    Then several schedules on different chunks may run step by step in turn, without ranks that wait for each other.
+    Then several schedules on different chunks may run step by step in turn without a deadlock.
     """
     return algorithm in _IN_ROUNDS or (algorithm == "recursive_doubling" and size & (size - 1) == 0)
 

@@ -1,8 +1,8 @@
-"""Proves a schedule: every result contains every contribution exactly once, all ranks have the same bits, and the cost fits the formula.
+"""Proves a schedule: each result contains every contribution exactly once, all ranks have the same bits, and the cost fits the formula.
 
-The proof moves no elements, but a number for the contents of each chunk of each rank. In operations that only move data it is the number
-of a part, which is exact for any number of ranks. In reductions it is a sum of the ranks' weights. Up to 64 ranks a weight is a single
-bit, which is exact too. Beyond 64 ranks weights are random 64-bit numbers from a fixed seed, summed modulo 2^64: a sum with one
+The proof moves no elements, but a number for the contents of each chunk of each rank. In operations that only move data it is the
+number of a part, which is exact for any number of ranks. In reductions it is a sum of the ranks' weights. Up to 64 ranks a weight is a
+single bit, which is exact too. Beyond 64 ranks weights are random 64-bit numbers from a fixed seed, summed modulo 2^64: a sum with one
 contribution too many or too few looks right with probability 2^-64 (with d of them: 2^-64 times the largest power of two in d).
 """
 
@@ -60,7 +60,7 @@ def _check_data(run: Trace) -> None:
     held = _initial(schedule)
     arrays = [held]
     if schedule.operation == "all_reduce":
-        # Sums of the same contributions have the same bits only if they were added in the same order, so each sum has a hash of its order.
+        # Sums of the same contributions have the same bits only if the order of additions is the same: each sum has a hash of it.
         arrays.append(_mixed(np.arange(held.size, dtype=np.uint64)).reshape(held.shape))
     # Messages are read in their round and written when their step at the receiver ends.
     written_in = run.last_round[run.recv_step]

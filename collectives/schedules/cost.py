@@ -83,7 +83,7 @@ def seconds(run: Trace, network: Network, nbytes: np.ndarray) -> np.ndarray:
     alpha = np.where(across, network.alpha, network.node_alpha)[:, None]
     per_byte = shared / np.where(across, network.bandwidth, network.node_bandwidth)
     parts = run.count / run.schedule.chunks_per_buffer * per_byte
-    ended = np.zeros((run.num_steps + 1, len(nbytes)))  # the time when each step ends; the last row stands for the beginning
+    ended = np.zeros((run.num_steps + 1, len(nbytes)))  # the end of each step; the last row is the beginning
     for begin, end in zip(run.bounds[:-1], run.bounds[1:], strict=True):
         sends, receives = run.send_step[begin:end], run.recv_step[begin:end]
         start = np.maximum(ended[run.before[sends]], ended[run.before[receives]])

@@ -1,8 +1,8 @@
 """Schedules: for each rank a list of steps over numbered chunks of one buffer.
 
 A step's send and receive run at the same time; a rank begins its next step when both have ended. Chunks are only numbers here: the
-executor (transports/executor.py) decides which elements are in chunk i, so parts of different sizes need no other schedule. One message
-may have several consecutive chunks; the first chunk follows the last one.
+executor (transports/executor.py) decides which elements are in chunk i, so parts may have different sizes. One message may have several
+consecutive chunks; the first chunk follows the last one.
 
 In all_gather, reduce_scatter, gather and scatter chunk r is rank r's part, so there are N chunks. In all_to_all chunks 0..N-1 are the
 parts of the input (chunk p goes to rank p) and chunks N..2N-1 those of the output (chunk N + p comes from rank p); a rank's own part
@@ -24,7 +24,7 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """Receive `count` chunks from `chunk` on from rank `peer`. With `reduce` they are added to the rank's chunks, else they replace them.
+    """Receive `count` chunks from `chunk` on from rank `peer`. With `reduce` they are added to the own chunks, else they replace them.
 
     With `reduce` the step may also send the same chunks (two ranks that exchange their sums); the addition comes after the send.
     """
@@ -65,8 +65,8 @@ class Schedule:
     """An algorithm for one operation on `size` ranks.
 
     `program(rank)` computes the steps of one rank. `cost` is the formula from the literature, which `schedules.check` compares with the
-    steps (for chunks of equal size). `period`: the program of rank r + period is that of rank r with `period` added to each peer, modulo
-    size, and with messages of the same sizes; None if no period below `size` is known.
+    steps (for chunks of equal size). `period`: the program of rank r + period is that of rank r with `period` added to each peer,
+    modulo size, and with messages of the same sizes; None if no period below `size` is known.
     """
 
     operation: str

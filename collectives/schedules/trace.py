@@ -69,7 +69,7 @@ def trace(schedule: Schedule, num_ranks: int | None = None) -> Trace:
     ends = np.cumsum(lengths)
     firsts = ends - lengths
 
-    partner = _match(schedule.size, num_ranks, rank, peer_to, peer_from)  # for each step with a send the step that receives it
+    partner = _match(schedule.size, num_ranks, rank, peer_to, peer_from)  # for each send the step that receives it
     num_steps = len(steps)
     owner = np.append(rank, 0)
     sent, received = peer_to == _NOBODY, peer_from == _NOBODY  # parts of steps that have ended or do not exist

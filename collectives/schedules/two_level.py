@@ -1,8 +1,8 @@
 """Two-level algorithms: steps within each node, and steps across nodes, in which each rank of a node exchanges one slice.
 
 The traffic across nodes is minimal, and each of a node's g ranks sends 1/g of it: Träff and Hunold, "Decomposing MPI collectives for
-exploiting multi-lane communication", CLUSTER 2020. Ranks are numbered node by node: rank a * g + l is the l-th rank of node a; there are
-n nodes. Both levels use doubling or halving (collectives/schedules/recursive.py).
+exploiting multi-lane communication", CLUSTER 2020. Ranks are numbered node by node: of n nodes, rank a * g + l is the l-th rank of
+node a. Both levels use doubling or halving (collectives/schedules/recursive.py).
 """
 
 from fractions import Fraction

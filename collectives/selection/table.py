@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from collectives.schedules import BUILDERS, PIPELINED, TWO_LEVEL, build
 from collectives.selection.selector import ALGORITHMS, MEMORIES, Placement
 
-VERSION = 2  # of the format below and the meaning of the algorithms' names; measured tables of other versions are not used
+VERSION = 2  # of the format below and the meaning of the algorithms' names; tables of other versions are not used
 KINDS = ("native", "half")  # dtypes that MPI can reduce, and dtypes that it cannot (see selector.kind_of)
 
 _LATENCY_BYTES = 8 << 10  # the bytes that a link carries in the latency of a message: 2 us at 4 GB/s
@@ -161,9 +161,9 @@ def _shown(value: object) -> str:
 def _scaled(entry: TableEntry, size: int) -> tuple[tuple[int | None, str], ...]:
     """The entry's thresholds for `size` ranks: between two schedules scaled by their costs, else as measured.
 
-    Two algorithms take the same time at (difference of rounds / difference of traffic) x latency x bandwidth. Latency and bandwidth belong
-    to the machine, so a threshold scales with the quotient. If the quotient does not exist for the measured number of ranks (on two
-    ranks most algorithms have the same cost), a typical product of latency and bandwidth is used.
+    Two algorithms take the same time at (difference of rounds / difference of traffic) x latency x bandwidth. Latency and bandwidth
+    belong to the machine, so a threshold scales with the quotient. If the quotient does not exist for the measured number of ranks (on
+    two ranks most algorithms have the same cost), a typical product of latency and bandwidth is used.
     """
     if size == entry.ranks or size == 1:
         return entry.choices

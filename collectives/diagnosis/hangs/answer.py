@@ -38,7 +38,7 @@ class State(TypedDict):
     ended: str  # how its program has ended; "" while it runs
     last: dict[str, str]  # its last operation on each communicator in the record
     serving: dict[str, int]  # the thread that has entered this last operation
-    counts: dict[str, int]  # the number of collectives that it has entered on each communicator, and of messages by peer and tag
+    counts: dict[str, int]  # how many collectives it has entered on each communicator, and messages by peer and tag
     issued: dict[str, list[int]]  # the collectives of each communicator that it has issued but not carried out
     main: int  # the main thread
 

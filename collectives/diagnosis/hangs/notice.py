@@ -1,7 +1,7 @@
 """The notice: one line about a long wait, long before the deadline ends the job. report.py writes the line.
 
 A line is due when a wait has lasted MPITRAIN_NOTICE_S (30 s), and again when it has lasted twice as long as at the last line, so that a
-slow rank does not cause many lines. The monitor then asks all ranks. A line covers the waits of all of them, so only one rank prints it.
+slow rank does not cause many lines. The monitor then asks all ranks. A line covers the waits of all ranks, so only one prints it.
 """
 
 import time

@@ -189,7 +189,7 @@ def _hints(apart: bool) -> list[str]:
     """Advice on how to find the reason of missing ranks. `apart`: whether some of them are in another operation."""
     if not apart or os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0"):
         return []
-    return ["MPITRAIN_DEBUG=1 finds the call at which the ranks part"]
+    return ["MPITRAIN_DEBUG=1 finds the first call that differs between the ranks"]
 
 
 # Reasons of missing ranks, for one rank and for several.

@@ -1,8 +1,8 @@
 """Detects a standstill inside JAX before an operation begins, the only wait of a job that the flight record does not show.
 
-JAX carries out a jitted operation when its operand has been computed. If the operand never comes, as after a callback that waits for work
-of its own thread, no rank enters an operation, and no operation passes the deadline. A standstill is detected like this: a thread is
-inside a call of JAX, and the process uses no processor time. A computation, however long, uses processor time.
+JAX carries out a jitted operation when its operand has been computed. If the operand never comes, as after a callback that waits for
+work of its own thread, no rank enters an operation, and no operation passes the deadline. The sign of a standstill: a thread is inside
+a call of JAX, and the process uses no processor time. A computation, however long, uses processor time.
 """
 
 import time
@@ -29,7 +29,7 @@ class Standstill:
             cls.log = Log([rank], "JAX")
 
     def late(self, now: float, begun_before: float) -> Operation | None:
-        """The standstill as an operation with number -1, if it began before `begun_before`. The monitor calls this repeatedly."""
+        """The standstill as an operation with sequence 0, if it began before `begun_before`. The monitor calls this repeatedly."""
         if self.log is None:
             return None
         used_s = time.process_time() - self._used_s

@@ -221,7 +221,7 @@ def _boot_id() -> str:
 def load() -> Binding:
     """CuPy's binding. Imports CuPy.
 
-    NcclUnavailableError, with advice what to install, if CuPy (14 or newer), NCCL or a device is missing, or if CuPy and torch are
+    NcclUnavailableError, with the packages to install, if CuPy (14 or newer), NCCL or a device is missing, or if CuPy and torch are
     built for different major versions of CUDA.
     """
     torch_cuda = _cuda_of_torch()

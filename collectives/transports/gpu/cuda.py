@@ -40,7 +40,7 @@ def support() -> Support:
     from mpi4py import MPI
 
     assert MPI.Is_initialized()
-    paths = binding.loaded_libraries("libmpi", "libmpich")  # a look-up by name does not find the libraries that mpi4py loads
+    paths = binding.loaded_libraries("libmpi", "libmpich")  # dlopen by name does not find mpi4py's libraries
 
     def find(name: str) -> Any:
         functions = (getattr(ctypes.CDLL(path), name, None) for path in paths)

@@ -26,7 +26,7 @@ from collectives.transports.message import Message
 def exchange(nccl: Nccl, messages: Sequence[Message], log: Log) -> list[Callable[[], Any]]:
     """Start messages by NCCL, as one. Returns the functions to call at the end of their group."""
     ends: list[Callable[[], Any]] = []
-    copies: list[Any] = []  # keeps the copies alive until the messages are issued: from then on their streams wait for NCCL
+    copies: list[Any] = []  # kept alive until the messages are issued: then their streams wait for NCCL
     with nccl.group():
         for operation, b, peer, tag in messages:
             sends = operation == "isend"

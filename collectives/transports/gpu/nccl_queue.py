@@ -63,7 +63,7 @@ class Handle:
         self.what = what
         self._queue, self._streams = queue, streams
         self._arrays: tuple[object, ...] = ()
-        self._done: _Event | None = None  # set when the operation is issued: for operations in a group at the group's end
+        self._done: _Event | None = None  # set when the operation is issued: in a group at the group's end
         self._is_captured = False  # whether the operation is in a CUDA graph [Note: captures]; set with `_done`
 
     def keep(self, *arrays: object) -> None:

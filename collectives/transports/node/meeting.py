@@ -48,7 +48,7 @@ class Meeting:
 
     def meet(self) -> None:
         """Return when every rank has called this. Writes of a rank before the call are visible to the other ranks after it."""
-        words = self._words  # the code of arrive() and wait() without their calls, because all of it takes a microsecond
+        words = self._words  # arrive() and wait() without calls, because all of it takes a microsecond
         self._count = count = self._count + 1
         words[self._mine] = count
         for other in self._others:

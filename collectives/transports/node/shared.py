@@ -49,7 +49,7 @@ class Race:
 
     def pick(self, kind: Hashable) -> int:
         """The way for the next call of this kind."""
-        direct, windows = (min(seconds, default=0.0) for seconds in self._of(kind))  # 0.0: a way without times is tried next
+        direct, windows = (min(seconds, default=0.0) for seconds in self._of(kind))  # without times: try it next
         faster = int(windows < direct)
         return 1 - faster if self._num_calls[kind] % _TRY_AGAIN == _TRY_AGAIN - 1 else faster
 
@@ -105,7 +105,7 @@ class Shared(ByPulling):
         self._readers = peer_readers(mpi)
         self.posts = Posts(mpi, memory)
         self._race = Race()
-        self._running: tuple[Hashable, int, float] | None = None  # kind, way and start time of the current call in the race
+        self._running: tuple[Hashable, int, float] | None = None  # kind, way, start time of a call in the race
         each = max(_SCRATCH_BYTES // mpi.size // 16, 1) * 16  # bytes: whole elements of any dtype
         self._scratch = np.empty((mpi.size, each), np.uint8)
 

@@ -1,4 +1,4 @@
-"""Collectives of the ranks of one node through node memory: each rank copies a piece there, all meet, and each copies what it needs.
+"""Collectives of the ranks of one node through node memory: each rank copies a piece there, all meet, all copy the pieces they need.
 
 [Note: ring] Each rank writes its pieces to its own ring. One meeting for each piece is enough: a rank that meets for the next piece has
 finished reading this one, so its place can be written again two pieces later. The ring has room for two pieces of the greatest length.
