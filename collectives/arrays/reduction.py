@@ -22,7 +22,7 @@ UFUNCS: dict[str, np.ufunc] = {
     "min": np.minimum,
 }
 TORCH_UFUNCS = {"sum": "add", "avg": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
-BLOCK_BYTES = 1 << 19  # two such blocks fit a core's L2 cache
+BLOCK_BYTES = 1 << 19  # two blocks fit a core's L2 cache
 _TORCH_PAYS = 1 << 11  # elements from which torch is faster despite the microseconds that its call takes
 
 
@@ -122,7 +122,7 @@ def _add(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DType, di
 
 def _add_halves(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DType, divisor: int) -> None:
     torch = _torch(out.size)
-    if torch is not None and len(parts) == 2 and divisor == 1:  # torch adds two halves in fp32 and rounds once
+    if torch is not None and len(parts) == 2 and divisor == 1:  # torch adds in fp32 and rounds once
         one, other = (_tensor(torch, part) for part in parts)
         getattr(torch, TORCH_UFUNCS[op])(one, other, out=_tensor(torch, out))
         return

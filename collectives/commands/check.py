@@ -36,7 +36,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prove every schedule for these numbers of ranks; 1 if one is wrong. The table has a row for each algorithm."""
+    """Prove every schedule for these numbers of ranks, and print a row for each algorithm. Returns 1 if a schedule is wrong."""
     sizes, limit = (options.ranks, MAX_STEPS) if options.ranks else (parse_counts(DEFAULT_RANKS), DEFAULT_STEPS)
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)  # narrow: 80 columns are enough
     for name in ("operation", "algorithm"):

@@ -49,7 +49,7 @@ class Transports:
         library = Library(mpi)
         self._made: dict[str, Transport] = {"mpi": library}  # by algorithm
         self._planners: dict[str, Planner] = {"mpi": library}
-        self._infeasible: dict[str, str] = {}  # algorithms that cannot run on this machine, and the reason
+        self._infeasible: dict[str, str] = {}  # algorithms that cannot run on these ranks, and the reason
         self.memory: NodeMemory | None = None
         self.shared: Shared | None = None
         self._on_node: Shared | None = None  # the `shared` of this rank's node

@@ -37,7 +37,7 @@ def check(schedule: Schedule) -> Cost:
 def setups(operation: str, algorithm: str, size: int) -> Iterator[Setup]:
     """The cases for which an algorithm is proved at this number of ranks: several roots, sizes of nodes, and numbers of segments.
 
-    Up to 64 ranks the roots are the first and the last rank, and nodes have every size that divides `size`; beyond, one root and size.
+    Up to 64 ranks: the first and the last rank as roots, and nodes of every size that divides `size`; beyond: one root, one node size.
     """
     few = size <= EXACT_RANKS
     roots = [0] if operation not in ROOTED else sorted({0, size - 1}) if few else [size // 3]

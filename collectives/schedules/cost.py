@@ -50,7 +50,7 @@ class Price:
 
 
 def prices(operation: str, size: int, network: Network, sizes: Sequence[int]) -> list[Price]:
-    """Each algorithm of `operation` on `size` ranks at each of `sizes` (bytes of the whole buffer), with rank 0 as root.
+    """The price of each algorithm of `operation` on `size` ranks at each of `sizes` (bytes of the whole buffer), with rank 0 as root.
 
     Two-level algorithms only for several nodes of several ranks. ValueError if `network.per_node` does not divide `size`.
     """

@@ -51,7 +51,7 @@ class Table:
     def choices(
         self, operation: str, kind: str, memory: str, placement: Placement
     ) -> tuple[tuple[int | None, str], ...]:
-        """The thresholds of the nearest entry for `placement`. Entries of one node are used only on one node.
+        """The thresholds of the nearest entry for `placement`: only of entries of one node if it has one node, else only of the others.
 
         Without an entry for `memory` an entry for private memory is used; without one for `kind` "half", one for "native"; else "mpi".
         """

@@ -77,7 +77,7 @@ def read(machine: dict[str, Any]) -> Table | None:
 
 def _ignored(path: Path, why: str) -> None:
     print(
-        f"collectives: {path} is ignored: {' '.join(why.split())}; remove it, or measure anew under this mpirun: "
+        f"collectives: {path} is ignored: {' '.join(why.split())}; remove it, or measure again under this mpirun: "
         "python -m collectives tune",
         file=sys.stderr,
         flush=True,

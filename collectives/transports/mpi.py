@@ -75,7 +75,7 @@ def _op(op: str, dtype: np.dtype) -> MPI.Op:
         result = np.frombuffer(total, dtype)
         ufunc(np.frombuffer(mine, dtype), result, out=result)
 
-    # For 0.0 and -0.0 NumPy's max and min return the second operand, so they do not commute: else the ranks could get different bits.
+    # For 0.0 and -0.0 NumPy's max and min return the second operand. As commutative operations they could give ranks different bits.
     return MPI.Op.Create(combine, commute=op not in ("max", "min"))
 
 

@@ -195,7 +195,7 @@ class Monitor:
         self._notices.told(age_s)
 
     def _end_late(self) -> None:
-        """Ask all ranks for their state. When they have answered, or the time for answers is over, the job ends."""
+        """Ask all ranks for their state. When they have answered, or the time for answers is over, `_follow` ends the job."""
         why = f"the deadline of {Deadline.seconds:g} s has passed"
         dump.write_file(why)
         if self._talks():

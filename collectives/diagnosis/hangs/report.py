@@ -43,8 +43,8 @@ def notice(reporter: int, number: int, states: Sequence[State | None], deadline_
         parts.append("no rank is missing: the operation is slow, or stuck in the MPI library")
     elif not missing:
         parts.append(
-            f"{shown_ranks(sorted(gone))} called an operation of that number and went on: perhaps another operation, as with async_op, "
-            "or this operation is slow"
+            f"{shown_ranks(sorted(gone))} called an operation with that number and left it: perhaps a different operation, as with "
+            "async_op, or this operation is slow"
         )
     elsewhere = any(state["waiting"] for rank in apart if (state := states[rank]))
     return _noticed(reporter, mine, late, [*parts, *_hints(elsewhere)], deadline_s)

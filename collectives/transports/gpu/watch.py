@@ -3,8 +3,8 @@
 A notice reports a kernel that waits for long first (diagnosis/hangs/notice.py).
 
 NCCL's calls return at once, and the host then waits for a stream in the array library. The deadline for waits in MPI
-(diagnosis/hangs/monitor.py) does not see that wait, and no next operation comes to detect an error. So a thread watches the operations,
-like PyTorch's watchdog.
+(diagnosis/hangs/monitor.py) does not see that wait, and the waiting program starts no operation that would detect an error. So a thread
+watches the operations, like PyTorch's watchdog.
 """
 
 import threading

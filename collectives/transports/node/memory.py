@@ -127,7 +127,7 @@ class NodeMemory:
             ) from None
 
     def peers(self, flat: np.ndarray) -> list[np.ndarray]:
-        """Every rank's `empty` array of which `flat` is this rank's, in order of rank."""
+        """All ranks' arrays at the place of `flat` in this rank's `empty` array, in order of rank."""
         number, at = self.find(flat)
         stride = self._segments[number].stride
         within = at - self._mpi.rank * stride

@@ -2,7 +2,7 @@
 
 The kernel copies directly from the peer's pages to ours: one copy instead of two through shared memory. It allows this between
 processes of the same user, unless a container's rules or Yama forbid it (Yama's ptrace_scope 1, the default of some distributions,
-does). MPITRAIN_PEER_READS=0 turns peer reads off. With 1 the job's processes allow all processes of the same user despite Yama.
+does). MPITRAIN_PEER_READS=0 turns peer reads off. With 1 the job's processes allow reads by all processes of the user, despite Yama.
 """
 
 import ctypes
