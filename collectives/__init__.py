@@ -1,9 +1,9 @@
-"""Collectives: moves arrays between MPI ranks, with algorithms one can read, prove and measure.
+"""Collectives: moves arrays between MPI ranks, with algorithms that users can read, prove and measure.
 
     comm = collectives.world()
     comm.all_reduce(x)              # x: an array of torch, NumPy, CuPy or JAX
 
-Importing this package starts nothing; `world()` starts MPI.
+The import of this package does not start MPI; `world()` does.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""`python -m collectives check | cost | info | bench | tune | report`: prove schedules, price them, show this machine, measure.
+"""`python -m collectives check | cost | info | bench | tune | report`: proves schedules, computes costs, shows this machine, measures.
 
-Each command prints on rank 0. Bad input ends with one line and exit code 2 on all ranks. `check`, `cost`, `report` need no MPI.
+Each command prints on rank 0. Wrong input ends with one line and exit code 2 on all ranks. `check`, `cost`, `report` need no MPI.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Settings that come as environment variables: switches of the value 0 or 1, and times. Others are read where they are used."""
+"""Settings in environment variables: switches with the value 0 or 1, and times. Other modules read their other variables themselves."""
 
 import os
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ SWITCHES = ("MPITRAIN_CUDA_AWARE", "MPITRAIN_DEBUG", "MPITRAIN_PEER_READS", "MPI
 
 
 def switch(name: str, environ: Mapping[str, str] = os.environ) -> bool | None:
-    """Whether the variable is 1 or 0; None where it is unset, empty or "auto". ValueError for anything else."""
+    """True if the variable is 1, False if it is 0, None if it is unset, empty or "auto". ValueError for other values."""
     said = environ.get(name, "")
     if said not in ("", "auto", "0", "1"):
         raise ValueError(f"{name} is {said!r}; expected 0, 1 or auto")
@@ -15,13 +15,13 @@ def switch(name: str, environ: Mapping[str, str] = os.environ) -> bool | None:
 
 
 def check_switches() -> None:
-    """ValueError if a switch has another value, also if this job never reads the switch."""
+    """ValueError if a switch has a wrong value, even if this job never reads the switch."""
     for name in SWITCHES:
         switch(name)
 
 
 def seconds_of(name: str, default: float, none: str) -> float:
-    """The variable's seconds, `default` where it is unset or empty. `none`: the meaning of 0 in words. ValueError for other values."""
+    """The variable in seconds, `default` if it is unset or empty. `none`: the meaning of 0, for the ValueError for other values."""
     said = os.environ.get(name, "")
     try:
         return checked_seconds(float(said)) if said else default
@@ -32,7 +32,7 @@ def seconds_of(name: str, default: float, none: str) -> float:
 
 
 def checked_seconds(value: float) -> float:
-    """`value`. ValueError unless it is a finite number of at least 0."""
+    """Returns `value`. ValueError unless it is a finite number of at least 0."""
     if not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ValueError(f"{value!r}; expected seconds of at least 0")
     return value

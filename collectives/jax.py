@@ -7,24 +7,24 @@
         loss, grad = jax.value_and_grad(loss_of)(w, batch)
         return w - 0.1 * cj.all_reduce(grad, comm, "avg"), cj.all_reduce(loss, comm, "avg")
 
-Each call is a JAX primitive whose ordered host callback runs the Communicator's own operation, so it works in jit, scan, while and
-cond, and JAX neither drops nor reorders it. As everywhere here, all ranks call the same operations in the same order: let no rank
-trace, differentiate or branch otherwise than the others.
+Each call is a JAX primitive whose ordered host callback runs the Communicator's operation. So it works in jit, scan, while and cond,
+and JAX neither drops nor reorders it. As with other collectives, all ranks call the same operations in the same order, so all ranks
+must trace, differentiate and branch in the same way.
 
-[Note: one thread] JAX has as many threads as the process has cores, and Open MPI's plain `mpirun` binds each of two ranks to one core.
-So the callback must not wait for JAX: that work may need the very thread that the callback is on. `jax.experimental.io_callback`
-turns the operand into a jax.Array first, a copy on another thread of JAX where it is long. The primitive is lowered to JAX's callback
-itself, which hands over the operand as NumPy sees it, where it lies.
+[Note: one thread] JAX has as many threads as the process has cores, and Open MPI's `mpirun` by default binds each of two ranks to one
+core. So the callback must not wait for work of JAX, which may need the thread of the callback. `jax.experimental.io_callback` first
+turns the operand into a jax.Array, for a long operand by a copy on another thread of JAX. So the primitive is lowered to JAX's
+internal callback, which passes the operand as a NumPy array without a copy.
 
-A jitted collective goes on after its call has returned. What the same thread then asks of the same Communicator outside of jit begins
-when that collective has ended: all ranks come to both in the order of the program.
+A jitted collective may go on after the call of the jitted function has returned. The next operation of the same thread on the same
+Communicator outside of jit begins when that collective has ended, so that all ranks run both in the order of the program.
 
-The derivatives, forward and reverse, are those of the sum of all ranks' results: what `all_reduce` sums, it sums of the cotangents
-too; the transpose of `all_gather` is `reduce_scatter`, and the other way round. Under `jax.vmap` the batch travels as one array.
-`jax.checkpoint` cannot recompute an ordered callback: differentiating through it raises, as does a derivative of max, min or prod.
+The derivatives, forward and reverse, are those of the sum of all ranks' results: `all_reduce` also sums the cotangents; the transpose
+of `all_gather` is `reduce_scatter`, and vice versa. Under `jax.vmap` one operation moves the whole batch. `jax.checkpoint` cannot
+recompute an ordered callback: to differentiate through it raises TypeError, as does a derivative of max, min or prod.
 
-The operations run on a communicator of their own, made when a Communicator is first passed here, which is collective: the callback
-runs on a thread of JAX, and must not meet what an asynchronous operation of the Communicator does meanwhile.
+The operations use a separate communicator, because the callback runs on a thread of JAX while an asynchronous operation may use the
+Communicator. It is made when a Communicator is first passed here, which is collective.
 """
 
 import functools
@@ -56,15 +56,15 @@ __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
 
 def all_reduce(x: Any, comm: Communicator, op: str = "sum") -> jax.Array:
-    """The reduction of all ranks' `x`, of the same shape and dtype, on every rank.
+    """The reduction of all ranks' `x`, with the same shape and dtype, on every rank.
 
-    `op`: sum, avg, prod, max, min; sum and avg have derivatives. TypeError or ValueError for a wrong argument, when traced.
+    `op`: sum, avg, prod, max, min; sum and avg have derivatives. TypeError or ValueError for a wrong argument, raised at tracing.
     """
     return _bind("all_reduce", x, comm, op)
 
 
 def all_gather(x: Any, comm: Communicator) -> jax.Array:
-    """All ranks' `x` of shape (s, ...), one after the other in order of rank: (N * s, ...), as `jax.lax.all_gather(tiled=True)`."""
+    """All ranks' `x` of shape (s, ...), concatenated in order of rank to (N * s, ...), as `jax.lax.all_gather(tiled=True)`."""
     return _bind("all_gather", x, comm, "sum")
 
 
@@ -77,7 +77,7 @@ def reduce_scatter(x: Any, comm: Communicator, op: str = "sum") -> jax.Array:
 
 
 def _bind(name: str, x: Any, comm: Communicator, op: str) -> jax.Array:
-    """Check the arguments, which costs nothing but at tracing, and issue the operation."""
+    """Check the arguments, which takes time only at tracing, and issue the operation."""
     if not isinstance(comm, Communicator):
         raise TypeError(
             f"{name}: comm is a {type(comm).__name__}; expected a Communicator, such as collectives.world()"
@@ -85,7 +85,7 @@ def _bind(name: str, x: Any, comm: Communicator, op: str) -> jax.Array:
     if x is None or isinstance(x, list | tuple | dict):
         raise TypeError(f"{name}: x is a {type(x).__name__}; expected one array (for a tree of them, use jax.tree.map)")
     x = jnp.asarray(x)
-    effective_op(number_of(x.dtype), op)  # also of all_gather, whose derivative adds
+    effective_op(number_of(x.dtype), op)  # also for all_gather, whose derivative adds
     mesh = get_abstract_mesh()  # of the shard_map or pmap around this call
     num_devices = prod(mesh.shape[axis] for axis in mesh.manual_axes) if isinstance(x, Tracer) else len(x.devices())
     _check_devices(name, num_devices)
@@ -110,7 +110,7 @@ _own_of: WeakKeyDictionary[Communicator, Communicator] = WeakKeyDictionary()
 
 
 def _own(comm: Communicator) -> Communicator:
-    """The communicator that the callbacks use in place of the one that was passed."""
+    """The communicator that the callbacks use instead of `comm`."""
     own = _own_of.get(comm)
     if own is None:
         from mpi4py import MPI
@@ -127,7 +127,7 @@ def _own(comm: Communicator) -> Communicator:
 
 
 class _AfterJitted(Progress):
-    """The Progress of a Communicator that has a twin for JAX. Each call asks its Progress first, and waits here for jitted calls."""
+    """The Progress of a Communicator that has a communicator for JAX. Each operation calls it first, and so waits for jitted calls."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
@@ -138,11 +138,11 @@ class _AfterJitted(Progress):
         return self._progress
 
     def _settle(self) -> Progress:
-        """Wait for the jitted collectives that this thread has called. On a thread of JAX, for none.
+        """Wait for the jitted collectives that this thread has called. A thread of JAX has called none.
 
-        The flight record does not show this wait: a computation may last as long as it likes. The record shows the collectives of the
-        computation, and a computation that makes no progress is a standstill. An error of the computation is raised where its result is
-        read: JAX would raise it here again and again.
+        The flight record does not show this wait, because a computation may take any time. The record shows the collectives of the
+        computation; standstill.py detects a computation without progress. An error of the computation is suppressed here, because JAX
+        would raise it at every call; it is raised where the program reads the result.
         """
         with suppress(jax.errors.JaxRuntimeError):
             jax.effects_barrier()
@@ -167,14 +167,14 @@ class _AfterJitted(Progress):
         self._progress.advance()
 
     def close(self) -> None:
-        """Nothing: it ends with the one that it stands before."""
+        """Do nothing: the Progress of the process is closed by itself."""
 
 
 stacks.name(_AfterJitted._settle, lambda _: "the wait for jitted collectives")
 stacks.pass_over("jax")
 
 
-# The primitive. It has one operand, x, and static parameters: `name` of the operation, `comm`, `op`.
+# The primitive. It has one operand, x, and static parameters: the operation's `name`, `comm`, `op`.
 
 _collective = Primitive("collectives")
 
@@ -188,7 +188,7 @@ def _shape(shape: tuple[int, ...], name: str, size: int) -> tuple[int, ...]:
 
 
 def _run(x: np.ndarray, *, name: str, comm: Communicator, op: str) -> np.ndarray:
-    """The operation itself, on a thread of JAX. `x` is JAX's own memory, and read-only."""
+    """Run the operation, on a thread of JAX. `x` is memory of JAX, and read-only."""
     out = np.empty(_shape(x.shape, name, comm.size), x.dtype)
     if name == "all_gather":
         return comm.all_gather(out, x)
@@ -198,16 +198,16 @@ def _run(x: np.ndarray, *, name: str, comm: Communicator, op: str) -> np.ndarray
     return comm.all_reduce(out, op)
 
 
-# JAX keeps calls in order that carry this effect; it gives it no public name.
+# JAX keeps calls with this effect in order. The effect has no public name.
 _EFFECTS = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
 (_ORDERED,) = _EFFECTS
 
 
 def _lower(ctx: Any, x: Any, *, name: str, comm: Communicator, op: str) -> Any:
-    """As JAX lowers an ordered io_callback, but for what that does to the operand [Note: one thread]."""
+    """Like JAX's lowering of an ordered io_callback, but without its conversion of the operand [Note: one thread]."""
     _check_devices(
         name, getattr(ctx.module_context.axis_context, "num_devices", 1)
-    )  # of a jit, which is no manual axis
+    )  # the devices of a jit, which is not a manual axis
 
     def call_back(operand: Any) -> tuple[np.ndarray]:
         return (_run(operand, name=name, comm=comm, op=op),)
@@ -224,12 +224,12 @@ _jitted = jax.jit(_collective.bind, static_argnames=("name", "comm", "op"))
 
 @_collective.def_impl
 def _call(x: Any, **static: Any) -> jax.Array:
-    """Outside of jit. A callback exists in compiled code alone, so also within `jax.disable_jit()`."""
+    """A call outside of jit. Only compiled code can have a callback, so it is compiled even within `jax.disable_jit()`."""
     with jax.disable_jit(False):
         return _jitted(x, **static)
 
 
-mlir.register_lowering(_collective, _lower, cacheable=False)  # a callback belongs to one module
+mlir.register_lowering(_collective, _lower, cacheable=False)  # a callback belongs to one MLIR module
 
 
 @_collective.def_effectful_abstract_eval
@@ -238,7 +238,7 @@ def _abstract(x: Any, *, name: str, comm: Communicator, op: str) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any, *, name: str, comm: Communicator, op: str) -> Any:
-    """sum and avg are linear: what they do to the values they do to the tangents."""
+    """The result and its tangent: sum and avg are linear, so the same operation is applied to the tangents."""
     if op not in ("sum", "avg"):
         raise TypeError(
             f"collectives.jax.{name}: op {op!r} has no derivative here; expected sum or avg. If no derivative is needed, "
@@ -255,7 +255,7 @@ def _jvp(primals: Any, tangents: Any, *, name: str, comm: Communicator, op: str)
 
 
 def _transpose(cotangent: Any, x: Any, *, name: str, comm: Communicator, op: str) -> list[Any]:
-    if type(cotangent) is ad.Zero:  # no rank's result depends on this: all ranks trace the same program
+    if type(cotangent) is ad.Zero:  # zero on all ranks, because all ranks trace the same program
         return [ad.Zero(x.aval)]
     if name == "reduce_scatter" and op == "avg":
         cotangent, op = cotangent / comm.size, "sum"
@@ -277,7 +277,7 @@ batching.primitive_batchers[_collective] = _batch
 
 
 def _under_checkpoint() -> bool:
-    """Whether jax.checkpoint is at work up the stack. JAX itself would fail later, and not name the function."""
+    """Whether a frame of the stack is in jax.checkpoint. JAX itself would fail later, without the function's name."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == jax.checkpoint.__module__:

@@ -1,18 +1,18 @@
-"""The launcher of this process, as far as it can be known before MPI starts."""
+"""The information about this process's launcher that is available before MPI starts."""
 
 import os
 import sys
 from collections.abc import Mapping
 
-# Where launchers say which rank a process is: it is one of several if any of them is set.
+# Variables in which launchers pass a process its rank. A process was started by a launcher if one of them is set.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
-# Prefixes of a launcher's variables. A child process that inherits these variables acts as a rank, and ends the job.
+# Prefixes of a launcher's variables. A child process that inherits these variables would start MPI as a rank, and end the job.
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPIR_CVAR_")
 
-# Where launchers say how many ranks they have started, and which launcher that is.
+# Variables in which launchers pass the number of ranks, and the launcher's name.
 _SIZE_VARIABLES = {
-    "SLURM_STEP_NUM_TASKS": "srun",  # first: with --mpi=pmi2 it sets PMI_SIZE as well
+    "SLURM_STEP_NUM_TASKS": "srun",  # first, because srun --mpi=pmi2 also sets PMI_SIZE
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
     "PMI_SIZE": "an mpirun of MPICH's family",
     "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
@@ -20,29 +20,29 @@ _SIZE_VARIABLES = {
 
 
 def launched_rank() -> int:
-    """This process's rank as its launcher told it, without starting MPI; -1 if no launcher did."""
+    """This process's rank from its launcher's variables, without starting MPI; -1 without a launcher."""
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), -1)
 
 
 def is_live_terminal() -> bool:
-    """Whether a person sees the output of this process at once.
+    """Whether the output of this process goes to a terminal.
 
-    mpirun stands between a rank and the terminal, and may give it a terminal of its own where it writes to a file itself: a rank can
-    only be told, by MPITRAIN_TTY, as mpirun/train does.
+    mpirun forwards the output of ranks, and may give a rank a pseudo-terminal although mpirun itself writes to a file. So a rank
+    cannot find out by itself: mpirun/train sets MPITRAIN_TTY.
     """
     told = os.environ.get("MPITRAIN_TTY")
     return told == "1" if told is not None else launched_rank() < 0 and sys.stdout.isatty()
 
 
 def check_launcher(size: int, library: str, environ: Mapping[str, str] = os.environ) -> None:
-    """RuntimeError if the launcher has started several ranks, and the MPI library `library` knows this process alone: `size` is 1.
+    """RuntimeError if the launcher has started several ranks, but the MPI library `library` sees only this process: `size` is 1.
 
-    This happens with the mpirun of one MPI and the library of another. Each rank would be a separate job, all of them in the
-    same folders. A launcher within a job of another may well start one process, so one variable that says 1 is enough to go on.
+    This happens with the mpirun of one MPI and the library of another. Each rank would be a separate job that writes to the same
+    folders. A launcher inside another launcher's job may start a single process, so there is no error if one variable is 1.
     """
     told = {name: int(environ[name]) for name in _SIZE_VARIABLES if environ.get(name, "").isdigit()}
     if environ.get("SLURM_TASK_PID") != str(os.getpid()):
-        told.pop("SLURM_STEP_NUM_TASKS", None)  # what a task of srun starts inherits it, and may be meant to run alone
+        told.pop("SLURM_STEP_NUM_TASKS", None)  # a child process of a task of srun inherits it, and may run alone
     if size > 1 or not told or min(told.values()) <= 1:
         return
     name, number = next(iter(told.items()))

@@ -1,1 +1,1 @@
-"""Arrays: one view of any library's, element types, and the arithmetic of reductions in host memory."""
+"""Views of arrays of any library, element types, and the arithmetic of reductions in host memory."""

@@ -1,7 +1,7 @@
-"""One view of any array: of NumPy, torch, JAX, CuPy, and every object with DLPack or the buffer protocol.
+"""A common view of arrays of NumPy, torch, JAX and CuPy, and of every object with DLPack or the buffer protocol.
 
-In host memory without a copy; in GPU memory the array is described (devices.py) and copied only if a caller asks for a host view.
-torch, JAX and CuPy are never imported here: a caller with an array of these libraries has imported the library.
+Arrays in host memory are not copied. Arrays in GPU memory are described (devices.py), and copied only if a caller asks for a host view.
+This module never imports torch, JAX or CuPy: a caller with an array of these libraries has imported the library.
 """
 
 import sys
@@ -16,7 +16,7 @@ from collectives.arrays import devices
 from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import BFLOAT16, NATIVE, DType, dtype_of
 
-_ALIGN = 64  # bytes: memory aligned so becomes a JAX array without a copy
+_ALIGN = 64  # bytes: JAX takes over memory with this alignment without a copy
 
 Library = Literal["numpy", "torch", "jax", "cuda", "dlpack", "buffer", "none"]
 
@@ -27,16 +27,16 @@ def is_torch(x: object) -> bool:
 
 
 def is_jax(x: object) -> bool:
-    """Whether `x` is a JAX array, which is immutable, or describes one, without importing JAX."""
+    """Whether `x` is a JAX array or a jax.ShapeDtypeStruct, without importing JAX."""
     return _library(x) == "jax"
 
 
 def as_numpy(x: Any, *, writable: bool = False, name: str = "x") -> np.ndarray:
     """A NumPy view, of the same shape and without a copy, of a contiguous array in host memory.
 
-    `x`: a NumPy array, a torch CPU tensor, a JAX array (immutable: the view is read-only, and JAX copies it where it is on a GPU), or
-    what else offers DLPack or the buffer protocol, of a dtype in `collectives.arrays.dtypes` (bf16 and float8 become those of
-    ml_dtypes). Raises TypeError for anything else, ValueError if it is not contiguous or, where `writable` is asked for, read-only.
+    `x`: a NumPy array, a torch CPU tensor, a JAX array (immutable, so the view is read-only; JAX copies an array on a GPU), or another
+    object with DLPack or the buffer protocol, of a dtype in `collectives.arrays.dtypes` (bf16 and float8 become those of ml_dtypes).
+    TypeError for other objects, ValueError if `x` is not contiguous, or is read-only although `writable` is true.
     """
     view = x if type(x) is np.ndarray else _OPEN[_library(x)](x, name)
     _check(view, x, name, writable)
@@ -44,14 +44,14 @@ def as_numpy(x: Any, *, writable: bool = False, name: str = "x") -> np.ndarray:
 
 
 class Buffer:
-    """An array that a collective reads or writes: its elements in host memory, or where they lie on a GPU.
+    """An array that a collective reads or writes: a view of it in host memory, or its place on a GPU.
 
-    `flat`: 1-D NumPy view in host memory. For an array in GPU memory it is made when first asked for: a copy in pinned memory, said
-    once in the log. `dtype`: the row of the dtype table. `device`: None for host memory, else a `DeviceArray`.
+    `flat`: 1-D NumPy view in host memory. For an array in GPU memory the first access makes a copy in pinned memory, which the log
+    mentions once. `dtype`: the row of the dtype table. `device`: None for host memory, else a `DeviceArray`.
 
-    `writable`: the operation writes to `flat`, and `result()` is what it returns to its caller. JAX arrays are immutable: `flat` is
-    then a copy, and `result()` a new array. `write_only`: it writes and reads nothing of what stands in `x`, so that nothing is
-    copied from there; a jax.ShapeDtypeStruct will do, or a JAX array as an example of dtype, shape and device. `writes`: either.
+    `writable`: the operation writes to `flat` and returns `result()` to its caller. JAX arrays are immutable, so `flat` is then a
+    copy and `result()` a new array. `write_only`: the operation writes and does not read `x`, so its contents are not copied; `x` may
+    be a jax.ShapeDtypeStruct, or a JAX array that only gives dtype, shape and device. `writes`: `writable` or `write_only`.
     """
 
     __slots__ = ("_array", "_finish", "_reads", "device", "dtype", "flat", "writes")
@@ -93,19 +93,19 @@ class Buffer:
 
     @property
     def address(self) -> int:
-        """Where the first element lies, in host or in GPU memory. An empty array's says nothing."""
+        """The address of the first element, in host or GPU memory. For an empty array it has no meaning."""
         return address_of(self.flat) if self.device is None else self.device.address
 
     def current_stream(self) -> int | None:
-        """The current stream of the library of an array in GPU memory; None if the array does not tell a stream."""
+        """The current stream of the array's library, for an array in GPU memory; None if the array gives no stream."""
         return devices.describe(self._array, "x", writable=False)[0].stream
 
     def result(self) -> Any:
-        """`x` itself, once what was written to `flat` stands in it; for JAX a new array on the same device, without another copy."""
+        """`x` with the contents of `flat`; for JAX a new array on the same device, without another copy."""
         return self._array if self._finish is None else self._finish(self._array, self.flat)
 
     def __getattr__(self, attribute: str) -> Any:
-        # Python comes here where a slot is not set yet: the `flat` of an array in GPU memory.
+        # Python calls this for a slot that is not set: the `flat` of an array in GPU memory.
         if attribute != "flat":
             raise AttributeError(attribute)
         self.flat = devices.to_host(self._array, self.dtype, contents=self._reads)
@@ -114,8 +114,8 @@ class Buffer:
 
 
 def address_of(flat: np.ndarray) -> int:
-    """Where the first element of a flat host array lies; says nothing of an empty one."""
-    mpi = sys.modules.get("mpi4py.MPI")  # NumPy's own way takes a microsecond
+    """The address of the first element of a flat host array; for an empty array it has no meaning."""
+    mpi = sys.modules.get("mpi4py.MPI")  # mpi4py is faster: `flat.ctypes` takes a microsecond
     return mpi.memory(flat.view(np.uint8)).address if mpi is not None else flat.ctypes.data
 
 
@@ -126,7 +126,7 @@ def unowned(flat: np.ndarray) -> np.ndarray:
 
 
 def like(flat: np.ndarray, dtype: object) -> Any:
-    """`flat` as an array of the library that `dtype` belongs to, without a copy: a torch tensor for a torch dtype, else itself."""
+    """`flat` as an array of the library of `dtype`, without a copy: a torch tensor for a torch dtype, else `flat` itself."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(dtype, torch.dtype):
         return flat
@@ -141,7 +141,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-# Which library an array is of: found once for each type.
+# The library of each type of array, found once for each type.
 _libraries: dict[type, Library] = {}
 
 
@@ -171,7 +171,7 @@ def _find_library(x: object) -> Library:
     return "none" if isinstance(x, np.generic) else "buffer"
 
 
-# A view of an array in host memory, and the errors of each library. What all have in common is in `_check`.
+# For each library: a view of an array in host memory, and the library's errors. `_check` has the common errors.
 
 
 def _open_numpy(x: Any, name: str) -> np.ndarray:
@@ -185,7 +185,7 @@ def _open_torch(x: Any, name: str) -> np.ndarray:
     if x.requires_grad:
         x = x.detach()
     try:
-        if x.dtype is torch.bfloat16:  # which NumPy's protocols have no word for
+        if x.dtype is torch.bfloat16:  # NumPy cannot take bf16 from torch
             return x.view(torch.int16).numpy().view(BFLOAT16)
         return x.numpy()
     except (TypeError, RuntimeError) as error:
@@ -194,7 +194,7 @@ def _open_torch(x: Any, name: str) -> np.ndarray:
         if not x.is_cpu:
             raise TypeError(f"{name} is on {x.device}; expected host memory") from None
         row = dtype_of(x.dtype)
-        if row.numpy.isbuiltin != 1:  # float8, which they have no word for either
+        if row.numpy.isbuiltin != 1:  # float8, which NumPy cannot take from torch either
             return x.view(torch.uint8).numpy().view(row.numpy)
         raise TypeError(f"{name} is a tensor that NumPy cannot view: {error}") from None
 
@@ -242,7 +242,7 @@ def _check(view: np.ndarray, x: Any, name: str, writable: bool) -> DType:
         tensor = _library(x) == "torch"
         shape, strides = (tuple(x.shape), x.stride()) if tensor else (view.shape, view.strides)
         advice = f"pass {name}.contiguous()" if tensor else f"pass numpy.ascontiguousarray({name})"
-        if writable:  # a copy would be filled, and this array stay as it is
+        if writable:  # .contiguous() would make a copy, and the operation would not change this array
             advice = "an operation writes to this array only if it is contiguous: pass a contiguous array and copy the result"
         raise ValueError(f"{name} is not contiguous (shape {shape}, strides {strides}); {advice}")
     if not view.dtype.isnative:
@@ -292,8 +292,8 @@ def _jax_copy(x: Any, name: str, *, contents: bool) -> np.ndarray:
 def _jax_array(x: Any, flat: np.ndarray) -> Any:
     """`flat`, which must not be written to any more, as a JAX array of the dtype, shape and device of `x`."""
     jax = sys.modules["jax"]
-    # An array that JAX put where it liked stays movable; one that a user placed is placed again.
+    # The result is committed to a device only if `x` is: JAX may move uncommitted arrays.
     place = x.sharding if getattr(x, "committed", True) else None
-    wide = flat.dtype.itemsize >= 8  # made while JAX had 64-bit types on; without them it would come back cut to 32
+    wide = flat.dtype.itemsize >= 8  # `x` was made with 64-bit types enabled; without them the result has 32
     with jax.enable_x64(True) if wide else nullcontext():
         return jax.device_put(flat.reshape(x.shape), place, may_alias=True)

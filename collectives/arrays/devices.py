@@ -1,7 +1,7 @@
-"""Arrays in GPU memory: where they lie, and the way through pinned host memory for a transport that cannot read them there.
+"""Arrays in GPU memory: their addresses, and copies in pinned host memory for a transport that cannot read GPU memory.
 
-CUDA tensors of torch, and whatever offers `__cuda_array_interface__`: CuPy arrays, Numba's and others
-(https://nvidia.github.io/numba-cuda/user/cuda_array_interface.html). torch and CuPy are never imported here.
+These are CUDA tensors of torch and objects with `__cuda_array_interface__`: arrays of CuPy, Numba and others
+(https://nvidia.github.io/numba-cuda/user/cuda_array_interface.html). This module never imports torch or CuPy.
 """
 
 import logging
@@ -22,10 +22,10 @@ LEGACY_STREAM = 1  # CUDA's handle of the default stream, for which all blocking
 
 @dataclass(frozen=True, slots=True)
 class DeviceArray:
-    """An array in GPU memory, as a transport that reads it there needs it.
+    """The description of an array in GPU memory for a transport that reads it there.
 
-    `address`: of the first element. `index`: the device's number in this process; None where the array does not tell.
-    `stream`: the pointer of the CUDA stream that is to be waited for before the array is read or written; None: nothing to wait for.
+    `address`: of the first element. `index`: the device's number in this process; None if the array does not give it. `stream`: the
+    handle of the CUDA stream for which a transport waits before it reads or writes the array; None if it need not wait.
     """
 
     address: int
@@ -35,14 +35,14 @@ class DeviceArray:
 
 
 def say_once(text: str, about: str = "") -> None:
-    """Log `text` the first time: as a warning on the first rank, for information on the others. `about`: said once, in any words."""
+    """Log `text` once: a warning on rank 0, information on other ranks. `about`: of texts with the same `about` only one is logged."""
     if (about or text) not in _said:
         _said.add(about or text)
         _log.log(logging.WARNING if launched_rank() <= 0 else logging.INFO, text)
 
 
 def describe(x: Any, name: str, *, writable: bool) -> tuple[DeviceArray, DType]:
-    """Where an array in GPU memory lies, and its dtype. ValueError if it is not contiguous, or masked, or read-only if `writable`."""
+    """The place of an array in GPU memory, and its dtype. ValueError if `x` is not contiguous, is masked, or cannot be `writable`."""
     return _describe_tensor(x, name) if _is_tensor(x) else _describe_interface(x, name, writable)
 
 
@@ -58,7 +58,7 @@ def _describe_tensor(x: Any, name: str) -> tuple[DeviceArray, DType]:
 
 def _describe_interface(x: Any, name: str, writable: bool) -> tuple[DeviceArray, DType]:
     said = x.__cuda_array_interface__
-    # The array's own dtype where it has one: a type string has no word for bf16.
+    # The array's own dtype if it has one, because a type string cannot express bf16.
     dtype = np.dtype(getattr(x, "dtype", None) or said["typestr"])
     row = dtype_of(dtype)
     if not dtype.isnative:
@@ -73,7 +73,7 @@ def _describe_interface(x: Any, name: str, writable: bool) -> tuple[DeviceArray,
     address, read_only = said["data"]
     if writable and read_only:
         raise ValueError(f"{name} is read-only; pass a writable array")
-    # Before version 3 an array could not tell its stream.
+    # The interface has a stream from version 3 on.
     stream = said.get("stream") if said.get("version", 0) >= 3 else LEGACY_STREAM
     index = getattr(getattr(x, "device", None), "id", None)
     return DeviceArray(address or 0, prod(shape) * row.itemsize, index, stream), row
@@ -93,7 +93,7 @@ def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: i
 def to_host(x: Any, row: DType, *, contents: bool) -> np.ndarray:
     """A flat array in pinned host memory for the elements of `x`, with a copy of them if `contents`.
 
-    The copy runs on the current stream, so after the kernels in it that produce `x`, and has ended on return.
+    The copy runs on the current stream, so it follows the kernels there that write `x`. It has ended on return.
     """
     say_once(f"{type(x).__module__}.{type(x).__name__} in GPU memory goes through pinned host memory")
     x = _of_a_library(x)
@@ -109,11 +109,11 @@ def to_host(x: Any, row: DType, *, contents: bool) -> np.ndarray:
     pinned = torch.empty(x.numel(), dtype=x.dtype, pin_memory=True)
     if contents:
         pinned.copy_(x.detach().view(-1))
-    return pinned.view(torch.uint8).numpy().view(row.numpy)  # as bytes: NumPy has no word for bf16
+    return pinned.view(torch.uint8).numpy().view(row.numpy)  # as bytes: NumPy cannot take bf16 from torch
 
 
 def to_device(x: Any, flat: np.ndarray) -> Any:
-    """Copy what `to_host` gave back to `x`, on the current stream; it has ended on return. Returns `x`."""
+    """Copy `flat`, an array that `to_host` returned, back to `x` on the current stream. The copy has ended on return. Returns `x`."""
     given, x = x, _of_a_library(x)
     if not _is_tensor(x):
         with x.device:
@@ -126,7 +126,7 @@ def to_device(x: Any, flat: np.ndarray) -> Any:
 
 
 def bits(flat: np.ndarray) -> np.ndarray:
-    """`flat` as torch can take it over: as integers if it is of bf16 or float8, which NumPy has no word for."""
+    """`flat` for `torch.from_numpy`: a view as integers if its dtype is bf16 or float8, which torch cannot take from NumPy."""
     return flat if flat.dtype.isbuiltin == 1 else flat.view(f"i{flat.itemsize}")
 
 

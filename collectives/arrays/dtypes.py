@@ -1,7 +1,7 @@
-"""The one table of element types: array <-> MPI <-> NCCL, and what a reduction computes in.
+"""The table of element types: array <-> MPI <-> NCCL, and the type in which a reduction computes.
 
-`TABLE` has the numbers, which are moved and reduced; `MOVED` what is moved, and kept in checkpoints, and never reduced; `DTYPES` both.
-A type that is in neither raises: a wrong guess here would add bit patterns instead of numbers.
+`TABLE` has the types that are moved and reduced; `MOVED` has types that are moved and kept in checkpoints, but never reduced; `DTYPES`
+has both. Other types raise an error, because a wrong guess would add bit patterns instead of numbers.
 """
 
 from contextlib import suppress
@@ -16,9 +16,9 @@ OPS = ARITHMETIC | {"avg"}
 
 
 class DTypeError(TypeError, ValueError):
-    """An element type that is not in the table, or that an operation is not defined for.
+    """An element type that is not in the table, or for which an operation is not defined.
 
-    By Python's conventions this is a TypeError; a handler of ValueError, as for other wrong arguments of a collective, catches it too.
+    By Python's conventions this is a TypeError. A handler of ValueError, the error of other wrong arguments, catches it too.
     """
 
 
@@ -26,9 +26,9 @@ class DTypeError(TypeError, ValueError):
 class DType:
     """One element type.
 
-    `mpi` names mpi4py's datatype that the MPI library can reduce; None where MPI has no such type (it then travels as bytes
-    and only our own algorithms, or a detour over `accumulate`, reduce it). `accumulate` is what a reduction adds in. `ops`: those
-    of reductions; none for what is only moved.
+    `mpi`: the name of mpi4py's datatype that the MPI library can reduce; None if MPI has no such type: MPI then moves it as bytes, and
+    only our own algorithms, or MPI after a conversion to `accumulate`, reduce it. `accumulate`: the dtype in which a reduction adds.
+    `ops`: the operations of reductions; empty for a type that is only moved.
     """
 
     name: str
@@ -74,7 +74,7 @@ TABLE: dict[str, DType] = {
         _row("uint32", "UINT32_T", "NCCL_UINT32"),
         _row("uint16", "UINT16_T", None),
         _row("uint8", "UINT8_T", "NCCL_UINT8"),
-        # Truth values: sum and max are "any", prod and min are "all". One byte, always 0 or 1, so uint8's max and min are exact.
+        # bool: sum and max are "any", prod and min are "all". An element is one byte, 0 or 1, so uint8's max and min are exact.
         _row("bool", "UINT8_T", None),
     )
 }
@@ -85,7 +85,7 @@ def _moved(name: str) -> DType:
     return DType(name, numpy, None, None, numpy, frozenset())
 
 
-# Neither MPI, NCCL nor our own kernels reduce these. (Sums of complex numbers are those of their view as floating ones.)
+# Neither MPI, NCCL nor our own kernels reduce these types. (To sum complex numbers, pass a view of them as floating-point numbers.)
 _FLOAT8 = sorted(name for name in dir(ml_dtypes) if name.startswith("float8_"))  # torch and JAX have some of them
 MOVED: dict[str, DType] = {name: _moved(name) for name in ("complex64", "complex128", *_FLOAT8)}
 DTYPES = TABLE | MOVED
@@ -93,18 +93,18 @@ DTYPES = TABLE | MOVED
 # All rows by their NumPy dtypes, which have the machine's own byte order.
 NATIVE: dict[np.dtype, DType] = {row.numpy: row for row in DTYPES.values()}
 
-# What `dtype_of` has answered: naming a NumPy dtype takes microseconds, as much as a small collective.
+# Results of `dtype_of`: to find the name of a NumPy dtype takes microseconds, as much as a small collective.
 _answers: dict[object, DType] = {}
 
 
 def dtype_of(dtype: object) -> DType:
-    """The row for a dtype of any array library, its name, or a scalar type, also if it is only moved. DTypeError for other dtypes."""
+    """The row of `DTYPES` for a dtype of any array library, a name of a dtype, or a scalar type. DTypeError for other dtypes."""
     try:
         return _answers[dtype]
-    except (KeyError, TypeError):  # not asked before, or nothing that a dict can hold, and no dtype then
+    except (KeyError, TypeError):  # a new dtype, or an unhashable object, which is no dtype
         pass
     name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES and dtype is not None:  # NumPy takes None for float64
+    if name not in DTYPES and dtype is not None:  # NumPy would read None as float64
         with suppress(TypeError, ValueError):
             name = np.dtype(dtype).name  # type: ignore[call-overload]
     if name not in DTYPES:
@@ -115,7 +115,7 @@ def dtype_of(dtype: object) -> DType:
 
 
 def number_of(dtype: object) -> DType:
-    """`dtype_of` for callers that take numbers alone: DTypeError also for types that are only moved."""
+    """`dtype_of` for callers that reduce: DTypeError also for types that are only moved."""
     row = dtype_of(dtype)
     if row.name not in TABLE:
         raise DTypeError(f"dtype {dtype} is not supported; expected one of {', '.join(TABLE)}")
@@ -123,9 +123,9 @@ def number_of(dtype: object) -> DType:
 
 
 def effective_op(dtype: DType, op: str) -> str:
-    """The operation to carry out on the raw elements; ValueError if `op` is unknown, DTypeError if `dtype` does not have it.
+    """The operation on the raw elements of `dtype` that gives `op`: for bool "max" instead of "sum", "min" instead of "prod".
 
-    TypeError if `op` is no string, such as MPI's own handles.
+    ValueError if `op` is unknown, DTypeError if `dtype` does not have it, TypeError if `op` is not a string (such as MPI.SUM).
     """
     if not isinstance(op, str):
         kind, known = f"{type(op).__module__}.{type(op).__qualname__}", ", ".join(sorted(OPS))

@@ -1,6 +1,6 @@
-"""Adds arrays element by element, block by block so that a block stays in the core's cache.
+"""Adds arrays element by element, in blocks that stay in the core's cache.
 
-fp16 and bf16 are added in fp32 and rounded once, to nearest even: by torch's vectorised kernels where torch is loaded, else by NumPy.
+fp16 and bf16 are added in fp32 and rounded once, to nearest even: by torch's vectorised kernels if torch is loaded, else by NumPy.
 Both give the same bits.
 """
 
@@ -22,15 +22,15 @@ UFUNCS: dict[str, np.ufunc] = {
     "min": np.minimum,
 }
 TORCH_UFUNCS = {"sum": "add", "avg": "add", "prod": "mul", "max": "maximum", "min": "minimum"}
-BLOCK_BYTES = 1 << 19  # two such blocks fit a core's L2 cache
-_TORCH_PAYS = 1 << 11  # elements from which torch's kernels are worth the microseconds of handing over
+BLOCK_BYTES = 1 << 19  # two blocks fit a core's L2 cache
+_TORCH_PAYS = 1 << 11  # elements from which torch is faster despite the microseconds that its call takes
 
 
 def mpi_agrees(op: str, dtype: np.dtype) -> bool:
-    """Whether MPI libraries' own reduction gives the bits that all other algorithms give.
+    """Whether the reduction of MPI libraries gives the same bits as all other algorithms.
 
-    Their max and min compare, and a comparison with NaN takes whichever operand comes second. Open MPI's vectorised sums of integers
-    of 8 and 16 bits end at the largest integer instead of wrapping around.
+    Their max and min compare, and for NaN return the second operand. Open MPI's vectorised sums of 8-bit and 16-bit integers
+    saturate at the largest integer instead of wrapping around.
     """
     if op in ("max", "min"):
         return dtype.kind != "f"
@@ -38,7 +38,7 @@ def mpi_agrees(op: str, dtype: np.dtype) -> bool:
 
 
 class Arithmetic(Protocol):
-    """The arithmetic of algorithms, on elements in their place: this module for host memory, gpu/kernels.py for GPU memory."""
+    """The arithmetic of algorithms for one kind of memory: this module for host memory, gpu/kernels.py for GPU memory."""
 
     def reduce_into(self, out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DType) -> None: ...
     def divide(self, flat: np.ndarray, divisor: int, dtype: DType) -> None: ...
@@ -51,8 +51,8 @@ class _OfThread(threading.local):
 
     def __init__(self) -> None:
         self.scratch = [np.empty(0, np.uint8)] * 2
-        # Runs a function without NumPy's warnings: overflow to infinity is a result of low precision that callers look for. NumPy
-        # keeps what it warns of in the context, and entering one costs a tenth of np.errstate.
+        # Runs a function without NumPy's warnings: in low precision an overflow to infinity is a result for which callers check.
+        # NumPy keeps these settings in the context; to enter a context costs a tenth of np.errstate.
         self.quietly = copy_context().run
         self.quietly(np.seterr, over="ignore", invalid="ignore")
 
@@ -63,7 +63,7 @@ _of_thread = _OfThread()
 def reduce_into(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DType, *, divisor: int = 1) -> None:
     """out = parts[0] op parts[1] op ..., from left to right, divided by `divisor` at the end.
 
-    All 1-D, of the same length and `dtype`; `out` may be one of `parts`. fp16 and bf16 are added in fp32 and rounded once.
+    All arrays are 1-D, of the same length and `dtype`; `out` may be one of `parts`. fp16 and bf16 are added in fp32, rounded once.
     """
     if len(parts) == 2 and divisor == 1 and not dtype.is_half:
         _of_thread.quietly(UFUNCS[op], parts[0], parts[1], out=out)
@@ -95,7 +95,7 @@ def empty(size: int, dtype: np.dtype) -> np.ndarray:
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """target = source, of other precision: fp16 and bf16 to fp32 exactly, back to nearest even."""
+    """target = source with another precision: fp16 and bf16 to fp32 exactly, fp32 to them rounded to nearest even."""
     _of_thread.quietly(_copy, target, source)
 
 
@@ -111,7 +111,7 @@ def _add(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DType, di
     total = parts[0]
     if len(parts) == 1:
         out[...] = total
-    # A sum must not overwrite a part that is still to come.
+    # A partial sum must not overwrite a part that is added later.
     elsewhere = any(np.may_share_memory(out, part) for part in parts[2:])
     scratch = _scratch_array(0, out.size, dtype.numpy) if elsewhere else out
     for i, part in enumerate(parts[1:], 2):
@@ -122,7 +122,7 @@ def _add(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DType, di
 
 def _add_halves(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DType, divisor: int) -> None:
     torch = _torch(out.size)
-    if torch is not None and len(parts) == 2 and divisor == 1:  # torch adds two halves in fp32 and rounds once
+    if torch is not None and len(parts) == 2 and divisor == 1:  # torch adds in fp32 and rounds once
         one, other = (_tensor(torch, part) for part in parts)
         getattr(torch, TORCH_UFUNCS[op])(one, other, out=_tensor(torch, out))
         return
@@ -140,7 +140,7 @@ def _add_halves(out: np.ndarray, parts: Sequence[np.ndarray], op: str, dtype: DT
 
 
 def _scratch_array(which: int, size: int, dtype: np.dtype) -> np.ndarray:
-    """Scratch memory of this thread, kept: fresh pages would cost more than the addition."""
+    """Scratch memory of this thread. It is kept, because new pages would cost more than the addition."""
     nbytes = size * dtype.itemsize
     if _of_thread.scratch[which].size < nbytes:
         _of_thread.scratch[which] = np.empty(max(nbytes, 1 << 12), np.uint8)
@@ -148,12 +148,12 @@ def _scratch_array(which: int, size: int, dtype: np.dtype) -> np.ndarray:
 
 
 def _torch(size: int) -> Any:
-    """torch where it is loaded and worth it for `size` elements, else None."""
+    """torch if it is loaded and faster for `size` elements, else None."""
     return sys.modules.get("torch") if size >= _TORCH_PAYS else None
 
 
 def _tensor(torch: Any, x: np.ndarray) -> Any:
-    """`x`, of fp32, fp16 or bf16, as a torch tensor without a copy. Copied if read-only: torch has no such tensors."""
+    """`x`, of fp32, fp16 or bf16, as a torch tensor without a copy; a copy if `x` is read-only, because no tensor is read-only."""
     if not x.flags.writeable:
         x = x.copy()
     if x.dtype.name == "bfloat16":

@@ -1,7 +1,7 @@
 """The contestants: calls of one operation by each algorithm and by each peer, all on the same memory.
 
-The contestants on private memory share one set of arrays, whichever library sees them: the pages under an array (huge ones or not)
-are then the same for all, and touched for all. The arrays hold zeros, which stay zeros however often they are added.
+The contestants on private memory share one set of arrays, whatever their library, so that all use the same memory pages (huge or not),
+which are already touched. The arrays hold zeros, whose sums stay zeros.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,14 +18,14 @@ from collectives.communicator.communicator import Communicator
 from collectives.diagnosis import on_all_ranks
 from collectives.selection.selector import NODE_OPERATIONS
 
-IN_PLACE = "in place"  # of all_gather: each part stands in its place in the node's array already
+IN_PLACE = "in place"  # an all_gather whose parts already lie in their places in the node's array
 Key = tuple[str, str]  # algorithm (or a peer's name) and memory
 
 
 class Entrants(NamedTuple):
-    """Which contestants take part: the peers, "auto", and each algorithm that can work in each of `memories`.
+    """The contestants that take part: the peers, "auto", and each algorithm that works, for each of `memories`.
 
-    In the node's memory only the algorithms that are made for it.
+    For node memory only "auto" and the algorithm made for it, "shared".
     """
 
     memories: Sequence[str] = ("private", "node")
@@ -33,21 +33,20 @@ class Entrants(NamedTuple):
     arrays: str = "numpy"
     """The library of the arrays."""
     fixed_only: bool = False
-    """No "auto", but in the node's memory too all algorithms that can work there."""
+    """Without "auto", and in node memory with all algorithms that work there."""
     without: Collection[str] = ()
-    """These algorithms do not take part."""
+    """The algorithms that do not take part."""
 
 
 class TimedCall(NamedTuple):
-    """A contestant (see kit/turns.py): a call, and the array that it reads."""
+    """A contestant (see kit/turns.py): a call, and the array that the call reads."""
 
     comm: Communicator
     call: Call
     read: np.ndarray
 
     def turn(self, round_: int) -> Seconds:
-        # Else a call would pay for where the one before it, of another contestant, has left the array: in which core's cache, or read
-        # by which peer.
+        # Otherwise the time would depend on the call of another contestant before, which leaves the array in some core's cache.
         self.read[...] = 0
         return {"call": timed(self.comm, self.call)}
 
@@ -117,12 +116,12 @@ def _empty(count: int, dtype: DType, library: str) -> Any:
 
 def _filled(whole: Any, part: Any, other: Any) -> Arrays:
     for array in (whole, part, other):
-        as_numpy(array)[...] = 0  # written, so that the pages exist
+        as_numpy(array)[...] = 0  # allocates the pages
     return Arrays(whole, part, other)
 
 
 def _in_node_memory(comm: Communicator, operation: str, private: Arrays, dtype: DType) -> Arrays:
-    """The same with the whole arrays in the node's memory: one for all in an all-gather, else one a rank. OSError if it is full."""
+    """Arrays like `private`, but the whole arrays in node memory: one for all ranks in an all-gather, else one each. OSError."""
     kind = dtype.numpy if isinstance(private.whole, np.ndarray) else private.whole.dtype
     make = comm.shared if operation == "all_gather" else comm.empty
     other = comm.empty(len(private.other), kind) if len(private.other) else private.other

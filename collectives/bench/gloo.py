@@ -1,4 +1,4 @@
-"""The peer Gloo: torch.distributed's backend for host memory. Only here and in the kit's torch_group.py is torch imported."""
+"""The peer Gloo: torch.distributed's backend for host memory. Only this file and the kit's torch_group.py import torch.distributed."""
 
 from contextlib import ExitStack
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from collectives.communicator.communicator import Communicator
 
 
 class Gloo:
-    """Calls of torch.distributed, with one thread a rank."""
+    """Calls of torch.distributed, with one thread on each rank."""
 
     name: ClassVar[str] = GLOO
 
@@ -38,7 +38,7 @@ class Gloo:
     def _make(self, operation: str, whole: Any, part: Any, other: Any) -> Call:
         dist, is_root = self._dist, self._comm.rank == 0
         parts = list(whole.chunk(self._comm.size)) if is_root else None
-        # torch 2.13 renamed two, and warns of the old names
+        # torch 2.13 has renamed two functions, and warns of the old names.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return {

@@ -1,7 +1,7 @@
-"""Python's time a call: our call of the MPI library's own algorithm beside raw mpi4py, in tight loops on a small array.
+"""Python's time per call: our call of the MPI library's own algorithm and raw mpi4py's, in tight loops on a small array.
 
-One call after a barrier would measure how ranks wake up. In a loop of many the ranks keep each other's pace, and the rest of the
-difference is the time of our layer. "auto" stands beside it: it may take another algorithm, and be faster than raw.
+One call after a barrier would measure how the ranks wake up. In a loop of many calls the ranks stay synchronous, and the difference is
+the time of our layer. "auto" is measured too: it may choose another algorithm, and be faster than raw mpi4py.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ NAMES = ("mpi", "auto", RAW)
 
 
 class _Loop(NamedTuple):
-    """A contestant (see kit/turns.py): `calls` calls, one behind the other."""
+    """A contestant (see kit/turns.py): `calls` consecutive calls."""
 
     comm: Communicator
     call: Call
@@ -39,9 +39,9 @@ class _Loop(NamedTuple):
 def overhead(
     comm: Communicator, operations: Sequence[str], arrays: Sequence[str] = ("numpy", "torch"), seconds_each: float = 2.0
 ) -> list[CallOverhead]:
-    """Time LOOPS loops of CALLS calls of each, in turn, on private float32 arrays of NBYTES. Collective.
+    """Time LOOPS loops of CALLS calls of each of NAMES, in turn, on private float32 arrays of NBYTES. Collective.
 
-    Fewer calls where these would take more than `seconds_each` for an operation on one library's arrays.
+    A loop has fewer calls if an operation on one library's arrays would take more than `seconds_each`.
     """
     count = max(1, NBYTES // (4 * comm.size)) * comm.size
     found = []

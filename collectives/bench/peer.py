@@ -1,4 +1,4 @@
-"""The form of a peer, a library whose collectives are measured beside ours, and the arrays on which all of them work."""
+"""The interface of a peer, a library whose collectives are compared with ours, and the arrays that all of them use."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ class Arrays(NamedTuple):
 
 
 class Peer(Protocol):
-    """Another library that has collectives. A new peer is a class of this form, and a name in commands/bench.py."""
+    """Another library with collectives. A new peer is a class with this interface, and a name in commands/bench.py."""
 
     name: ClassVar[str]
 

@@ -1,4 +1,4 @@
-"""The peer MPI: the library's own collectives in plain mpi4py, as its user would write them."""
+"""The peer MPI: the library's own collectives in plain mpi4py, as a user would write them."""
 
 from contextlib import ExitStack
 from typing import ClassVar
@@ -27,7 +27,7 @@ class PlainMpi:
         mpi, is_root, dtype = self._mpi, self._is_root, dtype_of(arrays.whole.dtype)
         if dtype.mpi is None and operation in ("all_reduce", "reduce_scatter", "reduce"):
             raise CannotTakePart(f"MPI has no {dtype.name} to reduce")
-        # Halves are only moved here: as bytes.
+        # A dtype without an MPI datatype is only moved here, as bytes.
         kind, units = (MPI.BYTE, dtype.itemsize) if dtype.mpi is None else (getattr(MPI, dtype.mpi), 1)
         num_whole, num_part = len(arrays.whole) * units, len(arrays.part) * units
         if num_whole > 2**31 - 1:

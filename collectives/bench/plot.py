@@ -1,4 +1,4 @@
-"""Bandwidth against size as a picture."""
+"""Draws bandwidth against size."""
 
 from collections.abc import Sequence
 from math import ceil

@@ -1,6 +1,6 @@
-"""Several launches together: for each figure the median over the launches, and how "auto" does against its peers.
+"""The report on several launches: for each figure the median over the launches, and the ratios of the peers to "auto".
 
-A ratio is formed within each launch, where both sides met the same disturbances; shown is the median of these ratios. Pure: no MPI.
+A ratio is computed within each launch, in which both sides had the same disturbances; the tables show the median of these ratios.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ Key = tuple[str, str]  # algorithm (or a peer's name) and memory
 
 
 class Section(NamedTuple):
-    """A table: its title, the headings, and the rows as they are shown."""
+    """A table: its title, the headings, and the rows as text."""
 
     title: str
     headings: tuple[str, ...]
@@ -42,7 +42,7 @@ class Section(NamedTuple):
 
 
 def lines(launches: Sequence[CollectivesLaunch], operation: str, dtype: str, memory: str) -> list[tuple[str, ...]]:
-    """A line under HEADINGS for each size at which "auto" was measured in that memory."""
+    """The cells under HEADINGS for each size at which "auto" was measured in `memory`."""
     by_size: dict[int, list[dict[Key, Measurement]]] = {}
     for i, launch in enumerate(launches):
         for row in launch.results:
@@ -80,7 +80,7 @@ def _line(nbytes: int, at: Sequence[dict[Key, Measurement]], memory: str) -> tup
 
 
 def sections(launches: Sequence[CollectivesLaunch]) -> Iterator[Section]:
-    """The tables of launches that can be put together (see `alike`)."""
+    """The tables of launches that can be compared (see `alike`)."""
     rows = (row for launch in launches for row in launch.results if row.algorithm == "auto")
     for operation, dtype, memory in dict.fromkeys((row.operation, row.dtype, row.memory) for row in rows):
         where = memory if memory == "in place" else f"{memory} memory"
@@ -109,13 +109,13 @@ def _on(launches: Sequence[CollectivesLaunch]) -> str:
 
 
 def heading(launch: CollectivesLaunch) -> str:
-    """The machine of a group, in a line."""
+    """The machine of a group of launches, in one line."""
     cpu, cores, mpi = (launch.machine.get(name, "?") for name in ("cpu", "cores", "mpi"))
     return f"{launch.ranks_on_nodes}; {cpu}, {cores} cores per node; {mpi}; {launch.arrays} arrays"
 
 
 def markdown(launches: Sequence[CollectivesLaunch]) -> str:
-    """All tables as Markdown, to put into a document."""
+    """All tables as Markdown."""
     parts = []
     for group in alike(launches):
         parts.append(f"## {heading(group[0])}\n")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from collectives.bench.kit.launches import Launch
 
-RAW, GLOO = "raw mpi4py", "gloo"  # the peers, in the place of an algorithm's name
+RAW, GLOO = "raw mpi4py", "gloo"  # the peers' names, used like the names of algorithms
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,9 @@ class Measurement:
     operation: str
     dtype: str
     nbytes: int
-    algorithm: str  # of ours, or RAW or GLOO
-    memory: str  # "private", or "node" for arrays in the memory that the node's ranks share; "in place": there, each part in its place
-    seconds: float  # median over the rounds of the slowest rank's
+    algorithm: str  # one of ours, or RAW or GLOO
+    memory: str  # "private", "node" (arrays in node memory), or "in place" (node memory, with each part in its place)
+    seconds: float  # median over the rounds of the slowest rank's time
     algbw: float  # bytes per second
     busbw: float
     rounds: int
@@ -25,7 +25,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A contestant that did not take part, and why."""
+    """A contestant that did not take part, and the reason."""
 
     operation: str
     dtype: str
@@ -36,7 +36,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class CallOverhead:
-    """Python's time of one call. `seconds`, `raw_seconds`: of a call in a tight loop, ours and raw mpi4py's, in the median."""
+    """Python's time per call. `seconds`, `raw_seconds`: the median time of a call in a tight loop, ours and raw mpi4py's."""
 
     operation: str
     nbytes: int

@@ -13,7 +13,7 @@ from collectives.bench.units import show_bytes
 
 
 def tables(launches: Sequence[CollectivesLaunch]) -> Iterator[RenderableType]:
-    """For each launch, operation and dtype a table, the fastest on private memory in bold; then the contestants that were skipped."""
+    """For each launch, operation and dtype a table, with the fastest time on private memory in bold; then the skipped contestants."""
     for launch in launches:
         everyone: Sequence[Measurement | Skipped] = (*launch.results, *launch.skipped)
         for case in dict.fromkeys((row.operation, row.dtype) for row in everyone):

@@ -1,4 +1,4 @@
-"""The time of each contestant at one size: as many rounds as fit the time there is."""
+"""The time of each contestant at one size, in as many rounds as the time limit allows."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -11,15 +11,15 @@ from collectives.bench.kit.turns import slowest, take_turns
 from collectives.bench.results import Measurement, Skipped, bus_factor
 from collectives.communicator.communicator import Communicator
 
-WARM_UP = 3  # calls that are not counted: the first calls set up connections and touch pages
+WARM_UP = 3  # calls before the timed ones: the first calls set up connections and touch pages
 LEAST_ROUNDS = 5
 
 
 class Limits(NamedTuple):
-    """How long one size may take: at most `rounds`, as many of them as fit `seconds`, but `least` (or `rounds`, if fewer).
+    """The limits for one size: as many rounds as fit `seconds`, at least `least`, but never more than `rounds`.
 
-    `hopeless`: a contestant that took so many times the best one's time while warming up is not timed again.
-    `quantile`: which of the rounds' times is the result; the median.
+    `hopeless`: a contestant whose warm-up took this many times the fastest one's time is not timed again.
+    `quantile`: the quantile of the rounds' times that is the result; by default the median.
     """
 
     rounds: int = 200
@@ -32,17 +32,17 @@ class Limits(NamedTuple):
 def time_in_turn(comm: Communicator, calls: Mapping[Key, TimedCall], limits: Limits) -> dict[Key, tuple[float, int]]:
     """For each of `calls` the median (or quantile) over the rounds of the slowest rank's seconds, and the rounds. Collective."""
     if not calls:
-        return {}  # where the node's memory is too small
+        return {}  # node memory is too small
     warm = {}
     for key, call in calls.items():
         taken: list[float] = []
-        # Once is enough for a call that takes long.
+        # A slow call is made only once.
         while len(taken) < WARM_UP and not comm.broadcast_object(sum(taken) > limits.seconds / (2 * len(calls))):
             taken.append(call.turn(0)["call"])
         warm[key] = np.array([min(taken)])
     first = {key: float(seconds[0]) for key, seconds in slowest(comm, warm).items()}
     playing = {key: call for key, call in calls.items() if first[key] <= limits.hopeless * min(first.values())}
-    # A barrier costs time too, and where there are more ranks than cores as much as a call.
+    # Each turn has a barrier, which takes as much time as a call if there are more ranks than cores.
     a_round = sum(first[key] for key in playing) + 20e-6 * len(playing)
     num_rounds = min(limits.rounds, max(limits.least, int(limits.seconds / a_round)))
     series = slowest(comm, take_turns(playing, rounds=comm.broadcast_object(num_rounds)))
@@ -53,7 +53,7 @@ def time_in_turn(comm: Communicator, calls: Mapping[Key, TimedCall], limits: Lim
 def measure(
     comm: Communicator, operation: str, size: int, dtype: DType, entrants: Entrants, limits: Limits
 ) -> tuple[list[Measurement], list[Skipped]]:
-    """Time all contestants at `size` bytes of the whole array, rounded to whole elements a rank. Collective."""
+    """Time all contestants at `size` bytes of the whole array, rounded to whole elements for each rank. Collective."""
     count = max(1, size // (dtype.itemsize * comm.size)) * comm.size
     calls, skipped = timed_calls(comm, operation, count, dtype, entrants)
     nbytes = count * dtype.itemsize

@@ -1,8 +1,8 @@
-"""From measurements to the table that "auto" chooses from.
+"""Makes the table from which "auto" chooses out of measurements.
 
-The choice is smooth: an algorithm takes over only where it is clearly faster, so that noise makes no thresholds. Among all ways to cut
-the sizes into ranges of one algorithm each, the one that loses least against always taking the fastest wins; each change of algorithm
-costs as much as being slower by CLEARLY at one size.
+Another algorithm is chosen only if it is clearly faster, so that noise does not make thresholds. Of all ways to divide the sizes into
+ranges of one algorithm each, `choose` takes the one with the least loss of time compared with the fastest algorithm at each size; each
+change of algorithm counts like a loss of CLEARLY at one size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +20,11 @@ from collectives.selection.table import KINDS, TableEntry
 CLEARLY = 0.05
 SIZES = tuple(256 << 2 * i for i in range(10))  # 256 B .. 64 MiB
 QUICK_SIZES = SIZES[1::2]
-# An algorithm that takes so many times the best one's time is out at this size, and from SETTLED on at all larger ones.
+# An algorithm that takes this many times the fastest one's time is dropped at this size, and from SETTLED on also at larger sizes.
 HOPELESS = 2.0
-SETTLED = 1 << 20  # bytes: from here on bandwidth decides, and an algorithm that lags behind stays behind
+SETTLED = 1 << 20  # bytes; from this size on bandwidth decides, so a slow algorithm stays slow at larger sizes
 LEAST_ROUNDS = 3
-# Of the rounds' times the lower quartile: a disturbance only ever adds, and thresholds are to outlast it.
+# The result is the lower quartile of the rounds' times, because disturbances only add time, and the table should not depend on them.
 QUANTILE = 0.25
 DTYPES = {"native": TABLE["float32"], "half": TABLE["bfloat16"]}
 
@@ -32,14 +32,14 @@ Choices = tuple[tuple[int | None, str], ...]
 
 
 def choose(seconds: Mapping[int, Mapping[str, float]]) -> Choices:
-    """Thresholds from the time of every algorithm at each size, which all name the same algorithms. The first named wins a draw.
+    """Thresholds from the times of the same algorithms at each size. Of equally good algorithms the first one is chosen.
 
-    A threshold lies half way (on a scale of ratios) between the two sizes that it divides.
+    A threshold is the geometric mean of the two sizes that it separates.
     """
     sizes = sorted(seconds)
     names = list(seconds[sizes[0]])
     switch = log(1 + CLEARLY)
-    loss = dict.fromkeys(names, 0.0)  # of the best choices so far that end with this name
+    loss = dict.fromkeys(names, 0.0)  # of the best choices so far that end with this algorithm
     chosen: dict[str, list[str]] = {name: [] for name in names}  # these choices
     for i, size in enumerate(sizes):
         fastest = min(seconds[size].values())
@@ -57,7 +57,7 @@ def choose(seconds: Mapping[int, Mapping[str, float]]) -> Choices:
 
 
 def cases(comm: Communicator, operations: Sequence[str]) -> Iterator[tuple[str, str, str, DType]]:
-    """(operation, memory, kind, dtype) where there is something to choose from."""
+    """(operation, memory, kind, dtype) of each case with several algorithms."""
     selector = Selector(comm.table, comm.placement)
     for operation in operations:
         for kind in KINDS:
@@ -73,9 +73,9 @@ def cases(comm: Communicator, operations: Sequence[str]) -> Iterator[tuple[str, 
 def tune(
     comm: Communicator, *, operations: Sequence[str], sizes: Sequence[int] = SIZES, seconds: float = 90.0
 ) -> Iterator[tuple[TableEntry, list[Measurement]]]:
-    """Measure every algorithm in each case, one after the other, and choose: the entry for this `comm`, and what it follows from.
+    """Measure every algorithm in each case, one case after the other. Yields the entry for this `comm` and its measurements.
 
-    `seconds`: in all, kept as well as LEAST_ROUNDS at each size allow. Collective: the entries are the same on all ranks.
+    `seconds`: for all cases; it may take longer, because each size gets LEAST_ROUNDS. Collective: all ranks get the same entries.
     """
     todo = list(cases(comm, operations))
     deadline = monotonic() + seconds
@@ -91,7 +91,7 @@ def tune(
             limits = Limits(200, share, HOPELESS, LEAST_ROUNDS, QUANTILE)
             results, _ = measure(comm, operation, size, dtype, entrants, limits)
             fixed = {row.algorithm: row.seconds for row in results}
-            if fixed:  # none where the node's memory is too small
+            if fixed:  # empty if node memory is too small
                 fixed |= dict.fromkeys(behind, inf)
                 times[results[0].nbytes] = {name: fixed[name] for name in ALGORITHMS[operation] if name in fixed}
                 measured += results
@@ -99,5 +99,5 @@ def tune(
                     fastest = min(fixed.values())
                     behind |= {name for name, time in fixed.items() if time > HOPELESS * fastest}
         if times:
-            # All ranks have the same figures: `measure` gives the slowest rank's.
+            # All ranks have the same figures, because `measure` returns the slowest rank's times.
             yield TableEntry(operation, kind, memory, comm.size, comm.num_nodes, choose(times)), measured

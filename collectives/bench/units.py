@@ -1,9 +1,9 @@
-"""Bytes, seconds and bytes per second, as people write them on a command line and read them in a table."""
+"""Parses bytes, seconds and bytes per second from a command line, and formats them for a table."""
 
 import re
 from fractions import Fraction
 
-# Fractions, so that 5us is the number 5e-6.
+# Fractions, so that 5us is exactly the float 5e-6.
 _BYTES = {
     **{unit: Fraction(n) for unit, n in {"B": 1, "": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}.items()},
     **{f"{prefix}B": Fraction(1000**i) for i, prefix in enumerate(("k", "M", "G"), 1)},
@@ -24,7 +24,7 @@ def _parsed(text: str, units: dict[str, Fraction], error: str) -> Fraction:
 
 
 def parse_size(text: str) -> int:
-    """'64KiB' as a number of bytes; ValueError for other texts, and for less than 1."""
+    """The number of bytes of a text such as '64KiB'; ValueError for other texts, and for less than 1."""
     error = "size {}; expected bytes, 1 at least, such as 4096, 64KiB, 1.5MiB or 1.2GB"
     nbytes = int(_parsed(text, _BYTES, error))
     if nbytes < 1:
@@ -33,7 +33,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """'1KiB..64MiB' (in steps of 4) or '1KiB,3MiB' as numbers of bytes; ValueError if it is neither."""
+    """The numbers of bytes of a text such as '1KiB..64MiB' (in factors of 4) or '1KiB,3MiB'; ValueError for other texts."""
     if ".." not in text:
         return [parse_size(part) for part in text.split(",")]
     first, last = (parse_size(part) for part in text.split("..", 1))
@@ -47,13 +47,13 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def parse_seconds(text: str) -> float:
-    """'5us' as seconds; ValueError if it is no time with a unit."""
+    """The seconds of a text such as '5us'; ValueError for other texts."""
     error = "time {}; expected a number and its unit, such as 300ns, 5us, 1.5ms or 2s"
     return float(_parsed(text, _SECONDS, error))
 
 
 def parse_bandwidth(text: str) -> float:
-    """'25GB/s' as bytes per second; ValueError for other texts, and for 0."""
+    """The bytes per second of a text such as '25GB/s'; ValueError for other texts, and for 0."""
     error = "bandwidth {}; expected a number above 0 and its unit, such as 800MB/s, 25GB/s or 100Gbit/s"
     bandwidth = _parsed(text, _BANDWIDTHS, error)
     if not bandwidth:
@@ -62,7 +62,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_counts(text: str) -> list[int]:
-    """'1..64,100' as whole numbers, rising and each once; ValueError for other texts, and for 0."""
+    """The integers of a text such as '1..64,100', sorted, without duplicates; ValueError for other texts, and for 0."""
     counts: set[int] = set()
     for part in text.split(","):
         ends = part.split("..", 1)

@@ -1,2 +1,2 @@
-"""The commands of `python -m collectives`, one file each: its flags (`add_parser`) and what it does (`run`, which gives the exit
-code)."""
+"""The commands of `python -m collectives`. Each file has the flags of its command (`add_parser`) and `run`, which carries out the
+command and returns the exit code."""

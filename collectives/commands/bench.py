@@ -1,4 +1,4 @@
-"""`python -m collectives bench`: every algorithm beside the MPI library's own and Gloo."""
+"""`python -m collectives bench`: times every algorithm, the MPI library's own collectives and Gloo."""
 
 import argparse
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""`python -m collectives check`: prove every schedule, without MPI."""
+"""`python -m collectives check`: proves every schedule, without MPI."""
 
 import argparse
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from collectives.schedules.check import EXACT_RANKS, ScheduleError, check, setup
 from collectives.schedules.schedule import Cost
 
 DEFAULT_RANKS = "1..64,100,256,1000,4096"
-# Rings of thousands of ranks have millions of messages: they are proved where --ranks asks for them, up to the second number.
+# Limits on size x rounds of an algorithm, by default and with --ranks: rings of thousands of ranks have millions of messages.
 DEFAULT_STEPS = 1 << 18
 MAX_STEPS = 1 << 23
 LEGEND = (
@@ -36,7 +36,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prove every schedule for these numbers of ranks; 1 if one is wrong. The table has a row for each algorithm."""
+    """Prove every schedule for these numbers of ranks, and print a row for each algorithm. Returns 1 if a schedule is wrong."""
     sizes, limit = (options.ranks, MAX_STEPS) if options.ranks else (parse_counts(DEFAULT_RANKS), DEFAULT_STEPS)
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)  # narrow: 80 columns are enough
     for name in ("operation", "algorithm"):
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 def _prove(
     operation: str, algorithm: str, sizes: Iterable[int], limit: int
 ) -> tuple[list[int], list[str], str, Cost | None, Cost | None]:
-    """(numbers of ranks it is proved for, what is wrong, the last case, its cost, its formula)."""
+    """(numbers of ranks for which the algorithm is proved, errors, the last case, its cost, its formula)."""
     build = BUILDERS[operation][algorithm]
     proved: list[int] = []
     wrong: list[str] = []
@@ -90,7 +90,7 @@ def _prove(
 
 
 def _shown(setup: Setup, operation: str, algorithm: str) -> str:
-    """The root, node size and segments of this case, as far as they matter."""
+    """The root, node size and number of segments of this case, if the operation or algorithm uses them."""
     return ", ".join(
         [f"root {setup.root}"] * (operation in ROOTED)
         + [f"{setup.per_node} a node"] * (algorithm in TWO_LEVEL)

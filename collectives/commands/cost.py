@@ -1,4 +1,4 @@
-"""`python -m collectives cost`: what each algorithm would take on a network of many ranks, without MPI."""
+"""`python -m collectives cost`: the computed time of each algorithm on a network of many ranks, without MPI."""
 
 import argparse
 import json
@@ -18,14 +18,14 @@ from collectives.launcher import launched_rank
 from collectives.schedules import BUILDERS
 from collectives.schedules.cost import Network, Price, prices
 
-MAX_RANKS = 1 << 14  # beyond, the walk through all messages would take minutes
+MAX_RANKS = 1 << 14  # for more ranks the computation of all messages would take minutes
 
 
 def add_parser(commands: Commands) -> None:
     """Add the command and its flags."""
     network = Network()
     seconds, bandwidth = or_usage_error(parse_seconds), or_usage_error(parse_bandwidth)
-    parser = commands.add_parser("cost", help="price every algorithm on a network of many ranks (runs without MPI)")
+    parser = commands.add_parser("cost", help="compute the time of every algorithm on a network (runs without MPI)")
     parser.add_argument("--ranks", type=positive, required=True, metavar="N", help=f"up to {MAX_RANKS}")
     parser.add_argument("--op", choices=tuple(BUILDERS), default="all_reduce", help="default: all_reduce")
     parser.add_argument(
@@ -64,7 +64,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Price, print the table, and write the files."""
+    """Compute the times, print the table, and write the files."""
     if options.ranks > MAX_RANKS:
         raise UsageError(f"argument --ranks: {options.ranks}; expected at most {MAX_RANKS}")
     network = Network(
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _table(results: Sequence[Price]) -> Table:
-    """A row for each size, a column for each algorithm; the fastest in bold, the best number of segments beside a pipeline."""
+    """A row for each size, a column for each algorithm; the fastest time in bold, with the best number of segments of a pipeline."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("size", justify="right", no_wrap=True)
     names = list(dict.fromkeys(price.algorithm for price in results))

@@ -1,4 +1,4 @@
-"""`python -m collectives info`: MPI, ranks, nodes, memory, dtypes and algorithms here."""
+"""`python -m collectives info`: shows MPI, ranks, nodes, memory, dtypes and algorithms."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the table: under mpirun for all ranks, else for this process alone."""
+    """Show the table: under mpirun for all ranks, else for this process."""
     from collectives.transports import mpi
     from collectives.transports.gpu import cuda
     from collectives.transports.node import memory
@@ -41,13 +41,13 @@ def run(options: argparse.Namespace) -> int:
         table.add_row("nodes", f"{comm.num_nodes} ({', '.join(f'{name}: {n}' for name, n in nodes.items())})")
         free = show_bytes(room.f_bavail * room.f_frsize)
         table.add_row("shared memory", f"{folder}, {free} free" + ("" if comm.num_nodes == 1 else " on rank 0's node"))
-        reads = "read directly" if comm.node.reads_peers else "not readable: passed through windows in shared memory"
+        reads = "read directly" if comm.node.reads_peers else "not readable: copied through shared memory"
         table.add_row("private memory of peers", reads)
         table.add_row(
             "asynchronous operations", "on a progress thread" if comm.has_progress_thread else "carried out at wait()"
         )
         for label, text in cuda.info_lines():
-            table.add_row(label, Text(text))  # brackets in it are no markup
+            table.add_row(label, Text(text))  # a Text, so that brackets are not read as markup
         table.add_row("dtypes", ", ".join(TABLE))
         table.add_row("only moved", ", ".join(MOVED))
         for operation in ALGORITHMS:

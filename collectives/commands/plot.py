@@ -8,9 +8,9 @@ from collectives.commands.terminal import UsageError
 
 
 def draw(path: str, title: str, subtitle: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Write a picture to `path` (its suffix tells the kind): for each name a line of (bytes, seconds), both axes logarithmic.
+    """Write a picture to `path`, in the format of its suffix: for each name a line of (bytes, seconds), both axes logarithmic.
 
-    UsageError where matplotlib is missing or cannot write such a file.
+    UsageError if matplotlib is missing or cannot write this format.
     """
     figure = new_figure(9, 5.5)
     from matplotlib.ticker import FuncFormatter, NullFormatter

@@ -1,4 +1,4 @@
-"""`python -m collectives report`: several launches of bench together. Needs no MPI."""
+"""`python -m collectives report`: medians over several launches of bench. Needs no MPI."""
 
 import argparse
 from pathlib import Path

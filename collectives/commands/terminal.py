@@ -1,4 +1,4 @@
-"""Shared by the commands: parsers of arguments, and printing on one rank alone."""
+"""Functions of all commands: parsers of arguments, and output on one rank only."""
 
 import argparse
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from collectives.launcher import is_live_terminal, launched_rank
 T = TypeVar("T")
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-_FILE_WIDTH = 240  # of what goes to a file or a pipe
+_FILE_WIDTH = 240  # characters of a line in a file or a pipe
 
 
 class UsageError(Exception):
-    """The request of the user cannot be carried out; the text is the whole message."""
+    """The user's request cannot be carried out; the text is the whole message."""
 
 
 def or_usage_error(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` for argparse, which keeps the text of an ArgumentTypeError alone."""
+    """`parse` for argparse, which shows only the text of an ArgumentTypeError."""
 
     def parsed(text: str) -> T:
         try:
@@ -39,7 +39,7 @@ def positive(text: str) -> int:
 
 
 def several_ranks(command: str) -> collectives.Communicator:
-    """The world communicator; UsageError if it has one rank alone."""
+    """The world communicator; UsageError if it has only one rank."""
     comm = collectives.world()
     if comm.size == 1:
         raise UsageError(f"{command} needs at least two ranks: mpirun -np 2 python -m collectives {command}")
@@ -47,9 +47,9 @@ def several_ranks(command: str) -> collectives.Communicator:
 
 
 def print_once(*shown: RenderableType, stderr: bool = False) -> None:
-    """Print on rank 0. Collective where a launcher has started several ranks, and else done without MPI.
+    """Print on rank 0. Collective under a launcher; without one no MPI is used.
 
-    Returns on all ranks when it is printed: a launcher ends the job as soon as one rank has ended with an error.
+    Returns on all ranks after the output, because a launcher ends the job as soon as one rank has ended with an error.
     """
     comm = collectives.world() if launched_rank() >= 0 else None
     if comm is None or comm.rank == 0:
@@ -59,7 +59,7 @@ def print_once(*shown: RenderableType, stderr: bool = False) -> None:
 
 
 def console(stderr: bool = False) -> Console:
-    """Where to print: with colours on a terminal that a person looks at, and in lines as long as they are elsewhere."""
+    """The console for output: with colours and the terminal's width on a terminal, else with long lines."""
     live = is_live_terminal()
     width = None if live or stderr else _FILE_WIDTH
     return Console(

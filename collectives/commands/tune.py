@@ -1,4 +1,4 @@
-"""`python -m collectives tune`: measure which algorithm is fastest where, and keep it for "auto"."""
+"""`python -m collectives tune`: measures the fastest algorithm for each range of sizes, and stores the table for "auto"."""
 
 import argparse
 import json
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _before(comm: Communicator, output: str | None) -> tuple[Table, Path]:
-    """The table so far, on rank 0, and the file to write. ValueError if the file exists and holds no table; OSError."""
+    """The old table, on rank 0, and the file to write. ValueError if the file exists and is not a table; OSError."""
     if output is None:
         return (comm.rank == 0 and table_cache.read(comm.machine())) or Table(()), table_cache.path_of(comm.machine())
     path = Path(output)

@@ -1,4 +1,4 @@
-"""Arrays in the memory of a node, which its ranks see: `empty` and `shared` of a Communicator."""
+"""Arrays in node memory, which all ranks of a node can read: `empty` and `shared` of a Communicator."""
 
 from collections.abc import Sequence
 from math import prod
@@ -14,7 +14,7 @@ from collectives.transports.node.memory import NodeMemory
 
 
 class Allocation:
-    """The allocations of a communicator. `memory`: shared by its ranks; None on several nodes."""
+    """The allocations of a communicator. `memory`: the node memory that its ranks share; None if they are on several nodes."""
 
     def __init__(self, memory: NodeMemory | None, *, recorder: Recorder, queue: AsyncQueue) -> None:
         self._memory, self._recorder, self._queue = memory, recorder, queue

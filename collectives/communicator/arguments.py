@@ -1,4 +1,4 @@
-"""Checks of the arguments of an operation that a rank can make by itself, before data is sent."""
+"""The checks of an operation's arguments that a rank makes alone, before it sends data."""
 
 from collections.abc import Iterable, Sequence
 from operator import index
@@ -8,13 +8,13 @@ import numpy as np
 
 from collectives.arrays.buffer import Buffer
 
-_MAX_INT = (1 << 31) - 1  # of MPI's C interface
+_MAX_INT = (1 << 31) - 1  # the largest int in MPI's C interface
 
-Named = tuple[str, Buffer]  # an array, and what errors call it
+Named = tuple[str, Buffer]  # the name of an array in error messages, and the array
 
 
 def integer(operation: str, name: str, value: Any) -> int:
-    """An argument as an int: also NumPy's integers, and arrays of no dimension. TypeError for other values; a float is not rounded."""
+    """`value` as an int: a Python or NumPy integer, or a 0-dimensional integer array. TypeError for other values, also for floats."""
     try:
         return index(value)
     except TypeError:
@@ -22,12 +22,12 @@ def integer(operation: str, name: str, value: Any) -> int:
 
 
 def not_an_integer(operation: str, name: str, value: Any) -> TypeError:
-    """The error of an argument that is something else."""
+    """The error for an argument that is not an integer."""
     return TypeError(f"{operation}: {name} is {value!r}, of type {type(value).__name__}; expected an integer")
 
 
 def rank_of(operation: str, root: Any, size: int) -> int:
-    """A `root` as an int; TypeError or ValueError if it is no rank. A bool is refused, because `root=True` is a slip."""
+    """`root` as an int. TypeError if it is not an integer (a bool counts as a mistake), ValueError if it is not a rank."""
     if isinstance(root, bool):
         raise not_an_integer(operation, "root", root)
     root = integer(operation, "root", root)
@@ -37,7 +37,7 @@ def rank_of(operation: str, root: Any, size: int) -> int:
 
 
 def color_and_key(color: Any, key: Any) -> tuple[int | None, int]:
-    """The arguments of `split`, as ints; TypeError or ValueError for values that MPI does not take."""
+    """The arguments of `split` as ints. TypeError or ValueError for values that MPI does not accept."""
     if color is not None:
         color = integer("split", "color", color)
         if not 0 <= color <= _MAX_INT:
@@ -51,10 +51,10 @@ def color_and_key(color: Any, key: Any) -> tuple[int | None, int]:
 def fit(
     operation: str, counts: Iterable[int] | None, rank: int, size: int, *, part: Named, whole: Named
 ) -> tuple[Sequence[int], bool]:
-    """The elements of each rank's part, and whether `part` is this rank's place in `whole`.
+    """The number of elements of each rank's part, and whether `part` lies in this rank's place in `whole`.
 
-    ValueError unless both have the sizes and the dtype that follow, or if they overlap elsewhere. `counts`: None where all are alike.
-    """
+    `counts`: None if all parts have the size of `part`. ValueError if the sizes of `part` and `whole` do not fit the counts, if the
+    dtypes differ, or if the arrays overlap in another place. TypeError if `counts` are not integers."""
     (part_name, small), (whole_name, large) = part, whole
     try:
         lengths = [small.size] * size if counts is None else [index(count) for count in counts]
@@ -84,7 +84,7 @@ def fit(
 
 
 def overlap(one: Buffer, other: Buffer) -> bool:
-    """Whether two arrays have elements in common."""
+    """Whether two arrays overlap in memory."""
     if one.device is None and other.device is None:
         return np.may_share_memory(one.flat, other.flat)
     if one.device is None or other.device is None:

@@ -1,4 +1,4 @@
-"""The call of a collective after its arrays are checked."""
+"""A call of a collective whose arrays are checked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from collectives.arrays.buffer import Buffer
 
 @dataclass(slots=True)
 class Call:
-    """A collective and its arguments, of which all but the arrays' contents are the same on all ranks."""
+    """A collective and its arguments. Everything except the contents of the arrays is the same on all ranks."""
 
     operation: str
-    arrays: tuple[Buffer, ...]  # the first by whose size the algorithm is chosen
+    arrays: tuple[Buffer, ...]  # the size of the first one decides the algorithm
     algorithm: str
     op: str | None = None
     root: int | None = None
     counts: Sequence[int] | None = None
     accumulate: str | None = None
-    async_op: bool = False  # whether it is carried out later
+    async_op: bool = False

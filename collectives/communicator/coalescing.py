@@ -1,4 +1,4 @@
-"""How a group is carried out: one pass over the messages, one message for neighbouring collectives that can share it."""
+"""Carries out a group: all messages at the same time, and consecutive small collectives packed into one."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
@@ -15,18 +15,18 @@ from collectives.communicator.messages import Messages
 from collectives.communicator.operations import Collectives
 from collectives.transports.message import Message
 
-if TYPE_CHECKING:  # importing it starts MPI
+if TYPE_CHECKING:  # this import starts MPI
     from collectives.transports.gpu.device import Devices
 
-# Arrays up to this size share a message: copying them costs less than the latency of another operation.
+# Arrays up to this size are packed into one operation: copying them costs less than the latency of another operation.
 _SHARED_BYTES = 1 << 16
 _CAN_SHARE = ("all_reduce", "broadcast", "reduce")
 
 
 def carry_out(group: Group, collectives: Collectives, messages: Messages, devices: "Devices") -> None:
-    """All that the group has: messages first begun and last waited for, collectives in between.
+    """Carry out the group: start its messages, run its collectives, wait for its messages.
 
-    Which of them first reads or writes an array that both use would depend on its size, so such a message gets a copy of its own.
+    A message may read or write its array at any time until its wait. So if a collective uses the same array, the message gets a copy.
     """
     group.refuse_discarded()
     by_nccl = [message for message, _ in group.messages if devices.takes(message)]
@@ -36,7 +36,7 @@ def carry_out(group: Group, collectives: Collectives, messages: Messages, device
         _ending(site.carry_out(partial(messages.start, *moved)).wait, message, moved)
         for (message, site), moved in zip(by_mpi, apart, strict=True)
     ]
-    ends += devices.exchange(by_nccl)  # after those: copies to the host must not come to wait for NCCL
+    ends += devices.exchange(by_nccl)  # after MPI's messages, which must not wait for NCCL when they copy to the host
     for calls in _runs(group.calls):
         _, operation, site = calls[0]
         if len(calls) > 1:
@@ -47,13 +47,13 @@ def carry_out(group: Group, collectives: Collectives, messages: Messages, device
 
 
 def _apart(messages: list[Message], calls: list[WaitingCall]) -> list[Message]:
-    """`messages`, with an array of its own for each one that shares memory with what else the group writes."""
+    """`messages`, with a copy of the array wherever another operation of the group uses the same memory."""
     used, received = _Stretches(), _Stretches()
     for waiting in calls:
         for array in waiting.call.arrays:
             used.add(array)
     moved: dict[int, Message] = {}
-    for receives in (True, False):  # a send needs to know all that is received
+    for receives in (True, False):  # receives first: a send must know all received arrays
         for i, message in enumerate(messages):
             if (message.operation == "irecv") is receives and message.array.device is None:
                 if used.meet(message.array) or received.meet(message.array):
@@ -65,13 +65,13 @@ def _apart(messages: list[Message], calls: list[WaitingCall]) -> list[Message]:
 
 
 def _runs(calls: list[WaitingCall]) -> Iterator[list[WaitingCall]]:
-    """Runs of neighbours that can share a message. A call that reads an array which an earlier call writes begins a new run."""
+    """Runs of consecutive calls that can be packed. A call that reads an array which an earlier call writes begins a new run."""
     for key, neighbours in groupby(calls, lambda waiting: _sharing(waiting.call)):
         run: list[WaitingCall] = []
         written = _Stretches()
         for waiting in neighbours:
             array = waiting.call.arrays[0]
-            # Broadcasts of one root write in turn what that root has only read.
+            # Broadcasts of the same root may overlap: the root only reads, the other ranks unpack in the order of the calls.
             if run and (key is None or (waiting.call.operation != "broadcast" and written.meet(array))):
                 yield run
                 run, written = [], _Stretches()
@@ -82,14 +82,14 @@ def _runs(calls: list[WaitingCall]) -> Iterator[list[WaitingCall]]:
 
 
 class _Stretches:
-    """Stretches of memory that arrays in host memory take up."""
+    """The address ranges of arrays in host memory."""
 
     def __init__(self) -> None:
-        self._begins: list[int] = []  # sorted, and none overlaps another
+        self._begins: list[int] = []  # sorted; the ranges do not overlap
         self._ends: list[int] = []
 
     def meet(self, array: Buffer) -> bool:
-        """Whether `array` has bytes in one of them."""
+        """Whether `array` overlaps one of the ranges."""
         first, last = self._among(array)
         return first < last
 
@@ -102,14 +102,14 @@ class _Stretches:
             self._begins[first:last], self._ends[first:last] = [begin], [end]
 
     def _among(self, array: Buffer) -> tuple[int, int]:
-        """Which of them `array` meets: from the first number on, up to the last."""
+        """The ranges that overlap `array`, as the first index and the index after the last."""
         if array.device is not None or not array.nbytes:
             return 0, 0
         return bisect_right(self._ends, array.address), bisect_left(self._begins, array.address + array.nbytes)
 
 
 def _ending(wait: Callable[[], Any], message: Message, moved: Message) -> Callable[[], Any]:
-    """The last step of a `message` that travels as `moved`."""
+    """The wait for `message`, whose data travels as `moved`; a received copy is then written to the array of `message`."""
 
     def deliver() -> None:
         wait()
@@ -119,18 +119,18 @@ def _ending(wait: Callable[[], Any], message: Message, moved: Message) -> Callab
 
 
 def _sharing(call: Call) -> Any:
-    """The same for operations that can share a message; None for one that cannot. The same on all ranks."""
+    """A key that is equal for calls that can be packed together; None for a call that cannot be packed. The same on all ranks."""
     b = call.arrays[0]
     if call.operation not in _CAN_SHARE or b.device is not None or b.flat.nbytes > _SHARED_BYTES:
         return None
-    # What is only moved shares a message whatever its type.
+    # A broadcast only moves bytes, so arrays of different dtypes can be packed.
     kind = "bytes" if call.operation == "broadcast" else b.dtype.name
     return call.operation, kind, call.algorithm, call.op, call.root, call.accumulate
 
 
 def _carry_out_as_one(collectives: Collectives, calls: list[Call]) -> None:
     name, root = calls[0].operation, calls[0].root
-    # All ranks write after an all-reduce, the root after a reduce, the others after a broadcast.
+    # The result is unpacked by all ranks after an all-reduce, by the root after a reduce, by the other ranks after a broadcast.
     writes = name == "all_reduce" or (collectives.rank == root) == (name == "reduce")
     flats = [call.arrays[0].flat for call in calls]
     if name == "broadcast":

@@ -1,9 +1,9 @@
 """The Communicator: a group of ranks and the operations between them, on arrays of torch, NumPy, CuPy and JAX.
 
-Collectives are called in the same order on every rank of a communicator, by one thread at a time: RuntimeError for a second one
-that comes while the first is inside. An array is checked on its own rank before anything is sent: TypeError for what is no array or
-a dtype outside the table, ValueError for non-contiguous or read-only arrays and for sizes that do not fit each other. What differs
-between ranks is found in checked mode (`checked=True` or MPITRAIN_DEBUG=1).
+Every rank of a communicator calls the collectives in the same order, from one thread at a time: RuntimeError for a thread that calls
+one while another thread is inside one. Each rank checks its arrays before it sends data: TypeError for an object that is not an array
+or has an unsupported dtype, ValueError for non-contiguous or read-only arrays and for sizes that do not fit. Checked mode
+(`checked=True` or MPITRAIN_DEBUG=1) also compares the calls between the ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,18 +34,18 @@ from collectives.transports.node.memory import NodeMemory
 
 
 class Communicator:
-    """A group of ranks. Made by `world()`, `split` or a `Mesh`, never directly.
+    """A group of ranks. Programs get one from `world()`, `split` or a `Mesh`, never from the constructor.
 
-    `rank`, `size`; `node`: the Communicator of the ranks that share memory with this one; `num_nodes`; `placement`: how many ranks
-    are on the nodes; `mpi`: mpi4py's handle; `table`: what "auto" chooses from.
+    `rank`, `size`; `node`: the Communicator of the ranks on this rank's node; `num_nodes`; `placement`: the number of ranks on each
+    node; `mpi`: mpi4py's communicator; `table`: the measurements from which "auto" chooses.
 
-    Common to all collectives: `algorithm` is "auto" or one of `collectives.selection.selector.ALGORITHMS[operation]`. With `async_op` a
-    Work comes back instead of the result. Within `group()` an operation is carried out at the group's end. Wrong arguments are errors
-    of the call.
+    Common to all collectives: `algorithm` is "auto" or one of `collectives.selection.selector.ALGORITHMS[operation]`. With `async_op`
+    the call returns a Work instead of the result. Within `group()` an operation is carried out at the group's end. Wrong arguments
+    raise in the call itself.
 
-    Common to all messages: `x` is an array as collectives take it, `peer` a rank, also this one, and `tag` 0 to 32511. Wrong arguments
-    are errors of the call itself. Messages to one rank with one tag arrive in the order in which they were sent. Several threads may
-    send and receive at once, each with tags of its own.
+    Common to all messages: `x` is an array as for collectives, `peer` a rank (also this one), and `tag` 0 to 32511. Wrong arguments
+    raise in the call itself. Messages to one rank with one tag arrive in the order in which they were sent. Several threads may
+    send and receive at the same time if each uses its own tags.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Communicator:
         _memory: NodeMemory | None = None,
         _name: str = "",
     ) -> None:
-        """`_memory`: the node's arrays known to another communicator of the same ranks. `_name`: what reports call this one."""
-        # Modules that start MPI when they are imported: only now.
+        """`_memory`: the node memory of another communicator of the same ranks. `_name`: this communicator's name in reports."""
+        # These imports start MPI, so they are not at the top.
         from mpi4py import MPI
 
         from collectives.transports.gpu.device import Devices
@@ -81,9 +81,9 @@ class Communicator:
         self._queue = AsyncQueue(progress, issues)
         self._groups = Groups(log)
         self._plans = Plans()
-        # Those that work for this one, in the same order on all ranks: they get its table, and are freed with it.
+        # Communicators that this one has made for itself, in the same order on all ranks: they get its table and are freed with it.
         self._relatives: list[Communicator] = []
-        self._twin: Communicator | None = None  # the one of them for the progress thread
+        self._twin: Communicator | None = None  # the relative that the progress thread uses
         of_node: Transports | NodeMemory
         if _is_node:
             self.node: Communicator = self
@@ -147,18 +147,18 @@ class Communicator:
     ) -> Any:
         """Every rank's `x` becomes the reduction of all ranks' `x`. In place; returns `x`, or a Work with `async_op`.
 
-        `op`: sum, avg, prod, max, min. The same bits on all ranks. fp16 and bf16 are added in fp32: rounded once within a node's
-        memory and by "mpi", at every hop by the other algorithms unless `accumulate="fp32"` sends fp32.
+        `op`: sum, avg, prod, max, min. All ranks get the same bits. fp16 and bf16 are added in fp32. Algorithms in node memory and
+        "mpi" round once; the other algorithms round at every hop, unless `accumulate="fp32"` makes them send fp32.
         """
         return self._collectives.all_reduce(x, op, algorithm, accumulate, async_op)
 
     def all_gather(
         self, out: Any, x: Any, *, counts: Sequence[int] | None = None, algorithm: str = "auto", async_op: bool = False
     ) -> Any:
-        """`out` becomes all ranks' `x`, one after the other in order of rank. Returns `out`, or a Work with `async_op`.
+        """`out` becomes the concatenation of all ranks' `x` in order of rank. Returns `out`, or a Work with `async_op`.
 
-        `counts`: elements of each rank where they differ. `x` may be its own place in `out`. Where `out` is this communicator's
-        `shared` array, a rank writes its part once and that is all.
+        `counts`: the number of elements of each rank, if these differ. `x` may be this rank's part of `out`. If `out` is a `shared`
+        array of this communicator, each rank only writes its own part, once.
         """
         return self._collectives.all_gather(out, x, counts, algorithm, async_op)
 
@@ -175,8 +175,8 @@ class Communicator:
     ) -> Any:
         """`out` becomes this rank's part of the reduction of all ranks' `x`. Returns `out`, or a Work with `async_op`.
 
-        `counts`: elements of each rank's part where they differ. `out` may be its own place in `x`; else `x` is left as it is.
-        `x` may be written again after the call. `op`, `accumulate`: as of `all_reduce`.
+        `counts`: the number of elements of each rank's part, if these differ. `out` may be this rank's part of `x`; otherwise `x`
+        does not change. `x` may be written again after the call. `op`, `accumulate`: as in `all_reduce`.
         """
         return self._collectives.reduce_scatter(out, x, op, counts, algorithm, accumulate, async_op)
 
@@ -194,38 +194,38 @@ class Communicator:
         accumulate: str | None = None,
         async_op: bool = False,
     ) -> Any:
-        """The root's `x` becomes the reduction of all ranks' `x`; the others' stay as they are. Returns `x`, or a Work.
+        """The root's `x` becomes the reduction of all ranks' `x`; the other ranks' `x` do not change. Returns `x`, or a Work.
 
-        `op`, `accumulate`: as of `all_reduce`.
+        `op`, `accumulate`: as in `all_reduce`.
         """
         return self._collectives.reduce(x, root, op, algorithm, accumulate, async_op)
 
     def gather(self, out: Any, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Any:
-        """The root's `out` becomes all ranks' `x` in order of rank; the others pass None. Returns `out`, or a Work.
+        """The root's `out` becomes the concatenation of all ranks' `x`; the other ranks pass None as `out`. Returns `out`, or a Work.
 
-        The root's `x` may be its own place in `out`.
+        The root's `x` may be its own part of `out`.
         """
         return self._collectives.gather(out, x, root, algorithm, async_op)
 
     def scatter(self, out: Any, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Any:
-        """Every rank's `out` becomes its part of the root's `x`; the others pass None for it. Returns `out`, or a Work.
+        """Every rank's `out` becomes its part of the root's `x`; the other ranks pass None as `x`. Returns `out`, or a Work.
 
-        The root's `out` may be its own place in `x`.
+        The root's `out` may be its own part of `x`.
         """
         return self._collectives.scatter(out, x, root, algorithm, async_op)
 
     def all_to_all(self, out: Any, x: Any, *, algorithm: str = "auto", async_op: bool = False) -> Any:
-        """Part i of `x` goes to rank i; part i of `out` comes from rank i. Equal parts. Returns `out`, or a Work."""
+        """Part i of `x` goes to rank i; part i of `out` comes from rank i. All parts have the same size. Returns `out`, or a Work."""
         return self._collectives.all_to_all(out, x, algorithm, async_op)
 
     # Messages between two ranks
 
     def send(self, x: Any, peer: int, tag: int = 0) -> None:
-        """Send `x` to rank `peer`. Returns when `x` may be written again. ValueError where that could never be."""
+        """Send `x` to rank `peer`. Returns when `x` may be written again. ValueError if `peer` is this rank and no `irecv` waits."""
         self._messages.send(x, peer, tag)
 
     def recv(self, x: Any, peer: int, tag: int = 0) -> Any:
-        """Receive into `x` what rank `peer` sends with `tag`; returns `x`. ValueError if the message has another size."""
+        """Receive the next message of rank `peer` with `tag` into `x`; returns `x`. ValueError if the message has another size."""
         return self._messages.recv(x, peer, tag)
 
     def isend(self, x: Any, peer: int, tag: int = 0) -> Work:
@@ -233,7 +233,7 @@ class Communicator:
         return self._messages.isend(x, peer, tag)
 
     def irecv(self, x: Any, peer: int, tag: int = 0) -> Work:
-        """`recv` as a Work, whose `wait()` gives `x`. ValueError there if the message has another size."""
+        """`recv` as a Work, whose `wait()` returns `x`, or raises ValueError if the message has another size."""
         return self._messages.irecv(x, peer, tag)
 
     # Control, never data
@@ -245,9 +245,9 @@ class Communicator:
     def barrier(self, *, async_op: Literal[True]) -> Work: ...
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
-        """Return when every rank has called it; with `async_op` at once, and `wait()` of the Work returns then.
+        """Return when every rank has called `barrier`. With `async_op` return a Work at once, whose `wait()` returns then.
 
-        Within a node no rank has to wait for the Work: that this one has called is seen by the others without its doing.
+        Within a node the other ranks see this rank's call even if this rank never waits for its Work.
         """
         if async_op:
             return self._control.issue_barrier()
@@ -255,36 +255,36 @@ class Communicator:
         return None
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        """The root's `obj`, on every rank. Pickled: for small control messages, never for data."""
+        """The root's `obj` on every rank. It is pickled: for small control messages, never for data."""
         return self._control.broadcast_object(obj, root)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every rank's `obj` in order of rank. Pickled: for small control messages, never for data."""
+        """All ranks' `obj` in order of rank. They are pickled: for small control messages, never for data."""
         return self._control.all_gather_object(obj)
 
     def together(self, doing: str = "") -> AbstractContextManager[None]:
         """`with comm.together("reading the data"):` - an error in the block on any rank is raised on every rank.
 
-        The same type and text on all, naming the ranks that failed, and `collectives.on_all_ranks(error)` is true of it.
-        The block must hold no collective.
+        The error has the same type and text on all ranks and names the ranks that failed; `collectives.on_all_ranks(error)` is true
+        for it. The block must not contain a collective.
         """
         return self._control.together(doing)
 
-    # Arrays that the ranks of a node see
+    # Arrays in node memory
 
     def empty(self, shape: int | Sequence[int], dtype: object) -> Any:
-        """An array of this rank's own that its peers on the node can read: reductions on it move each element once. Collective.
+        """An array of this rank that the other ranks of the node can read: reductions on it move each element once. Collective.
 
-        A torch tensor for a torch dtype, else a NumPy array; zeros. All ranks pass the same shape and dtype. On a communicator of
-        several nodes it is ordinary memory. OSError on all ranks if the node's shared memory is full.
+        It is a torch tensor for a torch dtype, else a NumPy array, filled with zeros. All ranks pass the same shape and dtype. On a
+        communicator of several nodes it is private memory. OSError on all ranks if the node's shared memory is full.
         """
         return self._allocation.empty(shape, dtype)
 
     def shared(self, shape: int | Sequence[int], dtype: object) -> Any:
-        """One array, the same memory on every rank: `comm.node.shared(...)`. Collective. Zeros.
+        """One array of zeros in the same memory on every rank: `comm.node.shared(...)`. Collective.
 
-        A torch tensor for a torch dtype, else a NumPy array. Who writes what when is the caller's to order, by `barrier()`.
-        ValueError on a communicator of several nodes; OSError on all ranks if the node's shared memory is full.
+        It is a torch tensor for a torch dtype, else a NumPy array. The caller orders reads and writes by different ranks, with
+        `barrier()`. ValueError on a communicator of several nodes; OSError on all ranks if the node's shared memory is full.
         """
         if self.num_nodes > 1:
             raise ValueError(
@@ -304,9 +304,9 @@ class Communicator:
     def split(self, color: SupportsIndex | None, key: SupportsIndex = 0) -> "Communicator | None": ...
 
     def split(self, color: SupportsIndex | None, key: SupportsIndex = 0) -> "Communicator | None":
-        """The ranks that pass the same `color` (0 to 2147483647), ordered by (`key`, rank here). Collective.
+        """A communicator of the ranks that pass the same `color` (0 to 2147483647), ordered by (`key`, rank here). Collective.
 
-        A rank that passes None stays out, and gets None.
+        A rank that passes None as `color` joins no new communicator and gets None.
         """
         from mpi4py import MPI
 
@@ -324,11 +324,11 @@ class Communicator:
         return self._queue.is_freed
 
     def free(self) -> None:
-        """Give back the MPI communicators of this one and its `node`. Collective; never done by the garbage collector.
+        """Free the MPI communicators of this communicator and its `node`. Collective; the garbage collector never does this.
 
-        Waits for what is in flight, also for messages. After that of the world `collectives.world()` makes a new one.
+        Waits for all unfinished operations and messages. If the world was freed, `collectives.world()` makes a new one.
         """
-        if isinstance(self._queue.progress, Freed):  # also in a forked child, which has nothing to give back
+        if isinstance(self._queue.progress, Freed):  # also in a forked child, which has nothing to free
             return
         self._messages.in_flight.finish()
         self._queue.progress.drain()
@@ -342,7 +342,7 @@ class Communicator:
         self._plans.forget()
 
     def _like_this(self, mpi: Any, *, _memory: NodeMemory | None = None) -> "Communicator":
-        """One of the ranks of `mpi`, some or all of this one's."""
+        """A Communicator with the settings of this one, for `mpi`: an mpi4py communicator of some or all of its ranks."""
         return Communicator(
             mpi, progress=self._queue.progress.of_process, checked=self.checked, table=self.table, _memory=_memory
         )
@@ -358,7 +358,7 @@ class Communicator:
         return self._twin
 
     def _across(self) -> Transports:
-        """Of the ranks of this one's number on the other nodes."""
+        """The transports between this rank and the ranks of the same local number on the other nodes. Collective."""
         across = self._like_this(self.mpi.Split(self.node.rank))
         self._relatives.append(across)
         return across._transports
@@ -367,17 +367,17 @@ class Communicator:
 
     @property
     def table(self) -> Table:
-        """What "auto" chooses from: measured by `python -m collectives tune`, else built in. `table.to_dict()` can be kept as JSON."""
+        """The table from which "auto" chooses: measured by `python -m collectives tune`, else built in. `table.to_dict()` fits JSON."""
         return self._transports.table
 
     def use_table(self, table: Table | Mapping[str, Any]) -> None:
-        """Let "auto" choose from `table` (or what its `to_dict` gave) here, on `node`, and on later splits. Collective.
+        """Let "auto" choose from `table` (a Table or the result of its `to_dict`) here, on `node` and on later splits. Collective.
 
-        ValueError on all ranks if it is no table, or not the same on all of them.
+        ValueError on all ranks if `table` is not a valid table, or differs between the ranks.
         """
         self._queue.flush()
         if self.has_progress_thread:
-            self._queue.progress.drain()  # what was issued chooses by the table before, on every rank
+            self._queue.progress.drain()  # operations issued earlier use the old table, on every rank
         self._recorder.enter("use_table").leave()
         with self.together("use_table"):
             new = Table.from_dict(table.to_dict() if isinstance(table, Table) else table)
@@ -395,11 +395,11 @@ class Communicator:
             other._take(table)
 
     def algorithms(self, operation: str, dtype: DType = TABLE["float32"], nbytes: int = 0) -> tuple[str, ...]:
-        """What `operation` can be asked for on these ranks, besides "auto", on such arrays in host memory."""
+        """The values of `algorithm` besides "auto" that work on these ranks, for arrays of this dtype and size in host memory."""
         return tuple(self._transports.selector.feasible(operation, dtype=dtype, nbytes=nbytes))
 
     def machine(self) -> dict[str, Any]:
-        """What figures measured on this communicator hold for: MPI library, CPU, cores, ranks a node, nodes."""
+        """The machine on which measurements with this communicator are valid: MPI library, CPU, cores, ranks on a node, nodes."""
         return table_cache.this_machine(self._library_version(), self.placement)
 
     @property
@@ -410,13 +410,13 @@ class Communicator:
 
     @property
     def has_progress_thread(self) -> bool:
-        """Whether asynchronous operations are carried out on a thread of their own, while the caller computes."""
+        """Whether a progress thread carries out asynchronous operations while the caller computes."""
         return self._queue.progress.on_thread
 
     def overlaps(self, *, on_device: bool = False) -> bool:
-        """Whether an asynchronous collective goes on while the caller computes. The same on all ranks.
+        """Whether an asynchronous collective makes progress while the caller computes. The same on all ranks.
 
-        In host memory: on a progress thread. `on_device`, in GPU memory: by NCCL, which is known after the first collective there.
+        In host memory this needs a progress thread; in GPU memory (`on_device`) NCCL, which is chosen in the first collective there.
         """
         return self._devices.by_nccl if on_device else self._queue.progress.on_thread
 
@@ -424,15 +424,15 @@ class Communicator:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Operations within `with comm.group():` are carried out at its end, as one: the same ones on all ranks.
+        """The operations within `with comm.group():` are carried out together at its end. All ranks issue the same collectives.
 
-        `send` and `recv` within it go on at the same time, so that ranks may exchange messages in any order; those of tag 0 by NCCL
-        where that connects the ranks: then both ends stand in a group (see transports/gpu/device_messages.py). Whatever their place in
-        the block, messages set out before its collectives and arrive after them: of arrays in host memory that these use too, a send
-        takes what they hold when the block ends, and what is received stands in them at last. Neighbouring all-reduces, broadcasts
-        or reduces of small arrays with the same arguments share one message, with the results of calls in turn; arrays that overlap
-        each other do so on all ranks. Results stand in the arrays after the block. Nothing is done if an exception leaves it. A group
-        in another of this communicator is a part of it. ValueError for JAX arrays.
+        All `send` and `recv` of the block run at the same time, so that ranks may exchange messages in any order. NCCL carries those
+        of tag 0 if it connects the ranks; sender and receiver must then both use a group (see transports/gpu/device_messages.py).
+        Messages start before the collectives of the block and end after them, whatever their order in the block. If a collective uses
+        the same array in host memory, a send takes its contents from before the collectives, and a receive overwrites their result.
+        Consecutive all-reduces, broadcasts or reduces of small arrays with the same arguments are packed into one, with the results of
+        separate calls; if arrays overlap, they overlap on all ranks. The arrays hold the results after the block. If an exception
+        leaves the block, no operation runs. A nested group of the same communicator joins the outer one. ValueError for JAX arrays.
         """
         if (outer := self._groups.current) is not None:
             with outer.within():
@@ -447,31 +447,31 @@ class Communicator:
 
 
 def _ranks_by_node(mpi: Any, node: Any) -> list[list[int]]:
-    """The ranks of `mpi` on each node, in order. Collective. `node`: mpi4py's communicator of those on this one."""
+    """The ranks of `mpi` on each node, in order. Collective. `node`: mpi4py's communicator of the ranks on this rank's node."""
     by_leader: dict[int, list[int]] = {}
     for rank, leader in enumerate(mpi.allgather(node.bcast(mpi.rank))):
         by_leader.setdefault(leader, []).append(rank)
     return list(by_leader.values())
 
 
-# For modules of this package that make communicators.
+# Functions for other modules of this package that make communicators.
 
 
 def take_table(comm: Communicator, table: Table) -> None:
-    """`use_table` of a table that is known to be the same on all ranks, which send nothing for it."""
+    """`use_table` without a check between the ranks, for a table that is known to be the same on all of them."""
     comm._take(table)
 
 
 def for_callbacks(comm: Communicator, name: str, in_front: Callable[[Progress], Progress]) -> Communicator:
-    """A communicator of the same ranks for collectives that another library, `name`, calls back on threads of its own. Collective.
+    """A communicator of the same ranks for collectives that the library `name` runs in callbacks on its own threads. Collective.
 
-    It is freed with `comm`. `in_front(progress)`: takes the place of the Progress of `comm`, and hands over to it.
+    It is freed with `comm`. `in_front(progress)` returns a Progress that replaces the Progress of `comm` and passes calls on to it.
     """
     comm._queue.flush()
     with comm._recorder.enter(f"preparing collectives in {name}"):
         own = Communicator(
             comm.mpi.Dup(),
-            progress=Deferred(),  # the one of `comm` holds operations of the caller's thread
+            progress=Deferred(),  # the Progress of `comm` belongs to the caller's thread
             checked=comm.checked,
             table=comm.table,
             _name=f"{comm._recorder.log.name} in {name}".strip(),

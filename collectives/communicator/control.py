@@ -1,4 +1,4 @@
-"""Control between all ranks: barriers, small Python objects, and errors that all of them raise. Never data."""
+"""Control messages between all ranks: barriers, small Python objects, and errors that all ranks raise. Never data."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,9 +25,9 @@ class Control:
         transports: Transports,
         on_progress: "Callable[[], Control]",
     ) -> None:
-        """`on_progress()`: what carries out asynchronous barriers, this one or its twin for the progress thread."""
+        """`on_progress()`: the Control that carries out asynchronous barriers: this one, or its twin for the progress thread."""
         self._mpi, self._recorder, self._queue = mpi, recorder, queue
-        self._size: int = mpi.size  # asked once: a freed communicator has none
+        self._size: int = mpi.size  # stored, because a freed communicator has no size
         self._transports, self._on_progress = transports, on_progress
 
     def barrier(self) -> None:
@@ -36,7 +36,7 @@ class Control:
             self._mpi.Barrier()
 
     def issue_barrier(self) -> Work:
-        self._queue.progress.pending()  # an error on a communicator that was freed
+        self._queue.progress.pending()  # raises if the communicator was freed
         shared = self._transports.shared
         if IN_ORDER and shared is not None and not self._recorder.checked:
             return Arrived(shared.posts.barriers, self._recorder.log.enter("barrier"))
@@ -57,5 +57,5 @@ class Control:
     def together(self, doing: str) -> AbstractContextManager[None]:
         self._queue.flush()
         if self._recorder.checked:
-            self._recorder.enter("together").leave()  # `doing` may name a rank's own file
+            self._recorder.enter("together").leave()  # without `doing`, which may differ between the ranks
         return diagnosis.together(self._mpi, doing, self._recorder.log)

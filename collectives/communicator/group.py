@@ -1,4 +1,4 @@
-"""The group of operations that is open on a communicator: what is issued within `with comm.group():`, collected up to its end."""
+"""The open group of a communicator: it collects the operations issued within `with comm.group():`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,27 +32,27 @@ class Group:
     """The operations between the two ends of `with comm.group():`, in the order in which they were issued."""
 
     def __init__(self, communicator: str) -> None:
-        """`communicator`: what errors call it."""
+        """`communicator`: its name in error messages."""
         self._communicator, self._thread = communicator, get_ident()
         self.calls: list[WaitingCall] = []
         self.messages: list[WaitingMessage] = []
         self._error: BaseException | None = None
 
     def add(self, call: Call, carry_out: Callable[[], Any], result: Any) -> None:
-        """A collective that leaves its result in `result`."""
+        """Add a collective whose result is written to `result`."""
         self._check_thread(call.operation)
         _refuse_jax(call.operation, result)
         self.calls.append(WaitingCall(call, carry_out, issued_here()))
 
     def add_message(self, operation: str, message: Message, result: Any = None) -> None:
-        """A `send` or `recv`."""
+        """Add a `send` or `recv`."""
         self._check_thread(operation)
         _refuse_jax(operation, result)
         self.messages.append(WaitingMessage(message, issued_here()))
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """A group within this one: its operations are this one's. An exception that leaves it discards all."""
+        """A group nested in this one, which adds its operations here. An exception that leaves it discards the whole group."""
         self._check_thread("group")
         try:
             yield
@@ -61,7 +61,7 @@ class Group:
             raise
 
     def refuse_discarded(self) -> None:
-        """ValueError if a group within this one has discarded all."""
+        """ValueError if an exception left a nested group, which discards the whole group."""
         if self._error is not None:
             raise ValueError(
                 "group: no operation ran, because a group within this one ended with an exception; let the exception leave this group "
@@ -69,7 +69,7 @@ class Group:
             ) from self._error
 
     def _check_thread(self, operation: str) -> None:
-        """RuntimeError for an operation of another thread, which would become a part of this one's group."""
+        """RuntimeError if another thread issues an operation while this thread's group is open."""
         if get_ident() != self._thread:
             raise refusal(operation, self._communicator, "a group")
 
@@ -82,12 +82,12 @@ class Groups:
         self.current: Group | None = None
 
     def open(self) -> Group:
-        """A group of the operations issued until `close`."""
+        """Begin a group, which collects the operations issued until `close`."""
         self.current = Group(str(self._log))
         return self.current
 
     def close(self) -> None:
-        """Operations issued from now on belong to no group."""
+        """End the group; operations issued from now on belong to no group."""
         self.current = None
 
 

@@ -1,4 +1,4 @@
-"""Named axes over the ranks of a communicator, and the communicators of all their products."""
+"""Named axes over the ranks of a communicator, and the communicators of every combination of axes."""
 
 from collections.abc import Iterable, Mapping
 from itertools import combinations
@@ -12,21 +12,21 @@ from collectives.communicator.communicator import Communicator
 class Mesh:
     """A grid of ranks: `Mesh(comm, {"dp_replicate": 2, "dp_shard": 4})["dp_shard"]` is this rank's group of 4 along that axis.
 
-    `mesh["dp_shard", "cp"]` is this rank's group along both axes: the ranks that differ from this one in these axes alone, in the
-    mesh's order. `mesh[()]` is this rank alone. Every such look-up is local, because a mesh makes all its communicators at once.
+    `mesh["dp_shard", "cp"]` is this rank's group along both axes: the ranks whose coordinates differ from this rank's only in these
+    axes, in the mesh's order. `mesh[()]` is this rank alone. A look-up is local, because a mesh makes all its communicators at once.
 
-    Sizes run from the slowest axis to the fastest: ranks of the last axis are neighbours. One size may be -1: what is left.
-    Collective: all ranks of `comm` create it, with the same sizes in the same order. Of k axes longer than 1 it makes 2^k - 1
-    communicators, fewer than `comm` has ranks: one for each set of these axes but all of them, whose communicator is `comm` itself.
-    Axes of size 1 add none. Several meshes of the same ranks may exist.
+    Sizes are in order from the slowest to the fastest axis: ranks along the last axis are consecutive. One size may be -1, which stands
+    for the remaining factor. Collective: all ranks of `comm` create the mesh with the same sizes in the same order. For k axes longer
+    than 1 it makes 2^k - 1 communicators, one for each set of these axes except the full set, whose communicator is `comm` itself.
+    Axes of size 1 add no communicator. Several meshes of the same ranks may exist.
 
-    Raises on all ranks ValueError or TypeError for sizes that do not fit, with every factor, or that differ between the ranks.
+    ValueError on all ranks if the sizes do not fit the number of ranks or differ between the ranks.
     """
 
     def __init__(self, comm: Communicator, axes: Mapping[str, int]) -> None:
         with comm.together():
             self.axes = _fit(dict(axes), comm.size)
-        # Ranks that disagree would split in different orders, and wait for each other.
+        # Ranks with different axes would split in different orders and wait for each other forever.
         meshes = comm.all_gather_object(repr(self))
         for rank, other in enumerate(meshes):
             if other != meshes[0]:

@@ -22,9 +22,9 @@ _NUM_USER_TAGS = (1 << 15) - _USER_TAG  # MPI guarantees tags up to 32767
 
 
 class Messages:
-    """The messages of one communicator. Arguments are those of its methods, which communicator.py explains.
+    """The messages of one communicator. communicator.py explains the methods and their arguments.
 
-    `in_flight`: those that are not through.
+    `in_flight`: the unfinished messages.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class Messages:
         describe: Callable[[np.ndarray], list[Any]],
         reach: Callable[[Buffer], np.ndarray],
     ) -> None:
-        """`describe(flat)`: mpi4py's description of a message. `reach(x)`: what MPI reads or writes of an array."""
+        """`describe(flat)`: mpi4py's description of a message. `reach(x)`: the memory of `x` that MPI reads or writes."""
         self._mpi, self._rank, self._size = mpi, mpi.rank, mpi.size
         self._log, self._queue, self._groups = log, queue, groups
         self._describe, self._reach, self._checked = describe, reach, checked
         self.in_flight = InFlight()
-        # By tag: messages to this rank itself that no receive was posted for; below 0, receives that wait.
+        # By tag: the number of messages to this rank itself that have no receive yet; negative: receives without a message.
         self._to_self: Counter[int] = Counter()
 
     def send(self, x: Any, peer: int, tag: int) -> None:
@@ -85,10 +85,10 @@ class Messages:
         return self.start("irecv", self._array("irecv", x), peer, tag)
 
     def _check_peer(self, operation: str, peer: int, tag: int) -> tuple[int, int]:
-        """Both as ints. TypeError or ValueError for what is no rank here or no tag."""
-        self._queue.progress.pending()  # an error on a communicator that was freed
+        """`peer` and `tag` as ints. TypeError if they are not integers, ValueError if they are not a rank here or a valid tag."""
+        self._queue.progress.pending()  # raises if the communicator was freed
         try:
-            if peer is True or peer is False or tag is True or tag is False:  # numbers to `index`, slips to a reader
+            if peer is True or peer is False or tag is True or tag is False:  # a mistake that `index` accepts
                 raise TypeError
             peer, tag = index(peer), index(tag)
         except TypeError:
@@ -122,7 +122,7 @@ class Messages:
                 incoming = self._mpi.Mprobe(peer, _USER_TAG + tag, status)
             nbytes = status.Get_elements(MPI.BYTE)
             if nbytes != flat.nbytes:
-                # Take it off the line, so that it is not mistaken for the next one.
+                # Receive the message all the same, so that a later `recv` does not match it.
                 incoming.Recv(self._describe(np.empty(nbytes, np.uint8)))
                 raise ValueError(f"recv: rank {peer} sent {nbytes} bytes, but x has {flat.nbytes}")
             incoming.Recv(self._describe(flat))
@@ -158,7 +158,7 @@ class Messages:
 
 
 class InFlight:
-    """The unfinished messages of a communicator: MPI reads and writes their arrays, also if the program has dropped the Work."""
+    """The unfinished messages of a communicator. MPI reads and writes their arrays even after the program has dropped the Work."""
 
     def __init__(self) -> None:
         self.transfers: set[Transfer] = set()
@@ -173,24 +173,24 @@ class InFlight:
         _in_flight.discard(transfer)
 
     def look(self) -> None:
-        """Let go of those that are through, when they are few, or twice as many as the last look has left: cheap on average."""
+        """Remove ended messages. Looks only if they are few, or twice as many as after the last look: cheap on average."""
         if len(self.transfers) <= _FEW or len(self.transfers) >= self._look_at:
             for transfer in tuple(self.transfers):
                 transfer.look()
             self._look_at = 2 * len(self.transfers)
 
     def finish(self) -> None:
-        """Wait for all of them; their errors are raised at their `wait()`."""
+        """Wait for all messages; their errors are raised by their `wait()`."""
         for transfer in tuple(self.transfers):
             transfer._finish()
 
 
 _FEW = 8
-_in_flight: set["Transfer"] = set()  # of all communicators, also of communicators that the program has dropped
+_in_flight: set["Transfer"] = set()  # of all communicators, also of those that the program has dropped
 
 
 class Transfer(Work):
-    """A message in flight: what `isend` and `irecv` return."""
+    """An unfinished message, the result of `isend` and `irecv`."""
 
     def __init__(
         self,
@@ -201,18 +201,18 @@ class Transfer(Work):
         status: Any,
         end: Callable[[Exception | None], Any],
     ) -> None:
-        """`in_flight`: keeps it until it is through. `entry`: in the flight record.
+        """`in_flight` keeps the Transfer until the message has ended. `entry`: its entry in the flight record.
 
-        `end(error)` gives the result when the message is through, or raises; it keeps the array alive until then."""
+        `end(error)` returns the result when the message has ended, or raises; it keeps the array alive until then."""
         super().__init__()
         self._progress, self._entry, self._site = progress, entry, issued_here()
         self._request, self._status, self._through = request, status, end
         self._in_flight = in_flight
-        self._polling = threading.Lock()  # MPI allows one thread at a time to ask after a request
+        self._polling = threading.Lock()  # in MPI only one thread at a time may test or wait for a request
         in_flight.add(self)
 
     def done(self) -> bool:
-        """Whether the message is through."""
+        """Whether the message has ended."""
         if not self._ended:
             self._progress.advance()
             self.look()
@@ -220,7 +220,7 @@ class Transfer(Work):
         return self._ended
 
     def look(self) -> None:
-        """Take note if the message is through."""
+        """Ask MPI whether the message has ended, and note it."""
         if not self._ended and self._polling.acquire(blocking=False):
             try:
                 self._poll(waits=False)
@@ -231,7 +231,7 @@ class Transfer(Work):
         self._site.carry_out(self._wait_for_peer)
 
     def _wait_for_peer(self) -> None:
-        self._progress.pending()  # an error in a forked child, which may have inherited the lock as another thread held it
+        self._progress.pending()  # raises in a forked child, which may have inherited the lock while another thread held it
         with self._polling:
             if self._ended:
                 return
@@ -242,7 +242,7 @@ class Transfer(Work):
             self._poll(waits=True)
 
     def _poll(self, *, waits: bool) -> None:
-        if self._ended:  # another thread has seen it
+        if self._ended:  # another thread has noted the end
             return
         error = None
         try:

@@ -1,11 +1,10 @@
-"""The collectives of a Communicator: check the arguments, choose the algorithm, hand over to its transport.
+"""The collectives of a Communicator: check the arguments, choose the algorithm, call its transport.
 
-Every operation goes the same way: the plan of the same call made before; else `Buffer` views of its arrays and whether they fit, which
-is all that can be wrong on this rank; then `carry_out`: the transport of the chosen algorithm, and `result()`. What each of them does
-stands where it is public, in communicator.py.
+Each operation first looks for a plan of an earlier, equal call. Without a plan it makes `Buffer` views of the arrays and checks that
+they fit. `carry_out` then calls the transport of the chosen algorithm and `result()`. communicator.py documents the operations.
 
 A new collective needs: its method there and here, a Transport's method (transports/transport.py) in mpi.py, scheduled.py, node/pulls.py
-and gpu/nccl.py, its name in selection/selector.py, its schedules in schedules/__init__.py and what they must do in schedules/check.py.
+and gpu/nccl.py, its name in selection/selector.py, its schedules in schedules/__init__.py, their expected result in schedules/check.py.
 """
 
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from collectives.transports.transport import parts
 
 
 class Collectives:
-    """The operations that all ranks call together, carried out by `dispatch`. Arguments are those of the Communicator's methods."""
+    """The collectives, carried out by `dispatch`. The arguments are those of the Communicator's methods."""
 
     def __init__(self, dispatch: Dispatch) -> None:
         self.rank, self.size = dispatch.rank, dispatch.size
@@ -118,7 +117,7 @@ class Collectives:
         return self._issue(async_op, call, carry_out, out, post)
 
     def broadcast(self, x: Any, root: int, algorithm: str, async_op: bool = False) -> Any:
-        if type(root) is not int:  # of an array or a truth value no plan is found
+        if type(root) is not int:  # plans are found by plain ints; a bool must raise although it equals 0 or 1
             root = rank_of("broadcast", root, self.size)
         key = None if async_op else self._repeat(x, None, ("broadcast", root, algorithm))
         if key is DONE:
@@ -221,7 +220,7 @@ class Collectives:
 
 
 def _wide(b: Buffer, algorithm: str, accumulate: str | None) -> tuple[np.ndarray, DType]:
-    """The array to reduce and its dtype: a copy in fp32 where that is to travel. Within a node and by "mpi" it adds in fp32 anyway."""
+    """The array to reduce and its dtype: with `accumulate` an fp32 copy of fp16 or bf16, unless `algorithm` adds in fp32 anyway."""
     if accumulate is None or not b.dtype.is_half or algorithm in ("mpi", *WITHIN_NODE):
         return b.flat, b.dtype
     wide = np.empty(b.flat.size, np.float32)

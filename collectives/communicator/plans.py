@@ -1,12 +1,12 @@
-"""Calls that were made before: what was checked and chosen for them, kept for the next call with the same arrays.
+"""Plans: the checked arguments and the chosen algorithm of a call, kept for the next call with the same arrays.
 
-Without plans a call of 1 KiB takes 4 to 9 us more when it runs out of the core's cache, and three times as many after the caller's
-own work has filled that with data: more than a small collective takes. Training calls the same collectives on the same arrays in
-every step, so for the MPI library's own collectives, which "auto" takes for small arrays, only the call itself is left to do.
+Training calls the same collectives on the same arrays in every step. With a plan only the call of the transport is left to do. Without
+plans a call of 1 KiB takes 4 to 9 us more if its code and data are in the core's cache, and three times as much if the caller's own
+work has displaced them: more than a small collective takes.
 
-A plan is found by where the arrays lie, their length and dtype, never by the object: tensors change their storage. All plans are
-forgotten when node memory is mapped or unmapped, and when the table changes: private or node memory decides the algorithm, and all
-ranks must come to the same one.
+A plan is found by the address, length and dtype of the arrays, never by the array object, because tensors can change their storage.
+All plans are dropped when node memory is mapped or unmapped, and when the table changes: the kind of memory and the table decide the
+algorithm, and all ranks must choose the same one.
 """
 
 import sys
@@ -19,7 +19,7 @@ MAX_PLANS = 1 << 10
 
 
 class Plan(NamedTuple):
-    """`call(*arguments)` is the collective; `entered`: what the flight record says of it."""
+    """`call(*arguments)` runs the collective; `entered`: the arguments of its entry in the flight record."""
 
     call: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -27,21 +27,21 @@ class Plan(NamedTuple):
 
 
 def key_of(x: Any) -> Hashable:
-    """Where a NumPy array or a torch tensor in host memory lies, its length and dtype, whether it is read-only. None: it has no key.
+    """The address, length and dtype of a NumPy array or a torch tensor in host memory, and whether an array is read-only.
 
-    Two arrays of the same key are alike for a collective: contiguous, the same elements of the same memory.
-    """
+    Two arrays with the same key are equal for a collective: contiguous, with the same elements of the same memory. None if `x` is
+    not contiguous or not an array of these libraries."""
     if type(x) is np.ndarray:
         try:
             memory = sys.modules["mpi4py.MPI"].memory(x)
         except (BufferError, ValueError, TypeError):
-            return None  # not contiguous, or a dtype that the buffer protocol has no word for
+            return None  # not contiguous, or a dtype that the buffer protocol cannot describe
         return memory.address, memory.nbytes, x.dtype, memory.readonly
     torch = sys.modules.get("torch")
     if torch is not None and type(x) is torch.Tensor:
         try:
-            # one in GPU memory has no plan, and lies where no host array can
-            # (torch's views that are to be negated when read are refused elsewhere)
+            # A tensor in GPU memory gets a key, but never a plan: its address differs from that of every host array.
+            # Buffer refuses lazily negated views, which torch negates when it reads them.
             return (x.data_ptr(), x.numel(), x.dtype) if x.is_contiguous() and not x.is_neg() else None
         except RuntimeError:
             return None  # sparse
@@ -49,14 +49,14 @@ def key_of(x: Any) -> Hashable:
 
 
 class Plans(dict[Hashable, Plan]):
-    """The plans of one communicator, by the call that they are for."""
+    """The plans of one communicator, by the key of the call."""
 
     def keep(self, key: Hashable, plan: Plan) -> None:
-        """The oldest goes when there are too many."""
+        """Add a plan. If there are MAX_PLANS, the oldest is dropped."""
         if len(self) >= MAX_PLANS:
             del self[next(iter(self))]
         self[key] = plan
 
     def forget(self) -> None:
-        """All of them."""
+        """Drop all plans."""
         self.clear()

@@ -1,4 +1,4 @@
-"""How a job's ranks come together: `world()`, the first Communicator, and what stands ready and ends with it."""
+"""`world()`, the first Communicator of a job, and the set-up of the process before it and the end of the process after it."""
 
 import atexit
 import functools
@@ -19,12 +19,12 @@ _world: Communicator | None = None
 
 
 def world() -> Communicator:
-    """The one Communicator of all ranks, on a private clone of COMM_WORLD. Starts MPI at the first call, which is collective.
+    """The Communicator of all ranks, on a private clone of COMM_WORLD. The first call starts MPI and is collective.
 
-    From then on an uncaught exception on one rank ends the job instead of leaving the others to wait for ever. So does an operation
-    that waits longer than the deadline (MPITRAIN_DEADLINE_S, 600 s), of which a line on stderr tells after 30 s (MPITRAIN_NOTICE_S).
-    SIGUSR2 prints the last operations. Where it was freed, a new one, which is collective again. RuntimeError where the launcher has
-    started several ranks and MPI knows one: they are of different MPIs.
+    After it, an uncaught exception on one rank ends the job, so that the other ranks do not wait forever. An operation that waits
+    longer than the deadline (MPITRAIN_DEADLINE_S, 600 s) ends the job, too; a notice on stderr comes after 30 s (MPITRAIN_NOTICE_S).
+    SIGUSR2 prints the last operations. If the world was freed, `world()` makes a new one, which is collective again. RuntimeError if
+    the launcher has started several ranks but MPI sees one: launcher and MPI library then belong to different MPIs.
     """
     global _world
     if _world is None or _world.is_freed:
@@ -39,8 +39,8 @@ def world() -> Communicator:
 
 @functools.cache
 def _stand_ready() -> Progress:
-    """What a process needs once, whatever becomes of its communicators. Collective."""
-    finalize.take_over()  # its hook runs after those that are registered from here on
+    """Set up the process, once, however many worlds it makes. Collective."""
+    finalize.take_over()  # its exit hook runs after all hooks that are registered later
     from mpi4py import MPI
 
     from collectives.transports.gpu.device import connected
@@ -58,22 +58,22 @@ def _stand_ready() -> Progress:
     Before.others = connected
     monitor.start(clone, checked=checked)
     clone.Free()
-    atexit.register(_close, progress)  # runs before the monitor's hook, for which this rank has then ended
+    atexit.register(_close, progress)  # runs before the monitor's hook, which counts this rank as ended
     return progress
 
 
 def _close(progress: Progress) -> None:
-    """At the end of the process: carry out what other ranks may wait for, unless an error ends it, which not all may have come to."""
+    """At exit: carry out operations for which other ranks may wait, unless an error, perhaps of this rank only, ends the process."""
     if diagnosis.ends_well():
         progress.close()
 
 
 def _measured_table(comm: Communicator) -> Table:
-    """What was measured on this machine for so many ranks and nodes, as rank 0 finds it, over the built-in table."""
+    """The table measured on this machine with as many ranks and nodes, as rank 0 finds it; the built-in table fills its gaps."""
     if comm.size == 1:
         return built_in()
     measured = table_cache.read(comm.machine()) if comm.rank == 0 else None
-    # A record of its own: the first collective of the program is number 1.
+    # A separate record, so that the first collective of the program has number 1.
     with Log(range(comm.size), "world()").enter("the measured table", root=0):
         data = comm.mpi.bcast(None if measured is None else measured.to_dict())
     return built_in() if data is None else Table.from_dict(data).over(built_in())

@@ -1,4 +1,4 @@
-"""The transports of a communicator for arrays in host memory, each made when it is first used, and the choice between them."""
+"""The transports of a communicator for arrays in host memory, each made at its first use, and the choice between them."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ _log = logging.getLogger("collectives")
 
 
 class Transports:
-    """The transports of the ranks of `mpi`. `grid[k]`: the ranks on node k, in order; `placement` tells their numbers.
+    """The transports of the ranks of `mpi`. `grid[k]`: the ranks on node k, in order; `placement`: the number of ranks on each node.
 
-    `memory`: visible to all ranks, None on several nodes. `shared`: the transport through it; None also if it cannot be allocated.
-    `table`: from which "auto" chooses; `selector`: makes the choice.
+    `memory`: the node memory; None on several nodes. `shared`: the transport through `memory`; None also if that cannot be allocated.
+    `table`: the table from which "auto" chooses; `selector` makes the choice.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class Transports:
         of_node: "Transports | NodeMemory",
         across: Callable[[], "Transports"],
     ) -> None:
-        """Collective. `of_node`: of the ranks of this one's node; of a communicator that is itself a node's, the node's memory.
+        """Collective. `of_node`: the transports of this rank's node; for the communicator of a node itself, its NodeMemory.
 
-        `across()`: of the ranks of this one's number on the nodes. It is called once at most, and is collective.
+        `across()`: the transports between the ranks of this rank's local number. It is collective and called once at most.
         """
-        # Modules that start MPI when they are imported: only now.
+        # These imports start MPI, so they are not at the top.
         from collectives.transports.executor import Executor
         from collectives.transports.mpi import Library
         from collectives.transports.scheduled import Scheduled
@@ -51,10 +51,10 @@ class Transports:
         library = Library(mpi)
         self._made: dict[str, Transport] = {"mpi": library}  # by algorithm
         self._planners: dict[str, Planner] = {"mpi": library}
-        self._infeasible: dict[str, str] = {}  # algorithms that these ranks cannot run for a reason that only they know
+        self._infeasible: dict[str, str] = {}  # algorithms that cannot run on these ranks, and the reason
         self.memory: NodeMemory | None = None
         self.shared: Shared | None = None
-        self._on_node: Shared | None = None  # what `shared` is for the ranks of this one's node alone
+        self._on_node: Shared | None = None  # the `shared` of this rank's node
         if isinstance(of_node, NodeMemory):
             self.memory = of_node
             self._share(of_node)
@@ -63,7 +63,7 @@ class Transports:
         self.use(table)
 
     def _share(self, memory: NodeMemory) -> None:
-        """Make the transports through the node's memory. If this memory cannot be allocated, all other transports work."""
+        """Make the transports through node memory. If that cannot be allocated, log it: the other transports still work."""
         try:
             staged = Staged(self._mpi)
             self.shared = self._on_node = Shared(self._mpi, memory, staged)
@@ -75,7 +75,7 @@ class Transports:
                 _log.warning("collectives on this node go through MPI instead of its memory: %s", error)
 
     def _join(self, node: "Transports") -> None:
-        """Take the transports of this rank's node, for a communicator that may be on several nodes."""
+        """Use the transports of this rank's node, on a communicator that may span several nodes."""
         self._on_node = node.shared
         if len(self._grid) == 1:
             self.memory, self.shared = node.memory, node.shared
@@ -96,7 +96,7 @@ class Transports:
             if algorithm == "two_level":
                 assert self._on_node is not None
                 two_level = TwoLevel(self._grid, self._mpi.rank, self._on_node, self._across().chosen)
-                # It has some of the operations alone; the selector chooses it for those.
+                # TwoLevel has only some of the operations; the selector chooses it for those only.
                 self._made[algorithm] = cast(Transport, two_level)
             else:
                 self._made[algorithm] = self._schedule(algorithm)
@@ -114,11 +114,11 @@ class Transports:
         return self._planners.get(algorithm)
 
     def chosen(self, operation: str, dtype: DType, nbytes: int) -> Transport:
-        """The Transport that "auto" takes for arrays in private memory."""
+        """The Transport that "auto" chooses for arrays in private memory."""
         return self.of(self.selector.choose(operation, "auto", dtype=dtype, nbytes=nbytes))
 
     def free(self) -> None:
-        """Let go of the node's memory, and of MPI's requests."""
+        """Release the node memory and MPI's persistent requests."""
         self._made.clear()
         self._planners.clear()
         self.shared = self._on_node = None

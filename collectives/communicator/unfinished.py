@@ -1,8 +1,8 @@
-"""Checked mode: the arrays of unfinished operations, which no other operation may be given.
+"""Checked mode: refuses an array that an unfinished operation still uses.
 
-An operation is unfinished until the program knows its end by `wait()` or `done()`, or has let go of its Work and it has ended. How
-fast it was is chance. Two operations may read one array at the same time. Where one of them writes, the result depends on which of
-them comes first. Only arrays in host memory count: those on a device are used in the order of a stream.
+An operation is unfinished until the program has seen its end by `wait()` or `done()`, or has dropped its Work and the operation has
+ended. An operation that has ended early by chance still counts. Two operations may read one array at the same time. If one of them
+writes it, the result depends on their order. Only arrays in host memory count: a stream orders the operations on a device.
 """
 
 import threading
@@ -16,9 +16,9 @@ from collectives.progress.work import Work
 
 
 class _Use(NamedTuple):
-    """The use of a stretch of memory by an operation that was called at `site`."""
+    """The use of an address range by an operation that was called at `site`."""
 
-    work: "weakref.ref[Work]"  # what carries it out holds it until it has ended
+    work: "weakref.ref[Work]"  # the queue that carries out the operation holds its Work until the end
     begin: int
     end: int
     writes: bool
@@ -31,7 +31,7 @@ _lock = threading.Lock()
 
 
 def refuse(operation: str, arrays: Sequence[Buffer]) -> None:
-    """ValueError if `operation`, which is called here, writes what an unfinished one uses, or reads what one writes."""
+    """ValueError if `operation` writes an array that an unfinished operation uses, or reads an array that one writes."""
     with _lock:
         _uses[:] = [use for use in _uses if (work := use.work()) is not None and not work.is_known]
         uses = _uses.copy()
@@ -48,7 +48,7 @@ def refuse(operation: str, arrays: Sequence[Buffer]) -> None:
 
 
 def note(work: Work, operation: str, arrays: Sequence[Buffer]) -> None:
-    """`work`, which `operation` has given, uses `arrays` until it has ended."""
+    """Note that `work`, which `operation` has returned, uses `arrays` until its end."""
     site = str(issued_here())
     with _lock:
         _uses.extend(

@@ -1,11 +1,11 @@
 """Shows the operation of each rank and the missing ranks, and raises errors that concern more than one rank.
 
-together.py: an error of one rank becomes one of all. uncaught.py: a rank that ends by an error ends the job; goodbye.py: a rank that
-dies is noticed; finalize.py: MPI ends with Python, and only in ranks. checked.py: ranks compare their calls; recorder.py: how a
-communicator records each call. record.py: the last operations of each rank; dump.py: the same in words; threads.py: two threads in one
-communicator. monitor.py: a thread that asks the other ranks (inquiry.py) and answers them (channel.py), also while its rank is stuck:
-when a wait lasts (notice.py), at the deadline (deadline.py; standstill.py where JAX is what is stuck), after the end of a rank, and
-at SIGUSR2 (bell.py); report.py turns the answers into reports. stacks.py: where a thread is. ending.py: NCCL ends before MPI.
+together.py raises an error of one rank on all ranks. uncaught.py ends the job if a rank ends by an error; goodbye.py detects the death
+of a rank; finalize.py ends MPI at Python's exit. checked.py compares the ranks' calls; recorder.py records a communicator's calls.
+record.py keeps the last operations of each rank; dump.py prints them; threads.py refuses two threads in one communicator. monitor.py
+is a thread that asks the other ranks (inquiry.py) and answers them (answer.py, channel.py), even while its rank is stuck: when a wait
+lasts (notice.py), at the deadline (deadline.py; standstill.py if JAX is stuck), after the end of a rank, and at SIGUSR2 (bell.py);
+report.py makes reports of the answers. stacks.py finds the place of a thread. ending.py ends NCCL before MPI.
 """
 
 from collectives.diagnosis.checked import compare_calls

@@ -1,7 +1,7 @@
 """Checked mode: before each collective the ranks compare their calls.
 
-A fingerprint is the call in words with its number on its communicator. Different ones are an error on all ranks at once. Ranks that
-wait for each other's fingerprints on different communicators would wait for ever: the monitor notices that and sets the verdict.
+A fingerprint is a hash of the call's description with its number on its communicator. Different fingerprints raise an error on all
+ranks. Ranks that wait for fingerprints on different communicators would wait forever: the monitor detects this and sets the verdict.
 """
 
 import threading
@@ -15,16 +15,16 @@ from collectives.diagnosis import stacks
 from collectives.diagnosis.record import Entry, Log
 from collectives.diagnosis.together import raised_on
 
-_SPIN_S = 1e-3  # waits shorter than this one take no nap
+_SPIN_S = 1e-3  # a wait sleeps only after this time
 _NAP_S = 1e-3
 
-_stranded: list[Any] = []  # requests that no rank will complete any more; MPI may still write to their buffers
+_stranded: list[Any] = []  # requests that will never complete, with their buffers, to which MPI may still write
 
 
 def compare_calls(mpi: Any, call: str, entry: Entry) -> None:
-    """ValueError on all ranks unless `call`, which describes the collective at hand, is the same on all of them.
+    """ValueError on all ranks unless `call`, a description of the collective, is the same on all of them.
 
-    `entry`: of the collective, in the flight record. It numbers the call.
+    `entry`: the collective's entry in the flight record, which has its number.
     """
     call = f"#{entry.sequence} {call}"
     digest = np.frombuffer(blake2b(call.encode(), digest_size=16).digest(), np.uint8)
@@ -45,14 +45,14 @@ def compare_calls(mpi: Any, call: str, entry: Entry) -> None:
 
 
 def _wait(request: Any, buffers: Any, log: Log) -> None:
-    """Until all ranks' fingerprints are here; ValueError where the monitor finds that they never will be."""
+    """Wait for all ranks' fingerprints. ValueError if the monitor finds that they will never arrive."""
     log.verdict, log.comparing = None, True
     start = time.monotonic()
     try:
         while not request.Test():
             if log.verdict is not None:
                 _stranded.append((request, buffers))
-                # Not marked as raised on all ranks: these communicators are lost, so the job must end.
+                # Not marked as raised on all ranks: these communicators cannot be used any more, so the job must end.
                 raise ValueError(log.verdict)
             time.sleep(_NAP_S if time.monotonic() - start > _SPIN_S else 0)
     finally:

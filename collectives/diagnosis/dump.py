@@ -1,4 +1,4 @@
-"""The flight record in words: in this rank's file, and on stderr."""
+"""Writes the flight record as text: to this rank's file, and to stderr."""
 
 import os
 import socket
@@ -12,23 +12,23 @@ from pathlib import Path
 from collectives.diagnosis import stacks
 from collectives.diagnosis.record import NUM_SLOTS, Operation, last_operations, open_operations
 
-NUM_SHOWN = 20  # operations, where only the newest are shown
+NUM_SHOWN = 20  # the newest operations, on stderr
 
 
 class RecordOutput:
-    """The rank and the folder of this process's dumps: set once by `world()`, the folder also by `set_record_folder`."""
+    """The rank and the folder of this process's dumps. `world()` sets both, `set_record_folder` the folder."""
 
     rank = 0
     folder: Path | None = None
 
 
 def set_record_folder(folder: str | Path | None) -> None:
-    """Write dumps of the flight record to `rank-N.txt` in this folder too. None: to stderr only. MPITRAIN_RECORD_DIR is the default."""
+    """Write dumps of the flight record also to `rank-N.txt` in this folder. None: only to stderr. Default: MPITRAIN_RECORD_DIR."""
     RecordOutput.folder = None if folder is None else Path(folder)
 
 
 def text(why: str, limit: int = NUM_SLOTS) -> str:
-    """The record in words: where the threads stand, and the newest `limit` operations."""
+    """The record as text: the places of the threads, and the newest `limit` operations."""
     now, operations = time.monotonic(), last_operations()
     lines = [
         f"flight record of rank {RecordOutput.rank}: {why}; {time.strftime('%Y-%m-%d %H:%M:%S')}, "
@@ -71,7 +71,7 @@ def described(operation: Operation) -> str:
 
 
 def write_file(why: str) -> None:
-    """Write the whole record, and the stacks of all threads, to this rank's file if there is a folder. Raises nothing."""
+    """Write the whole record and the stacks of all threads to this rank's file if there is a folder. Does not raise OSError."""
     if RecordOutput.folder is None:
         return
     stacks_text = "".join(
@@ -90,13 +90,13 @@ def write_file(why: str) -> None:
 
 
 def dump(why: str) -> None:
-    """The record to this rank's file, and its newest operations to stderr."""
+    """Write the record to this rank's file, and its newest operations to stderr."""
     write_file(why)
     say(text(why, NUM_SHOWN))
 
 
 def say(lines: str) -> None:
-    """Print to stderr in one piece, each line with this rank."""
+    """Print to stderr in one write, each line with this rank's number."""
     with suppress(OSError, ValueError):
         sys.stderr.write("".join(f"[rank {RecordOutput.rank}] {line}\n" for line in lines.splitlines()))
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""NCCL's communicators end before MPI: by all ranks together, or by each rank alone where an error ends the job."""
+"""Ends NCCL's communicators before MPI: all ranks together, or each rank alone if an error ends the job."""
 
 import threading
 import time
@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from collectives.diagnosis import goodbye
 
-_ABORT_S = 2.0  # at most for an abort, before the job is ended all the same
-_YIELD_S = 5.0  # at most for another thread that is about to end the job
+_ABORT_S = 2.0  # the longest wait for an abort of NCCL before the job ends
+_YIELD_S = 5.0  # the longest wait for another thread that is ending the job
 
 _ending = threading.RLock()
 
@@ -17,13 +17,13 @@ class Others(Protocol):
     """Resources that end before MPI."""
 
     def __bool__(self) -> bool:
-        """Whether there is anything."""
+        """Whether there are resources."""
 
     def settle(self) -> bool:
-        """Wait until its operations have ended; whether they have, without an error. All ranks have ended their programs."""
+        """Wait until all operations have ended. Returns whether they have ended without an error. All ranks' programs have ended."""
 
     def end(self, *, well: bool) -> None:
-        """`well`: by all ranks together. Else by this rank alone, at once, without waiting for other ranks."""
+        """End the resources: if `well`, with all ranks together; else on this rank alone, without a wait for other ranks."""
 
 
 class Before:
@@ -33,7 +33,7 @@ class Before:
 
 
 def end_together(mpi: Any, *, well: bool) -> None:
-    """Wait for the end of all ranks' programs. Then end what ends before MPI, in one way on all ranks. `well`: no error here."""
+    """Wait for the end of all ranks' programs. Then end `Before.others` in the same way on all ranks. `well`: no error on this rank."""
     others = Before.others
     well, has_none = _on_all(mpi, well, not others)
     if others and well:
@@ -45,7 +45,7 @@ def end_together(mpi: Any, *, well: bool) -> None:
 
 
 def _on_all(mpi: Any, *mine: bool) -> list[bool]:
-    """Which of these are true on all ranks: once all have come here."""
+    """For each flag of `mine`, whether it is true on all ranks. Collective."""
     from mpi4py import MPI
 
     flags = bytearray(mine)
@@ -57,22 +57,22 @@ def _on_all(mpi: Any, *mine: bool) -> list[bool]:
 
 
 def claim() -> None:
-    """This thread is about to end the job. A thread that comes later waits here, and dies with the job.
+    """Let this thread end the job. A thread that calls this later waits here until the job has ended.
 
-    The first one's abort of NCCL lets others run into errors, which are not to be what the job ends with.
+    The first thread's abort of NCCL causes errors in other threads, which must not end the job with another message.
     """
     _ending.acquire(timeout=_YIELD_S)
 
 
 def abort_job(code: int) -> None:
-    """End all ranks by MPI_Abort, with this exit code; what ends before MPI gets two seconds for it."""
+    """End all ranks by MPI_Abort, with this exit code, after at most two seconds for the end of `Before.others`."""
     from mpi4py import MPI
 
     claim()
     others = Before.others
     if others:
         thread = threading.Thread(target=others.end, kwargs={"well": False}, daemon=True)
-        with suppress(RuntimeError):  # at Python's own end no thread starts
+        with suppress(RuntimeError):  # no thread can start at Python's exit
             thread.start()
             thread.join(_ABORT_S)
     goodbye.say()

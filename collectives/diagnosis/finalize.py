@@ -1,8 +1,8 @@
-"""The end of MPI: at Python's exit, and only in the ranks themselves.
+"""Calls MPI_Finalize at Python's exit, in ranks but not in their forked children.
 
-mpi4py ends MPI when Python is gone, in forked children too. There MPI_Finalize waits for ever, since it needs the threads of MPI, and
-a child has no copy of them. So mpi4py leaves MPI_Finalize to this file, and a child ends as any process. mpi4py reads that setting
-once, when `mpi4py.MPI` is imported.
+By default mpi4py calls MPI_Finalize after the end of Python, also in forked children. There it waits forever, because it needs the
+threads of MPI, which a child does not have. So this module turns that off and calls MPI_Finalize itself. mpi4py reads the setting
+`mpi4py.rc.finalize` once, when `mpi4py.MPI` is imported.
 """
 
 import atexit
@@ -11,7 +11,7 @@ import sys
 
 
 def take_over() -> None:
-    """From now on MPI ends by this file, unless the program has said by `mpi4py.rc.finalize = False` that it ends MPI itself."""
+    """Let this module end MPI, unless the program has set `mpi4py.rc.finalize = False` because it ends MPI itself."""
     import mpi4py
 
     if mpi4py.rc.finalize in (False, "no"):
@@ -24,7 +24,7 @@ def take_over() -> None:
 
 
 def _finalize(process: int) -> None:
-    """While Python is there: arrays of messages that are not through live until MPI has ended."""
+    """Call MPI_Finalize at Python's exit, while the arrays of unfinished messages are still alive."""
     if os.getpid() != process or "mpi4py.MPI" not in sys.modules:
         return
     from mpi4py import MPI
@@ -34,7 +34,7 @@ def _finalize(process: int) -> None:
 
 
 def _leave_child() -> None:
-    """End a child in which mpi4py would wait for ever. Its own exit status is not known here."""
+    """End a forked child in which mpi4py would wait forever. The child's own exit status is not known here."""
     from mpi4py import MPI
 
     if not MPI.Is_initialized() or MPI.Is_finalized():

@@ -1,7 +1,7 @@
-"""The goodbye of a rank, which distinguishes an end from a death (`os._exit`, a signal, a crash).
+"""The goodbye of a rank, which distinguishes a regular end from a death (`os._exit`, a signal, a crash).
 
-The ranks of a node form a ring of sockets. The system closes the sockets of a process at its end, so the next rank notices every end at
-once. A byte before that is the goodbye. Ranks of other nodes are noticed by their silence, see hangs/deadline.py.
+The ranks of a node form a ring of sockets. The system closes the sockets of a process at its end, so the next rank detects every end at
+once. A regular end first sends a byte, the goodbye. A death on another node is detected only by the deadline: see hangs/deadline.py.
 """
 
 import os
@@ -12,16 +12,16 @@ from uuid import uuid4
 
 _BYTE = b"\0"
 
-_to_next: socket.socket | None = None  # where this process says goodbye
+_to_next: socket.socket | None = None  # the socket for this process's goodbye
 
 
 class Neighbour:
-    """The rank before this one on its node. `mpi`: all ranks. Collective."""
+    """The rank before this one on its node. `mpi`: of all ranks. Collective."""
 
     def __init__(self, mpi: Any) -> None:
         from mpi4py import MPI
 
-        self.rank = -1  # in the job; -1: there is no such rank
+        self.rank = -1  # in the job; -1: there is no neighbour
         self._socket: socket.socket | None = None
         node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
         if node.size > 1:
@@ -30,8 +30,8 @@ class Neighbour:
         node.Free()
 
     def _join(self, node: Any, rank: int) -> None:
-        """Make the ring, where each rank reaches its next one: ranks of one node may still have networks of their own."""
-        name = f"\0mpitrain-{os.getpid()}-{uuid4().hex}"  # in no folder, so that nothing is left behind
+        """Connect the ring. A rank may fail to reach the next one: containers of one node may have separate networks."""
+        name = f"\0mpitrain-{os.getpid()}-{uuid4().hex}"  # an abstract name, so that no file remains
         with socket.socket(socket.AF_UNIX) as listener:
             with suppress(OSError):
                 listener.bind(name)
@@ -53,45 +53,45 @@ class Neighbour:
                 self.rank = before
 
     def fileno(self) -> int:
-        """The descriptor to wait at; -1 if there is none."""
+        """The file descriptor of the socket; -1 if there is none."""
         return -1 if self._socket is None else self._socket.fileno()
 
     def heard(self) -> bool | None:
-        """Its end: True for a goodbye, False where its process is gone without one. None while it runs. Said once."""
+        """The neighbour's end: True after a goodbye, False after a death, None while it runs. After one True or False always None."""
         if self._socket is None:
             return None
         try:
             said = bool(self._socket.recv(1))
         except BlockingIOError:
             return None
-        except OSError:  # this rank's own goodbye has not been read
+        except OSError:  # the connection was reset
             said = False
         self.close()
         return said
 
     def close(self) -> None:
-        """Listen no more. Idempotent."""
+        """Close the socket. Idempotent."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     def _forked(self) -> None:
-        """A child does not hold its parent's sockets open, and says no goodbye in its parent's place."""
+        """Close the sockets in a forked child: it must not keep its parent's sockets open or say goodbye for its parent."""
         self.close()
         if (end := _say_at(None)) is not None:
             end.close()
 
 
 def say() -> None:
-    """Say goodbye: this process is about to end, and that is no death. Idempotent."""
+    """Say goodbye before the end of this process. Idempotent."""
     if (end := _say_at(None)) is not None:
-        with suppress(OSError):  # the next rank has ended before
+        with suppress(OSError):  # the next rank has ended
             end.send(_BYTE)
         end.close()  # the next rank still receives the byte
 
 
 def _say_at(end: socket.socket | None) -> socket.socket | None:
-    """From now on this process says goodbye at `end`; returns where it did so far."""
+    """Use `end` for this process's goodbye. Returns the socket used before."""
     global _to_next
     before, _to_next = _to_next, end
     return before

@@ -1,8 +1,8 @@
-"""The flight record: the last operations of this process on all its communicators. Always on; dump.py makes text of it when asked.
+"""The flight record: the last operations of this process on all its communicators. It is always on; dump.py writes it as text.
 
-`Log.enter` puts an entry into a ring of slots, `Entry.leave` notes its end: no locks, no formatting, 0.4 us for both.
-`with log.enter(...):` does both and marks an operation that an exception has left, for 0.2 us more. Threads share the record: taking a
-number and storing into a slot are each one step of the interpreter.
+`Log.enter` stores an entry in a ring of slots, `Entry.leave` notes its end: without locks or formatting, 0.4 us for both.
+`with log.enter(...):` does both and marks an operation that an exception has left, for 0.2 us more. Threads share the record without
+locks, because the interpreter takes a number and stores to a slot in one step each.
 """
 
 import math
@@ -20,16 +20,16 @@ from collectives.diagnosis import stacks, threads
 NUM_SLOTS = 256  # a power of two
 _NO_THREAD = -1  # the thread of an operation that never ends: see `Log._refuse_unless_gone`
 
-# States of an operation. ISSUED: under way, but no thread waits for it (`async_op=True` before `wait()`).
+# States of an operation. ISSUED: unfinished, but no thread waits for it (`async_op=True` before `wait()`).
 ISSUED, BEGUN, ENDED, FAILED = "issued", "begun", "ended", "failed"
 
 
 class Operation(NamedTuple):
-    """An entry as it stood when it was asked for. Times are those of `time.monotonic`, in seconds; 0 where they are yet to come."""
+    """A snapshot of an entry. Times are those of `time.monotonic`, in seconds; `ended` is 0 before the end."""
 
-    number: int  # in order of entering, of this process
+    number: int  # in the order in which this process enters its operations
     log: "Log"
-    # Of its communicator: the same on all its ranks. Between two ranks: of this rank's with that peer and tag in that direction.
+    # The number of a collective on its communicator, the same on all ranks; of a message among those with this peer, tag and direction.
     sequence: int
     name: str
     elements: int
@@ -44,12 +44,12 @@ class Operation(NamedTuple):
 
     @property
     def is_pair(self) -> bool:
-        """Whether it is one between two ranks, a message."""
+        """Whether the operation is a message between two ranks."""
         return self.name in ("send", "recv", "isend", "irecv")
 
     @property
     def words(self) -> str:
-        """The call in words that are the same on all ranks that make the same one."""
+        """The call as text, equal on all ranks that make the same call."""
         words = [f"{self.elements} x {self.dtype}"] if self.dtype else []
         if self.is_pair:
             words += [f"peer={self.root}", f"tag={self.op}"]
@@ -70,9 +70,9 @@ _now, _this_thread = time.monotonic, threading.get_ident
 
 
 class Entry:
-    """One operation under way. Its fields, which `Log` sets, are those of `Operation`."""
+    """The record of one operation. `Log` sets its fields, which are those of `Operation`."""
 
-    # No __init__: calling one would double the time of `enter`.
+    # There is no __init__: its call would double the time of `enter`.
     __slots__ = ("algorithm", "begun", "call", "ended", "log", "number", "sequence", "state", "thread")
 
     number: int
@@ -81,12 +81,12 @@ class Entry:
     call: Signature
 
     def leave(self, state: str = ENDED) -> None:
-        """The operation has ended."""
+        """Note the end of the operation."""
         self.state = state
         self.ended = _now()
 
     def fail(self, error: BaseException | None = None) -> None:
-        """An exception leaves the operation."""
+        """Note that an exception has left the operation; `error` gets a note if it is an error of MPI."""
         if self.state == BEGUN:
             self.leave(FAILED)
         if error is not None and type(error).__module__ == "mpi4py.MPI":
@@ -96,7 +96,7 @@ class Entry:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """The operation goes on after the block, unless an exception leaves it there."""
+        """A block after which the operation goes on; an exception that leaves the block ends the operation."""
         try:
             yield
         except BaseException:
@@ -104,13 +104,13 @@ class Entry:
             raise
 
     def issued(self) -> None:
-        """The operation goes on by itself: no thread waits in it, until `wait`."""
+        """Note that no thread waits in the operation until `wait`."""
         self.state = ISSUED
 
     def wait(self) -> None:
-        """The calling thread begins to wait for an issued operation, or to carry it out."""
+        """Note that the calling thread begins to wait for an issued operation, or to carry it out."""
         if self.log.latest is self:
-            self.log.latest = _NONE  # its place in the order was taken when it was issued: other threads may go on
+            self.log.latest = _NONE  # its place in the order is fixed, so other threads may enter operations
         self.thread = _this_thread()
         self.begun = _now()
         self.state = BEGUN
@@ -118,7 +118,7 @@ class Entry:
             _keep(self)
 
     def by(self, algorithm: str) -> None:
-        """Note the algorithm, where it was not known when the operation was entered."""
+        """Note the algorithm, if it was not known at `enter`."""
         self.algorithm = algorithm
 
     @property
@@ -133,7 +133,7 @@ class Entry:
 
     @property
     def operation(self) -> Operation:
-        """Its fields now."""
+        """A snapshot of the fields."""
         return Operation(
             self.number,
             self.log,
@@ -159,18 +159,18 @@ class Entry:
             self.fail(error)
 
 
-_NONE = Entry()  # before the first one of a Log
+_NONE = Entry()  # stands for the latest entry of a Log without one
 _NONE.state = ENDED
 
 _slots: list[Entry | None] = [None] * NUM_SLOTS
-_overtaken: list[Entry] = []  # those that were BEGUN when the ring came round to their slot
+_overtaken: list[Entry] = []  # entries that were still BEGUN when the ring reused their slot
 
 
 def _keep(entry: Entry) -> None:
-    """Keep an operation that is BEGUN and has no slot any more."""
+    """Keep an operation that is BEGUN and has lost its slot."""
     for each in _overtaken.copy():
         if each.state != BEGUN:
-            with suppress(ValueError):  # another thread has done so
+            with suppress(ValueError):  # another thread has removed it
                 _overtaken.remove(each)
     _overtaken.append(entry)
 
@@ -187,7 +187,7 @@ def _begin(log: "Log", sequence: int, call: Signature, algorithm: str) -> Entry:
     entry.begun = _now()
     entry.ended = 0.0
     slot = number % NUM_SLOTS
-    # No other thread gets between these lines: no call is among them where nothing is lost.
+    # No other thread can run between these lines, because they have no call unless an entry is kept.
     last = _slots[slot]
     if last is not None and last.state is BEGUN:
         _keep(last)
@@ -196,26 +196,26 @@ def _begin(log: "Log", sequence: int, call: Signature, algorithm: str) -> Entry:
 
 
 class Log:
-    """The record of one communicator. All its ranks make it, and enter its collectives, in the same order.
+    """The record of one communicator. All its ranks make their Logs, and enter collectives in them, in the same order.
 
-    `ranks`: its ranks' numbers in the whole job. `name`: what it is called in reports; it may be set later.
+    `ranks`: the numbers of its ranks in the job. `name`: the communicator's name in reports; it may be set later.
     """
 
-    _made: dict[tuple[int, ...], int] = {}  # noqa: RUF012 - how many so far over the same ranks
+    _made: dict[tuple[int, ...], int] = {}  # noqa: RUF012 - the number of Logs made for the same ranks
 
     def __init__(self, ranks: Sequence[int], name: str = "") -> None:
         self.ranks = tuple(ranks)
         self.name = name
         self.sequence = 0
-        self.latest = _NONE  # of its collectives
+        self.latest = _NONE  # the latest collective
         self._num_messages: dict[tuple[str, int, int], int] = {}  # by direction, peer, tag
         nth = self._made.get(self.ranks, 0)
         self._made[self.ranks] = nth + 1
-        # The n-th communicator over just these ranks: the same one on each of them.
+        # The n-th communicator with exactly these ranks, which is the same one on each of them.
         self.key = f"{nth} of {shown_ranks(self.ranks, limit=len(self.ranks))}"
         self._nth = nth
         _logs[self.key] = self
-        # Checked mode: whether this rank waits for the others' fingerprints, and the error that ends that wait.
+        # Checked mode: whether this rank waits for the other ranks' fingerprints, and the error that ends this wait.
         self.comparing = False
         self.verdict: str | None = None
 
@@ -231,13 +231,13 @@ class Log:
         root: int | None = None,
         algorithm: str = "",
     ) -> Entry:
-        """This thread enters a collective. End it by `leave` or `fail`, or use it in a `with`.
+        """Note that this thread enters a collective. The caller ends the entry by `leave` or `fail`, or by a `with`.
 
-        RuntimeError where another thread is inside one: see `threads`.
+        RuntimeError if another thread is inside a collective of this communicator: see threads.py.
         """
         self.sequence = sequence = self.sequence + 1
         entry = _begin(self, sequence, (name, elements, dtype, op, root), algorithm)
-        # As in `_begin`, no other thread gets between the next two lines.
+        # As in `_begin`, no other thread can run between the next two lines.
         last = self.latest
         self.latest = entry
         if last.state is BEGUN and last.thread != entry.thread:
@@ -245,10 +245,10 @@ class Log:
         return entry
 
     def _refuse_unless_gone(self, other: Entry, mine: Entry) -> None:
-        """RuntimeError: this thread has entered `mine` while another is inside `other`. This Log is lost from then on.
+        """RuntimeError because this thread has entered `mine` while another thread is inside `other`.
 
-        The order of the calls is not known any more, so the Log refuses each later collective of any thread too: otherwise the
-        refused thread's peers would wait for it. An `other` that its thread left by an unreported exception is no reason to refuse.
+        From then on the Log refuses every collective of every thread, because the order of the calls is unknown: otherwise the other
+        ranks would wait for the refused call. There is no error if an exception, which was not noted, has left `other`.
         """
         lost = other.thread == _NO_THREAD
         if not lost and not stacks.inside_package(other.thread):
@@ -261,7 +261,7 @@ class Log:
         raise threads.refusal(mine.call[0], str(self), said)
 
     def enter_pair(self, name: str, peer: int, tag: int, elements: int = 0, dtype: str = "") -> Entry:
-        """This thread enters an operation with rank `peer` of this communicator alone."""
+        """Note that this thread enters a message to or from rank `peer` of this communicator."""
         channel = (name[-4:], peer, tag)
         self._num_messages[channel] = nth = self._num_messages.get(channel, 0) + 1
         return _begin(self, nth, (name, elements, dtype, tag, peer), "")
@@ -271,13 +271,13 @@ class Log:
         return (self.ranks[operation.root or 0],) if operation.is_pair else self.ranks
 
     def counter(self, operation: Operation, rank: int) -> str:
-        """Its name in the `counts` of those that `rank` (this one, of the job) waits for: less there means yet to come."""
+        """Its key in the `counts` of the ranks for which `rank` (this one, in the job) waits. Less than `sequence`: not entered yet."""
         if not operation.is_pair:
             return self.key
         return self._channel("recv" if operation.name[-4:] == "send" else "send", rank, operation.op)
 
     def counts(self) -> dict[str, int]:
-        """How many collectives this rank has entered here, and how many messages from and to each other rank by each tag."""
+        """The number of collectives that this rank has entered here, and of messages by direction, peer and tag."""
         messages = self._num_messages.copy()
         return {self.key: self.sequence} | {
             self._channel(direction, self.ranks[peer], tag): number
@@ -285,15 +285,15 @@ class Log:
         }
 
     def _channel(self, direction: str, peer: int, tag: str | int | None) -> str:
-        """`peer`: as the job numbers it."""
+        """The key of messages in `counts`. `peer`: its number in the job."""
         return f"{self.key}: {direction}, {peer}, {tag}"
 
 
-_logs: weakref.WeakValueDictionary[str, Log] = weakref.WeakValueDictionary()  # those in use, by key
+_logs: weakref.WeakValueDictionary[str, Log] = weakref.WeakValueDictionary()  # the Logs in use, by key
 
 
 def shown_ranks(ranks: Sequence[int], limit: int = 8) -> str:
-    """Such as "rank 3" or "ranks 0-3, 6": at most `limit` runs of them."""
+    """Ranks as text, such as "rank 3" or "ranks 0-3, 6", with at most `limit` runs of ranks."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -311,12 +311,12 @@ def last_operations() -> list[Operation]:
 
 
 def open_operations(*, begun_before: float = math.inf) -> list[Operation]:
-    """The operations in which a thread of this process is now, oldest first; those begun before that time of `time.monotonic`.
+    """The operations in which a thread of this process is now, oldest first. `begun_before`: a time of `time.monotonic`.
 
-    It looks at the stacks of their threads. Those of running threads may be gone while one looks (torch's compiler clears frames that
-    CPython keeps): for a monitor that looks again and again, `begun_before` leaves out the threads that are getting on.
+    The function reads the stacks of the operations' threads. A running thread's frames may disappear meanwhile (torch's compiler clears
+    frames that CPython keeps). So a monitor that calls it often passes `begun_before`, to leave out threads that make progress.
     """
-    # `copy` is one step of the interpreter.
+    # `copy` is one step of the interpreter, so no other thread changes the list meanwhile.
     entries = {
         entry.number: entry
         for entry in _slots.copy() + _overtaken.copy()
@@ -324,11 +324,11 @@ def open_operations(*, begun_before: float = math.inf) -> list[Operation]:
     }
     for entry in entries.values():
         if not stacks.inside_package(entry.thread):
-            entry.fail()  # its thread has left it by an exception that was not reported
+            entry.fail()  # an exception that was not noted has left the operation
     return [entries[number].operation for number in sorted(entries) if entries[number].state == BEGUN]
 
 
 def counts() -> dict[str, int]:
-    """`Log.counts` of all communicators of this process, in one."""
+    """The merged `Log.counts` of all communicators of this process."""
     logs = [log for reference in _logs.valuerefs() if (log := reference()) is not None]
     return {name: number for log in logs for name, number in log.counts().items()}

@@ -1,4 +1,4 @@
-"""How the calls of a communicator are noted: in its Log always, and in checked mode compared between its ranks."""
+"""Records the calls of a communicator in its Log, and compares them between its ranks in checked mode."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class Recorder:
         elements: int = 0,
         dtype: str = "",
     ) -> Entry:
-        """Note in the flight record that this rank enters a collective; in checked mode compare it, as `call`, with the others'."""
+        """Note in the flight record that this rank enters a collective. In checked mode compare its description `call` on all ranks."""
         entry = self.log.enter(operation, elements, dtype, op, root)
         if self.checked:
             with entry.failing():

@@ -1,7 +1,7 @@
-"""The place of a thread of this process in its program, in words. Looked up on demand, so that no call pays for it.
+"""The place of a thread of this process in its program, as text. It is looked up only for a report, so that calls take no time for it.
 
-Only an operation that is carried out later than it was called, or by another thread, notes its place at once: `issued_here`. A place
-is one of the user's program: its author knows nothing of the frames in between (`pass_over`), but what they do has a name (`name`).
+Only an operation that is carried out later, or by another thread, notes its place when it is called: `issued_here`. A place is in the
+user's program: frames of libraries in between are left out (`pass_over`), but calls in them can have a name for reports (`name`).
 """
 
 import functools
@@ -21,13 +21,13 @@ _names: dict[CodeType, Callable[[Mapping[str, Any]], str]] = {}
 
 
 def pass_over(*packages: str) -> None:
-    """Take no place in these packages, and in what is in them, where there is one in the program that calls them."""
+    """Leave out the frames of these packages and modules, if the program that calls them has a frame."""
     _passed_over.extend(packages)
     _is_passed_over.clear()
 
 
 def name(function: Callable[..., Any], words: Callable[[Mapping[str, Any]], str]) -> None:
-    """A thread in a call of `function` is reported to be in `words(local variables)`, of the innermost named call."""
+    """Let reports describe a thread in a call of `function` by `words(local variables)`. The innermost named call counts."""
     _names[function.__code__] = words
 
 
@@ -43,7 +43,7 @@ class Site:
         return "" if self._code is None else f"{self._code.co_filename}:{self._line} in {self._code.co_name}"
 
     def carry_out(self, operation: Callable[[], Any]) -> Any:
-        """Carry out the operation of the call; meanwhile this is the reported place of the thread."""
+        """Carry out the operation of the call; until its end reports show this place for the thread."""
         thread = threading.get_ident()
         outer = _working_for.get(thread)
         _working_for[thread] = self
@@ -60,12 +60,12 @@ _working_for: dict[int, Site] = {}  # by thread
 
 
 def issued_here() -> Site:
-    """The place where this package was called, or the call that this thread works for."""
+    """The place where the program has called this package, or the place of the call that this thread carries out."""
     return _working_for.get(threading.get_ident()) or _caller(sys._getframe(1))
 
 
 def _caller(frame: FrameType | None) -> Site:
-    """The nearest frame of the program, from `frame` outwards; where there is none, the nearest one outside this package."""
+    """The innermost frame of the program, from `frame` outwards; if there is none, the innermost one outside this package."""
     outside: FrameType | None = None
     while frame is not None:
         if _package_of(frame.f_globals.get("__name__", "")) != _PACKAGE:
@@ -77,18 +77,18 @@ def _caller(frame: FrameType | None) -> Site:
 
 
 def call_site(thread: int) -> str:
-    """file:line in function of the call that the thread of that ident is in; "" if it is in none."""
+    """The place of the call in which the thread of that ident is, as "file:line in function"; "" if it is in no call."""
     site = str(_working_for.get(thread) or _caller(sys._current_frames().get(thread)))
     return "" if "/threading.py:" in site else site
 
 
 def inside_package(thread: int) -> bool:
-    """Whether the thread of that ident is in a call of this package, however deep."""
+    """Whether the thread of that ident is in a call of this package, at any depth."""
     return _is_inside(sys._current_frames().get(thread), _PACKAGE)
 
 
 def any_inside(package: str) -> bool:
-    """Whether a thread of this process is in a call of `package`, however deep."""
+    """Whether a thread of this process is in a call of `package`, at any depth."""
     return any(_is_inside(frame, package) for frame in sys._current_frames().values())
 
 
@@ -99,7 +99,7 @@ def _is_inside(frame: FrameType | None, package: str) -> bool:
 
 
 def standing(thread: int, depth: int = 3) -> str:
-    """The innermost frame of a thread, and the next ones of the program: "a.py:3 in f, from b.py:10 in g"; `depth` in all."""
+    """The innermost frame of a thread and the next frames of the program, `depth` in all: "a.py:3 in f, from b.py:10 in g"."""
     frame = sys._current_frames().get(thread)
     places: list[str] = []
     while frame is not None and len(places) < depth:
@@ -115,9 +115,9 @@ def main_thread() -> int:
 
 
 def doing(thread: int) -> str:
-    """The words of `name` for the innermost named call of the thread of that ident; "" outside of named calls.
+    """The words of the innermost named call (see `name`) of the thread of that ident; "" if there is no named call.
 
-    A thread that carries out operations for the main thread has the words of the main thread's call.
+    For a thread that carries out operations of the main thread these are the words of the main thread's call.
     """
     main, words = main_thread(), _named(thread)
     return words or (_named(main) if thread in _working_for and thread != main and inside_package(main) else "")
@@ -127,14 +127,14 @@ def _named(thread: int) -> str:
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if (words := _names.get(frame.f_code)) is not None:
-            with suppress(Exception):  # a variable that has no value yet
+            with suppress(Exception):  # a local variable may have no value yet
                 return words(frame.f_locals)
         frame = frame.f_back
     return ""
 
 
 def stack(thread: int) -> str:
-    """The whole stack of a thread, as a traceback shows it."""
+    """The whole stack of a thread, formatted like a traceback."""
     frame = sys._current_frames().get(thread)
     return "" if frame is None else "".join(traceback.format_stack(frame))
 
@@ -145,7 +145,7 @@ def _package_of(module: str) -> str:
 
 
 def _is_between(frame: FrameType) -> bool:
-    """Whether a frame is one to pass over."""
+    """Whether a frame belongs to a package of `pass_over`."""
     module: str = frame.f_globals.get("__name__", "")
     known = _is_passed_over.get(module)
     if known is None:

@@ -1,8 +1,8 @@
-"""Several threads at once on one communicator: an error, since the ranks would come to their collectives in different orders.
+"""The error for several threads at the same time on one communicator, whose order of collectives would differ between the ranks.
 
-MPI matches the collectives of a communicator by their order alone. So do the ranks that meet in the memory of a node. Which of two
-threads comes first is chance, on each rank anew: one rank's gradients would be added to another's statistics, or the sizes differ and
-the job hangs. Threads that take turns, in an order that the program gives them, are as good as one.
+MPI and the collectives in node memory match the collectives of a communicator only by their order. Without synchronization the order of
+two threads is random on each rank: one rank's gradients would be added to another rank's statistics, or the sizes differ and the job
+hangs. Several threads may use a communicator if the program gives them the same order on all ranks.
 """
 
 import threading
@@ -14,7 +14,7 @@ _REMEDY = (
 
 
 def refusal(operation: str, communicator: str, other: str) -> RuntimeError:
-    """The error of a thread that calls `operation` while another one is inside `other`."""
+    """The error for a thread that calls `operation` while another thread is inside `other`."""
     name = threading.current_thread().name
     return RuntimeError(
         f"{operation} on {communicator}, by thread {name}, while another thread was inside {other}; {_REMEDY}"

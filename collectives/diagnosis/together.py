@@ -1,4 +1,4 @@
-"""Errors that concern more than one rank, raised on all of them together."""
+"""Raises an error of some ranks on all ranks."""
 
 import builtins
 import sys
@@ -11,16 +11,16 @@ from collectives.diagnosis.record import Log
 
 
 def on_all_ranks(error: BaseException) -> bool:
-    """Whether every rank raised this error (see `Communicator.together`): one of them may print it and all may leave in peace."""
+    """Whether every rank has raised this error (see `Communicator.together`): then one rank can print it, and all ranks can end."""
     return getattr(error, "_raised_on_all_ranks", False)
 
 
 @contextmanager
 def together(mpi: Any, doing: str, log: Log | None = None) -> Iterator[None]:
-    """An exception that leaves the block on any rank of `mpi` leaves it on every rank, of the same type and with the same text.
+    """Raise an exception that leaves the block on any rank of `mpi` on every rank, with the same type and text.
 
-    The block must hold no collective: a rank that raises would not take part in it. `log`: where the wait for the others at the
-    block's end is recorded; the block itself may take as long as it likes.
+    The block must not contain a collective, because a rank that raises would miss it. `log` records the wait for the other ranks at
+    the block's end; the block itself is not recorded, so the deadline does not limit it.
     """
 
     def gather(report: Report | None) -> list[Report | None]:
@@ -38,7 +38,7 @@ def joined(
     doing: str,
     mark: Callable[[Exception, int], Exception] = lambda error, speaker: error,
 ) -> Iterator[None]:
-    """`together` over any ranks. `gather(report)`: the reports of all ranks; `mark(error, speaker)`: the error that is raised."""
+    """`together` for any group of ranks. `gather(report)`: the reports of all ranks; `mark(error, speaker)`: the error to raise."""
     error: Exception | None = None
     try:
         yield
@@ -59,13 +59,13 @@ def joined(
 
 
 Report = tuple[str, str, str]
-"""An error in words: its type's module and name, its text."""
+"""An error: its type's module, its type's name, its text."""
 
 
 def raised_on(mpi: Any, error: Exception, speaker: int) -> Exception:
-    """Mark an error that all ranks of `mpi` raise; where these are only some of the job's, the others must still hear of it.
+    """Mark an error that all ranks of `mpi` raise. Only if these are all ranks of the job, the error need not end other ranks.
 
-    `speaker`: the rank whose traceback tells most.
+    `speaker`: the rank that prints its traceback.
     """
     from mpi4py import MPI
 
@@ -75,7 +75,7 @@ def raised_on(mpi: Any, error: Exception, speaker: int) -> Exception:
 
 
 def _make(module: str, name: str, text: str) -> Exception:
-    """An exception of the named type, or RuntimeError where this rank does not know it or it takes other arguments."""
+    """An exception of the named type; RuntimeError if this rank does not have the type or it needs other arguments."""
     kind = getattr(sys.modules.get(module, builtins), name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         with suppress(Exception):

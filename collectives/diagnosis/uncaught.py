@@ -1,4 +1,4 @@
-"""A rank that ends by an error ends the job, with its name and its last operations."""
+"""Ends the job if an error ends a rank, and prints the error with the rank and its last operations."""
 
 import os
 import sys
@@ -19,30 +19,30 @@ _leaving_together = False
 
 
 def leave_together() -> None:
-    """Announce that all ranks are about to end, with whatever exit code, so that no rank ends the others."""
+    """Announce that all ranks will end now, with any exit code, so that no rank ends the other ranks."""
     global _leaving_together
     _leaving_together = True
     goodbye.say()
 
 
 def ends_well() -> bool:
-    """Whether the program, which is ending, has neither an uncaught error nor called `leave_together`."""
+    """Whether the program ends without an uncaught error and without a call of `leave_together`."""
     return not hasattr(sys, "last_value") and not _leaving_together
 
 
 def how_ended() -> str:
-    """How this rank's program ends, in words. Python tells neither of a SystemExit nor of its code."""
+    """How this rank's program ends, as text. Python does not show whether it was a SystemExit, nor its code."""
     error = getattr(sys, "last_value", None)
     return f"an uncaught {type(error).__name__}" if error is not None else "the script returned, or raised SystemExit"
 
 
 def abort_on_uncaught(mpi: Any) -> None:
-    """From now on an uncaught exception on one rank prints its rank and traceback and ends the whole job with exit code 1.
+    """Let an uncaught exception on one rank print its rank and traceback and end the whole job with exit code 1.
 
-    Otherwise the other ranks would wait for ever in their next collective. An error that all ranks have raised together is printed by
-    one of them, and all end by themselves, with exit code 1. The rank's last operations follow the traceback; its flight record goes
-    to its file, if it has one. A hook that the program has set before, `sys.excepthook` or `threading.excepthook`, is called after
-    that. In a forked child, which is no rank, all is as it was before. A job of one rank ends as any program.
+    Otherwise the other ranks would wait forever in their next collective. The rank's last operations follow the traceback, and its
+    flight record is written to its file, if it has one. If all ranks have raised the error together, one rank prints it, and all ranks
+    end by themselves with exit code 1. Then the program's earlier hook, `sys.excepthook` or `threading.excepthook`, is called. A forked
+    child only has the earlier hooks. A job of one rank does not change its hooks.
     """
 
     def report(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
@@ -87,7 +87,7 @@ def abort_on_uncaught(mpi: Any) -> None:
             if thread_before is not threading.__excepthook__:
                 thread_before(args)
 
-        if issubclass(args.exc_type, SystemExit):  # ends its thread alone, as Python's own hook has it
+        if issubclass(args.exc_type, SystemExit):  # ends only its thread, as in Python's own hook
             hook()
         elif os.getpid() != process:
             thread_before(args)
@@ -103,7 +103,7 @@ def abort_on_uncaught(mpi: Any) -> None:
 
 
 def _stderr() -> Any:
-    """The last messages' stream. torch.distributed puts a hook around ours that keeps what is written in memory, and dies with it."""
+    """The stream for the last messages: sys.stderr only if it is a file. torch.distributed replaces it by a buffer, which is lost."""
     try:
         sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):

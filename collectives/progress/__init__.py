@@ -1,1 +1,1 @@
-"""Asynchronous operations: those in flight, and how a rank carries them out."""
+"""Asynchronous operations: the unfinished ones, and how a rank carries them out."""

@@ -1,4 +1,4 @@
-"""Operations that this rank has issued and will carry out later, in `work.Deferred`: whether all ranks have issued them too."""
+"""Finds out whether all ranks have issued an operation that this rank has issued and `work.Deferred` will carry out later."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -9,18 +9,18 @@ from collectives.transports.node.posted import Post
 
 
 class Issues:
-    """Tells of each asynchronous operation of a communicator when all its ranks have issued it [Note: progress] of work.py.
+    """Announces each asynchronous operation of a communicator to its ranks by a barrier: see [Note: progress] in work.py.
 
-    By barriers on a clone: on the communicator itself they would be taken for collectives of ranks that issue none, since they call
-    the operation without async_op. `log`: of the clone.
+    The barriers use a clone of the communicator: a rank that calls the operation without async_op starts no barrier, and on the
+    communicator itself its next collective would match the barrier of the other ranks. `log`: of the clone.
     """
 
     def __init__(self, mpi: Any, log: Log, *, checked: bool) -> None:
-        """Collective. `checked`: the ranks compare what they issue."""
+        """Collective. `checked`: checked mode, in which the ranks compare their calls."""
         self._mpi, self._log, self._checked = mpi.Dup(), log, checked
 
     def announce(self, name: str) -> "Announced":
-        """This rank issues the operation `name`."""
+        """Announce that this rank has issued the operation `name`."""
         return _Announced(self._log, name, self._mpi.Ibarrier(), self._checked)
 
     def free(self) -> None:
@@ -29,21 +29,21 @@ class Issues:
 
 
 class Announced(ABC):
-    """An operation that this rank has issued, and which `Deferred` will carry out."""
+    """An operation that this rank has issued and `Deferred` will carry out."""
 
     @abstractmethod
     def by_all(self) -> bool:
-        """Whether it can be carried out now, without waiting for a rank that has not issued it."""
+        """Whether all ranks have issued the operation, so that it can be carried out without a wait for one that has not."""
 
     @abstractmethod
     def close(self, error: BaseException | None) -> None:
-        """After the operation."""
+        """Called after the operation, with its error."""
 
 
 class Posted(Announced):
-    """An operation whose ranks need not come together (transports/node/posted.py): looking is what carries it on.
+    """A posted operation (transports/node/posted.py), which needs no meeting: each call of `by_all` makes progress.
 
-    `entry`: in the record.
+    `entry`: its entry in the flight record.
     """
 
     def __init__(self, post: Post, entry: Entry) -> None:
@@ -54,7 +54,7 @@ class Posted(Announced):
         return self._post.step()
 
     def finish(self) -> None:
-        """Carry it out."""
+        """Carry out the operation."""
         self._entry.wait()
         self._site.carry_out(self._post.finish)
 
@@ -63,7 +63,7 @@ class Posted(Announced):
 
 
 class _Announced(Announced):
-    """An operation that needs all ranks at the same time; the end of a barrier shows that all ranks have issued it."""
+    """An operation that needs all ranks at the same time. When its barrier has ended, all ranks have issued the operation."""
 
     def __init__(self, log: Log, name: str, request: Any, checked: bool) -> None:
         self._entry, self._request, self._checked, self._site = log.enter(name), request, checked, issued_here()
@@ -73,10 +73,10 @@ class _Announced(Announced):
         return bool(self._request.Test())
 
     def close(self, error: BaseException | None) -> None:
-        """Wait for the other ranks' words.
+        """Wait for the end of the barrier, unless the operation has failed or the ranks are in checked mode.
 
-        Not after an error, nor where the ranks have compared their calls: another rank may have called it without async_op, and issue
-        nothing. Without a comparison that rank is waited for here, so that the deadline reports it.
+        A rank that called the operation without async_op never enters the barrier. Checked mode has reported that rank; without
+        checked mode this rank waits here for it, until the deadline reports it.
         """
         if error is None and not self._checked and not self.by_all():
             self._entry.wait()

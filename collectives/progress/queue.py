@@ -1,4 +1,4 @@
-"""The asynchronous operations of one communicator: how they are issued, and what of them comes before its next collective."""
+"""The asynchronous operations of one communicator: issues them, and carries them out before its next collective if necessary."""
 
 from collections.abc import Callable
 from threading import get_ident
@@ -11,18 +11,18 @@ from collectives.progress.work import Progress, Queued, Work
 
 
 class AsyncQueue:
-    """`progress`: what carries the operations out. Another takes its place where the communicator is freed, or gets a twin for JAX.
+    """`progress`: carries out the operations; it is replaced when the communicator is freed or gets a communicator for JAX.
 
-    `issues`: of the communicator; a Progress with a thread needs none.
+    `issues`: the Issues of the communicator; None for a Progress with a thread.
     """
 
     def __init__(self, progress: Progress, issues: Issues | None) -> None:
         self.progress = progress
         self._issues = issues
-        self._issued: ref[Queued] | None = None  # the last one that was issued here
+        self._issued: ref[Queued] | None = None  # the last operation issued here
 
     def issue(self, operation: Callable[[], Any], name: str) -> Work:
-        """Issue `operation`, which is to be called `name`."""
+        """Issue `operation`; the flight record calls it `name`."""
         if self._issued is not None:
             self._take_over()
         work = self.progress.issue(operation, name, self._issues)
@@ -30,21 +30,21 @@ class AsyncQueue:
         return work
 
     def post(self, operation: Callable[[], Any], posted: Posted) -> Work:
-        """An operation that this rank has posted, where there is no progress thread."""
+        """Queue an operation that this rank has posted. Only without a progress thread."""
         return self.progress.queue(operation, posted)
 
     def must_flush(self) -> bool:
-        """Whether operations are left that come before a collective of this thread. ValueError if the communicator was freed."""
+        """Whether operations must be carried out before a collective of this thread. ValueError if the communicator was freed."""
         return self.progress.pending() or (self._issued is not None and self._another_s() is not None)
 
     def flush(self) -> None:
-        """Before a collective: carry out what this thread has issued, and what another has issued here and left to this one."""
+        """Before a collective: carry out this thread's operations, and those that another thread has issued on the communicator."""
         if self._issued is not None:
             self._take_over()
         self.progress.flush()
 
     def free(self) -> None:
-        """Collective. Whatever is asked of the communicator asks `progress` first, and is an error from now on."""
+        """Collective. Each later operation of the communicator calls `progress` first, which then raises."""
         if self._issues is not None:
             self._issues.free()
         self.progress = Freed()
@@ -52,10 +52,10 @@ class AsyncQueue:
     @property
     def is_freed(self) -> bool:
         """Whether `free` was called."""
-        return type(self.progress) is Freed  # isinstance asks an ABC: 0.1 us
+        return type(self.progress) is Freed  # isinstance with an ABC takes 0.1 us
 
     def _another_s(self) -> Queued | None:
-        """The last one that was issued here, if by another thread, and not ended."""
+        """The last operation issued here if it has not ended and another thread has issued it."""
         issued = self._issued
         work = None if issued is None else issued()
         if work is None or not work.is_left:

@@ -1,4 +1,4 @@
-"""Communicators that cannot be used any more: freed ones, and all of them in a child process that a rank has forked."""
+"""Communicators that cannot be used any more: freed ones, and all communicators in a child process that a rank has forked."""
 
 import os
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from collectives.progress.work import Progress, Queued, of_this_process
 
 
 class Freed(Progress):
-    """The Progress of a communicator that was freed: every operation of the communicator asks its Progress first."""
+    """The Progress of a freed communicator. Every operation of a communicator calls its Progress first, so all of them raise."""
 
     on_thread = False
 
@@ -30,7 +30,7 @@ class Freed(Progress):
 
 
 class Forked(Freed):
-    """The Progress of all communicators in a forked child, where each call would wait for ever or disturb the parent's calls."""
+    """The Progress of all communicators in a forked child, where each call would wait forever or disturb the parent's calls."""
 
     def pending(self) -> bool:
         raise RuntimeError(
@@ -46,11 +46,11 @@ class Forked(Freed):
         self.pending()
 
     def close(self) -> None:
-        """A child has no operations to carry out at its end."""
+        """Do nothing: a forked child has no operations to carry out at its end."""
 
 
 def _forked() -> None:
-    """In a child. Each call asks its Progress first, also one that has a plan: so nothing else need know of it."""
+    """Runs in a forked child. Each call, also one with a plan, calls its Progress first, so no other object need change."""
     for progress in of_this_process:
         progress.__class__ = Forked
 

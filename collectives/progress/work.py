@@ -1,14 +1,14 @@
-"""Operations in flight: what `async_op=True` returns, and the two ways, of which a job takes one, to carry such operations out.
+"""The Work that `async_op=True` returns, and the two ways to carry out asynchronous operations, of which a job uses one.
 
-[Note: progress] The asynchronous operations of a thread form one queue in order of issue, whatever their communicators. Those of
-several threads have no order that all ranks share, so each thread has a queue of its own, and no thread carries out what another has
-issued, unless it waits for that, or takes over the communicator on which that was issued.
-- `Thread`: a progress thread carries them out while the caller computes. MPI libraries make no progress by themselves.
-- `Deferred`, where no core is free for that: they are carried out when the caller waits for one, or before its next collective. The
-  same program is right on both, only not overlapped. A `send` or `recv` in between must not wait for a collective that its peer has
-  not come to yet: so issuing also starts an MPI_Ibarrier, whose end says that all ranks have issued the operation, and only then is
-  it carried out while waiting for a message (`Issues`). A reduce-scatter in node memory does without (`Posted`): whenever a rank waits
-  for a message or asks whether it is done, it adds up its part if all have issued it, and no rank has to wait for another to do so.
+[Note: progress] The asynchronous operations of a thread, on all communicators, form one queue in order of issue. The operations of
+different threads have no order that all ranks share, so each thread has its own queue. A thread carries out an operation of another
+thread only if it waits for that operation, or calls a collective on the communicator of that operation.
+- `Thread`: a progress thread carries out operations while the caller computes. MPI libraries make no progress by themselves.
+- `Deferred`, if no core is free for a thread: operations are carried out when the caller waits for one, or before its next collective.
+  Programs give the same results both ways, but here without overlap. A `send` or `recv` in between must not wait for a collective that
+  its peer has not reached. So an operation also starts an MPI_Ibarrier when it is issued. The barrier's end shows that all ranks have
+  issued the operation; only then a wait for a message may carry it out (`Issues`). A reduce-scatter in node memory needs no barrier
+  (`Posted`): a rank that waits for a message or calls `done()` adds up its part if all ranks have issued the operation.
 The rule for both: ranks issue their collectives in the same order, also those of different communicators that have ranks in common.
 """
 
@@ -31,20 +31,20 @@ from collectives.transports.node.meeting import Meeting
 
 
 class Work(ABC):
-    """An operation in flight: `wait()` gives its result, `done()` tells whether it has ended.
+    """An asynchronous operation: `wait()` returns its result, `done()` whether it has ended.
 
-    Its arrays stay alive until it has ended, also if the program has dropped the Work.
+    Its arrays stay alive until the operation has ended, even if the program has dropped the Work.
     """
 
     def __init__(self) -> None:
         self._result: Any = None
         self._error: BaseException | None = None
         self._ended = False
-        self.is_known = False  # to the program, which may use its arrays from then on
+        self.is_known = False  # whether the program has seen the end, and so may use the arrays
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the operation has ended. Without a progress thread it is carried out here, once all ranks have issued it."""
+        """Whether the operation has ended. Without a progress thread `done` carries it out if all ranks have issued it."""
 
     @abstractmethod
     def _finish(self) -> None: ...
@@ -67,12 +67,12 @@ class Work(ABC):
 
 
 class Arrived(Work):
-    """A barrier that this rank has come to, where the others see that without its doing."""
+    """A barrier that this rank has entered; the other ranks see this in node memory without further calls by this rank."""
 
     def __init__(self, meeting: Meeting, entry: Entry) -> None:
         super().__init__()
         self._meeting, self._count, self._entry, self._site = meeting, meeting.arrive(), entry, issued_here()
-        entry.leave()  # unless the program waits
+        entry.leave()  # the record shows the barrier as unfinished only while the program waits for it
 
     def done(self) -> bool:
         self._ended = self._ended or self._meeting.is_complete(self._count)
@@ -90,7 +90,7 @@ of_this_process: "weakref.WeakSet[Progress]" = weakref.WeakSet()
 
 
 class Progress(ABC):
-    """Carries out asynchronous operations in the order of issue [Note: progress]. A process has one."""
+    """Carries out asynchronous operations in order of issue [Note: progress]. All communicators of a process share one."""
 
     on_thread: bool
 
@@ -99,12 +99,12 @@ class Progress(ABC):
 
     @property
     def of_process(self) -> "Progress":
-        """The one that a process has, which all its communicators share."""
+        """The Progress that all communicators of the process share; a Progress put in front of it overrides this."""
         return self
 
     @abstractmethod
     def issue(self, operation: Callable[[], Any], name: str, issues: Issues | None) -> "Queued":
-        """Queue `operation`, a collective of the communicator of `issues`, which only `Deferred` needs. `name`: what it is."""
+        """Queue `operation`, a collective called `name`. `issues`: of its communicator; only `Deferred` needs them."""
 
     def queue(self, operation: Callable[[], Any], announced: Announced) -> "Queued":
         """Queue `operation`, which this rank has announced. For a Progress without a thread."""
@@ -112,14 +112,14 @@ class Progress(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Before a collective of the caller's own: carry out what must come before it."""
+        """Before a collective of the caller: carry out the operations that must come before it."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Before a communicator is freed: wait until all that was issued has ended."""
+        """Before a communicator is freed: wait until all issued operations have ended."""
 
     def pending(self) -> bool:
-        """Whether operations are left that only this thread can carry out."""
+        """Whether this thread has operations that it must carry out itself."""
         return False
 
     def advance(self) -> None:  # noqa: B027
@@ -127,11 +127,11 @@ class Progress(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Carry out all that is left, and end. For the end of the process."""
+        """At the end of the process: carry out all remaining operations, and end."""
 
 
 class Queued(Work):
-    """An operation that `issuer`, the thread of that ident, has put into a queue."""
+    """A queued operation. `issuer`: the ident of the thread that has issued it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,12 +139,12 @@ class Queued(Work):
 
     @property
     def is_left(self) -> bool:
-        """Whether it has not ended. Unlike `done`, this carries nothing out."""
+        """Whether the operation has not ended. Unlike `done`, this never carries it out."""
         return not self._ended
 
     @abstractmethod
     def hand_over(self) -> None:
-        """Another thread goes on with its communicator: carry it out before, unless the two are there at once, which is refused."""
+        """Called when another thread uses the communicator: end this operation first, unless its own thread is in a call (an error)."""
 
 
 class _Deferred(Queued):
@@ -154,7 +154,7 @@ class _Deferred(Queued):
 
     def done(self) -> bool:
         if not self._ended:
-            self._queue.progress.pending()  # an error in a forked child
+            self._queue.progress.pending()  # raises in a forked child
             self._queue.advance()
         self.is_known = self._ended
         return self._ended
@@ -170,30 +170,30 @@ class _Deferred(Queued):
 
     def carry_out(self) -> None:
         self._end(self._operation)
-        # Not before: while it waits for other ranks, the record is to show the operation.
+        # Closed after the operation, so that the record shows it while it waits for other ranks.
         self.announced.close(self._error)
         del self._operation
 
 
 class _Queue:
-    """The operations that one thread has issued. Another thread that waits for one of these Works carries them out up to that Work."""
+    """The operations of one thread. If another thread waits for one of these Works, it carries them out up to that Work."""
 
     def __init__(self, progress: "Deferred") -> None:
         self.progress = progress
         self._works: deque[_Deferred] = deque()
         self._lock = threading.RLock()
-        self.carrier = 0  # the thread that carries one out
+        self.carrier = 0  # the ident of the thread that carries out an operation now
 
     def add(self, work: _Deferred) -> None:
         self.progress.count(1)
         self._works.append(work)
 
     def pending(self) -> bool:
-        """Whether operations are left. Not to the thread that carries one out: that is itself a collective, and would flush."""
+        """Whether operations are left. False for the thread that carries one out: otherwise that operation would flush the queue."""
         return self.carrier != threading.get_ident() if self.carrier else bool(self._works)
 
     def next(self) -> _Deferred | None:
-        """Carry out the first one, if any is left when no other thread is about it."""
+        """Wait until no other thread carries out operations of this queue, then carry out the first one that is left, if any."""
         with self._lock:
             if not self._works:
                 return None
@@ -209,7 +209,7 @@ class _Queue:
             return work
 
     def advance(self) -> None:
-        """Carry out the first one if all ranks have issued it."""
+        """Carry out the first operation if all ranks have issued it."""
         if self.pending() and self._lock.acquire(blocking=False):
             try:
                 if self._works and self._works[0].announced.by_all():
@@ -223,15 +223,15 @@ class _Queue:
 
 
 class Deferred(Progress):
-    """Operations are carried out by the caller's thread when it waits."""
+    """Carries out operations in the caller's thread when it waits."""
 
     on_thread = False
 
     def __init__(self) -> None:
         super().__init__()
         self._queues: dict[int, _Queue] = {}  # by thread
-        self._num_left = 0  # in all of them
-        self.carriers: set[int] = set()  # the threads that carry one out, perhaps another thread's
+        self._num_left = 0  # operations in all queues
+        self.carriers: set[int] = set()  # the threads that carry out an operation now, of any queue
         self._counting = threading.Lock()
 
     def issue(self, operation: Callable[[], Any], name: str, issues: Issues | None) -> Queued:
@@ -245,12 +245,12 @@ class Deferred(Progress):
         return work
 
     def count(self, more: int) -> None:
-        """So many operations more are left."""
+        """Add `more` to the number of operations that are left."""
         with self._counting:
             self._num_left += more
 
     def pending(self) -> bool:
-        if not self._num_left or threading.get_ident() in self.carriers:  # each call asks
+        if not self._num_left or threading.get_ident() in self.carriers:  # fast, as each call asks
             return False
         queue = self._of_this_thread()
         return queue is not None and queue.pending()
@@ -264,7 +264,7 @@ class Deferred(Progress):
         while queue is not None and self.pending():
             work = queue.next()
             if work is not None and work._error is not None and on_all_ranks(work._error):
-                raise work._error  # now, not at `wait`: the others may have raised it in this call's place, and not come to it
+                raise work._error  # here, not in `wait`: other ranks may have raised it instead of this call's collective
 
     def drain(self) -> None:
         for each in tuple(self._queues.values()):
@@ -284,7 +284,7 @@ class _Threaded(Queued):
         self._event = threading.Event()
 
     def done(self) -> bool:
-        # `pending` is never true here: it is an error in a forked child
+        # `pending` is always false here, but raises in a forked child
         self.is_known = self._event.is_set() or self._progress.pending()
         return self.is_known
 
@@ -306,7 +306,7 @@ _Line = queue.SimpleQueue[_Threaded | None]
 
 
 class Thread(Progress):
-    """Operations are carried out by a thread of their own, one for each thread that issues some, on communicators of their own."""
+    """Carries out operations on progress threads, one for each thread that issues operations, on separate communicators."""
 
     on_thread = True
 
@@ -321,7 +321,7 @@ class Thread(Progress):
         return work
 
     def _begin(self) -> "tuple[_Line, threading.Thread]":
-        """Start the thread that carries out the operations of this thread."""
+        """Start the progress thread for the calling thread."""
         line: _Line = queue.SimpleQueue()
         thread = threading.Thread(target=self._run, args=(line,), name="collectives-progress", daemon=True)
         self._lines[threading.get_ident()] = line, thread
@@ -329,7 +329,7 @@ class Thread(Progress):
         return line, thread
 
     def flush(self) -> None:
-        """Nothing: the thread's communicators are not the caller's."""
+        """Do nothing: the progress thread uses other MPI communicators than the caller."""
 
     def drain(self) -> None:
         for line, thread in tuple(self._lines.values()):
@@ -346,17 +346,17 @@ class Thread(Progress):
     def _run(self, line: "_Line") -> None:
         while (work := line.get()) is not None:
             work.carry_out()
-            del work  # the last reference, if the program has dropped the Work
+            del work  # drop the reference before the next `get` waits
 
 
 def choose_progress(mpi: Any, threads_allowed: bool, checked: bool) -> Progress:
-    """A progress thread if MPITRAIN_PROGRESS_THREAD=1, or unless it is 0 where every rank has two cores or more. Collective.
+    """A progress thread if MPITRAIN_PROGRESS_THREAD=1; without that setting, if every rank has two cores or more. Collective.
 
-    In checked mode only if it is 1: the thread has communicators of its own, so that ranks of which some pass async_op and some do not
-    would not meet to compare their calls.
+    In checked mode only if it is 1: progress threads use separate communicators, so a rank that passes async_op and a rank that does
+    not would never compare their calls.
     """
     chosen = switch("MPITRAIN_PROGRESS_THREAD")
-    # Ranks that are bound to cores of their own share no set of cores; others share theirs with all that have the same set.
+    # A rank shares its cores with all ranks of the node that are bound to the same set of cores.
     cores = tuple(sorted(os.sched_getaffinity(0)))
     sharing = mpi.allgather((os.uname().nodename, cores, chosen)).count((os.uname().nodename, cores, chosen))
     wanted = not checked and len(cores) >= 2 * sharing if chosen is None else chosen

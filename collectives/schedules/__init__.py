@@ -1,6 +1,6 @@
-"""Algorithms as data: for each rank the chunks that it sends and receives, in order. No MPI in here.
+"""Algorithms as data: for each rank the chunks that it sends and receives, in order. This package does not use MPI.
 
-`build(operation, algorithm, size)` gives the schedule. A new algorithm is one short file and a line in `BUILDERS`.
+`build(operation, algorithm, size)` returns the schedule. A new algorithm is one short file and a line in `BUILDERS`.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ BUILDERS: dict[str, dict[str, Callable[[Setup], Schedule]]] = {
     "all_to_all": {"pairwise": direct.all_to_all},
 }
 
-# Operations with a root; algorithms that look at num_segments; algorithms that look at per_node.
+# Operations with a root; algorithms that use num_segments; algorithms that use per_node.
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 PIPELINED = frozenset({"double_tree"})
 TWO_LEVEL = frozenset({"two_level"})
@@ -55,7 +55,7 @@ def build(
 ) -> Schedule:
     """The schedule of an algorithm for `size` ranks, numbered node by node.
 
-    `per_node` (ranks a node, divides `size`) matters to two-level algorithms, `num_segments` (pieces a tree) to pipelined ones.
+    `per_node` (ranks on a node, divides `size`) is for two-level algorithms, `num_segments` (pieces for each tree) for pipelined ones.
     ValueError if the operation or algorithm is unknown or a number does not fit.
     """
     algorithms = BUILDERS.get(operation)
@@ -75,9 +75,9 @@ def build(
 
 
 def goes_in_rounds(algorithm: str, size: int) -> bool:
-    """Whether what a rank sends in its k-th step is what its peer receives in its k-th, on all ranks, for as many steps.
+    """Whether all ranks have the same number of steps, and a message sent in a rank's k-th step is received in its peer's k-th step.
 
-    Then schedules on different chunks may be carried on step by step in turn, and no two ranks wait for each other.
+    Then several schedules on different chunks may run step by step in turn without a deadlock.
     """
     return algorithm in _IN_ROUNDS or (algorithm == "recursive_doubling" and size & (size - 1) == 0)
 

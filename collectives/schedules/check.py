@@ -1,9 +1,9 @@
-"""Proves a schedule: every result holds every contribution exactly once, all ranks the same bits, and the cost is the formula's.
+"""Proves a schedule: each result contains every contribution exactly once, all ranks have the same bits, and the cost fits the formula.
 
-No elements are moved, only what each chunk of each rank stands for. Where data is only moved, that is a number for each part there
-is: exact for any number of ranks. In reductions it is the sum of a weight for each rank. Up to 64 ranks the weights are single bits:
-exact too. Beyond, they are random 64-bit numbers from a fixed seed, summed modulo 2^64: a wrong sum of one contribution too many or
-too few looks right with probability 2^-64 (an error of d of them: 2^-64 times the largest power of two in d).
+The proof moves no elements, but a number for the contents of each chunk of each rank. In operations that only move data it is the
+number of a part, which is exact for any number of ranks. In reductions it is a sum of the ranks' weights. Up to 64 ranks a weight is a
+single bit, which is exact too. Beyond 64 ranks weights are random 64-bit numbers from a fixed seed, summed modulo 2^64: a sum with one
+contribution too many or too few looks right with probability 2^-64 (with d of them: 2^-64 times the largest power of two in d).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,11 @@ __all__ = ["EXACT_RANKS", "ScheduleError", "check", "setups"]
 
 EXACT_RANKS = 64
 _REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
-_BATCH = 1 << 18  # chunks handled at once
+_BATCH = 1 << 18  # chunks that NumPy processes at once
 
 
 def check(schedule: Schedule) -> Cost:
-    """Prove `schedule`. Return what it costs, which is its formula, or raise ScheduleError that says what is wrong where."""
+    """Prove `schedule`. Returns its cost, which equals its formula. ScheduleError with the place of the first error found."""
     if schedule.operation not in BUILDERS:
         raise ScheduleError(f"operation {schedule.operation!r} has no rule for its result")
     run = trace(schedule)
@@ -35,9 +35,9 @@ def check(schedule: Schedule) -> Cost:
 
 
 def setups(operation: str, algorithm: str, size: int) -> Iterator[Setup]:
-    """What an algorithm is proved for at this number of ranks: several roots, ranks a node, and numbers of segments.
+    """The cases for which an algorithm is proved at this number of ranks: several roots, sizes of nodes, and numbers of segments.
 
-    Up to 64 ranks the first and the last rank are roots, and nodes are of every size that divides; beyond, there is one of each.
+    Up to 64 ranks: the first and the last rank as roots, and nodes of every size that divides `size`; beyond: one root, one node size.
     """
     few = size <= EXACT_RANKS
     roots = [0] if operation not in ROOTED else sorted({0, size - 1}) if few else [size // 3]
@@ -60,7 +60,7 @@ def _check_data(run: Trace) -> None:
     held = _initial(schedule)
     arrays = [held]
     if schedule.operation == "all_reduce":
-        # Sums of the same contributions round alike only if they were added up in the same order: a hash of the order for each sum.
+        # Sums of the same contributions have the same bits only if the order of additions is the same: each sum has a hash of it.
         arrays.append(_mixed(np.arange(held.size, dtype=np.uint64)).reshape(held.shape))
     # Messages are read in their round and written when their step at the receiver ends.
     written_in = run.last_round[run.recv_step]
@@ -103,10 +103,10 @@ def _taken(
 
 
 def _places(rank: np.ndarray, chunk: np.ndarray, count: np.ndarray, num_chunks: int) -> np.ndarray:
-    """Where each chunk of some messages stands in an array (rank, chunk), flat."""
+    """The flat index of each chunk of some messages in an array (rank, chunk)."""
     before = np.cumsum(count) - count
     places = np.arange(count.sum()) + np.repeat(rank * num_chunks + chunk - before, count)
-    if (chunk + count > num_chunks).any():  # after the last chunk comes the first
+    if (chunk + count > num_chunks).any():  # the first chunk follows the last one
         places -= num_chunks * (places >= np.repeat((rank + 1) * num_chunks, count))
     return places
 
@@ -148,7 +148,7 @@ def _weights(size: int) -> np.ndarray:
 
 
 def _initial(schedule: Schedule) -> np.ndarray:
-    """What chunk c of rank r stands for at first, (rank, chunk); 0 for nothing."""
+    """The initial contents of chunk c of rank r, as an array (rank, chunk); 0 if it is empty."""
     size, chunks, root = schedule.size, schedule.num_chunks, schedule.root
     held = np.zeros((size, chunks), np.uint64)
     match schedule.operation:
@@ -169,7 +169,7 @@ def _parts(number: int) -> np.ndarray:
 
 def _check_result(schedule: Schedule, held: np.ndarray) -> None:
     size, chunks, root = schedule.size, schedule.num_chunks, schedule.root
-    expected = np.zeros((size, chunks), np.uint64)  # 0: whatever
+    expected = np.zeros((size, chunks), np.uint64)  # 0: any contents
     everyone = _weights(size).sum(dtype=np.uint64)
     match schedule.operation:
         case "all_reduce":
@@ -200,7 +200,7 @@ def _check_result(schedule: Schedule, held: np.ndarray) -> None:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """A random-looking number for each (the finaliser of SplitMix64), so that mixed(a + b) tells pairs {a, b} apart."""
+    """A pseudo-random number for each value (the finaliser of SplitMix64), so that mixed(a + b) differs between pairs {a, b}."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         values ^= values >> np.uint64(shift)

@@ -1,12 +1,12 @@
-"""What a schedule takes on a network of thousands of ranks, without them: the alpha-beta model, walked message by message.
+"""The time of a schedule on a network of thousands of ranks, by the alpha-beta model, computed message by message.
 
-A message of m bytes takes alpha + m / bandwidth, other numbers within a node than between nodes, and begins when both its ranks have
-ended their steps before; a rank sends and receives at the same time at full speed (Hockney, Parallel Computing 1994; Thakur,
-Rabenseifner and Gropp, IJHPCA 2005). Where more messages leave or reach a node in one round than it has links, they share these
-evenly. Not in the model: the time to add numbers up, and congestion between nodes.
+A message of m bytes takes alpha + m / bandwidth, with different numbers within a node and between nodes. It begins when both its ranks
+have ended their previous steps; a rank sends and receives at the same time at full speed (Hockney, Parallel Computing 1994; Thakur,
+Rabenseifner and Gropp, IJHPCA 2005). If more messages leave or reach a node in one round than it has links, they share the links
+evenly. The model does not include the time of additions, or congestion between nodes.
 
-A pipeline that is full gets longer by the same time with each further segment, so that two short ones give the price of a long one. A
-schedule that looks the same from each node is walked on one node.
+Each further segment of a full pipeline takes the same time, so the times of two short pipelines give the time of a long one. A
+schedule that is the same on each node is computed on one node.
 """
 
 import math
@@ -19,16 +19,16 @@ from collectives.schedules import BUILDERS, PIPELINED, TWO_LEVEL, build
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.trace import Trace, trace
 
-SEGMENTS = tuple(1 << i for i in range(13))  # numbers of segments that are tried
-_SHORT, _LONG = 4, 8  # segments of the two pipelines that are walked
+SEGMENTS = tuple(1 << i for i in range(13))  # the numbers of segments to try
+_SHORT, _LONG = 4, 8  # segments of the two pipelines that are computed message by message
 
 
 @dataclass(frozen=True)
 class Network:
-    """What the ranks stand on. Times in seconds, bandwidths in bytes per second and direction.
+    """The network between the ranks. Times in seconds, bandwidths in bytes per second and direction.
 
-    `links_per_node`: how many messages can cross a node's edge at full bandwidth in each direction; None: one for each of its ranks, as
-    where each GPU has its own adapter.
+    `links_per_node`: the number of messages that can leave, and enter, a node at full bandwidth at the same time; None: one for each
+    of its ranks, as if each GPU has its own adapter.
     """
 
     per_node: int = 1
@@ -41,7 +41,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Price:
-    """What an algorithm takes for `nbytes`, the whole buffer; `num_segments`: the best number, 1 where it is no pipeline."""
+    """The time of an algorithm for `nbytes`, the whole buffer. `num_segments`: the best number; 1 if it is not a pipeline."""
 
     algorithm: str
     nbytes: int
@@ -50,9 +50,9 @@ class Price:
 
 
 def prices(operation: str, size: int, network: Network, sizes: Sequence[int]) -> list[Price]:
-    """Each algorithm of `operation` on `size` ranks at each of `sizes` (bytes of the whole buffer), with rank 0 as root.
+    """The price of each algorithm of `operation` on `size` ranks at each of `sizes` (bytes of the whole buffer), with rank 0 as root.
 
-    Two-level algorithms where there are several nodes of several ranks. ValueError if nodes of `network.per_node` ranks do not add up.
+    Two-level algorithms only for several nodes of several ranks. ValueError if `network.per_node` does not divide `size`.
     """
     if size < 1 or network.per_node < 1 or size % network.per_node:
         raise ValueError(
@@ -83,18 +83,18 @@ def seconds(run: Trace, network: Network, nbytes: np.ndarray) -> np.ndarray:
     alpha = np.where(across, network.alpha, network.node_alpha)[:, None]
     per_byte = shared / np.where(across, network.bandwidth, network.node_bandwidth)
     parts = run.count / run.schedule.chunks_per_buffer * per_byte
-    ended = np.zeros((run.num_steps + 1, len(nbytes)))  # when each step did; the last row stands for the beginning
+    ended = np.zeros((run.num_steps + 1, len(nbytes)))  # the end of each step; the last row is the beginning
     for begin, end in zip(run.bounds[:-1], run.bounds[1:], strict=True):
         sends, receives = run.send_step[begin:end], run.recv_step[begin:end]
         start = np.maximum(ended[run.before[sends]], ended[run.before[receives]])
         finish = start + alpha[begin:end] + parts[begin:end, None] * nbytes
-        for steps in (sends, receives):  # in one round each step has one part at most on either side
+        for steps in (sends, receives):  # in one round a step has at most one send and one receive
             ended[steps] = np.maximum(ended[steps], finish)
     return ended.max(0)
 
 
 def _sharing(run: Trace, network: Network, across: np.ndarray) -> np.ndarray:
-    """By how much each message that crosses between nodes is slowed down by those that do so with it."""
+    """The factor by which each message between nodes is slower because other messages use the same links."""
     links = network.links_per_node or network.per_node
     num_nodes = -(-run.num_ranks // network.per_node)
     round_ = np.repeat(np.arange(run.num_rounds), np.diff(run.bounds)) * num_nodes
@@ -106,7 +106,7 @@ def _sharing(run: Trace, network: Network, across: np.ndarray) -> np.ndarray:
 
 
 def _walked(schedule: Schedule, network: Network) -> Trace:
-    """The trace of all ranks, or of the few nodes that all others are like."""
+    """The trace of all ranks, or of a few nodes if all other nodes behave the same."""
     num_ranks = math.lcm(schedule.period or schedule.size, network.per_node)
     return trace(schedule, num_ranks if schedule.size % num_ranks == 0 else None)
 
@@ -116,7 +116,7 @@ def _pipeline_seconds(operation: str, algorithm: str, size: int, network: Networ
     runs: dict[int, Trace] = {}
 
     def walked(k: int, segment: np.ndarray) -> np.ndarray:
-        """The time of k segments of this many bytes."""
+        """The time of k segments of `segment` bytes."""
         if k not in runs:
             runs[k] = trace(build(operation, algorithm, size, num_segments=k))
         return seconds(runs[k], network, segment * runs[k].schedule.num_chunks)

@@ -1,7 +1,7 @@
-"""Every part goes straight from the rank that has it to the rank that needs it: no byte more than needed, N-1 rounds.
+"""Every part goes directly from the rank that has it to the rank that needs it: the fewest bytes, N-1 rounds.
 
 The pairwise exchange is that of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-IJHPCA 2005. Bruck's all-to-all in log2 N rounds is not here: its messages are made of blocks that do not follow each other in the
+IJHPCA 2005. Bruck's all-to-all in log2 N rounds is not implemented: its messages consist of blocks that are not adjacent in the
 buffer.
 """
 
@@ -18,7 +18,7 @@ def _scatter_steps(setup: Setup, rank: int) -> tuple[Step, ...]:
 
 
 def _all_to_all_steps(size: int, rank: int) -> tuple[Step, ...]:
-    """In step s each rank sends to the s-th rank after it: no rank gets two messages at once."""
+    """In step s each rank sends to the s-th rank after it, so that no rank receives two messages at the same time."""
     steps = []
     for s in range(1, size):
         to, source = (rank + s) % size, (rank - s) % size
@@ -40,7 +40,7 @@ def gather(setup: Setup) -> Schedule:
 
 
 def all_to_all(setup: Setup) -> Schedule:
-    """Rank r ends with chunk r of every other rank; chunks are numbered as collectives/schedules/schedule.py tells."""
+    """Rank r ends with chunk r of every other rank; schedules/schedule.py defines the numbers of the chunks."""
     n = setup.size
     cost = Cost(n - 1, Fraction(n - 1, n))
     return Schedule(

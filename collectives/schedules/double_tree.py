@@ -1,13 +1,13 @@
-"""Two binary trees at once, pipelined: the bandwidth of a ring with the latency of a tree, for long messages and many ranks.
+"""Two pipelined binary trees at the same time: the bandwidth of a ring with the latency of a tree, for long messages and many ranks.
 
 Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 2009. Half of the
-buffer goes down each tree in `num_segments` pieces. A rank has children in at most one of the trees, so that all ranks send alike.
-The edges have two colours: those of one colour are used in even rounds, the others in odd rounds. No rank sends on two edges of the
-same colour, and none receives on two: in each round it sends at most one message and receives at most one.
+buffer goes down each tree in `num_segments` pieces. A rank has children in at most one of the trees, so that ranks send equal amounts.
+The edges have two colours: edges of one colour are used in even rounds, the others in odd rounds. No rank sends, or receives, on two
+edges of the same colour, so in each round a rank sends at most one message and receives at most one.
 
 Ranks are numbered relative to the root, v = (rank - root) mod N. The root feeds both trees, which are in-order trees of the ranks
-1..N-1: in the first, odd numbers are leaves. The second is the first in a mirror (N odd) or shifted by one (N even): odd numbers have
-the children there.
+1..N-1. In the first tree odd numbers are leaves. The second tree is the mirror image of the first (N odd) or the first shifted by one
+(N even), so that odd numbers have children there.
 """
 
 import functools
@@ -18,7 +18,7 @@ from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, St
 
 
 class _Edge(NamedTuple):
-    """From the parent of `child` in a tree down to it. `at`: the round of its first message; the next follow every second round."""
+    """An edge from a parent down to a child in a tree. `at`: the round of its first message; the others follow every second round."""
 
     parent: int
     child: int
@@ -27,10 +27,10 @@ class _Edge(NamedTuple):
 
 
 def _parents(size: int) -> list[list[int]]:
-    """parents[tree][v]; for v = 0, the root of all, it means nothing."""
+    """parents[tree][v]; the value for v = 0, the root, has no meaning."""
     p = size - 1
     first = [0] * size
-    # In-order: the top of the ranks low..high is the one with the most zeros at its end.
+    # In-order tree: the top of the ranks low..high is the number with the most trailing zeros.
     ranges = [(1, p, 0)]
     while ranges:
         low, high, parent = ranges.pop()
@@ -40,7 +40,7 @@ def _parents(size: int) -> list[list[int]]:
             ranges += [(low, top - 1, top), (top + 1, high, top)]
     second = [0] * size
     for v in range(1, size):
-        # v stands in the second tree where w stands in the first.
+        # v has the place in the second tree that w has in the first.
         w = p + 1 - v if p % 2 == 0 else v % p + 1
         above = first[w]
         second[v] = 0 if not above else p + 1 - above if p % 2 == 0 else (above - 2) % p + 1
@@ -49,14 +49,14 @@ def _parents(size: int) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=16)
 def _edges(size: int) -> tuple[list[list[_Edge]], list[list[_Edge]]]:
-    """(the edges down from each v, those into each v)."""
+    """(the edges from each v to its children, the edges to each v from its parents)."""
     parents = _parents(size)
     down: list[list[tuple[int, int]]] = [[] for _ in range(size)]
     for tree in (0, 1):
         for v in range(1, size):
             down[parents[tree][v]].append((tree, v))
-    # Edges that may not have the same colour, those of one sender and those of one receiver, make paths and even cycles: walk along
-    # each. An edge is (tree, child).
+    # The edges of one sender, and those of one receiver, must have different colours. Edges with this relation form paths and even
+    # cycles: walk along each of them. An edge is (tree, child).
     colour: dict[tuple[int, int], int] = {}
     starts = down[0] + [(tree, v) for tree in (0, 1) for v in range(1, size)]
     for start in starts:
@@ -71,7 +71,7 @@ def _edges(size: int) -> tuple[list[list[_Edge]], list[list[_Edge]]]:
             walk += [(other, 1 - shade) for other in others]
     out: list[list[_Edge]] = [[] for _ in range(size)]
     into: list[list[_Edge]] = [[] for _ in range(size)]
-    waiting = [(edge, -1) for edge in down[0]]  # with the round in which its parent has the first piece
+    waiting = [(edge, -1) for edge in down[0]]  # an edge, and the round in which its parent has the first piece
     while waiting:
         (tree, v), ready = waiting.pop()
         at = ready + 1
@@ -84,7 +84,7 @@ def _edges(size: int) -> tuple[list[list[_Edge]], list[list[_Edge]]]:
 
 
 def _spread(setup: Setup, rank: int) -> tuple[Step, ...]:
-    """Down both trees: chunks 0 .. k-1 in the first, k .. 2k-1 in the second."""
+    """A rank's steps down both trees: chunks 0 .. k-1 in the first tree, k .. 2k-1 in the second."""
     n, root, k = setup.size, setup.root, setup.num_segments
     if n == 1:
         return ()
@@ -100,7 +100,7 @@ def _spread(setup: Setup, rank: int) -> tuple[Step, ...]:
 
 
 def _rounds(setup: Setup) -> int:
-    """Of one way. The first piece needs up to two rounds for each of the h edges on the longest way down; then comes one every two."""
+    """Rounds down the trees: up to two for each of the h edges of the longest path, and two for each further piece."""
     n = setup.size
     if n == 1:
         return 0
@@ -119,12 +119,12 @@ def broadcast(setup: Setup) -> Schedule:
 
 
 def reduce(setup: Setup) -> Schedule:
-    """The root ends with the sum of all ranks; the others keep partial sums."""
+    """The root ends with the sum of all ranks; the other ranks keep partial sums."""
     return broadcast(setup).mirrored("reduce", reduce=True)
 
 
 def all_reduce(setup: Setup) -> Schedule:
-    """A reduce up both trees, then a broadcast down. A rank that has two children somewhere sends the buffer twice, as in a ring."""
+    """A reduce up both trees, then a broadcast down. A rank with two children in a tree sends two buffers in all, as in a ring."""
     n = setup.size
     traffic = 1 + Fraction(min(n - 2, 2), 2) if n > 1 else Fraction(0)
     return reduce(setup).then(broadcast(setup), "all_reduce", "double_tree", Cost(2 * _rounds(setup), traffic))

@@ -1,8 +1,8 @@
-"""Recursive doubling among the largest power of two of the ranks: the rest hand their part to a neighbour and get the result from it.
+"""Recursive doubling for any number of ranks: the ranks beyond a power of two send their part to a neighbour, which returns the result.
 
-Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005. With 2^q ranks and e
-more, ranks 2j and 2j + 1 are group j for j < e, and each later rank is a group of its own; the first rank of a group speaks for it.
-Groups exchange in pairs, and both sides of a pair add the same two numbers, so that all ranks end with the same bits.
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005. With 2^q + e ranks, ranks
+2j and 2j + 1 are group j for j < e, and each later rank is a group of one. The first rank of a group is its speaker, which sends and
+receives for the group. Groups exchange in pairs, and both groups of a pair add the same two numbers, so all ranks get the same bits.
 """
 
 from fractions import Fraction
@@ -11,13 +11,13 @@ from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, St
 
 
 def _groups(size: int) -> tuple[int, int]:
-    """(q, e): how often groups exchange, and how many groups are of two ranks."""
+    """(q, e): the number of exchanges between groups, and the number of groups of two ranks."""
     q = size.bit_length() - 1
     return q, size - (1 << q)
 
 
 def _group_of(extra: int, rank: int) -> tuple[int, bool]:
-    """(the rank's group, whether it speaks for it)."""
+    """(the rank's group, whether it is the group's speaker)."""
     return (rank // 2, rank % 2 == 0) if rank < 2 * extra else (rank - extra, True)
 
 
@@ -56,7 +56,7 @@ def _all_gather_steps(size: int, rank: int) -> tuple[Step, ...]:
 
 
 def all_reduce(setup: Setup) -> Schedule:
-    """Whole buffers in log2 N rounds, the fewest there can be (two more where N is no power of two): for short messages."""
+    """Exchanges of whole buffers in log2 N rounds, the minimum (two more if N is not a power of two), for short messages."""
     n = setup.size
     q, extra = _groups(n)
     cost = Cost(q + 2 * (extra > 0), Fraction(q + (extra > 0)))
@@ -67,7 +67,7 @@ def all_gather(setup: Setup) -> Schedule:
     """Rank r begins with chunk r; all end with all chunks."""
     n = setup.size
     q, extra = _groups(n)
-    # Group 0 holds the most at any time: before round k 2^k ranks' chunks, and as many more as there are pairs among them.
+    # Group 0 always has the most chunks: before round k those of 2^k groups, of which up to e have two ranks.
     chunks = (1 << q) - 1
     if extra:
         j = extra.bit_length()

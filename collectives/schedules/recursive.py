@@ -1,9 +1,9 @@
-"""Recursive algorithms: log2 N rounds in which messages double, or halve.
+"""Recursive algorithms: log2 N rounds in which the size of messages doubles, or halves.
 
-An all-gather among any number of members in ceil(log2 N) rounds, each member sending N-1 blocks: both are optimal. Its mirror image
-is the reduce-scatter by halving. At powers of two, members exchange in pairs (recursive doubling: Thakur, Rabenseifner and Gropp,
-"Optimization of collective communication operations in MPICH", IJHPCA 2005). For other N they stand on a circulant graph, as Bruck et
-al. have it ("Efficient algorithms for all-to-all communications in multiport message-passing systems", TPDS 1997), with the skips of
+An all-gather among N members takes ceil(log2 N) rounds, and each member sends N-1 blocks: both numbers are optimal. Its mirror image
+is the reduce-scatter by halving. For powers of two, members exchange in pairs (recursive doubling: Thakur, Rabenseifner and Gropp,
+"Optimization of collective communication operations in MPICH", IJHPCA 2005). For other N they form a circulant graph as in Bruck et
+al. ("Efficient algorithms for all-to-all communications in multiport message-passing systems", TPDS 1997), with the skips of
 Träff ("Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms", arXiv 2410.14234): N, N/2, N/4 .. 1, each rounded up.
 """
 
@@ -17,7 +17,7 @@ from collectives.schedules.tree import depth, gather, scatter
 
 
 class Area(NamedTuple):
-    """Chunks that some ranks share out: member i owns the `block` chunks from `first` + i * `block` on.
+    """A range of chunks that is divided among some ranks: member i owns the `block` chunks from `first` + i * `block` on.
 
     `closed`: the area is the whole buffer, so that its first chunk follows its last one.
     """
@@ -28,7 +28,7 @@ class Area(NamedTuple):
     closed: bool = True
 
     def span(self, i: int, count: int) -> list[tuple[int, int]]:
-        """The blocks of `count` members from `i` on, cyclically, as (chunk, number of chunks) for each message that they take."""
+        """The blocks of `count` members from `i` on, cyclically, as one or two messages of (first chunk, number of chunks)."""
         p = len(self.members)
         i %= p
         if self.closed or i + count <= p:
@@ -37,16 +37,16 @@ class Area(NamedTuple):
 
 
 def skips(p: int) -> Iterator[tuple[int, int]]:
-    """(blocks that a member holds, blocks that it receives) before and in each round of an all-gather on the circulant graph."""
+    """For each round of an all-gather on the circulant graph: (blocks that a member has before it, blocks that it receives)."""
     for k in reversed(range(depth(p))):
         held, then = -(-p >> k + 1), -(-p >> k)
         yield held, then - held
 
 
 def circulant_steps(area: Area, i: int, num_chunks: int) -> tuple[Step, ...]:
-    """An all-gather of the area for member i, for any number of members. Before a round it holds the blocks i, i + 1, .. i + held - 1.
+    """Member i's steps of an all-gather of the area, for any number of members. Before a round it has blocks i, .. i + held - 1.
 
-    A message that would run over the end of an area that is not closed takes two rounds.
+    A message that would pass the end of an area that is not closed takes two rounds.
     """
     p, steps = len(area.members), []
     for held, count in skips(p):
@@ -62,7 +62,7 @@ def circulant_steps(area: Area, i: int, num_chunks: int) -> tuple[Step, ...]:
 
 
 def _pair_steps(area: Area, i: int, num_chunks: int) -> tuple[Step, ...]:
-    """An all-gather of the area for member i of a power of two: it exchanges all it holds with i xor 1, i xor 2, i xor 4 .."""
+    """Member i's steps of an all-gather for a power of two: it exchanges all its blocks with i xor 1, i xor 2, i xor 4 .."""
     steps = []
     for k in range(depth(len(area.members))):
         held = 1 << k
@@ -73,13 +73,13 @@ def _pair_steps(area: Area, i: int, num_chunks: int) -> tuple[Step, ...]:
 
 
 def doubling_steps(area: Area, i: int, num_chunks: int) -> tuple[Step, ...]:
-    """An all-gather of the area for member i, in as few rounds as can be; mirrored it is a reduce-scatter by halving."""
+    """Member i's steps of an all-gather of the area; mirrored, they are a reduce-scatter by halving."""
     p = len(area.members)
     return (circulant_steps if p & p - 1 else _pair_steps)(area, i, num_chunks)
 
 
 def doubling_rounds(p: int, closed: bool) -> int:
-    """How many rounds `doubling_steps` take: log2 p, rounded up; in an area that is not closed, the longer messages go in two."""
+    """The rounds of `doubling_steps`: log2 p, rounded up; in an area that is not closed, longer messages take two rounds."""
     q = depth(p)
     if closed or p & p - 1 == 0:
         return q
@@ -90,16 +90,16 @@ def doubling_rounds(p: int, closed: bool) -> int:
 
 
 def _doubling(setup: Setup) -> Schedule:
-    """The all-gather of which the algorithms below are made."""
+    """The all-gather from which the algorithms below are made."""
     n = setup.size
     cost = Cost(depth(n), Fraction(n - 1, n))
-    period = 1 if n & n - 1 else None  # pairs are made by xor, which no shift keeps
-    area, name = Area(range(n)), "halving"  # as its mirror image is called
+    period = 1 if n & n - 1 else None  # pairs by xor are not invariant under shifts
+    area, name = Area(range(n)), "halving"  # the name of its mirror image
     return Schedule("all_gather", name, n, setup.root, n, lambda rank: doubling_steps(area, rank, n), cost, period)
 
 
 def bruck_all_gather(setup: Setup) -> Schedule:
-    """Rank r begins with chunk r; all end with all chunks. On the circulant graph for every N (at powers of two Bruck's own skips)."""
+    """Rank r begins with chunk r; all ranks end with all chunks. It uses the circulant graph for every N."""
     n = setup.size
     cost = Cost(depth(n), Fraction(n - 1, n))
     return Schedule(

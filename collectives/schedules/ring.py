@@ -1,7 +1,7 @@
-"""Ring algorithms: every rank talks to its two neighbours only; bandwidth-optimal, N-1 rounds each way.
+"""Ring algorithms: every rank exchanges messages only with its two neighbours; bandwidth-optimal, N-1 rounds in each direction.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009. Each chunk is summed along
-one path, so that every rank ends with the same bits. Latency grows with N: for short messages and many ranks a tree is better.
+one path, so all ranks get the same bits. The latency grows with N: for short messages and many ranks a tree is faster.
 """
 
 from fractions import Fraction
@@ -10,7 +10,7 @@ from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, St
 
 
 def _all_gather_steps(size: int, rank: int) -> tuple[Step, ...]:
-    """Each rank passes on what it received last, beginning with its own chunk."""
+    """Each rank sends its own chunk first, then in each step the chunk that it received last."""
     after, before = (rank + 1) % size, (rank - 1) % size
     return tuple(
         Step(Send(before, (rank + s) % size), Recv(after, (rank + s + 1) % size, reduce=False)) for s in range(size - 1)

@@ -1,12 +1,12 @@
 """Schedules: for each rank a list of steps over numbered chunks of one buffer.
 
-A step's send and receive go on at the same time; a rank begins its next step when both have ended. Chunks are numbers here: the
-executor (transports/executor.py) decides which elements chunk i holds, so that uneven cuts need no other schedule. One message may
-carry several chunks that follow each other; after the last chunk comes the first again.
+A step's send and receive run at the same time; a rank begins its next step when both have ended. Chunks are only numbers here: the
+executor (transports/executor.py) decides which elements are in chunk i, so parts may have different sizes. One message may have several
+consecutive chunks; the first chunk follows the last one.
 
-The chunks: in all_gather, reduce_scatter, gather and scatter chunk r is rank r's part, so there are N of them; in all_to_all
-chunks 0..N-1 are the parts of the input (chunk p goes to rank p) and N..2N-1 those of the output (chunk N + p is from rank p), where a
-rank's own part needs no message and is no matter of the schedule; elsewhere they are any equal cut of the buffer.
+In all_gather, reduce_scatter, gather and scatter chunk r is rank r's part, so there are N chunks. In all_to_all chunks 0..N-1 are the
+parts of the input (chunk p goes to rank p) and chunks N..2N-1 those of the output (chunk N + p comes from rank p); a rank's own part
+needs no message and is not in the schedule. In other operations chunks are equal parts of the buffer.
 """
 
 from collections.abc import Callable
@@ -16,24 +16,23 @@ from typing import NamedTuple
 
 
 class Send(NamedTuple):
-    """Send `count` chunks from `chunk` on, as they are at the beginning of the step, to rank `peer`."""
+    """Send `count` chunks from `chunk` on to rank `peer`, with their contents at the beginning of the step."""
 
     peer: int
     chunk: int
-    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which is not needed
 
 
 class Recv(NamedTuple):
-    """Receive `count` chunks from `chunk` on from rank `peer`: `reduce` adds them to what stands there, otherwise they take its place.
+    """Receive `count` chunks from `chunk` on from rank `peer`. With `reduce` they are added to the own chunks, else they replace them.
 
-    Where it reduces, the step's own send may be of the same chunks (two ranks that exchange their sums); they are added when both
-    have ended.
+    With `reduce` the step may also send the same chunks (two ranks that exchange their sums); the addition comes after the send.
     """
 
     peer: int
     chunk: int
     reduce: bool
-    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which is not needed
 
 
 class Step(NamedTuple):
@@ -42,7 +41,7 @@ class Step(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """`rounds`: steps on the longest chain of dependencies. `traffic`: what the busiest rank sends, in whole buffers."""
+    """`rounds`: steps on the longest chain of dependencies. `traffic`: the amount that the busiest rank sends, in whole buffers."""
 
     rounds: int
     traffic: Fraction
@@ -51,8 +50,8 @@ class Cost(NamedTuple):
 class Setup(NamedTuple):
     """The numbers for which a schedule is made. Ranks are numbered node by node, `per_node` on each.
 
-    `per_node` divides `size`; two-level algorithms alone look at it. `num_segments`: into how many pieces a pipelined algorithm cuts
-    what goes down one tree; the others ignore it. `root`: of broadcast, reduce, gather and scatter.
+    `per_node` divides `size`; only two-level algorithms use it. `num_segments`: the number of pieces into which a pipelined algorithm
+    cuts the data of one tree; the others ignore it. `root`: of broadcast, reduce, gather and scatter.
     """
 
     size: int
@@ -65,10 +64,9 @@ class Setup(NamedTuple):
 class Schedule:
     """An algorithm for one operation on `size` ranks.
 
-    `program(rank)` gives the steps of a rank; the steps of other ranks are not computed. `cost` is the formula from the
-    literature, which `schedules.check` compares with what the steps really do (chunks of equal size). `period`: the program of rank
-    r + period is that of rank r with each peer `period` further on, modulo size, and messages of as many chunks; None where no
-    number below size is known to be one.
+    `program(rank)` computes the steps of one rank. `cost` is the formula from the literature, which `schedules.check` compares with the
+    steps (for chunks of equal size). `period`: the program of rank r + period is that of rank r with `period` added to each peer,
+    modulo size, and with messages of the same sizes; None if no period below `size` is known.
     """
 
     operation: str
@@ -82,11 +80,11 @@ class Schedule:
 
     @property
     def chunks_per_buffer(self) -> int:
-        """How many chunks the whole buffer is that `cost.traffic` counts in: in all_to_all the input alone."""
+        """The number of chunks in the whole buffer, the unit of `cost.traffic`: in all_to_all only those of the input."""
         return self.num_chunks // 2 if self.operation == "all_to_all" else self.num_chunks
 
     def mirrored(self, operation: str, *, reduce: bool, cost: Cost | None = None) -> "Schedule":
-        """`operation` as this schedule backwards in time, see `mirrored`. Its cost is the same unless given."""
+        """The schedule of `operation` that runs this schedule backwards, see the function `mirrored`. `cost`: by default the same."""
         program = self.program
         return replace(
             self,
@@ -96,7 +94,7 @@ class Schedule:
         )
 
     def then(self, second: "Schedule", operation: str, algorithm: str, cost: Cost | None = None) -> "Schedule":
-        """`operation` as this schedule and `second` one after the other. Its cost is the sum of theirs unless given."""
+        """The schedule of `operation` that runs this schedule and then `second`. `cost`: by default the sum of their costs."""
         return replace(
             self,
             operation=operation,
@@ -108,10 +106,10 @@ class Schedule:
 
 
 def mirrored(steps: tuple[Step, ...], *, reduce: bool) -> tuple[Step, ...]:
-    """The steps backwards in time: each send a receive and each receive a send.
+    """The steps in reverse order, with each send replaced by a receive and each receive by a send.
 
-    What spreads data from one rank brings it together on that rank: a mirrored broadcast is a reduce, a mirrored all-gather a
-    reduce-scatter, and a mirrored scatter (`reduce=False`) a gather. Every chunk is summed along the one tree on which it was spread.
+    A schedule that spreads data from a rank then collects data on that rank: a mirrored broadcast is a reduce, a mirrored all-gather a
+    reduce-scatter, a mirrored scatter (`reduce=False`) a gather. Every chunk is summed along the same tree on which it was spread.
     """
     return tuple(
         Step(

@@ -1,8 +1,8 @@
-"""The run of a schedule: which send meets which receive, and in which round. For proofs (check.py) and prices (cost.py).
+"""The run of a schedule: which send matches which receive, and in which round. For proofs (check.py) and prices (cost.py).
 
-Sends are taken to wait for their receiver (MPI_Ssend): what ends here ends with any amount of buffering in the MPI library. Messages
-between two ranks are received in the order in which they were sent. NumPy works on all ranks of a round at once: a million messages
-take seconds.
+The trace assumes that a send waits for its receiver (MPI_Ssend): a schedule that ends here ends with any amount of buffering in the MPI
+library. Messages between two ranks are received in the order of sending. NumPy processes all ranks of a round at once, so a million
+messages take seconds.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives.schedules.schedule import Schedule, Step
 
-_NOBODY = -(1 << 40)  # no peer, and none that a wrong schedule might name
+_NOBODY = -(1 << 40)  # stands for no peer; a wrong schedule will not have this number
 _NO_SEND = (_NOBODY, 0, 0)
 _NO_RECV = (_NOBODY, 0, False, 0)
 
@@ -24,20 +24,20 @@ class ScheduleError(AssertionError):
 
 @dataclass(frozen=True)
 class Trace:
-    """All messages, in the order of the rounds; those of round i stand at `bounds[i]:bounds[i + 1]`. 1-D arrays.
+    """All messages in the order of the rounds, as 1-D arrays; those of round i are at `bounds[i]:bounds[i + 1]`.
 
-    Steps are numbered over all ranks, so that a rank's next step has the next number; `before` gives the number of the step before, or
-    `num_steps`, a place after all, for a rank's first. `last_round`: of each step, the round in which its later part ended.
+    Steps are numbered over all ranks, so that a rank's next step has the next number. `before`: for each step the number of the rank's
+    previous step, or `num_steps` for its first one. `last_round`: for each step the round in which both its parts have ended.
     """
 
     schedule: Schedule
-    num_ranks: int  # traced: all, or one period
+    num_ranks: int  # the traced ranks: all, or a multiple of the period
     num_steps: int
     before: np.ndarray
     last_round: np.ndarray
     bounds: np.ndarray
     source: np.ndarray
-    destination: np.ndarray  # the rank itself, beyond the period too
+    destination: np.ndarray  # the real rank, also if it is not traced
     send_step: np.ndarray
     recv_step: np.ndarray
     chunk: np.ndarray  # at the sender
@@ -50,14 +50,14 @@ class Trace:
         return len(self.bounds) - 1
 
     def sent(self) -> int:
-        """How many chunks the busiest rank sends."""
+        """The number of chunks that the busiest rank sends."""
         return int(np.bincount(self.source, self.count, self.num_ranks).max(initial=0))
 
 
 def trace(schedule: Schedule, num_ranks: int | None = None) -> Trace:
-    """Run `schedule` without data. ScheduleError if a step makes no sense, or ranks wait for each other for ever.
+    """Run `schedule` without data. ScheduleError if a step is invalid, or ranks wait for each other forever.
 
-    `num_ranks`: follow only so many, a multiple of `schedule.period` that divides the number of ranks; all others do as these do.
+    `num_ranks`: trace only this many ranks, a multiple of `schedule.period` that divides the number of ranks; the others do the same.
     """
     num_ranks = schedule.size if num_ranks is None else num_ranks
     programs = [schedule.program(rank) for rank in range(num_ranks)]
@@ -69,10 +69,10 @@ def trace(schedule: Schedule, num_ranks: int | None = None) -> Trace:
     ends = np.cumsum(lengths)
     firsts = ends - lengths
 
-    partner = _match(schedule.size, num_ranks, rank, peer_to, peer_from)  # of a step's send: the step that receives it
+    partner = _match(schedule.size, num_ranks, rank, peer_to, peer_from)  # for each send the step that receives it
     num_steps = len(steps)
     owner = np.append(rank, 0)
-    sent, received = peer_to == _NOBODY, peer_from == _NOBODY  # parts that have ended, or never were
+    sent, received = peer_to == _NOBODY, peer_from == _NOBODY  # parts of steps that have ended or do not exist
     current = firsts.copy()
     last_round = np.zeros(num_steps, int)
     rounds: list[np.ndarray] = []
@@ -80,7 +80,7 @@ def trace(schedule: Schedule, num_ranks: int | None = None) -> Trace:
         mine = current[current < ends]
         offered = mine[~sent[mine]]
         accepting = partner[offered]
-        # Both stand at the step in question; a step that does not exist is no rank's current step.
+        # Both ranks must be at these steps; a partner of -1 is never a rank's current step.
         ready = offered[(accepting >= 0) & (current[owner[accepting]] == accepting)]
         if not len(ready):
             break
@@ -126,9 +126,9 @@ def _table(programs: Sequence[Sequence[Step]]) -> np.ndarray:
 
 
 def _match(size: int, num_ranks: int, rank: np.ndarray, peer_to: np.ndarray, peer_from: np.ndarray) -> np.ndarray:
-    """For each step the step that receives what it sends, or -1: the i-th send from a to b meets b's i-th receive from a."""
+    """For each step the step that receives its message, or -1: the i-th send from a to b matches b's i-th receive from a."""
     sends, receives = np.flatnonzero(peer_to != _NOBODY), np.flatnonzero(peer_from != _NOBODY)
-    # The sender and the distance to the receiver: these distinguish pairs of ranks within a period too.
+    # The key is made of the sender and the distance to the receiver, so it works within a period, too.
     send_key = rank[sends] * size + (peer_to[sends] - rank[sends]) % size
     recv_key = peer_from[receives] % num_ranks * size + (rank[receives] - peer_from[receives]) % size
     send_order, send_id = _numbered(send_key, len(rank))
@@ -142,7 +142,7 @@ def _match(size: int, num_ranks: int, rank: np.ndarray, peer_to: np.ndarray, pee
 
 
 def _numbered(keys: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """(the order that sorts `keys`; for each of them, sorted, a number made of the key and of how many like it came before)."""
+    """(the order that sorts `keys`; for each sorted key a number made of the key and of the count of equal keys before it)."""
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     return order, keys * (limit + 1) + np.arange(len(keys)) - np.searchsorted(keys, keys)
@@ -170,7 +170,7 @@ def _check_steps(schedule: Schedule, rank: np.ndarray, steps: np.ndarray) -> Non
 def _check_messages(
     schedule: Schedule, source: np.ndarray, destination: np.ndarray, sends: np.ndarray, receives: np.ndarray
 ) -> None:
-    """Both sides mean the same chunks; in all_to_all, where they move to another place, as many."""
+    """ScheduleError unless sender and receiver name the same chunks; in all_to_all only the number of chunks must be the same."""
     chunk, count, recv_chunk, recv_count = sends[:, 1], sends[:, 2], receives[:, 4], receives[:, 6]
     wrong = count != recv_count
     if schedule.operation != "all_to_all":

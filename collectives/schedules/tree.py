@@ -1,8 +1,8 @@
-"""Binomial trees: log2 N rounds. Whole buffers down the tree are best for short messages; for parts they are near the optimum.
+"""Binomial trees: log2 N rounds. For whole buffers a tree is best with short messages; for gather and scatter it is near the optimum.
 
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005. Ranks are numbered
 relative to the root, v = (rank - root) mod N: the parent of v is v without its lowest set bit, and the subtree of v is v, v + 1, ...
-up to the next number that has no less zeros at its end; so the parts of a subtree follow each other.
+up to the next number that has at least as many trailing zeros. So the parts of a subtree are consecutive.
 """
 
 from fractions import Fraction
@@ -11,18 +11,18 @@ from collectives.schedules.schedule import Cost, Recv, Schedule, Send, Setup, St
 
 
 def depth(size: int) -> int:
-    """log2 of `size`, rounded up: the rounds in which one rank's word reaches all."""
+    """log2 of `size`, rounded up: the rounds that a broadcast needs."""
     return (size - 1).bit_length()
 
 
 def _spread(setup: Setup, rank: int, *, parts: bool) -> tuple[Step, ...]:
-    """From the root down to all: the one chunk of the whole buffer, or with `parts` to each child its subtree's parts alone."""
+    """A rank's steps from the root down the tree: the whole buffer as one chunk, or with `parts` only each subtree's parts."""
     n, root = setup.size, setup.root
     v = (rank - root) % n
     lowest = v & -v if v else 1 << depth(n)
 
     def message(child: int) -> tuple[int, int]:
-        """(chunk, count) of what goes to this child."""
+        """(chunk, count) of the message to this child."""
         return ((child + root) % n, min(child & -child, n - child)) if parts else (0, 1)
 
     steps = []
@@ -30,13 +30,13 @@ def _spread(setup: Setup, rank: int, *, parts: bool) -> tuple[Step, ...]:
         chunk, count = message(v)
         steps.append(Step(recv=Recv((v - lowest + root) % n, chunk, False, count)))
     bits = [1 << i for i in reversed(range(lowest.bit_length() - 1))]
-    # The child with the largest subtree first: it has the longest way to go.
+    # The child with the largest subtree comes first, because its subtree is the deepest.
     steps += [Step(send=Send((v + bit + root) % n, *message(v + bit))) for bit in bits if v + bit < n]
     return tuple(steps)
 
 
 def _largest_subtree(size: int) -> Fraction:
-    """What the root's busiest child passes up in a gather, in whole buffers: the topmost subtree may be cut short by N."""
+    """The amount that the root's busiest child sends up in a gather, in whole buffers; N may cut off the top subtree."""
     top = 1 << depth(size) - 1 if size > 1 else 1
     return Fraction(max(size - top, top // 2), size)
 
@@ -49,7 +49,7 @@ def broadcast(setup: Setup) -> Schedule:
 
 
 def reduce(setup: Setup) -> Schedule:
-    """The root ends with the sum of all ranks; the others keep partial sums."""
+    """The root ends with the sum of all ranks; the other ranks keep partial sums."""
     n = setup.size
     return broadcast(setup).mirrored("reduce", reduce=True, cost=Cost(depth(n), Fraction(min(1, n - 1))))
 

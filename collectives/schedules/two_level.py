@@ -1,8 +1,8 @@
-"""Two-level algorithms: within each node, and across nodes, where each rank of a node speaks for its slice.
+"""Two-level algorithms: steps within each node, and steps across nodes, in which each rank of a node exchanges one slice.
 
-Across nodes goes as little as can be, 1/g of it through each of a node's g ranks; Träff and Hunold, "Decomposing MPI collectives for
-exploiting multi-lane communication", CLUSTER 2020. Ranks are numbered node by node: rank a * g + l is the l-th of node a, of n nodes.
-Both levels double or halve (collectives/schedules/recursive.py).
+The traffic across nodes is minimal, and each of a node's g ranks sends 1/g of it: Träff and Hunold, "Decomposing MPI collectives for
+exploiting multi-lane communication", CLUSTER 2020. Ranks are numbered node by node: of n nodes, rank a * g + l is the l-th rank of
+node a. Both levels use doubling or halving (collectives/schedules/recursive.py).
 """
 
 from fractions import Fraction
@@ -13,10 +13,10 @@ from collectives.schedules.tree import depth
 
 
 def _all_gather_steps(setup: Setup, rank: int) -> tuple[Step, ...]:
-    """Chunk r is rank r's, so that those of a node follow each other, and what a node gets from another one is cut in g slices.
+    """A rank's steps. Chunk r is rank r's, so the chunks of a node are consecutive; a message to a node is cut into g slices.
 
-    First the node gathers its own chunks. Then nodes stand on the circulant graph: in each round rank l receives the l-th slice of what
-    its node is to get, and the node gathers the slices. So all ranks of a node always hold the same chunks, those of the nodes
+    First the node gathers its own chunks. Then the nodes use the circulant graph: in each round rank l receives the l-th slice of the
+    message to its node, and the node gathers the slices. So all ranks of a node always have the same chunks, those of the nodes
     a, a + 1, .. a + held - 1.
     """
     size, g = setup.size, setup.per_node
@@ -53,9 +53,9 @@ def reduce_scatter(setup: Setup) -> Schedule:
 
 
 def all_reduce(setup: Setup) -> Schedule:
-    """The node reduce-scatters the buffer in g slices; each is all-reduced across nodes; the node gathers the slices.
+    """A reduce-scatter of g slices within each node, an all-reduce of each slice across nodes, an all-gather within each node.
 
-    Here the chunks are nobody's: slice l is the n chunks from l * n on, so that a node's rounds are 2 log2 g, however many nodes.
+    Chunks do not belong to ranks here: slice l is the n chunks from l * n on, so the rounds within a node are 2 log2 g for any n.
     """
     size, g = setup.size, setup.per_node
     n = size // g
@@ -67,6 +67,6 @@ def all_reduce(setup: Setup) -> Schedule:
         return across + within
 
     cost = Cost(depth(g) + doubling_rounds(n, closed=g == 1), Fraction(g - 1, g) + Fraction(n - 1, size))
-    period = 1 if g == 1 and n & n - 1 else None  # else pairs, or messages cut in two on some nodes alone
+    period = 1 if g == 1 and n & n - 1 else None  # otherwise there are pairs, or only some nodes cut messages in two
     gather = Schedule("all_gather", "two_level", size, setup.root, size, program, cost, period)
     return gather.mirrored("reduce_scatter", reduce=True).then(gather, "all_reduce", "two_level")

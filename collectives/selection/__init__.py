@@ -1,1 +1,1 @@
-"""Which algorithm `auto` takes: the rules, the table of measurements, and where a measured one is kept."""
+"""The choice of the algorithm for "auto": the rules, the table of measurements, and the files of measured tables."""

@@ -1,7 +1,7 @@
-"""The table that "auto" chooses from: thresholds in bytes, measured by `python -m collectives tune` or built in. Pure data.
+"""The table from which "auto" chooses: thresholds in bytes, measured by `python -m collectives tune` or built in. It is only data.
 
-An entry holds for an operation, a kind of dtype and of memory, and the numbers of ranks and nodes that it was measured on. A
-communicator takes the nearest: numbers that were not measured are extrapolated to.
+An entry is valid for an operation, a kind of dtype and of memory, and the numbers of ranks and nodes of its measurement. A communicator
+uses the nearest entry, extrapolated to its own number of ranks.
 """
 
 import functools
@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 from collectives.schedules import BUILDERS, PIPELINED, TWO_LEVEL, build
 from collectives.selection.selector import ALGORITHMS, MEMORIES, Placement
 
-VERSION = 2  # of the form below, and of what the algorithms' names mean: another number makes measured tables void
-KINDS = ("native", "half")  # what MPI can reduce, and what it cannot (see selector.kind_of)
+VERSION = 2  # of the format below and the meaning of the algorithms' names; tables of other versions are not used
+KINDS = ("native", "half")  # dtypes that MPI can reduce, and dtypes that it cannot (see selector.kind_of)
 
-_LATENCY_BYTES = 8 << 10  # what a link carries in the time that a message takes to set out: 2 us at 4 GB/s
-# Measured by `tune --output` on 2 ranks of one machine; what it says of halves on 16 ranks and more is the price that schedules/cost.py
-# gives (1 us and 5 GB/s within a node, 2 us and one link of 12 GB/s between nodes).
+_LATENCY_BYTES = 8 << 10  # the bytes that a link carries in the latency of a message: 2 us at 4 GB/s
+# Measured by `tune --output` on 2 ranks of one machine. The entries for fp16 and bf16 on 16 ranks and more are computed by
+# schedules/cost.py (1 us and 5 GB/s within a node, 2 us and one link of 12 GB/s between nodes).
 _BUILT_IN = Path(__file__).with_name("builtin_table.json")
 
 
 class TableEntry(NamedTuple):
-    """`choices`: (up to so many bytes of the whole array, algorithm), rising; the last is (None, algorithm), for all above."""
+    """`choices`: (largest size of the whole array in bytes, algorithm), sorted; the last one is (None, algorithm), for larger sizes."""
 
     operation: str
     kind: str  # one of KINDS
@@ -36,14 +36,14 @@ class TableEntry(NamedTuple):
     choices: tuple[tuple[int | None, str], ...]
 
     def distance(self, placement: Placement) -> float:
-        """How far `placement` is from where this was measured, in doublings of the ranks a node and of the nodes."""
+        """The distance of `placement` from that of the measurement, in doublings of the ranks on a node and of the nodes."""
         a_node = abs(log2(self.ranks / self.nodes) - log2(placement.size / placement.num_nodes))
         return a_node + abs(log2(self.nodes) - log2(placement.num_nodes))
 
 
 @dataclass(frozen=True)
 class Table:
-    """Entries, and the `machine` they were measured on (see table_cache.py); None: the built-in ones, or given by hand."""
+    """Entries, and the `machine` of their measurement (see table_cache.py); None for built-in entries and those of a program."""
 
     entries: tuple[TableEntry, ...]
     machine: Mapping[str, Any] | None = None
@@ -51,9 +51,9 @@ class Table:
     def choices(
         self, operation: str, kind: str, memory: str, placement: Placement
     ) -> tuple[tuple[int | None, str], ...]:
-        """The thresholds for `placement`: of the nearest entry, on as many nodes if on one, else on several.
+        """The thresholds of the nearest entry for `placement`: only of entries of one node if it has one node, else only of the others.
 
-        Where nothing was measured in that memory, that of private memory; nothing for halves, that for other dtypes. Then "mpi".
+        Without an entry for `memory` an entry for private memory is used; without one for `kind` "half", one for "native"; else "mpi".
         """
         for this_kind in dict.fromkeys((kind, "native")):
             for this_memory in dict.fromkeys((memory, "private")):
@@ -69,7 +69,7 @@ class Table:
         return ((None, "mpi"),)
 
     def over(self, other: "Table") -> "Table":
-        """This table, and of the `other` what it says where this one says nothing, for any number of ranks: a complete one."""
+        """This table plus the entries of `other` for cases that this table does not have for any number of ranks."""
 
         def case(entry: TableEntry) -> tuple[str, str, str, bool]:
             return entry.operation, entry.kind, entry.memory, entry.nodes > 1
@@ -78,24 +78,24 @@ class Table:
         return Table((*self.entries, *(entry for entry in other.entries if case(entry) not in measured)), self.machine)
 
     def with_entries(self, entries: Iterable[TableEntry]) -> "Table":
-        """This table with `entries` in place of those for the same case on as many ranks and nodes, sorted; of no one machine."""
+        """This table without a machine, sorted, in which `entries` replace those of the same case, ranks and nodes."""
         merged = {entry[:5]: entry for entry in (*self.entries, *entries)}
         return Table(tuple(sorted(merged.values(), key=lambda entry: entry[:5])))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; `from_dict` makes an equal table of it."""
+        """The table as JSON values, from which `from_dict` makes an equal table."""
         entries = [{**entry._asdict(), "choices": [list(choice) for choice in entry.choices]} for entry in self.entries]
         return {"version": VERSION, "machine": None if self.machine is None else dict(self.machine), "entries": entries}
 
     def to_json(self) -> str:
-        """`to_dict` as text: a line for each entry."""
+        """The text of `to_dict`, with a line for each entry."""
         parts = self.to_dict()
         entries = ",\n".join(f"  {json.dumps(entry)}" for entry in parts["entries"])
         return f'{{\n "version": {VERSION},\n "machine": {json.dumps(parts["machine"])},\n "entries": [\n{entries}\n ]\n}}\n'
 
     @classmethod
     def from_dict(cls, data: object) -> "Table":
-        """The table that `to_dict` describes. ValueError, which says where, for anything else."""
+        """The table of a result of `to_dict`. ValueError, which names the wrong place, for other data."""
         if not isinstance(data, Mapping):
             raise ValueError(f"table: {_shown(data)}; expected an object with version and entries")
         if data.get("version") != VERSION:
@@ -113,12 +113,12 @@ class Table:
 
 @functools.cache
 def built_in() -> Table:
-    """The table that comes with this package, for where nothing was measured."""
+    """The table of this package, for machines without a measured table."""
     return Table.from_dict(json.loads(_BUILT_IN.read_text()))
 
 
 def _entry(where: str, row: object) -> TableEntry:
-    """An entry of a table, each value checked."""
+    """The entry of a table in `row`. ValueError if a value is wrong."""
     if not isinstance(row, Mapping) or set(row) != set(TableEntry._fields):
         raise ValueError(f"{where}: {_shown(row)}; expected an object with {', '.join(TableEntry._fields)}")
     for name, known in (("operation", ALGORITHMS), ("kind", KINDS), ("memory", MEMORIES)):
@@ -153,17 +153,17 @@ def _entry(where: str, row: object) -> TableEntry:
 
 
 def _shown(value: object) -> str:
-    """A value from a file, cut to a length that leaves an error readable."""
+    """A value from a file as text for an error, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _scaled(entry: TableEntry, size: int) -> tuple[tuple[int | None, str], ...]:
-    """The entry's thresholds on `size` ranks: between two schedules moved as their costs say, else as measured.
+    """The entry's thresholds for `size` ranks: between two schedules scaled by their costs, else as measured.
 
-    Two algorithms take equal time where what one saves in rounds it spends on bytes: at (rounds' difference / traffic's difference) x
-    latency x bandwidth. The last two are the machine's, so the threshold moves with the first. Where the measured number of ranks tells
-    nothing of that product (on two, most algorithms cost the same), a typical one stands in.
+    Two algorithms take the same time at (difference of rounds / difference of traffic) x latency x bandwidth. Latency and bandwidth
+    belong to the machine, so a threshold scales with the quotient. If the quotient does not exist for the measured number of ranks (on
+    two ranks most algorithms have the same cost), a typical product of latency and bandwidth is used.
     """
     if size == entry.ranks or size == 1:
         return entry.choices
@@ -175,15 +175,15 @@ def _scaled(entry: TableEntry, size: int) -> tuple[tuple[int | None, str], ...]:
             if here is not None:
                 up_to = max(up_to, round(here * _LATENCY_BYTES)) if there is None else round(up_to * here / there)
             if up_to <= below:
-                continue  # overtaken by the one before
+                continue  # an empty range
             below = up_to
         scaled.append((up_to, name))
     return tuple(scaled)
 
 
 def _break_even(operation: str, short: str, long: str, size: int) -> Fraction | None:
-    """(rounds that `short` saves) / (buffers of traffic that `long` saves). None if not both are schedules that do so."""
-    # The cost of the others depends on more than the number of ranks.
+    """(rounds that `short` saves) / (buffers of traffic that `long` saves). None if one saves nothing, or is not a plain schedule."""
+    # The cost of pipelined and two-level schedules depends on more than the number of ranks.
     plain = set(BUILDERS.get(operation, ())) - PIPELINED - TWO_LEVEL
     if not {short, long} <= plain:
         return None

@@ -1,7 +1,7 @@
-"""Where a measured table is kept: in the user's cache, one file for each machine, MPI library and number of ranks a node and of nodes.
+"""The files of measured tables in the user's cache: one for each machine, MPI library, number of ranks on a node, and number of nodes.
 
-Read by rank 0 when the world communicator is made, written by `python -m collectives tune`. A file that cannot be used is no error: a
-line on stderr says so, and the built-in table holds.
+`python -m collectives tune` writes a file; rank 0 reads it when the world communicator is made. A file that cannot be used is not an
+error: a line on stderr reports it, and the built-in table is used.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ from collectives.selection.table import VERSION, Table
 
 
 def folder() -> Path:
-    """The cache: MPITRAIN_CACHE_DIR, else $XDG_CACHE_HOME/mpitrain, else ~/.cache/mpitrain."""
+    """The cache folder: MPITRAIN_CACHE_DIR, else $XDG_CACHE_HOME/mpitrain, else ~/.cache/mpitrain."""
     if chosen := os.environ.get("MPITRAIN_CACHE_DIR"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mpitrain")
 
 
 def this_machine(mpi_library: str, placement: Placement) -> dict[str, Any]:
-    """What measured figures hold for: nothing here names the host, so that the nodes of one kind share a table."""
+    """The machine for which measurements are valid. It has no host name, so that nodes of the same kind share a table."""
     sizes = sorted({placement.smallest_node, placement.largest_node})
     return {
         "table": VERSION,
@@ -55,7 +55,7 @@ def path_of(machine: dict[str, Any]) -> Path:
 
 
 def read(machine: dict[str, Any]) -> Table | None:
-    """The table measured on `machine`; None where there is none, or, with a line on stderr, none that can be used."""
+    """The table measured on `machine`; None without a file, or, with a line on stderr, if the file cannot be used."""
     path = path_of(machine)
     try:
         text = path.read_bytes()
@@ -77,7 +77,7 @@ def read(machine: dict[str, Any]) -> Table | None:
 
 def _ignored(path: Path, why: str) -> None:
     print(
-        f"collectives: {path} is ignored: {' '.join(why.split())}; remove it, or measure anew under this mpirun: "
+        f"collectives: {path} is ignored: {' '.join(why.split())}; remove it, or measure again under this mpirun: "
         "python -m collectives tune",
         file=sys.stderr,
         flush=True,
@@ -85,7 +85,7 @@ def _ignored(path: Path, why: str) -> None:
 
 
 def write(path: Path, table: Table) -> None:
-    """Put `table` into the file `path`, and its folder if need be: whole or not at all, also for who reads it meanwhile. OSError."""
+    """Write `table` to the file `path` atomically, also for concurrent readers; makes the folder if necessary. OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -93,9 +93,9 @@ def write(path: Path, table: Table) -> None:
             file.write(table.to_json())
             file.flush()
             os.fsync(file.fileno())
-        mask = os.umask(0)  # there is no other way to ask for it
+        mask = os.umask(0)  # the only way to read the mask is to set it
         os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # mkstemp's is 0600; the built-in table is for all to read
+        os.chmod(temporary, 0o666 & ~mask)  # mkstemp's mode is 0600, but all users may read the built-in table
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

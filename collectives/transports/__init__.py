@@ -1,1 +1,1 @@
-"""How elements get from rank to rank: over MPI, through the memory of the node, or from device to device."""
+"""The transports, which move elements between ranks: over MPI, through node memory, or from device to device."""

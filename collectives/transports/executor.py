@@ -1,7 +1,7 @@
-"""Carries out schedules over MPI point-to-point, on flat arrays in host memory, or in GPU memory where MPI takes its addresses.
+"""Carries out schedules by MPI messages, on flat arrays in host memory, or in GPU memory if MPI accepts its addresses.
 
-A message is cut into segments, so that one is added while the next arrives, and memory beyond the caller's is a few segments. What a
-schedule does to an array at a given address is prepared once, as persistent requests, and kept for the next call with it: training
+A message is cut into segments, so that one segment is added while the next one arrives, and scratch memory has few segments. The
+messages of a schedule on arrays at given addresses are prepared once, as persistent requests, and kept for the next call: training
 reduces the same buffers in every step.
 """
 
@@ -19,13 +19,13 @@ from collectives.arrays.reduction import Arithmetic
 from collectives.schedules import Step
 from collectives.transports.segments import SEGMENT_BYTES
 
-_NUM_INCOMING = 2  # segments in the scratch memory: enough to keep a link busy while one of them is added
-_MAX_REQUESTS = 1 << 12  # kept in all
-_TAG = 1  # of lane 0. Every communicator is a private clone, so no user's message can be mistaken for one
+_NUM_INCOMING = 2  # segments in the scratch memory: one arrives while the other is added
+_MAX_REQUESTS = 1 << 12  # the most persistent requests that are kept
+_TAG = 1  # of lane 0; `Messages` uses tags from 256 on
 
 
 class Chunk(NamedTuple):
-    """Chunk of a schedule: elements `begin` to `end` of the array with this number."""
+    """The place of a chunk of a schedule: elements `begin` to `end` of the array with number `array`."""
 
     array: int
     begin: int
@@ -33,9 +33,9 @@ class Chunk(NamedTuple):
 
 
 class ChunkPlan(NamedTuple):
-    """What a schedule means on some arrays. `chunks`: where they stand, cut alike on all ranks.
+    """A rank's steps of a schedule on given arrays. `chunks`: their places, with the same lengths on all ranks.
 
-    `sums`: where a chunk stands once something was added to it, if not in its place. No message then holds several chunks.
+    `sums`: the places of the sums, if a sum is not written to the place of its chunk. Then each chunk is a message of its own.
     """
 
     steps: Sequence[Step]
@@ -46,15 +46,15 @@ class ChunkPlan(NamedTuple):
 class _Receive(NamedTuple):
     request: Any
     place: Chunk
-    operand: Chunk  # what is added to what arrives; the sum goes to `place`
-    incoming: np.ndarray | None  # where it arrives, if it is to be added
-    is_first: bool  # of the operands is what arrives: by rank, so that two which exchange come to the same bits, also of -0.0 and 0.0
+    operand: Chunk  # added to the segment that arrives; the sum goes to `place`
+    incoming: np.ndarray | None  # scratch memory in which a segment arrives that is then added
+    is_first: bool  # the arriving segment is the first operand; decided by rank, so that ranks that exchange get the same bits (-0.0)
 
 
 class _PreparedStep(NamedTuple):
     sends: list[Any]
     receives: list[_Receive]
-    is_exchange: bool  # what arrives is added to what is being sent, segment by segment
+    is_exchange: bool  # each arriving segment is added to the segment that is being sent
 
 
 class _Prepared(NamedTuple):
@@ -63,7 +63,7 @@ class _Prepared(NamedTuple):
 
 
 class Executor:
-    """Runs schedules on the ranks of `mpi`. For one thread at a time. `arithmetic`: of the memory that all its arrays lie in."""
+    """Runs schedules on the ranks of `mpi`, for one thread at a time. `arithmetic`: for the kind of memory of its arrays."""
 
     def __init__(self, mpi: Any, arithmetic: Arithmetic = reduction) -> None:
         self._mpi, self.arithmetic = mpi, arithmetic
@@ -80,10 +80,10 @@ class Executor:
         dtype: DType,
         lane: int = 0,
     ) -> Iterator[None]:
-        """Carry out this rank's steps of a schedule on the chunks of `arrays`, in place; yields when a step's messages have set out.
+        """Carry out this rank's steps of a schedule on the chunks of `arrays`, in place; yields when a step's messages have started.
 
-        `plan` is asked once for a `key` and arrays of the same addresses. Runs on different lanes may be under way at the same time.
-        Between hops the element type travels; each hop adds in `dtype.accumulate` and rounds, as NCCL does.
+        `plan` is called once for each `key` and addresses of `arrays`. Runs on different lanes may be unfinished at the same time.
+        Messages have elements of `dtype`; each hop adds in `dtype.accumulate` and rounds, as NCCL does.
         """
         key = (key, lane, dtype.name, *((address_of(array), array.size) for array in arrays))
         prepared = self._kept.pop(key, None)
@@ -107,14 +107,14 @@ class Executor:
                     self.arithmetic.reduce_into(total, [incoming, mine] if is_first else [mine, incoming], op, dtype)
             if sends:
                 MPI.Request.Waitall(sends)
-        # Not before: an error leaves requests behind that cannot be started again.
+        # Kept only after success: an error leaves requests that cannot be started again.
         self._kept[key] = prepared
         self._num_kept += prepared.num_requests
         while self._num_kept > _MAX_REQUESTS:
             self._drop()
 
     def free(self) -> None:
-        """Give back all requests that are kept."""
+        """Free all requests."""
         while self._kept:
             self._drop()
 
@@ -131,11 +131,11 @@ class Executor:
         prepared, num_requests = [], 0
 
         def memory(place: Chunk) -> list[Any]:
-            # By address: a request must not keep the caller's array alive.
+            # Memory by address, because a request must not keep the caller's array alive.
             start = addresses[place.array] + place.begin * dtype.itemsize
             return [MPI.memory.fromaddress(start, (place.end - place.begin) * dtype.itemsize), MPI.BYTE]
 
-        now = list(plan.chunks)  # where each chunk stands
+        now = list(plan.chunks)  # the current place of each chunk
         merge = plan.sums is None
         for send, recv in plan.steps:
             sends, receives = [], []
@@ -169,7 +169,7 @@ class Executor:
 
 
 def _post(receives: Sequence[_Receive], posted: int, end: int) -> int:
-    """Start those up to `end`, of which `posted` are started: as many as the scratch memory has room for, all that need none."""
+    """Start receives up to number `end`, and those after it that need no scratch memory. The first `posted` have been started."""
     while posted < len(receives) and (receives[posted].incoming is None or posted < end):
         receives[posted].request.Start()
         posted += 1
@@ -177,9 +177,9 @@ def _post(receives: Sequence[_Receive], posted: int, end: int) -> int:
 
 
 def _segments(chunks: Sequence[Chunk], first: int, count: int, segment: int, merge: bool) -> Iterator[Chunk]:
-    """The elements of `count` chunks from `first` on, chunk 0 following the last one, in pieces of at most `segment` elements.
+    """The elements of `count` chunks from `first` on (chunk 0 follows the last one), in pieces of at most `segment` elements.
 
-    With `merge`, chunks that are neighbours in memory go together.
+    With `merge`, chunks that are adjacent in memory are joined.
     """
     array, begin, end = 0, 0, 0
     for i in range(first, first + count):

@@ -1,4 +1,4 @@
-"""A message between two ranks, as the transports take it."""
+"""A message between two ranks, as the transports use it."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from collectives.arrays.buffer import Buffer
 
 
 class Message(NamedTuple):
-    """A message that is to be sent or received."""
+    """A message to send or to receive."""
 
     operation: str  # isend or irecv
     array: Buffer

@@ -1,6 +1,6 @@
-"""MPI: the MPI library's own collectives on flat arrays, and how a message is described to it.
+"""The MPI library's own collectives on flat arrays, and mpi4py's descriptions of messages.
 
-`mpi` is an mpi4py communicator throughout. fp16 and bf16, which MPI cannot add, take a detour over fp32, in host memory alone.
+`mpi` is always an mpi4py communicator. MPI cannot add fp16 and bf16, so they are converted to fp32, which needs host memory.
 """
 
 import functools
@@ -17,7 +17,7 @@ from collectives.arrays.reduction import UFUNCS, Arithmetic, copy, mpi_agrees
 from collectives.selection import selector
 from collectives.transports.transport import put_own_part
 
-# Data travels as opaque elements of its size: MPI has no bf16, and counts stay small.
+# MPI datatypes by item size for elements that are only moved: MPI has no bf16. Counts stay smaller than with bytes.
 _MOVES = {
     1: MPI.BYTE,
     2: MPI.UINT16_T,
@@ -26,7 +26,7 @@ _MOVES = {
     16: MPI.UINT64_T.Create_contiguous(2).Commit(),
 }
 _OPS = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN}
-_ROW = 1 << 20  # elements of a row of a message too large to count
+_ROW = 1 << 20  # elements in a row of a message with more than MAX_COUNT elements
 
 
 def library_version() -> str:
@@ -44,7 +44,7 @@ def ranks_of_job(mpi: Any) -> list[int]:
 
 
 def message(flat: np.ndarray, counts: list[int] | int | None = None) -> list[Any]:
-    """mpi4py's description of a message that moves `flat`. `counts`: of each rank's part, where it is made of such."""
+    """mpi4py's description of a message that moves `flat`. `counts`: the elements of each rank's part, if `flat` has such parts."""
     kind = _MOVES[flat.itemsize]
     if counts is None:
         counts = flat.size
@@ -55,7 +55,7 @@ def message(flat: np.ndarray, counts: list[int] | int | None = None) -> list[Any
 
 @functools.cache
 def _block(count: int, itemsize: int) -> MPI.Datatype:
-    """One MPI datatype for more elements than MPI can count. Kept for the next message of this size."""
+    """One MPI datatype of more elements than an MPI count can express, cached for the next message of this size."""
     num_rows, rest = divmod(count, _ROW)
     kind = _MOVES[itemsize]
     rows = kind.Create_vector(num_rows, _ROW, _ROW)
@@ -66,7 +66,7 @@ def _block(count: int, itemsize: int) -> MPI.Datatype:
 
 @functools.cache
 def _op(op: str, dtype: np.dtype) -> MPI.Op:
-    """MPI's operation, or one by NumPy where MPI libraries do otherwise. The host runs that one: it is not for device memory."""
+    """MPI's operation, or a function of NumPy if MPI libraries give other results. That function cannot read device memory."""
     if mpi_agrees(op, dtype):
         return _OPS[op]
     ufunc = UFUNCS[op]
@@ -75,12 +75,12 @@ def _op(op: str, dtype: np.dtype) -> MPI.Op:
         result = np.frombuffer(total, dtype)
         ufunc(np.frombuffer(mine, dtype), result, out=result)
 
-    # Of 0.0 and -0.0 NumPy's max and min take whichever comes second: if they commuted, the ranks would differ.
+    # For 0.0 and -0.0 NumPy's max and min return the second operand. As commutative operations they could give ranks different bits.
     return MPI.Op.Create(combine, commute=op not in ("max", "min"))
 
 
 def _reducible(flat: np.ndarray, dtype: DType) -> tuple[np.ndarray, Any]:
-    """An array that MPI can reduce, and its MPI datatype: `flat` itself, or a wider copy of halves."""
+    """An array that MPI can reduce, and its MPI datatype: `flat` itself, or an fp32 copy of fp16 or bf16."""
     if dtype.mpi is None:
         wide = np.empty(flat.size, dtype.accumulate)
         copy(wide, flat)
@@ -89,7 +89,7 @@ def _reducible(flat: np.ndarray, dtype: DType) -> tuple[np.ndarray, Any]:
 
 
 class Library:
-    """The collectives of the MPI library on the ranks of `mpi`. `arithmetic`: of the memory that all arrays lie in."""
+    """The collectives of the MPI library on the ranks of `mpi`. `arithmetic`: for the kind of memory of the arrays."""
 
     def __init__(self, mpi: Any, arithmetic: Arithmetic = reduction) -> None:
         self._mpi, self._memory = mpi, arithmetic
@@ -108,7 +108,7 @@ class Library:
             self._finish(wide, flat, op, dtype)
 
     def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
-        if np.may_share_memory(out, flat):  # which MPI forbids
+        if np.may_share_memory(out, flat):  # MPI forbids overlapping arrays
             given, flat = flat, self._memory.empty(flat.size, flat.dtype)
             self._memory.move(flat, given)
         wide, kind = _reducible(flat, dtype)
@@ -125,7 +125,7 @@ class Library:
         put_own_part(out, flat, counts, self._mpi.rank, self._memory)
         if counts.count(counts[0]) == len(counts):
             self._mpi.Allgather(MPI.IN_PLACE, message(out, counts[0]))
-        else:  # A list: mpi4py would read a tuple of two as (counts, displacements).
+        else:  # a list, because mpi4py reads a tuple of two as (counts, displacements)
             self._mpi.Allgatherv(MPI.IN_PLACE, message(out, list(counts)))
 
     def broadcast(self, flat: np.ndarray, root: int) -> None:
@@ -148,7 +148,7 @@ class Library:
         self._mpi.Alltoall(message(flat, count), message(out, count))
 
     def _finish(self, wide: np.ndarray, flat: np.ndarray, op: str, dtype: DType) -> None:
-        """End a reduction whose result stands in `wide`: divide for an average, and round once into `flat` where that is another."""
+        """Finish a reduction with its result in `wide`: divide for an average, and round once to `flat` for fp16 and bf16."""
         if dtype.is_half:
             if op == "avg":
                 wide /= np.float32(self._mpi.size)
@@ -157,9 +157,9 @@ class Library:
             self._memory.divide(flat, self._mpi.size, dtype)
 
     def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
-        """The one call of MPI that carries out an operation with these arguments; the plan keeps no array alive.
+        """The single call of MPI that carries out an operation with these arguments; the plan does not keep the arrays alive.
 
-        `all_gather` and `reduce_scatter` with equal counts and not in place. None where one call is not enough.
+        `all_gather` and `reduce_scatter` need equal counts and may not be in place. None if one call is not enough.
         """
         match operation, arguments:
             case "all_reduce", (flat, op, dtype) if dtype.mpi is not None and op != "avg":
@@ -180,5 +180,5 @@ class Library:
 
 
 def _place(flat: np.ndarray, kind: MPI.Datatype, count: int | None = None) -> list[Any]:
-    """A message by its address."""
+    """mpi4py's description of a message by address, which does not keep `flat` alive."""
     return [MPI.memory.fromaddress(address_of(flat), flat.nbytes), flat.size if count is None else count, kind]

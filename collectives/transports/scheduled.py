@@ -1,4 +1,4 @@
-"""One of our own algorithms, as its schedules carried out by the executor."""
+"""A Transport for each of our own algorithms: the executor carries out its schedules."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,13 @@ from collectives.schedules import build, goes_in_rounds
 from collectives.transports.executor import Chunk, ChunkPlan, Executor
 from collectives.transports.transport import even_parts, parts, put_own_part
 
-_PIPELINE_BYTES = 1 << 18  # of a segment of the pipelined algorithms
+_PIPELINE_BYTES = 1 << 18  # of a segment in the pipelined algorithms
 _MAX_SEGMENTS = 64
-_COPY_BYTES = 1 << 20  # up to here a copy costs less than a message for each chunk
+_COPY_BYTES = 1 << 20  # below this size a copy of the array costs less than a message for each chunk
 
 
 class Scheduled:
-    """The operations that `algorithm` of collectives.schedules has, on the ranks of the executor's communicator."""
+    """The operations of `algorithm` (see collectives.schedules) on the ranks of the executor's communicator."""
 
     def __init__(self, executor: Executor, algorithm: str, *, rank: int, size: int) -> None:
         self._executor, self._algorithm = executor, algorithm
@@ -34,8 +34,8 @@ class Scheduled:
     def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
         _finish(self.all_gather_steps(out, flat, counts))
 
-    # The same, for who has other work to do while messages travel: a pause after each step's messages have set out. Those on
-    # different lanes may be under way at the same time.
+    # The same operations for a caller that works while messages travel: generators that yield when a step's messages have started.
+    # Operations on different lanes may be unfinished at the same time.
 
     def all_reduce_steps(self, flat: np.ndarray, op: str, dtype: DType, lane: int = 0) -> Iterator[None]:
         yield from self._steps("all_reduce", [flat], op, dtype, lane=lane)
@@ -46,11 +46,11 @@ class Scheduled:
         self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType, lane: int = 0
     ) -> Iterator[None]:
         if flat.nbytes < _COPY_BYTES or self._size == 1:
-            partial = self._copy(flat)  # comes to hold partial sums
+            partial = self._copy(flat)  # for partial sums
             yield from self._steps("reduce_scatter", [partial], op, dtype, counts=counts, lane=lane)
             begin = sum(counts[: self._rank])
             self._memory.move(out, partial[begin : begin + out.size])
-        else:  # Sums go to a place of their own, the last ones to `out` at once: memory is touched for those alone that are passed on.
+        else:  # Partial sums go to a separate array, final sums directly to `out`. Pages are touched only for sums that are sent on.
             sums = [Chunk(1, begin, end) for begin, end in parts(counts)]
             sums[self._rank] = Chunk(2, 0, out.size)
             arrays = [flat, self._memory.empty(flat.size, flat.dtype), out]
@@ -77,7 +77,7 @@ class Scheduled:
 
     def gather(self, out: np.ndarray | None, flat: np.ndarray, root: int) -> None:
         counts = [flat.size] * self._size
-        if out is None:  # inner ranks of a tree pass on what is not theirs
+        if out is None:  # inner ranks of a tree pass on the parts of other ranks
             out = self._memory.empty(flat.size * self._size, flat.dtype)
             put_own_part(out, flat, counts, self._rank, self._memory)
         self._run("gather", [out], "sum", dtype_of(flat.dtype), root=root, counts=counts)
@@ -114,9 +114,9 @@ class Scheduled:
         sums: Sequence[Chunk] | None = None,
         lane: int = 0,
     ) -> Iterator[None]:
-        """On each of `arrays`, cut into parts of `counts`, or as equal as can be in as many chunks as the schedule has.
+        """The steps on `arrays`, each cut into parts of `counts` elements, or into chunks of equal size as the schedule needs.
 
-        `sums`: where the sums of the chunks go; then the first array alone is cut.
+        `sums`: the places for the sums of the chunks; then only the first array is cut.
         """
         segments = min(max(arrays[0].nbytes // _PIPELINE_BYTES, 1), _MAX_SEGMENTS)
 

@@ -14,48 +14,48 @@ from collectives.arrays.reduction import Arithmetic
 class Transport(Protocol):
     """The collectives of a group of ranks on flat (1-D, contiguous) host arrays of the same `dtype` on all ranks.
 
-    `op`: sum, avg, prod, max, min; of truth values max and min only. `counts`: the elements of each rank's part.
+    `op`: sum, avg, prod, max, min; for bool only max and min. `counts`: the number of elements of each rank's part.
     """
 
     def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
-        """`flat` becomes the reduction of all ranks' `flat`, of the same bits on all."""
+        """`flat` becomes the reduction of all ranks' `flat`, with the same bits on all ranks."""
 
     def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
-        """`out` becomes this rank's part of the reduction. It may be its own place in `flat`, which else stays as it is."""
+        """`out` becomes this rank's part of the reduction. It may be this rank's part of `flat`; otherwise `flat` does not change."""
 
     def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
-        """`out` becomes all ranks' `flat` in order of rank. `flat` may be its own place in `out`."""
+        """`out` becomes all ranks' `flat` in order of rank. `flat` may be this rank's part of `out`."""
 
     def broadcast(self, flat: np.ndarray, root: int) -> None:
-        """`flat` becomes the root's."""
+        """`flat` becomes the root's `flat`."""
 
     def reduce(self, flat: np.ndarray, op: str, root: int, dtype: DType) -> None:
-        """The root's `flat` becomes the reduction; the others' stay as they are."""
+        """The root's `flat` becomes the reduction; `flat` of the other ranks does not change."""
 
     def gather(self, out: np.ndarray | None, flat: np.ndarray, root: int) -> None:
-        """The root's `out`, None elsewhere, becomes all ranks' `flat`. The root's own part stands there already."""
+        """The root's `out` becomes all ranks' `flat`; it already holds the root's own part. The other ranks pass None."""
 
     def scatter(self, out: np.ndarray, flat: np.ndarray | None, root: int) -> None:
-        """`out` becomes this rank's part of the root's `flat`, None elsewhere. The root has taken its own part already."""
+        """`out` becomes this rank's part of the root's `flat`; the root already has its own part. The other ranks pass None."""
 
     def all_to_all(self, out: np.ndarray, flat: np.ndarray) -> None:
-        """Part i of `flat` goes to rank i, part i of `out` comes from rank i. The two do not overlap."""
+        """Part i of `flat` goes to rank i, part i of `out` comes from rank i. `out` and `flat` do not overlap."""
 
 
 class Planner(Protocol):
-    """An optional interface of a transport: a call of the transport may come to one call of another function."""
+    """An optional interface of a transport, which turns a call of the transport into a prepared call of another function."""
 
     def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
-        """The function and its arguments that repeat such a call; None if one call is not enough. The plan keeps no array alive."""
+        """A function and its arguments that repeat a call of the transport; None if there is none. They do not keep arrays alive."""
 
 
 def parts(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """First element and end of each of the parts of `counts` elements, one after the other."""
+    """(begin, end) of each of the consecutive parts of `counts` elements."""
     return list(pairwise((0, *accumulate(counts))))
 
 
 def even_parts(length: int, num_parts: int) -> list[tuple[int, int]]:
-    """`length` elements in parts as equal as can be."""
+    """(begin, end) of `num_parts` parts of `length` elements, as equal as possible."""
     return list(pairwise(length * i // num_parts for i in range(num_parts + 1)))
 
 

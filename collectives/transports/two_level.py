@@ -1,8 +1,8 @@
-"""Collectives of several nodes of equally many ranks: within each node through its memory, across nodes by each rank for its slice.
+"""Collectives of several nodes with equally many ranks: within each node through node memory; across nodes each rank sends its slice.
 
-Every link between two nodes then carries the bytes of one rank, whatever the number of ranks on a node, and all of a node's ranks
-share the work of sending them. The schedules of the same name (collectives/schedules) prove and price the pattern. Long arrays go in
-chunks: while the messages of one travel, the node works on the next one and on the one before.
+A link between two nodes carries the bytes of one array, whatever the number of ranks on a node, and all ranks of a node share the work
+of sending them. The schedules of the same name (collectives/schedules) prove the pattern and give its cost. Long arrays are cut into
+chunks: while the messages of one chunk travel, the ranks of a node work on the next and the previous chunk.
 """
 
 from collections import deque
@@ -18,20 +18,19 @@ from collectives.transports.node.pulls import Pull
 from collectives.transports.node.shared import Shared
 from collectives.transports.transport import even_parts, parts
 
-_CHUNK_BYTES = 1 << 19  # of what a rank has for the other nodes: one segment of the executor
-
-_LANES = 8  # chunks under way at most
+_CHUNK_BYTES = 1 << 19  # of a chunk's data that a rank exchanges with other nodes: one segment of the executor
+_LANES = 8  # the most unfinished chunks
 _DONE = object()
 
 Bounds = list[tuple[int, int]]  # begin and end of ranges of an array
-# What a chunk has for the other nodes, as messages under way (see `Scheduled.all_reduce_steps`), and what is to do when they have come.
+# A started chunk: its messages between nodes (see `Scheduled.all_reduce_steps`), and the work to do after them.
 Chunk = tuple[Iterator[None], Callable[[], None]]
 
 
 class TwoLevel:
-    """`grid[k][i]`: the rank that is number i on node k.
+    """`grid[k][i]`: the rank with local number i on node k.
 
-    `across(operation, dtype, nbytes)`: a Transport of the ranks of this one's number, by node, good for so many bytes.
+    `across(operation, dtype, nbytes)`: the Transport for arrays of `nbytes` between the ranks of this rank's local number, by node.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class TwoLevel:
         ((self._node, self._local),) = ((k, node.index(rank)) for k, node in enumerate(grid) if rank in node)
 
     def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
-        """Each rank of a node adds a slice of the node's arrays, then those of all nodes, and all copy the slices of the others."""
+        """Each rank adds a slice of its node's arrays, then of all nodes' sums, and copies the other slices from its node's ranks."""
         total = "sum" if op == "avg" else op
         slices = even_parts(flat.size, len(self._grid[0]))
         across, width = self._way("all_reduce", dtype, _longest(slices))
@@ -66,7 +65,7 @@ class TwoLevel:
         _overlap(chunk, slices, width)
 
     def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
-        """Each rank of a node adds the parts of its counterparts on all nodes, then they exchange these sums."""
+        """Each rank adds its node's arrays in the parts of its counterparts on all nodes; then the counterparts exchange these sums."""
         total = "sum" if op == "avg" else op
         ours = self._counterparts(self._local)
         across, width = self._way("reduce_scatter", dtype, max(counts), len(ours))
@@ -86,7 +85,7 @@ class TwoLevel:
             divide(out, self._size, dtype)
 
     def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
-        """Each rank gathers the parts of its counterparts on all nodes, which its node then collects."""
+        """Each rank gathers the parts of its counterparts on all nodes; then the ranks of a node copy them from each other."""
         ours = self._counterparts(self._local)
         across, width = self._way("all_gather", dtype_of(flat.dtype), max(counts), len(ours))
         first = sum(counts[: ours[self._node]])
@@ -133,14 +132,14 @@ class TwoLevel:
     def _way(
         self, operation: str, dtype: DType, length: int, num_parts: int = 1
     ) -> tuple[Callable[..., Iterator[None]], int]:
-        """How `operation` goes across nodes on `num_parts` times `length` elements, and how many of `length` make a chunk."""
+        """The function for `operation` across nodes on `num_parts` times `length` elements, and the elements of `length` in a chunk."""
         transport = self._across(operation, dtype, num_parts * length * dtype.itemsize)
         if getattr(transport, "goes_in_rounds", False):  # one of our own algorithms (scheduled.py)
             return getattr(transport, f"{operation}_steps"), max(_CHUNK_BYTES // (num_parts * dtype.itemsize), 1)
         return partial(_at_once, getattr(transport, operation)), length
 
     def _counterparts(self, local: int) -> list[int]:
-        """The ranks of this number on their nodes, by node."""
+        """The ranks with this local number, by node."""
         return [node[local] for node in self._grid]
 
     def _place(self, rank: int) -> tuple[int, int]:
@@ -148,10 +147,10 @@ class TwoLevel:
 
 
 def _overlap(chunk: Callable[[Bounds, int], Chunk], ranges: Bounds, width: int) -> None:
-    """Carry out `chunk(bounds, lane)` for each `width` elements of all `ranges`: one begins while those before it are under way.
+    """Carry out `chunk(bounds, lane)` for each `width` elements of all `ranges`; a chunk begins while earlier chunks are unfinished.
 
-    All ranks begin and carry on in the same order, and the chunks' schedules go in rounds: so nobody waits for messages that set out
-    only after a wait for this rank.
+    All ranks begin and continue the chunks in the same order, and the chunks' schedules run in rounds. So no rank waits for a message
+    that another rank sends only after it has waited for this rank.
     """
     under_way: deque[Chunk] = deque()
     longest, start, num_begun = _longest(ranges), 0, 0
@@ -173,6 +172,6 @@ def _longest(ranges: Bounds) -> int:
 
 
 def _at_once(operation: Callable[..., None], *arguments: Any, lane: int) -> Iterator[None]:
-    """What has no steps, as one."""
+    """An operation without steps, as one step."""
     operation(*arguments)
     yield

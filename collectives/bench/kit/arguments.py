@@ -1,4 +1,4 @@
-"""Arguments that mean the same in all commands that measure."""
+"""The arguments that all measuring commands share."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ def positive_seconds(text: str) -> float:
 
 
 def names_of(known: Sequence[str], *, or_all: bool = False, or_none: bool = False) -> Callable[[str], list[str]]:
-    """For argparse: 'a,b' as a list of names among `known`, each once; with `or_all` also 'all', with `or_none` also ''."""
+    """A parser for argparse: 'a,b' as a list of names of `known`, each once; with `or_all` also 'all', with `or_none` also ''."""
 
     def parsed(text: str) -> list[str]:
         if or_all and text == "all":
@@ -29,19 +29,19 @@ def names_of(known: Sequence[str], *, or_all: bool = False, or_none: bool = Fals
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """The option --json."""
+    """Add the option --json."""
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
 
 
 def add_plot(parser: argparse.ArgumentParser, drawn: str) -> None:
-    """The option --plot."""
+    """Add the option --plot."""
     parser.add_argument(
         "--plot", metavar="FILE.png", help=f"also draw {drawn} (needs matplotlib, pip install mpitrain[plot])"
     )
 
 
 def add_report(parser: "argparse.ArgumentParser | argparse._MutuallyExclusiveGroup") -> None:
-    """The option --report."""
+    """Add the option --report."""
     parser.add_argument(
         "--report",
         nargs="+",

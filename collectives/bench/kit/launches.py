@@ -1,4 +1,4 @@
-"""All figures of one job, as a JSON file; and medians over several launches."""
+"""The figures of one job, stored as a JSON file, and medians over several launches."""
 
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -20,8 +20,8 @@ L = TypeVar("L", bound="Launch")
 class Launch:
     """The machine and the ranks of one job; its figures are fields of the subclasses.
 
-    `FORMAT`: the version of the file. `COMMAND`: it writes such files. `ALIKE`: launches in which these fields
-    are equal can be put together.
+    `FORMAT`: the version of the file. `COMMAND`: the command that writes the file. `ALIKE`: launches can be compared if these fields
+    are equal.
     """
 
     FORMAT: ClassVar[int]
@@ -34,21 +34,21 @@ class Launch:
 
     @classmethod
     def of(cls, comm: Communicator, **figures: Any) -> Self:
-        """On the ranks of `comm`."""
+        """A Launch with these figures, on the ranks of `comm`."""
         return cls(machine=comm.machine(), ranks=comm.size, nodes=comm.num_nodes, **figures)
 
     @property
     def ranks_on_nodes(self) -> str:
-        """'2 ranks on 1 node'."""
+        """The ranks and nodes as text, such as '2 ranks on 1 node'."""
         return f"{plural(self.ranks, 'rank')} on {plural(self.nodes, 'node')}"
 
     def write(self, path: str) -> None:
-        """As a JSON object. OSError."""
+        """Write the launch to a file as a JSON object. OSError."""
         Path(path).write_text(json.dumps({"format": self.FORMAT, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str) -> Self:
-        """A file of `write`. OSError; ValueError, which names the file and the command, for any other file."""
+        """The launch in a file of `write`. OSError; ValueError, which names the file and the command, for other files."""
         try:
             data = json.loads(Path(path).read_text())
             if not isinstance(data, dict) or data.get("format") != cls.FORMAT:
@@ -59,7 +59,7 @@ class Launch:
 
 
 def alike(launches: Sequence[L]) -> list[list[L]]:
-    """The launches in groups that can be put together, in the order in which they came."""
+    """The launches in groups that can be compared, in their original order."""
     found: dict[str, list[L]] = {}
     for launch in launches:
         kind = json.dumps([getattr(launch, name) for name in launch.ALIKE], sort_keys=True)
@@ -74,8 +74,8 @@ def median_known(values: Iterable[float | None]) -> float | None:
 
 
 def median_ratio(launches: Iterable[Mapping[K, float]], one: K, other: K) -> float | None:
-    """The median over the launches of the first one's seconds over the other's; None if no launch has both.
+    """The median over the launches of the ratio of the seconds of `one` to those of `other`; None if no launch has both.
 
-    The ratio is formed within each launch, where both sides met the same disturbances.
+    The ratio is computed within each launch, in which both sides had the same disturbances.
     """
     return median_known(seconds[one] / seconds[other] for seconds in launches if one in seconds and other in seconds)

@@ -1,4 +1,4 @@
-"""Pictures need matplotlib, which is imported only here, and only when a picture is asked for."""
+"""Pictures need matplotlib, which this file imports only when a command draws a picture."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def need_matplotlib() -> None:
-    """UsageError if it cannot be imported: found before anything is measured."""
+    """UsageError if matplotlib cannot be imported. Called before a measurement."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""The order of a command that measures."""
+"""Runs a command that measures."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -21,7 +21,7 @@ def measure_and_show(
 ) -> None:
     """Measure on all ranks; then rank 0 writes the files and prints the tables. Collective.
 
-    On all ranks OSError or UsageError, before anything is measured, if a file cannot be written or a picture cannot be drawn.
+    OSError or UsageError on all ranks, before the measurement, if a file cannot be written or a picture cannot be drawn.
     """
     with comm.together():
         if plot:

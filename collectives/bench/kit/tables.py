@@ -1,4 +1,4 @@
-"""Tables for a terminal and for Markdown, and numbers in words."""
+"""Tables for a terminal and for Markdown, and numbers with nouns."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,11 +15,11 @@ def new_table(headings: Sequence[str], *, title: str | None = None, left: int = 
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The same as lines of Markdown."""
+    """A table as lines of Markdown."""
     lines = [headings, ("---", *["---:"] * (len(headings) - 1)), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def plural(count: int, noun: str) -> str:
-    """'1 launch', '2 launches'."""
+    """A number with its noun, such as '1 launch' or '2 launches'."""
     return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"

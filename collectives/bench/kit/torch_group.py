@@ -1,4 +1,4 @@
-"""torch.distributed within an MPI job, for the peers that are built on it. Only here and in these peers is torch imported."""
+"""torch.distributed within an MPI job, for the peers that use it. Only this file and these peers import torch.distributed."""
 
 import os
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from collectives.bench.kit.turns import CannotTakePart
 from collectives.communicator.communicator import Communicator
 from collectives.diagnosis import on_all_ranks
 
-START_S = 60  # for the ranks to find each other
-TIMEOUT_S = 600  # of an operation, which waits while other contestants are at work
+START_S = 60  # for the ranks to connect
+TIMEOUT_S = 600  # of an operation, which may wait for the turns of other contestants
 
 
 @contextmanager
 def torch_group(comm: Communicator, backend: str = "gloo", device: Any = None) -> Iterator[None]:
-    """torch.distributed over the ranks of `comm` in this block. Collective. CannotTakePart on all ranks if it does not start.
+    """Start torch.distributed on the ranks of `comm` for this block. Collective. CannotTakePart on all ranks if it does not start.
 
     `device`: the GPU of this rank, for NCCL.
     """
@@ -31,17 +31,17 @@ def torch_group(comm: Communicator, backend: str = "gloo", device: Any = None) -
     import torch.distributed as dist
 
     yield
-    # Not after an error, which may be of this rank alone: the barrier is collective.
+    # Not after an error, which may be on this rank only, because the barrier is collective.
     dist.barrier()
     dist.destroy_process_group()
     del store
 
 
 def _start(comm: Communicator, backend: str, device: Any) -> Any:
-    """Returns the store by which the ranks find each other, to be kept as long as the group.
+    """Start torch.distributed. Returns the store through which the ranks connect; the caller keeps it as long as the group.
 
-    Rank 0 keeps it, at a port that the system chooses and MPI passes on. On several nodes its address is MASTER_ADDR
-    or the host's name.
+    The store is on rank 0, at a port that the system chooses and MPI sends to the other ranks. On several nodes its address is
+    MASTER_ADDR or the host's name.
     """
     with comm.together():
         if find_spec("torch") is None:
@@ -53,7 +53,7 @@ def _start(comm: Communicator, backend: str, device: Any) -> Any:
     start, timeout = timedelta(seconds=START_S), timedelta(seconds=TIMEOUT_S)
     make_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch does not list it
     if comm.num_nodes == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may lead nowhere
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name may have no address
     host = "127.0.0.1" if comm.num_nodes == 1 else os.environ.get("MASTER_ADDR") or gethostname()
     store: Any = None
     with comm.together(backend):

@@ -1,4 +1,4 @@
-"""Contestants, and the rounds: each contestant takes its turn in each round, in an order that is drawn anew."""
+"""Contestants, and rounds in which each contestant takes its turn, in a new random order in each round."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -23,12 +23,12 @@ class Contestant(Protocol):
         """Perform the measured actions once. Collective. The actions are the same on all ranks and in all rounds."""
 
 
-class CannotTakePart(Exception):  # noqa: N818  (it is no error of the job)
+class CannotTakePart(Exception):  # noqa: N818  (not an error of the job)
     """A contestant cannot be made on these ranks; the text is the reason. Raised on all ranks."""
 
 
 def make_each(makers: Mapping[K, Callable[[], C]]) -> tuple[dict[K, C], dict[K, str]]:
-    """Each contestant by its maker, and the reasons of those that cannot take part. Collective."""
+    """The contestants that the makers return, and the reasons of those that cannot take part. Collective."""
     made: dict[K, C] = {}
     skipped: dict[K, str] = {}
     for name, make in makers.items():
@@ -59,16 +59,16 @@ def take_turns(contestants: Mapping[K, Contestant], *, rounds: int, warm_up: int
 
 
 def drawn_order(round_: int, num: int) -> list[int]:
-    """The order of `num` contestants in a round: drawn, the same on all ranks.
+    """The order of `num` contestants in a round: random, the same on all ranks.
 
-    So no contestant has a fixed neighbour, also not one with another between them: the traces of a slow one, in the cache and in the
-    scheduler, reach further than to the next turn.
+    So a contestant does not always follow the same ones, directly or after one other turn: a slow contestant affects the cache and
+    the scheduler for more than the next turn.
     """
     return np.random.default_rng([round_, num]).permutation(num).tolist()
 
 
 def timed(comm: Communicator, call: Callable[[], Any]) -> float:
-    """This rank's seconds in `call`, which all ranks begin at the same time. Collective."""
+    """This rank's seconds in `call`, which all ranks begin after a barrier. Collective."""
     comm.mpi.Barrier()
     start = time.perf_counter()
     call()
@@ -76,12 +76,12 @@ def timed(comm: Communicator, call: Callable[[], Any]) -> float:
 
 
 def slowest(comm: Communicator, series: Mapping[K, np.ndarray]) -> dict[K, np.ndarray]:
-    """The slowest rank's seconds in each round. Collective: the same on all ranks."""
+    """The slowest rank's seconds in each round, the same on all ranks. Collective."""
     return _over_ranks(comm, series, "max")
 
 
 def mean_rank(comm: Communicator, series: Mapping[K, np.ndarray]) -> dict[K, np.ndarray]:
-    """The ranks' mean in each round. Collective: the same on all ranks."""
+    """The mean of all ranks' seconds in each round, the same on all ranks. Collective."""
     return _over_ranks(comm, series, "avg")
 
 
@@ -92,5 +92,5 @@ def _over_ranks(comm: Communicator, series: Mapping[K, np.ndarray], op: Literal[
 
 
 def spread(seconds: np.ndarray) -> tuple[float, float, float]:
-    """The median, the least and the most."""
+    """The median, the minimum and the maximum."""
     return float(np.median(seconds)), float(seconds.min()), float(seconds.max())

@@ -1,1 +1,1 @@
-"""Waits that last: the thread of each rank that answers for it, asks the others, and tells of them. The deadline ends a hang."""
+"""Long waits and hangs: a thread of each rank answers for the rank, asks the other ranks and reports. The deadline ends a hang."""

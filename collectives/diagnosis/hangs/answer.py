@@ -9,44 +9,44 @@ from collectives.diagnosis.hangs import notice
 
 
 class Waiting(TypedDict):
-    """An operation that a thread of a rank is in."""
+    """An operation in which a thread of a rank is."""
 
     number: int  # on that rank
     key: str  # of the communicator
     label: str  # of the communicator, for readers
     awaited: list[int]  # the ranks of the job that take part
-    sequence: int  # its number on that communicator; of a message, among those to that peer or from it by that tag
-    counter: str  # under what name the awaited ranks count it
-    call: str  # with its number on that communicator; the same on ranks that make the same call
+    sequence: int  # its number on the communicator; for a message among those with the same peer, tag and direction
+    counter: str  # its key in the `counts` of the awaited ranks
+    call: str  # with its number on the communicator; equal on ranks that make the same call
     algorithm: str
     age: float  # seconds
     site: str
-    doing: str  # what its thread is in, such as "the forward of blocks.3"; "" without a name
+    doing: str  # the named call of its thread, such as "the forward of blocks.3"; "" without a name
     thread: int
-    dispensable: bool  # the program can end although it never ends
-    comparing: bool  # still waits for the others' fingerprints
+    dispensable: bool  # the program can end before this operation ends
+    comparing: bool  # checked mode: waits for the other ranks' fingerprints
 
 
 class State(TypedDict):
-    """A rank."""
+    """The state of a rank."""
 
     waiting: list[Waiting]  # oldest first
-    standing: str  # where its main thread is
-    doing: str  # what that is in
-    device: str  # what NCCL has on its device that has not ended for long; "" for nothing
-    device_age: float  # for how many seconds
+    standing: str  # the place of its main thread
+    doing: str  # the named call of its main thread
+    device: str  # NCCL's oldest unfinished operation on its device; "" if there is none
+    device_age: float  # the age of that operation in seconds
     ended: str  # how its program has ended; "" while it runs
-    last: dict[str, str]  # its last operation on each communicator that the record knows
-    serving: dict[str, int]  # the thread that entered it
-    counts: dict[str, int]  # how many operations it has entered on each communicator, and messages by peer and tag
-    issued: dict[str, list[int]]  # collectives of each communicator that it has issued and not yet done its part of
+    last: dict[str, str]  # its last operation on each communicator in the record
+    serving: dict[str, int]  # the thread that has entered this last operation
+    counts: dict[str, int]  # how many collectives it has entered on each communicator, and messages by peer and tag
+    issued: dict[str, list[int]]  # the collectives of each communicator that it has issued but not carried out
     main: int  # the main thread
 
 
 def state(rank: int, ended: str) -> State:
-    """This one."""
+    """The state of this rank."""
     now, recorded = record.open_operations(), record.last_operations()
-    # The ring may have overtaken what a thread has been in for long.
+    # An operation in which a thread has been for long may have lost its slot in the ring.
     last = {each.log.key: each for each in [*now, *recorded] if not each.is_pair}
     main = stacks.main_thread()
     device = notice.on_device()
@@ -70,7 +70,7 @@ def state(rank: int, ended: str) -> State:
 
 
 def waiting(operation: record.Operation, rank: int) -> Waiting:
-    """An operation that this rank is in."""
+    """The description of an operation in which this rank is."""
     log = operation.log
     return Waiting(
         number=operation.number,
@@ -91,9 +91,9 @@ def waiting(operation: record.Operation, rank: int) -> Waiting:
 
 
 def _ends_with_main(ident: int) -> bool:
-    """Whether a thread is a daemon of the user's program, which may wait for ever and yet ends with the main thread.
+    """Whether a thread is a daemon of the user's program, which may wait forever because it ends with the main thread.
 
-    Not one that another library runs, such as JAX: the main thread may wait for what it does, as it may for our own.
+    False for threads of this package and of libraries such as JAX, because the main thread may wait for their work.
     """
     return any(
         thread.ident == ident and thread.daemon and not thread.name.startswith(("collectives-", "Dummy-"))

@@ -1,4 +1,4 @@
-"""How SIGUSR2 wakes the monitor while the main thread is inside MPI, where Python's own handlers would wait until it is back."""
+"""Wakes the monitor at SIGUSR2 while the main thread is inside MPI: Python's own handlers would wait until it returns."""
 
 import os
 import select
@@ -7,41 +7,41 @@ from contextlib import suppress
 
 
 class Bell:
-    """A pipe that a thread waits at. Python's C-level handler writes a signal's number into it at once, whatever the threads do."""
+    """A pipe that wakes a waiting thread. Python's C-level handler writes a signal's number to it at once, whatever the threads do."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._poll = select.poll()  # select() knows no descriptor above 1023
+        self._poll = select.poll()  # select() does not accept descriptors above 1023
         self._poll.register(self._read, select.POLLIN)
         os.register_at_fork(after_in_child=self._forked)
 
     def add(self, fd: int) -> None:
-        """Wake the thread that waits also when there is something to read here, until `remove`."""
+        """Wake the waiting thread also when `fd` is readable, until `remove`."""
         self._poll.register(fd, select.POLLIN)
 
     def remove(self, fd: int) -> None:
         self._poll.unregister(fd)
 
     def ring_at_signal(self) -> None:
-        """Ring at SIGUSR2, unless the user's program listens to it. From the main thread."""
+        """Ring at SIGUSR2, unless the user's program handles it. Called from the main thread."""
         if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
             return
         other = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if other != -1:
-            # The event loop of another library has it: then the main thread must be awake to notice.
+            # The event loop of another library uses the wake-up descriptor, so only the main thread can handle the signal.
             signal.set_wakeup_fd(other)
             signal.signal(signal.SIGUSR2, self._handle)
         else:
             signal.signal(signal.SIGUSR2, _heard)
 
     def ring(self, number: int = 0) -> None:
-        """Wake the thread that waits."""
+        """Wake the waiting thread."""
         with suppress(OSError):
             os.write(self._write, bytes([number]))
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a ring, or so long. Whether SIGUSR2 has rung, and no other code has taken that signal over."""
+        """Wait for a ring, at most `seconds`. Returns whether SIGUSR2 has rung and no other code handles that signal now."""
         rung = any(fd == self._read for fd, _ in self._poll.poll(seconds * 1000))
         heard = os.read(self._read, 4096) if rung else b""
         return signal.SIGUSR2 in heard and signal.getsignal(signal.SIGUSR2) in (_heard, self._handle)
@@ -50,7 +50,7 @@ class Bell:
         self.ring(signum)
 
     def _forked(self) -> None:
-        """In a child process: it is no rank, and the pipe is its parent's. mpirun signals it too: that must not end it."""
+        """Stop the use of the parent's pipe in a forked child. mpirun sends SIGUSR2 to children too, which must not end them."""
         with suppress(ValueError, OSError):
             fd = signal.set_wakeup_fd(-1)
             if fd not in (-1, self._write):
@@ -60,4 +60,4 @@ class Bell:
 
 
 def _heard(signum: int, frame: object) -> None:
-    """SIGUSR2 has rung already."""
+    """A handler that does nothing: the wake-up descriptor has rung the bell."""

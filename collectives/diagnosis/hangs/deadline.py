@@ -1,4 +1,4 @@
-"""The deadline: how long an operation may wait, and the end of a process that nothing else has ended by then."""
+"""The deadline: the longest wait of an operation, and a thread that ends the process if the monitor does not."""
 
 import math
 import os
@@ -9,16 +9,15 @@ from collectives.diagnosis import dump, goodbye, record
 from collectives.environment import checked_seconds, seconds_of
 
 DEFAULT_DEADLINE_S = 600.0
-EXIT_CODE = 124  # of a job that a deadline ends: the one of timeout(1)
+EXIT_CODE = 124  # of a job that a deadline ends, as of timeout(1)
 
-# After the deadline a process just ends: neither its own monitor nor another has brought a report out.
-_LAST_RESORT_S = 30.0
+_LAST_RESORT_S = 30.0  # after the deadline: the process ends if no monitor has ended the job
 _POLL_S = 0.5
-_PAUSE_S = 5.0  # a longer gap between two looks: the process was stopped, and time in operations counts from its end
+_PAUSE_S = 5.0  # after a longer gap between two looks the process was stopped; waits then count from the end of the gap
 
 
 class Deadline:
-    """The deadline of this process in seconds, 0 for no deadline: set by `world()`, then also by `set_deadline`. None before."""
+    """The deadline of this process in seconds, 0 for no deadline. None until `world()` sets it; `set_deadline` changes it."""
 
     seconds: float | None = None
 
@@ -29,10 +28,10 @@ def from_environment() -> float:
 
 
 def set_deadline(seconds: float) -> None:
-    """End the job with a report when an operation of this rank waits longer than this. 0: never. Call it alike on all ranks.
+    """End the job with a report when an operation of this rank waits longer than `seconds`; 0: never. Pass the same on all ranks.
 
-    The default is 600, or MPITRAIN_DEADLINE_S. It counts from the entry into each operation, so ranks may compute as long as they
-    like while none of the others waits for them. ValueError for other numbers, RuntimeError before `world()`.
+    The default is MPITRAIN_DEADLINE_S, else 600. The time counts from the entry into each operation, so a rank may compute for any
+    time while no other rank waits for it. ValueError for negative or other numbers, RuntimeError before `world()`.
     """
     if Deadline.seconds is None:
         raise RuntimeError("set_deadline: call collectives.world() first")
@@ -43,37 +42,37 @@ def set_deadline(seconds: float) -> None:
 
 
 class Clock:
-    """Time as a thread sees it that looks often: a long gap means that the process was stopped, and does not count."""
+    """The time for a thread that looks often. A long gap between two looks means that the process was stopped, and does not count."""
 
     def __init__(self) -> None:
         self.now = self.awake_since = time.monotonic()
 
     def look(self) -> float:
-        """Take note of the time, and return it."""
+        """Update the time, and return it."""
         last, self.now = self.now, time.monotonic()
         if self.now - last > _PAUSE_S:
             self.awake_since = self.now
         return self.now
 
     def limit(self, waited_s: float) -> float:
-        """An operation that began before this time has waited so long; minus infinity if the process was stopped meanwhile."""
+        """The time before which an operation has begun that has waited `waited_s`; minus infinity if the process was stopped since."""
         begun_before = self.now - waited_s
         return begun_before if self.awake_since < begun_before else -math.inf
 
     def waits(self, longer_than_s: float) -> list[record.Operation]:
-        """The operations that have waited longer than this, oldest first."""
+        """The operations that have waited longer than `longer_than_s`, oldest first."""
         limit = self.limit(longer_than_s)
         return record.open_operations(begun_before=limit) if limit > -math.inf else []
 
     def late(self, grace_s: float) -> record.Operation | None:
-        """An operation that has waited for the deadline and so much longer."""
+        """An operation that has passed the deadline by `grace_s`."""
         return next(iter(self.waits(Deadline.seconds + grace_s)), None) if Deadline.seconds else None
 
 
 def last_resort(stop: threading.Event) -> None:
-    """The program of a thread that uses no MPI, which may be stuck, and the monitor with it. Ends when `stop` is set.
+    """The function of a thread that does not use MPI, because MPI, and with it the monitor, may be stuck. Returns when `stop` is set.
 
-    Long after the deadline it ends the process, and thereby the launcher the job.
+    Long after the deadline it ends the process; then the launcher ends the job.
     """
     clock = Clock()
     while not stop.wait(_POLL_S):

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from collectives.diagnosis.hangs.answer import State
 from collectives.diagnosis.hangs.notice import Wait
 
-ANSWER_S = 5.0  # a rank that has not answered by then is missing
+ANSWER_S = 5.0  # a rank without an answer after this time is missing
 
 
 class Inquiry:
-    """The question, and the answers so far. `known`: what need not be asked any more, by rank; `wait`: what a notice is about."""
+    """The question, and its answers so far. `known`: states that are known already, by rank; `wait`: the wait of a notice."""
 
     def __init__(
         self, purpose: str, number: int, size: int, known: Mapping[int, State], wait: Wait | None = None
@@ -28,5 +28,5 @@ class Inquiry:
         return [rank for rank, state in enumerate(self.states) if state is None]
 
     def is_over(self, now: float) -> bool:
-        """Whether all answers are here, or no more will come."""
+        """Whether all ranks have answered, or the time for answers is over."""
         return None not in self.states or now - self.asked > ANSWER_S

@@ -1,16 +1,16 @@
-"""The monitor: a thread of each rank that answers for it while the rank itself is stuck in an operation.
+"""The monitor: a thread of each rank that answers for the rank while the rank itself is stuck in an operation.
 
-- SIGUSR2: it dumps the flight record. Python's own handlers wait until the main thread is back from MPI; the wake-up pipe does not.
-- The notice: when an operation of this rank has waited for long, it asks all ranks where they are, and prints one line (notice.py).
-- The deadline: when an operation of this rank has waited too long, it asks all ranks where they are, prints one report and ends the
-  job. Where several ranks notice, the lowest that asked goes on.
-- The end of a rank: it tells rank 0, which from then on asks those that still run whether one waits for a rank that has ended; where
-  one does, rank 0 prints a report and ends the job.
-- The death of a rank: the next one of its node says so, and ends the job where the launcher does not (goodbye.py).
-- Checked mode: it finds ranks that wait for each other in different communicators.
+- SIGUSR2: the monitor dumps the flight record. Python's own handlers would wait until the main thread returns from MPI; see bell.py.
+- The notice: when an operation of this rank has waited for long, the monitor asks all ranks for their state and prints one line.
+- The deadline: when an operation of this rank has waited too long, the monitor asks all ranks for their state, prints one report and
+  ends the job. If several ranks ask, only the lowest of them continues.
+- The end of a rank: the monitor tells rank 0, which then asks the running ranks whether they wait for a rank that has ended. If one
+  does, rank 0 prints a report and ends the job.
+- The death of a rank: the next rank of its node prints a line, and ends the job if the launcher does not (goodbye.py).
+- Checked mode: the monitor finds ranks that wait for each other in different communicators.
 
-A rank whose program has ended still answers, until all have ended. Ranks that cannot talk (MPI without THREAD_MULTIPLE) only write
-their own record at the deadline and end the job.
+A rank whose program has ended still answers, until all programs have ended. If MPI lacks THREAD_MULTIPLE, monitors cannot communicate:
+at the deadline a rank only writes its own record and ends the job.
 """
 
 import atexit
@@ -30,20 +30,20 @@ from collectives.diagnosis.hangs.deadline import Clock, Deadline, last_resort
 from collectives.diagnosis.hangs.inquiry import ANSWER_S, Inquiry
 from collectives.diagnosis.hangs.standstill import Standstill
 
-_POLL_S = 0.5  # between two looks at messages: costs no measurable time
-_BUSY_POLL_S = 0.05  # while answers are on their way, in checked mode, and when the program has ended
-_LAUNCHER_S = 1.0  # left to the launcher to end the job of a rank that died, with that rank's exit code
+_POLL_S = 0.5  # between two looks at messages, whose time is not measurable
+_BUSY_POLL_S = 0.05  # while the monitor waits for answers, in checked mode, and when the program has ended
+_LAUNCHER_S = 1.0  # for the launcher to end the job of a dead rank with that rank's exit code
 _GRACE_S = 5.0  # for a report and MPI_Abort
-_STAGGER_S, _MAX_STAGGER_S = 0.25, 4.0  # a rank leaves lower ones time to ask first, so that few do
-_ORDER_S = 0.6  # checked mode: a comparison that waits longer is looked into
-_CONFIRM_S = 0.15  # and again after this, before it is called a deadlock
-_ENDED_S = 0.3  # a rank that has ended says so where the others have not ended too by then
-_ROUND_S = 1.0  # between two rounds of the question which ranks wait for an ended rank
-_ROUND_SHARE = 0.05  # of rank 0's time at most: what thousands of ranks answer takes a while to read
+_STAGGER_S, _MAX_STAGGER_S = 0.25, 4.0  # a rank waits this long for each lower rank to ask first, so that few ranks ask
+_ORDER_S = 0.6  # checked mode: after this wait in a comparison the monitor asks the other ranks
+_CONFIRM_S = 0.15  # checked mode: after this time the monitor asks again, to confirm a deadlock
+_ENDED_S = 0.3  # after this time an ended rank tells rank 0, unless all programs have ended
+_ROUND_S = 1.0  # between two rounds in which rank 0 asks whether ranks wait for an ended rank
+_ROUND_SHARE = 0.05  # of rank 0's time at most, because reading thousands of answers takes long
 
 
 class Monitor:
-    """See above. `mpi`: a communicator of its own over all ranks. `talks`: whether threads may use MPI at the same time."""
+    """See above. `mpi`: a separate communicator of all ranks. `talks`: whether several threads may use MPI at the same time."""
 
     def __init__(self, mpi: Any, *, talks: bool, checked: bool) -> None:
         self.mpi, self.rank, self.size, self.checked = mpi, mpi.rank, mpi.size, checked
@@ -60,25 +60,25 @@ class Monitor:
         self._ended = ""  # how this rank's program has ended
         self._ended_at = 0.0
         self._told_end = False
-        self._ended_ranks: dict[int, State] = {}  # rank 0: those that have told their end
+        self._ended_ranks: dict[int, State] = {}  # on rank 0: the ranks that have told their end
         self._inquiry: Inquiry | None = None
         self._num_asked = 0
         self._quiet_until = {"deadline": 0.0, "order": 0.0, "end": 0.0}
-        # rank: number of its operation, as the last look found those that can never go on
+        # By purpose: each rank that the last inquiry found stuck, and the number of its operation.
         self._suspects: dict[str, dict[int, int]] = {"order": {}, "end": {}}
         self._clock = Clock()
         self._notices = notice.Notices(notice.from_environment())
         self._standstill = Standstill()
 
     def start(self) -> None:
-        """Begin to listen. From the main thread also to SIGUSR2, unless the user's program does."""
+        """Start the threads. If called from the main thread, also handle SIGUSR2, unless the user's program does."""
         from mpi4py import MPI
 
         if threading.current_thread() is threading.main_thread():
             self._bell.ring_at_signal()
         if (fd := self._neighbour.fileno()) >= 0:
             self._bell.add(fd)
-        # Leave also where the program ends MPI by itself: before all else that deletes the attributes of COMM_SELF.
+        # Call `leave` also when the program itself calls MPI.Finalize, which first deletes the attributes of COMM_SELF.
         key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave("the program called MPI.Finalize"))
         MPI.COMM_SELF.Set_attr(key, True)
         atexit.register(lambda: self.leave(uncaught.how_ended()))
@@ -87,7 +87,7 @@ class Monitor:
             self._last_resort.start()
 
     def leave(self, how: str) -> None:
-        """This rank's program has ended: answer until those of all ranks have, then stop. MPI_Finalize would wait for them too."""
+        """After the end of this rank's program: answer until all ranks' programs have ended, for which MPI_Finalize waits too."""
         if os.getpid() != self._process or self._ended:
             return
         self._ended_at = time.monotonic()
@@ -96,7 +96,7 @@ class Monitor:
         together = True
         try:
             end_together(self.mpi, well=uncaught.ends_well())
-        except Exception:  # a rank died and the job goes on: there is no rank to wait for
+        except Exception:  # a rank has died and the job goes on, so this rank waits for no other rank
             together = False
             if Before.others:
                 Before.others.end(well=False)
@@ -132,14 +132,14 @@ class Monitor:
                 for rank, message in self._channel.received():
                     self._take(rank, message)
             if self._inquiry is not None and self._inquiry.purpose == "notice" and self._late() is not None:
-                self._inquiry = None  # the deadline's report tells more
+                self._inquiry = None  # the deadline's report replaces the notice
             if self._inquiry is None:
                 self._look(now)
             elif self._inquiry.purpose == "deadline" or self._inquiry.is_over(now):
                 self._follow(self._inquiry, now)
 
     def _listen(self) -> None:
-        """End the job if the neighbour has died. Its name comes first: the launcher may be about to end this rank."""
+        """End the job if the neighbour has died. The message comes first, because the launcher may end this rank at any time."""
         neighbour, fd = self._neighbour, self._neighbour.fileno()
         if fd < 0 or (goodbye_said := neighbour.heard()) is None:
             return
@@ -152,7 +152,7 @@ class Monitor:
             abort_job(1)
 
     def _look(self, now: float) -> None:
-        """Ask where the others are if an operation of this rank has waited too long, or one that it may wait for has ended."""
+        """Ask all ranks for their state if an operation of this rank has waited too long, or if a rank has ended."""
         if self._late() is not None:
             if now > self._quiet_until["deadline"]:
                 self._end_late()
@@ -172,7 +172,7 @@ class Monitor:
                 self._ask("order")
 
     def _late(self) -> record.Operation | None:
-        """The operation that has passed the deadline, after the time left to lower ranks."""
+        """The operation that has passed the deadline plus this rank's stagger."""
         if self.size == 1:
             return None
         late = self._clock.late(self._stagger())
@@ -182,11 +182,11 @@ class Monitor:
         return late
 
     def _stagger(self) -> float:
-        """The time left to lower ranks."""
+        """The time for which this rank lets lower ranks ask first."""
         return min(self.rank * _STAGGER_S, _MAX_STAGGER_S) if self._may_talk else 0.0
 
     def _notice(self, wait: notice.Wait, now: float) -> None:
-        """Ask all ranks where they are, for a line about a wait of this one."""
+        """Ask all ranks for their state, for a line about a wait of this rank."""
         age_s = now - wait.begun
         if self._talks():
             self._ask("notice", wait=wait, age_s=age_s)
@@ -195,7 +195,7 @@ class Monitor:
         self._notices.told(age_s)
 
     def _end_late(self) -> None:
-        """Ask all ranks where they are. Their answers, or the lack of them, will end the job."""
+        """Ask all ranks for their state. When they have answered, or the time for answers is over, `_follow` ends the job."""
         why = f"the deadline of {Deadline.seconds:g} s has passed"
         dump.write_file(why)
         if self._talks():
@@ -205,7 +205,7 @@ class Monitor:
             abort_job(deadline.EXIT_CODE)
 
     def _follow(self, inquiry: Inquiry, now: float) -> None:
-        """Judge the answers to an inquiry that is over; one for a deadline also if its operation came to an end at the last moment."""
+        """Act on the answers to an inquiry. One for a deadline is dropped if its operation has ended in the meantime."""
         if inquiry.purpose == "deadline":
             late = self._late()
             if late is None:
@@ -229,18 +229,18 @@ class Monitor:
             self._judge_end(inquiry, now)
 
     def _judge_order(self, inquiry: Inquiry, now: float) -> None:
-        """The ranks that wait for each other in different communicators hear so, if a second look finds them where they were."""
+        """Send the verdict to ranks that wait for each other in different communicators, if two inquiries find the same ranks."""
         stuck = report.deadlocked({rank: state for rank, state in enumerate(inquiry.states) if state is not None})
         if self._confirmed("order", stuck):
             verdict = report.deadlock_report(stuck)
             for rank in stuck:
                 self._send(rank, {"kind": "verdict", "text": verdict})
-        # A rank that is merely slow is asked ever more rarely.
+        # The longer a rank waits without a deadlock, the less often the monitor asks.
         longest = max((now - each.begun for each in record.open_operations()), default=0.0)
         self._quiet_until["order"] = now + (_CONFIRM_S if stuck else max(2 * _ORDER_S, longest))
 
     def _judge_end(self, inquiry: Inquiry, now: float) -> None:
-        """End the job where a rank waits for one that has ended, if a second look finds it where it was."""
+        """End the job if a rank waits for a rank that has ended, and two inquiries find the same wait."""
         stuck = report.abandoned(inquiry.states)
         if self._confirmed("end", stuck):
             dump.say(report.end_report(stuck, inquiry.states))
@@ -248,13 +248,13 @@ class Monitor:
         elif stuck:
             why = "other ranks wait for a rank that has ended"
             dump.write_file(why)
-            self._ask("end", why=why)  # of all: those that have ended too have a file to write
+            self._ask("end", why=why)  # all ranks, so that ended ranks write their files too
         else:
             spent_s = time.thread_time() - inquiry.asked_cpu
             self._quiet_until["end"] = now + max(_ROUND_S, spent_s / _ROUND_SHARE)
 
     def _confirmed(self, purpose: str, stuck: Mapping[int, Waiting]) -> bool:
-        """Whether this look has found just what the last one for this purpose has."""
+        """Whether this inquiry and the last one for this purpose have found the same operations."""
         last, found = self._suspects[purpose], {rank: each["number"] for rank, each in stuck.items()}
         self._suspects[purpose] = found
         return bool(found) and found == last
@@ -270,7 +270,7 @@ class Monitor:
         wait: notice.Wait | None = None,
         age_s: float = 0.0,
     ) -> None:
-        """`why`: for the ranks' records, which they are to write into their files. `wait`, `age_s` old: what a notice is about."""
+        """Ask all ranks but the `known` ones. If there is a `why`, they write their record files. `wait`, `age_s`: of a notice."""
         self._num_asked += 1
         known = {**(known or {}), self.rank: self._state()}
         inquiry = self._inquiry = Inquiry(purpose, self._num_asked, self.size, known, wait)
@@ -293,7 +293,7 @@ class Monitor:
             purpose = message["purpose"]
             if message["why"]:
                 dump.write_file(message["why"])
-            # The rank that asked first goes on; of several that asked at the same time, the lowest.
+            # This rank's inquiry is dropped if a lower rank asks for the same purpose.
             mine = inquiry is not None and inquiry.purpose == purpose
             if not mine or rank < self.rank:
                 if mine:

@@ -1,8 +1,7 @@
-"""The notice: one line about a wait that lasts, long before the deadline ends the job. report.py writes the line.
+"""The notice: one line about a long wait, long before the deadline ends the job. report.py writes the line.
 
-A wait is due when it has lasted MPITRAIN_NOTICE_S (30 s), and again whenever it has lasted twice as long as at the last line about
-it: a rank that is merely slow is no flood of lines. The monitor asks all ranks then; a line is about the waits of all ranks that were
-asked, so one rank prints it.
+A line is due when a wait has lasted MPITRAIN_NOTICE_S (30 s), and again when it has lasted twice as long as at the last line, so that a
+slow rank does not cause many lines. The monitor then asks all ranks. A line covers the waits of all ranks, so only one prints it.
 """
 
 import time
@@ -23,12 +22,12 @@ def from_environment() -> float:
 class Wait(NamedTuple):
     """A wait for which a line is due."""
 
-    number: int  # of its operation; of what is on a device, a number below 0
+    number: int  # of its operation; for work on a device a negative number
     begun: float
 
 
 class DeviceWork(NamedTuple):
-    """Work of NCCL on the device for which the host waits in no operation of the record."""
+    """Work of NCCL on the device. No operation in the record shows the host's wait for it."""
 
     what: str
     since: float  # on `time.monotonic`
@@ -38,7 +37,7 @@ _on_devices: dict[int, DeviceWork] = {}  # by the id of its queue
 
 
 def note_device(queue: int, device: DeviceWork | None) -> None:
-    """Note the unfinished work of the queue of that id; None: it has none."""
+    """Note the unfinished work of the queue with the id `queue`; None if it has none."""
     if device is not None:
         _on_devices[queue] = device
     else:
@@ -46,7 +45,7 @@ def note_device(queue: int, device: DeviceWork | None) -> None:
 
 
 def on_device() -> DeviceWork | None:
-    """The work that has been on a device of this process for longest."""
+    """The oldest unfinished work on a device of this process."""
     return min(_on_devices.copy().values(), key=lambda device: device.since, default=None)
 
 
@@ -54,12 +53,12 @@ class Notices:
     """The waits of this process for which a line is due."""
 
     def __init__(self, seconds: float) -> None:
-        """`seconds`: after which the first line is due; 0: never."""
+        """`seconds`: the age of a wait at its first line; 0: no lines."""
         self._seconds = seconds
-        self._due: dict[Wait, float] = {}  # after how many seconds the next line is, for those that one has been about
+        self._due: dict[Wait, float] = {}  # the age at the next line, for waits that have had a line
 
     def due(self, clock: Clock, grace_s: float) -> Wait | None:
-        """A wait for which a line has been due for `grace_s`. None from the deadline on, which tells the same and ends the job."""
+        """A wait for which a line has been due for `grace_s`. None if the deadline, which reports the same, comes before the line."""
         if not self._seconds or 0 < (Deadline.seconds or 0) <= self._seconds:
             return None
         for wait in self._waits(clock.waits(self._seconds + grace_s)):
@@ -68,12 +67,12 @@ class Notices:
         return None
 
     def told(self, age_s: float) -> None:
-        """A line about all ranks tells of a wait of `age_s`: for this rank's waits the next is due when that one is twice as old."""
+        """Note a line, for all ranks, about a wait of age `age_s`. The next line for this rank's waits is due `age_s` seconds later."""
         now = time.monotonic()
         self._due = {wait: now - wait.begun + age_s for wait in self._waits(record.open_operations())}
 
     def goes_on(self, wait: Wait) -> bool:
-        """Whether this rank is still in it."""
+        """Whether this rank is still in the wait."""
         return wait in self._waits(record.open_operations())
 
     def _waits(self, operations: list[record.Operation]) -> list[Wait]:

@@ -1,8 +1,8 @@
-"""Reports made of the ranks' answers: which ranks wait, for which ranks, and which can never go on. Pure: no MPI, no threads.
+"""Makes reports of the ranks' answers: which ranks wait, for which ranks, and which can never go on. Uses no MPI and no threads.
 
 monitor.py asks the ranks, prints the report and ends the job.
 
-A `State` is what one rank says of itself (a JSON object); None stands for a rank that did not answer.
+A `State` is the answer of one rank (a JSON object); None stands for a rank that did not answer.
 """
 
 import os
@@ -13,7 +13,7 @@ from collectives.diagnosis.record import shown_ranks
 
 
 def deadline_report(reporter: int, late: Waiting, states: Sequence[State | None], deadline_s: float) -> str:
-    """Why rank `reporter`, whose operation `late` passed the deadline, still waits."""
+    """The report about rank `reporter`, whose operation `late` has passed the deadline."""
     lines = [
         f"rank {reporter} has waited {late['age']:.1f} s in {late['label']}: {late['call']}; the deadline is {deadline_s:g} s "
         "(MPITRAIN_DEADLINE_S). The job ends."
@@ -22,9 +22,9 @@ def deadline_report(reporter: int, late: Waiting, states: Sequence[State | None]
 
 
 def notice(reporter: int, number: int, states: Sequence[State | None], deadline_s: float) -> str:
-    """One line about a wait of rank `reporter` which goes on: in its operation of that number, or on its device where it has none.
+    """One line about a wait of rank `reporter`: in its operation `number`, or for its device if there is no such operation.
 
-    The places of that rank and of those that it waits for come first.
+    The places of that rank and of the ranks for which it waits come first.
     """
     mine = states[reporter]
     assert mine is not None
@@ -43,15 +43,15 @@ def notice(reporter: int, number: int, states: Sequence[State | None], deadline_
         parts.append("no rank is missing: the operation is slow, or stuck in the MPI library")
     elif not missing:
         parts.append(
-            f"{shown_ranks(sorted(gone))} called an operation of that number and went on: perhaps another operation, as with async_op, "
-            "or this operation is slow"
+            f"{shown_ranks(sorted(gone))} called an operation with that number and left it: perhaps a different operation, as with "
+            "async_op, or this operation is slow"
         )
     elsewhere = any(state["waiting"] for rank in apart if (state := states[rank]))
     return _noticed(reporter, mine, late, [*parts, *_hints(elsewhere)], deadline_s)
 
 
 def lone_notice(reporter: int, number: int, mine: State, deadline_s: float) -> str:
-    """`notice` of a rank that cannot ask the others."""
+    """The `notice` of a rank that cannot ask the other ranks."""
     late = _operation(mine, number)
     parts = [_place(_described(mine, ""), [reporter], {reporter: mine})]
     parts.append("the other ranks cannot be asked, since MPI has started without MPI_THREAD_MULTIPLE")
@@ -59,7 +59,7 @@ def lone_notice(reporter: int, number: int, mine: State, deadline_s: float) -> s
 
 
 def _operation(state: State, number: int) -> Waiting | None:
-    """The operation of that number in which a rank waits."""
+    """The operation with this number in which a rank waits, or None."""
     return next((each for each in state["waiting"] if each["number"] == number), None)
 
 
@@ -73,12 +73,12 @@ _NUM_PLACES = 8  # in a notice, which is one line
 
 
 def _places(states: Sequence[State | None], key: str) -> list[str]:
-    """Where the ranks are, those in the same place in one line. `key`: the communicator in question."""
+    """The places of the ranks, with one line for ranks in the same place. `key`: the communicator of the report."""
     return [f"  {_place(words, ranks, states)}" for words, ranks in _groups(states, key).items()]
 
 
 def _groups(states: Sequence[State | None], key: str) -> dict[str, list[int]]:
-    """The ranks by their places in words."""
+    """The ranks by the description of their places."""
     groups: dict[str, list[int]] = {}
     for rank, state in enumerate(states):
         groups.setdefault(_described(state, key), []).append(rank)
@@ -86,7 +86,7 @@ def _groups(states: Sequence[State | None], key: str) -> dict[str, list[int]]:
 
 
 def _place(words: str, ranks: Sequence[int], states: Sequence[State | None] | Mapping[int, State]) -> str:
-    """Ranks in the same place, and since when they are there."""
+    """A description of ranks in the same place, and of the time that they have been there."""
     there = [state for rank in ranks if (state := states[rank])]
     ages = [max(each["age"] for each in state["waiting"]) for state in there if state["waiting"]]
     ages = ages or [state["device_age"] for state in there if state["device"]]
@@ -107,7 +107,7 @@ def _waiting_for(ranks: Sequence[int], states: Sequence[State | None]) -> str:
 
 
 def _described(state: State | None, key: str) -> str:
-    """A rank in words, equal for ranks in the same place. `key`: the communicator in question."""
+    """A description of a rank's state, equal for ranks in the same place. `key`: the communicator of the report."""
     if state is None:
         return "no answer: dead, stopped, or stuck outside Python"
     device = f"; on its device {state['device']}, which has not ended" if state["device"] else ""
@@ -131,7 +131,7 @@ def _described(state: State | None, key: str) -> str:
 
 def _verdict(late: Waiting, states: Sequence[State | None]) -> str:
     """The ranks for which `late` waits, and advice."""
-    if not late["sequence"]:  # no operation, see standstill.py
+    if not late["sequence"]:  # not an operation: see standstill.py
         return (
             "JAX has computed nothing meanwhile: perhaps a callback of the program waits for an event that never comes, or for work "
             "of JAX's own threads (a rank that is bound to one core has one of these threads)"
@@ -164,12 +164,12 @@ def _is_same(one: Waiting, other: Waiting) -> bool:
 
 
 def _is_in(waiting: Waiting, state: State | None) -> bool:
-    """Whether a rank is in the operation that another one waits in."""
+    """Whether a rank is in the operation `waiting` of another rank."""
     return state is not None and any(_is_same(each, waiting) for each in state["waiting"])
 
 
 def _absent(waiting: Waiting, states: Sequence[State | None]) -> list[int]:
-    """The ranks that `waiting` waits for: less those that have done their part of it, and gone on."""
+    """The ranks for which `waiting` waits, without those that have finished their part of it."""
     key, sequence = waiting["key"], waiting["sequence"]
     absent: list[int] = []
     for rank in waiting["awaited"]:
@@ -186,13 +186,13 @@ def _absent(waiting: Waiting, states: Sequence[State | None]) -> list[int]:
 
 
 def _hints(apart: bool) -> list[str]:
-    """Advice on how to find why ranks are missing. `apart`: some of them are in another operation."""
+    """Advice on how to find the reason of missing ranks. `apart`: whether some of them are in another operation."""
     if not apart or os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0"):
         return []
-    return ["MPITRAIN_DEBUG=1 finds the call at which the ranks part"]
+    return ["MPITRAIN_DEBUG=1 finds the first call that differs between the ranks"]
 
 
-# Why ranks are missing, in words for one of them and for several.
+# Reasons of missing ranks, for one rank and for several.
 _SILENT = "does not answer", "do not answer"
 _ENDED = "has ended", "have ended"
 _IDLE, _ELSEWHERE, _OTHERWISE = (
@@ -206,9 +206,9 @@ _IDLE, _ELSEWHERE, _OTHERWISE = (
 
 
 def abandoned(states: Sequence[State | None]) -> dict[int, Waiting]:
-    """The ranks that wait for one whose program has ended before it came to the operation, each with that operation.
+    """The ranks that wait for a rank whose program has ended before it entered the operation, each with that operation.
 
-    What the others have long done their part of may last: a reduction to one rank, a message on its way.
+    An operation for which the ended rank has done its part may still go on: a reduction to one rank, or a message.
     """
     stuck: dict[int, Waiting] = {}
     for rank, state in enumerate(states):
@@ -220,20 +220,20 @@ def abandoned(states: Sequence[State | None]) -> dict[int, Waiting]:
 
 
 def _gone(waiting: Waiting, states: Sequence[State | None]) -> list[int]:
-    """The ranks that have ended before they came to an operation."""
+    """The ranks that have ended before they entered the operation."""
     return [
         rank
         for rank in waiting["awaited"]
         if (state := states[rank])
         and state["ended"]
-        # Where it has freed the communicator it cannot tell.
+        # A rank that has freed the communicator has no counts for it.
         and waiting["key"] in state["counts"]
         and state["counts"].get(waiting["counter"], 0) < waiting["sequence"]
     ]
 
 
 def end_report(stuck: Mapping[int, Waiting], states: Sequence[State | None]) -> str:
-    """Ranks `stuck`, as `abandoned` found them, wait for ranks that have ended. About the operation of the lowest of them."""
+    """The report about the operation of the lowest rank in `stuck`, a result of `abandoned`: ranks that wait for ended ranks."""
     first = stuck[min(stuck)]
     gone = _gone(first, states)
     waiting = [rank for rank, each in stuck.items() if each["key"] == first["key"]]
@@ -247,16 +247,16 @@ def end_report(stuck: Mapping[int, Waiting], states: Sequence[State | None]) -> 
 
 
 def deadlocked(states: Mapping[int, State]) -> dict[int, Waiting]:
-    """The ranks that can never go on, each with the operation it is stuck in, judged by those that compare their calls.
+    """The ranks that can never go on, each with the operation in which it is stuck. Only ranks that compare their calls count.
 
-    Rank r waits for rank m if m takes part in r's operation, has not entered it, and the thread of m that serves that communicator
-    is itself stuck in another one. A rank needs all it waits for, so it is stuck for ever just where it leads into a circle of such
-    waits.
+    Rank r waits for rank m if m takes part in r's operation, has not entered it, and the thread of m that last used r's communicator
+    is stuck in another operation. A rank needs all ranks for which it waits, so it is stuck forever exactly if its waits lead to a
+    cycle.
     """
     stuck: dict[int, Waiting] = {}
     for rank, state in states.items():
         comparing = [each for each in state["waiting"] if each["comparing"]]
-        if len(comparing) == 1:  # with several threads in checked collectives: not judged
+        if len(comparing) == 1:  # a rank with several threads in checked collectives is left out
             stuck[rank] = comparing[0]
 
     def waits_for(rank: int, other: int) -> bool:
@@ -278,7 +278,7 @@ def deadlocked(states: Mapping[int, State]) -> dict[int, Waiting]:
 
 
 def deadlock_report(stuck: Mapping[int, Waiting]) -> str:
-    """The error of ranks that wait for each other in different communicators."""
+    """The text of the error on ranks that wait for each other in different communicators."""
     groups: dict[str, list[int]] = {}
     for rank, each in sorted(stuck.items()):
         groups.setdefault(f"{each['label']}: {each['call']}  at {each['site']}", []).append(rank)

@@ -1,8 +1,8 @@
-"""A rank that stands still inside JAX before an operation begins: the one wait of a job that the flight record does not show.
+"""Detects a standstill inside JAX before an operation begins, the only wait of a job that the flight record does not show.
 
-JAX carries a jitted operation out when its operand is there. Where that never comes, as after a callback that waits for work of its own
-thread, no rank enters an operation, and none would pass the deadline. Seen from outside: a thread is inside a call of JAX, and the
-process uses no processor time. A computation, however long, uses some.
+JAX carries out a jitted operation when its operand has been computed. If the operand never comes, as after a callback that waits for
+work of its own thread, no rank enters an operation, and no operation passes the deadline. The sign of a standstill: a thread is inside
+a call of JAX, and the process uses no processor time. A computation, however long, uses processor time.
 """
 
 import time
@@ -10,12 +10,12 @@ import time
 from collectives.diagnosis import stacks
 from collectives.diagnosis.record import BEGUN, Log, Operation
 
-_IDLE_SHARE = 0.01  # of a core: the threads that watch take a tenth of that
+_IDLE_SHARE = 0.01  # of a core; the monitor's threads use a tenth of this
 _IDLE_S = 0.02
 
 
 class Standstill:
-    """The standstill of this process. Only the CPU's JAX is watched: the host is idle while a GPU computes."""
+    """The standstill of this process. Only JAX on CPUs is watched, because the host is idle while a GPU computes."""
 
     log: Log | None = None  # None: this process uses no jitted collectives
 
@@ -24,12 +24,12 @@ class Standstill:
 
     @classmethod
     def watch(cls, rank: int) -> None:
-        """From now on. `rank`: this one, in the whole job."""
+        """Begin to watch. `rank`: this rank's number in the job."""
         if cls.log is None:
             cls.log = Log([rank], "JAX")
 
     def late(self, now: float, begun_before: float) -> Operation | None:
-        """The wait, as an operation without a number, if it has lasted since before `begun_before`. To be asked again and again."""
+        """The standstill as an operation with sequence 0, if it began before `begun_before`. The monitor calls this repeatedly."""
         if self.log is None:
             return None
         used_s = time.process_time() - self._used_s

@@ -1,1 +1,1 @@
-"""From device to device: NCCL, and CUDA-aware MPI."""
+"""Transports between devices: NCCL, and CUDA-aware MPI."""

@@ -1,10 +1,10 @@
 """The functions of NCCL and CUDA that the NCCL transport needs, as an interface, and the implementation by CuPy.
 
-Another binding (ctypes, another GPU library, a model in host memory) replaces CuPy by giving the same functions. Streams and
-events are the plain numbers that CUDA knows them by, buffers are addresses: nothing here knows an array library's types.
+Another binding (ctypes, another GPU library, a model in host memory) can replace CuPy if it has the same functions. Streams and events
+are CUDA's handles as ints, and buffers are addresses: the interface uses no types of an array library.
 """
 
-# ruff: noqa: N802 - the names of NCCL's own functions, as CuPy spells them
+# ruff: noqa: N802 - the names of NCCL's functions, as CuPy spells them
 
 import ctypes
 import functools
@@ -25,10 +25,10 @@ _log = logging.getLogger("collectives")
 
 
 class RawCommunicator(Protocol):
-    """One rank's NCCL communicator: the methods of `cupy.cuda.nccl.NcclCommunicator` that are used.
+    """One rank's NCCL communicator: the methods of `cupy.cuda.nccl.NcclCommunicator` that this package uses.
 
     Buffers and streams are addresses, counts are elements, `datatype` and `op` are `Binding.constant`s. Each call queues its work
-    on `stream` and returns. Each may raise whatever the binding raises.
+    on `stream` and returns. A call may raise any exception of the binding.
     """
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None: ...
@@ -43,22 +43,22 @@ class RawCommunicator(Protocol):
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None: ...
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None: ...
     def check_async_error(self) -> None:
-        """Raise what went wrong on the device or in the network since, if anything did."""
+        """Raise an error that has happened on the device or in the network, if there is one."""
 
     def abort(self) -> None:
-        """End all its work, finished or not, and give it back."""
+        """Free the communicator, and stop its unfinished work."""
 
     def destroy(self) -> None:
-        """Give it back. Its work has ended."""
+        """Free the communicator, whose work has ended."""
 
 
 class Gpu(NamedTuple):
-    """Which GPU of which machine. The slices of one GPU (MIG) are one here: NCCL tells them from each other no more than this."""
+    """The identity of a GPU. All slices of a GPU (MIG) have the same identity: NCCL does not distinguish them either."""
 
     host: str
-    """The machine's boot id: containers of one machine may have names of their own, and machines the same name."""
+    """The machine's boot id, because containers of one machine may have different names, and different machines the same name."""
     bus: str
-    """Its PCI bus id there, such as 0000:81:00.0."""
+    """The GPU's PCI bus id on the machine, such as 0000:81:00.0."""
 
     def __str__(self) -> str:
         return f"GPU {self.bus}"
@@ -68,39 +68,39 @@ class Binding(Protocol):
     """NCCL, and the streams and events of CUDA that order its work."""
 
     def version(self) -> int:
-        """NCCL's version as NCCL gives it: 22501 is 2.25.1."""
+        """NCCL's version number: 22501 is 2.25.1."""
 
     def constant(self, name: str) -> int:
-        """The value of a constant of `nccl.h` such as NCCL_FLOAT32; NcclUnavailableError if this NCCL has none of that name."""
+        """The value of a constant of `nccl.h` such as NCCL_FLOAT32; NcclUnavailableError if this NCCL does not have the constant."""
 
     def gpu(self, index: int) -> Gpu:
         """The identity of this GPU among the GPUs of all nodes."""
 
     def device(self, index: int) -> AbstractContextManager[Any]:
-        """`with binding.device(i):` makes it this thread's current device. All calls below happen in such a block."""
+        """`with binding.device(i):` makes device i this thread's current device. All methods below are called in such a block."""
 
     def unique_id(self) -> object:
-        """A new name for a communicator, made by one rank and sent to the others."""
+        """A new id for a communicator, which one rank makes and sends to the other ranks."""
 
     def communicator(self, size: int, unique_id: Any, rank: int) -> RawCommunicator:
-        """This rank's part of a new communicator. Blocks until all its ranks have called it."""
+        """This rank's part of a new communicator. Blocks until all its ranks have called the method."""
 
     def group_start(self) -> None:
-        """From here to `group_end` calls are collected; then they start as one."""
+        """Collect the calls until `group_end`, which starts them as one."""
 
     def group_end(self) -> None: ...
 
     def divide(self, x: DeviceArray, divisor: int, dtype: DType, stream: int) -> None:
-        """Queue on `stream`: x /= divisor, of floating numbers, rounded once."""
+        """Queue on `stream`: x /= divisor, for a floating-point `dtype`, rounded once."""
 
     def upload(self, flat: np.ndarray) -> tuple[Any, DeviceArray]:
-        """A copy of a host array on the current device, ready in its turn on the stream that it tells; the first keeps it alive."""
+        """Queue a copy of a host array to the current device. The first result keeps the copy alive; the second has its stream."""
 
     def download(self, array: Any, flat: np.ndarray) -> None:
-        """Copy what `upload` gave back to the host, after what is queued on its stream. Blocks until it is there."""
+        """Copy the first result of `upload` back to the host, after the work queued on its stream. Blocks until the copy has ended."""
 
     def stream_create(self) -> int:
-        """A stream of the highest priority that does not wait for the default stream, nor it for this one."""
+        """A stream of the highest priority. It does not wait for the default stream, nor the default stream for it."""
 
     def stream_wait(self, stream: int, event: int) -> None:
         """Work queued on `stream` from now on starts after the work that `event` marks now."""
@@ -113,21 +113,21 @@ class Binding(Protocol):
     def event_done(self, event: int) -> bool:
         """Whether the work that `event` marks has ended. Does not block. Does not disturb CUDA graph captures of any thread.
 
-        Not to be asked of an event that was recorded in a capture: CUDA then raises, and ends the capture.
+        Do not call it for an event that was recorded in a capture: CUDA then raises, and ends the capture.
         """
 
     def event_destroy(self, event: int) -> None: ...
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether work queued on `stream` now becomes a part of a CUDA graph instead of running."""
+        """Whether work queued on `stream` now is captured in a CUDA graph instead of running."""
 
 
 class NcclUnavailableError(RuntimeError):
-    """NCCL cannot be used here; the text says why. Raised before anything is sent."""
+    """NCCL cannot be used here; the text gives the reason. Raised before data is sent."""
 
 
 class CuPyBinding:
-    """The interface above by `cupy.cuda`. Made by `load()`."""
+    """The `Binding` by `cupy.cuda`. Made by `load()`."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy, self._nccl, self._runtime = cupy, cupy.cuda.nccl, cupy.cuda.runtime
@@ -178,14 +178,14 @@ class CuPyBinding:
         try:
             status = self._runtime.eventQuery(event)
         finally:
-            exchange(ctypes.byref(mode))  # it holds the mode from before
+            exchange(ctypes.byref(mode))  # restores the mode, which the first exchange has written to `mode`
         if status != self._NOT_READY:
             self._runtime.check_status(status)
         return status == 0
 
     @functools.cached_property
     def _driver(self) -> Any:
-        """CUDA's driver, for a call that CuPy does not have."""
+        """CUDA's driver library, for a function that CuPy does not have."""
         return ctypes.CDLL("libcuda.so.1")
 
     def is_capturing(self, stream: int) -> bool:
@@ -194,12 +194,12 @@ class CuPyBinding:
     _NOT_READY = 600  # cudaErrorNotReady
 
 
-_HIGHEST_PRIORITY = -100  # CUDA takes a number beyond its range as the end of the range
-_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: this thread may ask questions during captures
+_HIGHEST_PRIORITY = -100  # CUDA clamps a number beyond its range to the range
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: this thread may query events during captures
 
 
 class _Foreign:
-    """A stream by NVIDIA's stream protocol, as `Stream.from_external` takes it."""
+    """A stream in NVIDIA's stream protocol, for `Stream.from_external`."""
 
     def __init__(self, stream: int) -> None:
         self._stream = stream
@@ -221,12 +221,12 @@ def _boot_id() -> str:
 def load() -> Binding:
     """CuPy's binding. Imports CuPy.
 
-    NcclUnavailableError, with what to install, where CuPy (14 or newer), NCCL or a device is missing, or where CuPy and torch are
+    NcclUnavailableError, with the packages to install, if CuPy (14 or newer), NCCL or a device is missing, or if CuPy and torch are
     built for different major versions of CUDA.
     """
     torch_cuda = _cuda_of_torch()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CuPy warns of a missing NCCL; it is said here, by an error
+        warnings.simplefilter("ignore")  # CuPy warns of a missing NCCL; the errors below replace the warning
         try:
             import cupy
             from cupy.cuda import nccl
@@ -256,7 +256,7 @@ def load() -> Binding:
 
 
 def _cuda_of_torch() -> int | None:
-    """The major version of CUDA that torch is built for; None where torch is not loaded, or is a build for CPUs."""
+    """The major version of CUDA for which torch is built; None if torch is not loaded, or is a build for CPUs."""
     torch = sys.modules.get("torch")
     version = None if torch is None else torch.version.cuda
     return None if version is None else int(version.split(".")[0])
@@ -277,18 +277,18 @@ def library_path() -> str:
 
 
 def loaded_libraries(*names: str) -> list[str]:
-    """The files of libraries that this process has loaded, whose names begin so. Also those out of sight of a look-up by name."""
+    """The files of loaded libraries whose names begin with one of `names`, also of those that dlopen by name does not find."""
     try:
         with open("/proc/self/maps") as maps:
             paths = {line.split(maxsplit=5)[5].strip() for line in maps if len(line.split(maxsplit=5)) == 6}
-    except OSError:  # no Linux, and no CUDA then
+    except OSError:  # not Linux, so there is no CUDA
         return []
     return sorted(path for path in paths if os.path.basename(path).startswith(names))
 
 
 @functools.cache
 def is_available() -> bool:
-    """Whether this process could use NCCL. If not, no communicator of this process will use NCCL. Imports CuPy."""
+    """Whether this process can use NCCL. If not, no communicator of this process will use NCCL. Imports CuPy."""
     try:
         load()
     except NcclUnavailableError:
@@ -297,6 +297,6 @@ def is_available() -> bool:
 
 
 def version_text(version: int) -> str:
-    """NCCL's version number as people write it."""
+    """NCCL's version as text, such as "2.25.1"."""
     major, rest = divmod(version, 10000) if version >= 10000 else divmod(version, 1000)
     return f"{major}.{rest // 100}.{rest % 100}"

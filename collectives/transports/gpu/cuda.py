@@ -1,7 +1,7 @@
-"""CUDA-aware MPI: whether the MPI library here takes device addresses, and how to hand it one.
+"""CUDA-aware MPI: whether the MPI library accepts device addresses, and how to pass one.
 
-A library that does not, reads the address as host memory and the process dies of it: so support is asked for, never assumed, and
-the first answer is tried out with two bytes. Where it is missing the caller stages through the host.
+A library without this support reads the address as host memory, which kills the process. So the library is asked for its support, and
+a message of two bytes tests the answer. Without support the caller copies through host memory.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _MPICH_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH's mpi.h
 
 
 class Support(NamedTuple):
-    """Whether MPI takes device addresses, and how that is known."""
+    """Whether MPI accepts device addresses, and the source of this answer."""
 
     aware: bool
     why: str
@@ -36,11 +36,11 @@ class Support(NamedTuple):
 
 @functools.cache
 def support() -> Support:
-    """Whether this process's MPI library takes device addresses. Starts MPI, without which it cannot answer."""
+    """Whether this process's MPI library accepts device addresses. Starts MPI, because the library answers only then."""
     from mpi4py import MPI
 
     assert MPI.Is_initialized()
-    paths = binding.loaded_libraries("libmpi", "libmpich")  # mpi4py loads them out of sight of a plain look-up by name
+    paths = binding.loaded_libraries("libmpi", "libmpich")  # dlopen by name does not find mpi4py's libraries
 
     def find(name: str) -> Any:
         functions = (getattr(ctypes.CDLL(path), name, None) for path in paths)
@@ -50,10 +50,10 @@ def support() -> Support:
 
 
 def agree(mpi: Any, make: Callable[[list[int]], tuple[Any, DeviceArray]] | None) -> Support:
-    """Whether all ranks of `mpi` may hand device addresses to it: the same answer everywhere, the first "no" if there is one.
+    """Whether all ranks of `mpi` may pass device addresses to MPI: the same answer on all ranks, the first "no" if there is one.
 
-    Collective. `make`: makes an array of these bytes on the device, and says where it lies: two bytes are sent round the ranks to
-    see that they arrive. None where nothing here could. Cheap (microseconds), but keep the answer.
+    Collective. `make(values)`: an array of these bytes on the device, and its place, for a test message of two bytes to the next
+    rank; None if no library of this rank can make one. The call takes microseconds, but callers should keep the answer.
     """
     answers = mpi.allgather(support() if make is not None else Support(False, "neither torch nor CuPy uses the GPU"))
     refusals = [answer for answer in answers if not answer.aware]
@@ -65,7 +65,7 @@ def agree(mpi: Any, make: Callable[[list[int]], tuple[Any, DeviceArray]] | None)
 
 
 def ask(find: Callable[[str], Any], libraries: Collection[str], environ: Mapping[str, str]) -> Support:
-    """The rules of `support`. `find`: a C function of the MPI library by its name, or None; `libraries`: the paths loaded."""
+    """The rules of `support`. `find(name)`: a C function of the MPI library, or None; `libraries`: the paths of loaded libraries."""
     chosen = switch(VARIABLE, environ)
     if chosen is not None:
         return Support(chosen, f"{VARIABLE}={chosen:d}")
@@ -87,23 +87,23 @@ def ask(find: Callable[[str], Any], libraries: Collection[str], environ: Mapping
 
 
 def view(x: DeviceArray, dtype: DType) -> np.ndarray:
-    """`x` as a NumPy array for mpi4py alone, which reads the address and no more: its elements are out of the host's reach.
+    """`x` as a NumPy array whose elements the host cannot read: for mpi4py, which uses only its address, and for kernels.py.
 
-    The transports that transports/gpu/kernels.py is the arithmetic of take it. Only within `calling`. It does not keep `x` alive.
+    The array is valid only within `calling`, and does not keep `x` alive.
     """
     return place(None, x.address, x.nbytes, dtype.numpy)
 
 
 def reduces(dtype: DType, op: str) -> bool:
-    """Whether MPI's own reduction can work on device memory: it has the type, and calls no function of ours, which the host runs."""
+    """Whether MPI can reduce in device memory: it has the type, and needs no function of this package, which runs on the host."""
     return dtype.mpi is not None and mpi_agrees(op, dtype.numpy)
 
 
 @contextmanager
 def calling(*arrays: DeviceArray) -> Iterator[None]:
-    """Around a blocking MPI call on these arrays: the kernels queued on their streams have ended, and NCCL stands still.
+    """For a blocking MPI call on these arrays: waits for the kernels queued on their streams, and keeps NCCL off the device.
 
-    No request may outlive the block.
+    No MPI request may outlive the block.
     """
     with ExitStack() as lanes:
         for index in sorted({x.index for x in arrays if x.index is not None}):
@@ -120,9 +120,9 @@ def wait_for(*arrays: DeviceArray) -> None:
 
 @functools.cache
 def takes_messages(index: int) -> bool:
-    """Whether a message between two ranks may be given to MPI where it lies on device `index`. Not collective.
+    """Whether MPI may send and receive messages between two ranks directly in the memory of device `index`. Not collective.
 
-    Such a message may be under way for long, and nothing can keep NCCL off the device meanwhile: so only where NCCL never comes.
+    A message may be unfinished for long, and NCCL cannot be kept off the device for that time. So the process must not have NCCL.
     """
     from mpi4py import MPI
 
@@ -131,25 +131,25 @@ def takes_messages(index: int) -> bool:
 
 
 def info_lines() -> list[tuple[str, str]]:
-    """For `python -m collectives info`: what there is for device memory. Starts MPI, and imports CuPy if it is installed."""
+    """For `python -m collectives info`: the support of device memory. Starts MPI, and imports CuPy if it is installed."""
     aware, why = support()
     if importlib.util.find_spec("cupy") is not None:
         with suppress(ImportError):
-            import torch  # noqa: F401 - whose version of CUDA is to be CuPy's
+            import torch  # noqa: F401 - `load` compares its version of CUDA with CuPy's
     try:
         nccl = binding.version_text(binding.load().version())
     except binding.NcclUnavailableError as error:
         nccl = f"no: {error}"
-    if path := binding.library_path():  # found, whatever else is missing
+    if path := binding.library_path():  # the library may be loaded even if `load` has failed
         nccl += f" ({path})"
     return [("CUDA-aware MPI", f"{'yes' if aware else 'no'} ({why})"), ("NCCL", nccl)]
 
 
 def _synchronize(index: int, stream: int) -> None:
-    """Block until the kernels of a stream have ended, by the library that made it."""
+    """Block until the kernels of a stream have ended, by torch if it uses the GPU, else by CuPy."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and torch.cuda.is_initialized():
-        if stream in (0, LEGACY_STREAM):  # ExternalStream(0) would be a new stream, which has nothing to wait for
+        if stream in (0, LEGACY_STREAM):  # ExternalStream(0) would be a new stream, not the default stream
             torch.cuda.default_stream(index).synchronize()
         else:
             torch.cuda.ExternalStream(stream, device=index).synchronize()
@@ -160,7 +160,7 @@ def _synchronize(index: int, stream: int) -> None:
 
 
 def _try(mpi: Any, make: Callable[[list[int]], tuple[Any, DeviceArray]]) -> str:
-    """Send two bytes to the next rank; what went wrong, or nothing."""
+    """Send two bytes to the next rank. Returns a description of the error, "" if there is none."""
     from mpi4py import MPI
 
     (sent, source), (received, target) = make([mpi.rank % 256, 0x5A]), make([0, 0])
@@ -175,5 +175,5 @@ def _try(mpi: Any, make: Callable[[list[int]], tuple[Any, DeviceArray]]) -> str:
     except MPI.Exception as error:
         return str(error)
     expected, came = [(mpi.rank - 1) % mpi.size % 256, 0x5A], received.tolist()
-    del sent  # kept until here
+    del sent  # keeps the memory alive until here
     return "" if came == expected else f"rank {mpi.rank} received {came} instead of {expected}"

@@ -35,43 +35,42 @@ _log = logging.getLogger("collectives")
 
 
 class Devices:
-    """The ways of a communicator's ranks to each other's GPUs. They are looked for at the first collective on such arrays."""
+    """A communicator's transports between GPUs. The first collective on arrays in GPU memory finds out which ones work."""
 
     def __init__(self, mpi: Any, *, placement: Placement, recorder: Recorder, flush: Callable[[], None]) -> None:
-        """`placement`: of the ranks of `mpi`. `flush()`: carries out what comes before a collective of theirs."""
+        """`placement`: of the ranks of `mpi`. `flush()`: carries out the operations that come before a collective."""
         self._mpi, self._rank, self._size, self._placement = mpi, mpi.rank, mpi.size, placement
         self._recorder, self._flush = recorder, flush
         self._nccl: Nccl | None = None
         self._why_not = ""
         self._index: int | None = None
-        self._has_looked = False  # for the ways
-        # Where MPI takes device addresses:
-        self._kernels: Kernels | None = None
+        self._has_looked = False  # whether `_look` was called
+        self._kernels: Kernels | None = None  # not None if MPI accepts device addresses
         self._executor: Executor | None = None
-        self._handles: list[tuple[Handle, Buffer]] | None = None  # of the operation that is being issued, if one is
+        self._handles: list[tuple[Handle, Buffer]] | None = None  # of the operation that `issue` is starting
 
     @property
     def by_nccl(self) -> bool:
-        """Whether NCCL connects the ranks: known after the first collective."""
+        """Whether NCCL connects the ranks. False before the first collective on arrays in GPU memory."""
         return self._nccl is not None
 
     def carry_out(self, call: Call, arrays: Sequence[Buffer | None], *arguments: Any) -> bool:
-        """Whether `call` was carried out here: by NCCL if that can, else by MPI on device addresses if that can.
+        """Carry out `call` by NCCL if possible, else by MPI on device addresses if possible. Returns whether it was carried out.
 
-        `arrays`, `arguments`: those of the `Transport`'s method of that name; of a reduction all but the dtype, its last one. The first
-        of `call.arrays`, which is in GPU memory, decides for all ranks: of gather and scatter they have no other in common.
+        `arrays`, `arguments`: those of the `Transport`'s method of the operation; a reduction's last argument, the dtype, is left out.
+        The first of `call.arrays`, which is in GPU memory, decides: in gather and scatter it is the only one that all ranks have.
         """
         operation, algorithm, op, first = call.operation, call.algorithm, call.op, call.arrays[0]
         devices = [b.device for b in call.arrays if b.device is not None]
         mixed = len(devices) < len(call.arrays)
         index, dtype = devices[0].index, first.dtype
         if (mixed and operation not in ("gather", "scatter")) or index is None:
-            return False  # ... an array that does not tell on which GPU it lies
+            return False  # the arrays are in different kinds of memory, or an array does not give its GPU
         if algorithm not in ("auto", "nccl", "mpi") and not _is_schedule(operation, algorithm):
             return False
         if call.accumulate is not None and dtype.is_half:
-            return False  # fp32 travels for it, of which the host makes the copy
-        self._flush()  # also by NCCL: a rank that waits for the device carries nothing else out
+            return False  # the host makes the fp32 copy
+        self._flush()  # also before NCCL: a rank that waits for the device cannot carry out other operations
         if self._index is None:
             self._index = index
         if strange := [device.index for device in devices if device.index != self._index]:
@@ -81,7 +80,7 @@ class Devices:
             )
         enter = partial(self._recorder.enter, operation, op=op, root=call.root, elements=first.size, dtype=dtype.name)
         is_alone = self._size == 1 and algorithm != "nccl" and not mixed
-        if is_alone and len({device.address for device in devices}) == 1:  # the result is there already
+        if is_alone and len({device.address for device in devices}) == 1:  # one rank in place: the result is the input
             with enter():
                 if self._handles is not None:
                     self._mark(self._handles, call.arrays, devices)
@@ -118,7 +117,7 @@ class Devices:
         return True
 
     def issue(self, operation: Callable[[], Any]) -> Work:
-        """Start `operation`, a collective on arrays in GPU memory, at once: NCCL's stream is what makes it asynchronous."""
+        """Start `operation`, a collective on arrays in GPU memory, at once; with NCCL it runs asynchronously on NCCL's stream."""
         self._handles = []
         try:
             result = operation()
@@ -127,11 +126,11 @@ class Devices:
             self._handles = None
 
     def takes(self, message: Message) -> bool:
-        """Whether a message of a group goes by NCCL, not by MPI [Note: messages]."""
+        """Whether NCCL carries a message of a group, not MPI [Note: messages]."""
         return self._nccl is not None and message.tag == 0
 
     def exchange(self, messages: Sequence[Message]) -> list[Callable[[], Any]]:
-        """Start messages by NCCL, as one; what is left to do at the end of their group."""
+        """Start messages by NCCL, as one. Returns the functions to call at the end of their group."""
         if not messages:
             return []
         assert self._nccl is not None
@@ -146,7 +145,7 @@ class Devices:
             self._executor.free()
 
     def _put_own_part(self, operation: str, out: Any, x: Any) -> None:
-        """The root's own part of a gather or a scatter, which a transport leaves to its caller."""
+        """Copy the root's own part of a gather or a scatter, which a transport leaves to its caller."""
         assert self._kernels is not None
         if operation == "gather" and out is not None:
             put_own_part(out, x, [x.size] * self._size, self._rank, self._kernels)
@@ -156,7 +155,7 @@ class Devices:
                 self._kernels.move(out, mine)
 
     def _choose(self, operation: str, algorithm: str, op: str | None, dtype: DType, nbytes: int) -> str | None:
-        """The algorithm for MPI on device addresses; None where it does not take them, or has none for this."""
+        """The algorithm for MPI on device addresses; None if MPI does not accept them, or if no algorithm fits."""
         if self._kernels is None:
             return None
         if algorithm in ("auto", "mpi") and (op is None or cuda.reduces(dtype, op)):
@@ -178,7 +177,7 @@ class Devices:
     def _mark(
         self, handles: list[tuple[Handle, Buffer]], buffers: Sequence[Buffer], devices: Sequence[DeviceArray]
     ) -> None:
-        """For one rank alone with `async_op`: work after `wait()` starts after the work that is queued on the arrays' streams now."""
+        """For one rank with `async_op`: work after `wait()` starts after the work that is now queued on the arrays' streams."""
         assert devices[0].index is not None
         self._look(devices[0].index)
         if self._nccl is None:
@@ -189,7 +188,7 @@ class Devices:
             handles.append((handle, buffers[0]))
 
     def _look(self, index: int) -> None:
-        """Find the ways, once. Collective. In the flight record, since ranks that do not come would be waited for here."""
+        """Find the transports that work, once. Collective. It is in the flight record, because it waits for all ranks."""
         if self._has_looked:
             return
         with self._recorder.enter("connecting GPUs"):
@@ -207,9 +206,9 @@ class Devices:
 
 
 class Connected:
-    """NCCL's communicators in this process, in the order in which they were made: the same on all ranks that share any of them.
+    """NCCL's communicators in this process in the order of their creation, which is the same on all ranks that share them.
 
-    Held here, no NCCL communicator is destroyed by Python's garbage collector: destroying is collective. See diagnosis/ending.py.
+    The list keeps them from Python's garbage collector, because it is collective to destroy one. See diagnosis/ending.py.
     """
 
     def __init__(self) -> None:
@@ -222,10 +221,10 @@ class Connected:
         self._all.append((nccl, log))
 
     def remove(self, nccl: Nccl) -> None:
-        self._all = [each for each in self._all if each[0] is not nccl]  # not there any more if all have ended
+        self._all = [each for each in self._all if each[0] is not nccl]  # after `end` the list is empty
 
     def settle(self) -> bool:
-        """Wait until all operations have ended on the device; whether they have, without an error."""
+        """Wait until all operations have ended on the device. Returns whether they have ended without an error."""
         try:
             for nccl, log in self._all:
                 with log.enter("ending NCCL"):
@@ -235,7 +234,7 @@ class Connected:
         return not any(nccl.is_aborted for nccl, _ in self._all)
 
     def end(self, *, well: bool) -> None:
-        """`well`: all ranks destroy their communicators together. Else this rank aborts its own, and waits for no other rank."""
+        """If `well`, all ranks destroy their communicators together. Else this rank aborts its own without a wait for other ranks."""
         while self._all:
             nccl, log = self._all.pop(0)
             if not well:
@@ -257,9 +256,9 @@ def _is_schedule(operation: str, algorithm: str) -> bool:
 
 
 class OnStream(Work):
-    """An operation on NCCL's stream. `wait()` makes the caller's current stream wait for it, not the host.
+    """An operation on NCCL's stream. Each `wait()` makes the current stream, not the host, wait for it.
 
-    Each `wait()` does so: by then another stream may be the current one. `handles`: each with an array that tells its stream.
+    `handles`: each with an array whose library has the current stream, which may be another one at each `wait()`.
     """
 
     def __init__(self, result: Any, handles: Sequence[tuple[Handle, Buffer]]) -> None:

@@ -1,13 +1,13 @@
 """Messages between two ranks of which one or both have the array in GPU memory.
 
-[Note: messages] Both ranks must come to the same way by what both know, and neither knows where the other's array lies:
-- NCCL has no tags, matches in order of issue, and holds its stream until both sides have come. Two ranks that send before they
-  receive would wait for each other for ever, were their calls not started as one. So within `group()`, and there alone, messages of tag
-  0 go by NCCL, once a collective on arrays in GPU memory has connected the communicator's GPUs. An array in host memory goes the
-  same way, over a copy on the device: the two sides need not be of the same kind.
-- All other messages go by MPI: from where the array lies if MPI takes device addresses and NCCL never comes to this process, else
-  through pinned host memory. Only the one side's array counts for that, too.
-So both sides of a message of tag 0 stand in a group, or neither, and between the same collectives: a group is ordered with them.
+[Note: messages] Both ranks must choose the same library, but neither knows the kind of memory of the other rank's array:
+- NCCL has no tags, matches messages in order of issue, and blocks its stream until both ranks have called. Two ranks that send before
+  they receive would wait for each other forever, unless their calls start as one. So NCCL carries only messages of tag 0 within
+  `group()`, after a collective on arrays in GPU memory has connected the communicator's GPUs. An array in host memory is copied to the
+  device for this, so that the two arrays may be in different kinds of memory.
+- MPI carries all other messages: directly from GPU memory if MPI accepts device addresses and this process cannot use NCCL, else
+  through pinned host memory. Each rank decides this for its own array.
+So for a message of tag 0 either both ranks use a group or neither, and both groups are between the same collectives.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ from collectives.transports.message import Message
 
 
 def exchange(nccl: Nccl, messages: Sequence[Message], log: Log) -> list[Callable[[], Any]]:
-    """Start messages by NCCL, as one; what is left to do at the end of their group."""
+    """Start messages by NCCL, as one. Returns the functions to call at the end of their group."""
     ends: list[Callable[[], Any]] = []
-    copies: list[Any] = []  # which live until the messages are issued: only then do their streams wait for NCCL
+    copies: list[Any] = []  # kept alive until the messages are issued: then their streams wait for NCCL
     with nccl.group():
         for operation, b, peer, tag in messages:
             sends = operation == "isend"
@@ -43,7 +43,7 @@ def exchange(nccl: Nccl, messages: Sequence[Message], log: Log) -> list[Callable
 
 
 def reach(b: Buffer) -> np.ndarray:
-    """The array that MPI reads or writes for `b`: on the device, or a copy in host memory, which `b.result()` copies back."""
+    """The array that MPI reads or writes for `b`: in GPU memory, or a copy in host memory, which `b.result()` copies back."""
     if b.device is None or b.device.index is None or not cuda.takes_messages(b.device.index):
         return b.flat
     cuda.wait_for(b.device)

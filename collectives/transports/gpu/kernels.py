@@ -1,8 +1,8 @@
-"""Arithmetic on arrays in GPU memory: what `collectives.arrays.reduction` is for host memory, by kernels of torch or of CuPy.
+"""Arithmetic on arrays in GPU memory by kernels of torch or CuPy, as `collectives.arrays.reduction` does it in host memory.
 
-Arrays are what `cuda.view` gives: NumPy arrays that know an address, a length and a dtype, and whose elements the host cannot reach.
-Both libraries give the bits that the host would: fp16 and bf16 are added in fp32 and rounded once, to nearest even; max and min hand
-on NaN; a division is a division, not a multiplication by the reciprocal.
+Arrays are results of `cuda.view`: NumPy arrays with an address, a length and a dtype, whose elements the host cannot read. Both
+libraries give the same bits as the host: fp16 and bf16 are added in fp32 and rounded once, to nearest even; max and min propagate NaN;
+a division is not a multiplication by the reciprocal.
 """
 
 import sys
@@ -22,7 +22,7 @@ _BYTES = TABLE["uint8"]
 
 
 class Kernels(ABC):
-    """`collectives.arrays.reduction.Arithmetic` on one device. The work of a method on the device has ended when the method returns."""
+    """`collectives.arrays.reduction.Arithmetic` on one device. When a method returns, its work on the device has ended."""
 
     def __init__(self, library: Any, index: int) -> None:
         self._library, self._index = library, index
@@ -37,7 +37,7 @@ class Kernels(ABC):
         self._run(reduce, out)
 
     def divide(self, flat: np.ndarray, divisor: int, dtype: DType) -> None:
-        """flat /= divisor, of floating numbers."""
+        """flat /= divisor, for a floating-point `dtype`."""
         self._run(lambda: self._divide(self._open(flat, dtype), divisor, dtype), flat)
 
     def move(self, target: np.ndarray, source: np.ndarray) -> None:
@@ -49,20 +49,20 @@ class Kernels(ABC):
         self._run(copy, target)
 
     def empty(self, size: int, dtype: np.dtype) -> np.ndarray:
-        """Memory for `size` elements, which lasts as long as an array on it."""
+        """Memory for `size` elements, which stays allocated as long as an array uses it."""
         nbytes = size * dtype.itemsize
         with self._on_device():
             memory = self._array(max(nbytes, 1))
             return place(memory, self._address(memory), nbytes, dtype)
 
     def array(self, values: list[int]) -> tuple[Any, DeviceArray]:
-        """An array of these bytes, and where it lies."""
+        """An array of these bytes, and its place."""
         with self._on_device():
             array = self._array(values)
             return array, DeviceArray(self._address(array), len(values), self._index, self._stream())
 
     def reduces(self, dtype: DType, op: str) -> bool:
-        """Whether `reduce_into` takes this type with this operation."""
+        """Whether `reduce_into` supports this operation on this type."""
         return True
 
     def _run(self, start: Any, written: np.ndarray) -> None:
@@ -71,7 +71,7 @@ class Kernels(ABC):
                 start()
                 self._synchronize()
 
-    # By a library: arrays of its own on the addresses, and what it calls its operations
+    # A library's own arrays on the same addresses, and its operations
 
     @abstractmethod
     def _open(self, x: np.ndarray, dtype: DType) -> Any: ...
@@ -81,7 +81,7 @@ class Kernels(ABC):
     def _divide(self, x: Any, divisor: int, dtype: DType) -> None: ...
     @abstractmethod
     def _array(self, values: list[int] | int) -> Any:
-        """An array of these bytes, or of so many without values."""
+        """An array of these bytes; for an int, an array of that many bytes without values."""
 
     @abstractmethod
     def _address(self, array: Any) -> int: ...
@@ -94,10 +94,10 @@ class Kernels(ABC):
 
 
 class TorchKernels(Kernels):
-    """By torch, on its current stream."""
+    """Kernels of torch, on its current stream."""
 
     def reduces(self, dtype: DType, op: str) -> bool:
-        # torch has no kernels of wide unsigned types. Sums and products of signed ones have the same bits.
+        # torch has no kernels for wide unsigned types. Sums and products of signed types have the same bits.
         return dtype.numpy.kind != "u" or dtype.itemsize == 1 or op in ("sum", "prod")
 
     def _open(self, x: np.ndarray, dtype: DType) -> Any:
@@ -113,7 +113,7 @@ class TorchKernels(Kernels):
         getattr(self._library, TORCH_UFUNCS[op])(one, other, out=out)
 
     def _divide(self, x: Any, divisor: int, dtype: DType) -> None:
-        # By a number torch would multiply by its reciprocal.
+        # The divisor is a tensor: by a Python number torch would multiply with the reciprocal.
         wide = getattr(self._library, dtype.accumulate.name)
         x.copy_(x.to(wide) / self._library.full((), divisor, dtype=wide, device=x.device))
 
@@ -138,10 +138,10 @@ class TorchKernels(Kernels):
 
 
 class CupyKernels(Kernels):
-    """By CuPy, on its current stream. bf16 by its bits: only CuPy 14 knows the type."""
+    """Kernels of CuPy, on its current stream. bf16 is handled as its bits: only CuPy 14 has the type."""
 
     def queue_divide(self, flat: np.ndarray, divisor: int, dtype: DType) -> None:
-        """`divide` that has not ended when it returns, but comes in its turn on the current stream."""
+        """`divide` queued on the current stream: the division may end after the return."""
         with self._on_device():
             self._divide(self._open(flat, dtype), divisor, dtype)
 
@@ -166,7 +166,7 @@ class CupyKernels(Kernels):
             self._library.divide(x, divisor, out=x)
 
     def _widen(self, x: Any, dtype: DType) -> Any:
-        """fp32 of the same values."""
+        """The same values in fp32."""
         if dtype.name == "bfloat16":
             return (x.astype(np.uint32) << 16).view(np.float32)
         return x.astype(np.float32)
@@ -204,19 +204,19 @@ def kernels_of(index: int) -> Kernels | None:
 
 
 class _Interface:
-    """The bytes of an array in GPU memory, as torch and CuPy take them over without a copy."""
+    """The bytes of an array in GPU memory, for torch and CuPy, which view them without a copy."""
 
     def __init__(self, x: np.ndarray) -> None:
         self.__cuda_array_interface__ = {
             "shape": (x.nbytes,),
             "typestr": "|u1",
             "data": (address_of(x), False),
-            "version": 2,  # which tells no stream: the maker of `x` has waited for its stream
+            "version": 2,  # has no stream: the caller has already waited for the stream of `x`
         }
 
 
 class _Owned:
-    """Memory at an address, as NumPy takes it over without looking at it. Keeps `owner` alive."""
+    """Memory at an address, for NumPy, which does not read it here. Keeps `owner` alive."""
 
     def __init__(self, owner: Any, address: int, nbytes: int) -> None:
         self.owner = owner
@@ -224,5 +224,5 @@ class _Owned:
 
 
 def place(owner: Any, address: int, nbytes: int, dtype: np.dtype) -> np.ndarray:
-    """A NumPy array that stands for `nbytes` bytes in GPU memory; as long as it lives, so does `owner`."""
+    """A NumPy array that represents `nbytes` bytes in GPU memory. It keeps `owner` alive."""
     return np.asarray(_Owned(owner, address, nbytes)).view(dtype) if nbytes else np.empty(0, dtype)

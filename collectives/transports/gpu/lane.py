@@ -1,4 +1,4 @@
-"""The lane of a device: keeps the transports of GPU memory out of each other's way."""
+"""The lane of a device: lets only one of NCCL and CUDA-aware MPI use the device at a time."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,15 +8,15 @@ from typing import Protocol
 
 class _Member(Protocol):
     def synchronize(self) -> None:
-        """Block until its work on the device has ended."""
+        """Block until the work on the device has ended."""
 
 
 class Lane:
-    """One process's use of one device for communication: by NCCL or by CUDA-aware MPI, never by both at a time.
+    """One process's use of one device for communication: by NCCL or by CUDA-aware MPI, never by both at the same time.
 
-    Both make a device wait for others, and NCCL's kernels hold the device meanwhile: where ranks start the two in different order
-    they wait for each other for ever (NCCL's user guide, "Inter-GPU Communication with CUDA-aware MPI"). The same holds for two
-    NCCL communicators on two streams, so all of a device share one stream.
+    Both wait for other devices, and NCCL's kernels occupy the device while they wait. If ranks start the two in different order, they
+    wait for each other forever (NCCL's user guide, "Inter-GPU Communication with CUDA-aware MPI"). The same is true for two NCCL
+    communicators on two streams, so all NCCL communicators of a device share one stream.
     """
 
     def __init__(self) -> None:
@@ -26,26 +26,26 @@ class Lane:
         self._in_mpi = False
 
     def join(self, member: _Member, create_stream: Callable[[], int]) -> int:
-        """Add an NCCL communicator; returns the stream of all of them, which lives as long as the process."""
+        """Add an NCCL communicator. Returns the stream of all NCCL communicators, which exists until the process ends."""
         if self._stream is None:
             self._stream = create_stream()
         self._members.append(member)
         return self._stream
 
     def leave(self, member: _Member) -> None:
-        """Remove an NCCL communicator, whose work has ended or is of no more interest. Idempotent."""
+        """Remove an NCCL communicator whose work has ended or was aborted. Idempotent."""
         self._members = [other for other in self._members if other is not member]
 
     @contextmanager
     def nccl(self, timeout_s: float) -> Iterator[None]:
-        """Around the start of an NCCL operation: an MPI call on the device, by another thread, has ended."""
+        """For the start of an NCCL operation: waits until another thread's MPI call on the device has ended."""
         with self._hold(timeout_s):
             assert not self._in_mpi, "an NCCL operation inside a CUDA-aware MPI call"
             yield
 
     @contextmanager
     def mpi(self, timeout_s: float = 600.0) -> Iterator[None]:
-        """Around a blocking CUDA-aware MPI call: NCCL's work on the device has ended, and none starts before the block's end."""
+        """For a blocking CUDA-aware MPI call: waits for NCCL's work on the device, and lets no new work start within the block."""
         with self._hold(timeout_s):
             for member in list(self._members):
                 member.synchronize()

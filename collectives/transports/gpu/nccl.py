@@ -1,7 +1,7 @@
-"""NCCL: the collectives of device memory, as NCCL's calls on addresses. How they are ordered and fail: nccl_queue.py.
+"""The collectives in device memory as NCCL's calls on addresses. nccl_queue.py has their order and their errors.
 
-What moves, moves as bytes; what is reduced goes by the NCCL column of the dtype table. NCCL adds fp16 and bf16 in fp32 and rounds
-at every hop. An average is a sum that is divided once, on NCCL's stream: NCCL_AVG would scale each rank's elements before it adds.
+Operations without a reduction move bytes; a reduction uses the NCCL column of the dtype table. NCCL adds fp16 and bf16 in fp32 and
+rounds at every hop. An average is a sum that is divided once, on NCCL's stream: NCCL_AVG would scale each rank's elements first.
 """
 
 import functools
@@ -22,9 +22,9 @@ from collectives.transports.transport import parts
 
 _OPS = {"sum": "NCCL_SUM", "avg": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 
-# [Note: shared GPUs] NCCL takes one rank per GPU, and a slice of a GPU (MIG) counts as the GPU. From this version on it takes more
-# where a variable says so, which NVIDIA calls experimental: two ranks per GPU have been seen to work. Kernels of both ranks wait
-# for each other and have to find room on the GPU at the same time, so each may use only so many of its processors (CTAs).
+# [Note: shared GPUs] NCCL takes one rank per GPU, and a slice of a GPU (MIG) counts as the GPU. From this version on an environment
+# variable, which NVIDIA calls experimental, allows more ranks; we have seen two ranks per GPU work. The kernels of both ranks wait
+# for each other and must fit on the GPU at the same time, so the number of thread blocks (CTAs) of each is limited.
 _SHARED_GPU_VERSION, _SHARED_GPU_VARIABLE = 23003, "NCCL_MULTI_RANK_GPU_ENABLE"
 _MOST_RANKS_PER_GPU = 2
 _MAX_CTAS_VARIABLE, _MAX_CTAS = "NCCL_MAX_CTAS", "8"
@@ -32,7 +32,7 @@ _TRIAL_S = 30.0
 
 
 def reduces(dtype: DType) -> bool:
-    """Whether NCCL can reduce this type. It has no 16-bit integers: stage those through the host. Moving takes any type."""
+    """Whether NCCL can reduce this type. It has no 16-bit integers, which go through the host. NCCL can move every type."""
     return dtype.nccl is not None or dtype.name == "bool"
 
 
@@ -41,9 +41,9 @@ def connect(
 ) -> "Nccl":
     """The NCCL communicator of the ranks of `mpi` (an mpi4py communicator), each with device `index` of its process. Collective.
 
-    `binding`: CuPy's if not given. `timeout_s`: how long the host waits for the device before it gives up. Raises on all ranks:
-    NcclUnavailableError where one of them has no NCCL or where ranks share a GPU in a way that NCCL does not take, NcclError if NCCL
-    cannot connect them. [Note: shared GPUs]
+    `binding`: CuPy's if not given. `timeout_s`: the longest wait of the host for the device. Raises on all ranks: NcclUnavailableError
+    if a rank has no NCCL, or if ranks share a GPU in a way that NCCL does not allow; NcclError if NCCL cannot connect the ranks.
+    [Note: shared GPUs]
     """
     with together(mpi, "NCCL cannot be used"):
         binding = load() if binding is None else binding
@@ -76,18 +76,18 @@ def connect(
         elif raw is not None:  # connected here, but not on another rank
             with suppress(Exception), binding.device(index):
                 raw.abort()
-        if is_shared:  # an experiment of NCCL's: without it there is another way
+        if is_shared:  # an experimental feature of NCCL, so the caller goes on without NCCL
             raise NcclUnavailableError(str(error)) from error
         raise
     return nccl
 
 
 def _try(nccl: "Nccl") -> None:
-    """One small all-reduce: NCCL connects the ranks at the first one, and kernels on a shared GPU have to find room side by side."""
+    """One small all-reduce: NCCL connects the ranks in the first one, and the kernels must fit on the shared GPU at the same time."""
     one, where = nccl.upload(np.ones(1, np.float32))
     nccl.all_reduce(where, "sum", TABLE["float32"])
     nccl.synchronize(_TRIAL_S)
-    del one  # kept until here
+    del one  # keeps the memory alive until here
 
 
 class _Seat(NamedTuple):
@@ -95,11 +95,11 @@ class _Seat(NamedTuple):
 
     gpu: Gpu
     version: int
-    takes_shared: bool  # the variable says so
+    takes_shared: bool  # whether the variable allows shared GPUs
 
 
 def _check_seats(seats: Sequence[_Seat]) -> bool:
-    """Whether ranks share a GPU. NcclUnavailableError where NCCL does not take that, or where the ranks' versions of it differ."""
+    """Whether ranks share a GPU. NcclUnavailableError if NCCL does not allow that, or if the ranks' versions of NCCL differ."""
     versions = sorted({seat.version for seat in seats})
     if len(versions) > 1:
         raise NcclUnavailableError(
@@ -124,11 +124,11 @@ def _check_seats(seats: Sequence[_Seat]) -> bool:
 class Nccl(Queue):
     """The collectives of a communicator's ranks on device memory. Made by `connect`.
 
-    All ranks call the same operations in the same order. Arguments are those of `Transport`, and always the dtype. Arrays are
-    `DeviceArray` records on device `index`, of `dtype`; sizes follow from their bytes and are the caller's to check. In place where
-    the addresses say so. Each returns None, its result being ordered for the streams of its arrays, or with `async_op` a `Handle`.
-    NcclError names the operation; DTypeError or ValueError for an `op` that `dtype` has not, TypeError for a dtype that NCCL cannot
-    reduce (see `reduces`).
+    All ranks call the same operations in the same order. The arguments are those of `Transport`, always with the dtype. Arrays are
+    `DeviceArray` records on device `index`, of `dtype`; their sizes follow from their bytes, and the caller checks them. Operations are
+    in place if the addresses are equal. A method returns None, and later work on the streams of its arrays follows the operation; with
+    `async_op` it returns a `Handle`. NcclError names the operation; DTypeError or ValueError if `dtype` does not have `op`; TypeError
+    for a dtype that NCCL cannot reduce (see `reduces`).
     """
 
     # Collectives
@@ -141,10 +141,10 @@ class Nccl(Queue):
         return self._run("all_reduce", [x], dtype, calls, async_op, self._average(op, x, dtype))
 
     def reduce(self, x: DeviceArray, op: str, root: int, dtype: DType, *, async_op: bool = False) -> Handle | None:
-        """The root's `x` becomes the reduction of all ranks' `x`; the others' stay as they are."""
+        """The root's `x` becomes the reduction of all ranks' `x`; the other ranks' `x` do not change."""
         kind, raw_op = self._reduction(op, dtype)
         count = x.nbytes // dtype.itemsize
-        target = x.address if root == self.rank else 0  # NCCL looks at it on the root alone
+        target = x.address if root == self.rank else 0  # NCCL uses it only on the root
         calls = self._call(count, self._raw.reduce, x.address, target, count, kind, raw_op, root)
         after = self._average(op, x, dtype) if root == self.rank else []
         return self._run("reduce", [x], dtype, calls, async_op, after)
@@ -152,9 +152,9 @@ class Nccl(Queue):
     def reduce_scatter(
         self, out: DeviceArray, x: DeviceArray, op: str, counts: Sequence[int], dtype: DType, *, async_op: bool = False
     ) -> Handle | None:
-        """`out` becomes this rank's part of the reduction of all ranks' `x`; it may be its own place in `x`.
+        """`out` becomes this rank's part of the reduction of all ranks' `x`; it may be this rank's part of `x`.
 
-        `counts`: elements of each rank's part.
+        `counts`: the number of elements of each rank's part.
         """
         kind, raw_op = self._reduction(op, dtype)
         if len(set(counts)) == 1:
@@ -171,7 +171,7 @@ class Nccl(Queue):
     def all_gather(
         self, out: DeviceArray, x: DeviceArray, counts: Sequence[int], dtype: DType, *, async_op: bool = False
     ) -> Handle | None:
-        """`out` becomes all ranks' `x`, one after the other; `x` may be its own place in `out`. `counts` as above."""
+        """`out` becomes all ranks' `x` in order of rank; `x` may be this rank's part of `out`. `counts`: as in `reduce_scatter`."""
         if len(set(counts)) == 1:
             calls = self._call(x.nbytes, self._raw.allGather, x.address, out.address, x.nbytes, self._bytes)
         else:
@@ -183,14 +183,14 @@ class Nccl(Queue):
         return self._run("all_gather", [out, x], dtype, calls, async_op)
 
     def broadcast(self, x: DeviceArray, root: int, dtype: DType, *, async_op: bool = False) -> Handle | None:
-        """Every rank's `x` becomes the root's."""
+        """Every rank's `x` becomes the root's `x`."""
         calls = self._call(x.nbytes, self._raw.broadcast, x.address, x.address, x.nbytes, self._bytes, root)
         return self._run("broadcast", [x], dtype, calls, async_op)
 
     def gather(
         self, out: DeviceArray | None, x: DeviceArray, root: int, dtype: DType, *, async_op: bool = False
     ) -> Handle | None:
-        """The root's `out` becomes all ranks' `x` in order of rank; the others pass None. The root's `x` may be its place in it."""
+        """The root's `out` becomes all ranks' `x` in order of rank; other ranks pass None. The root's `x` may be its part of `out`."""
         in_place = out is not None and out.address + root * x.nbytes == x.address
         calls = [] if in_place else self._send(x.address, x.nbytes, root)
         if out is not None:
@@ -202,7 +202,7 @@ class Nccl(Queue):
     def scatter(
         self, out: DeviceArray, x: DeviceArray | None, root: int, dtype: DType, *, async_op: bool = False
     ) -> Handle | None:
-        """Every rank's `out` becomes its part of the root's `x`, None elsewhere. The root's `out` may be its place in `x`."""
+        """Every rank's `out` becomes its part of the root's `x`; other ranks pass None. The root's `out` may be its part of `x`."""
         in_place = x is not None and x.address + root * out.nbytes == out.address
         calls = [] if in_place else self._recv(out.address, out.nbytes, root)
         if x is not None:
@@ -212,25 +212,25 @@ class Nccl(Queue):
         return self._run("scatter", [out] if x is None else [out, x], dtype, calls, async_op)
 
     def all_to_all(self, out: DeviceArray, x: DeviceArray, dtype: DType, *, async_op: bool = False) -> Handle | None:
-        """Part i of `x` goes to rank i; part i of `out` comes from rank i. Equal parts; the two must not overlap."""
+        """Part i of `x` goes to rank i; part i of `out` comes from rank i. Parts are equal; `x` and `out` must not overlap."""
         nbytes, calls = x.nbytes // self.size, list[DeviceCall]()
         for peer in range(self.size):
             calls += self._send(x.address + peer * nbytes, nbytes, peer)
             calls += self._recv(out.address + peer * nbytes, nbytes, peer)
         return self._run("all_to_all", [out, x], dtype, calls, async_op)
 
-    # Point to point. Two ranks that both send before they receive do so in a group, else they wait for each other for ever.
+    # Point to point. Two ranks that both send before they receive must use a group, else they wait for each other forever.
 
     def send(self, x: DeviceArray, peer: int, dtype: DType) -> None:
-        """Send `x` to rank `peer`, which receives as many bytes. NCCL has no tags: messages arrive in the order sent."""
+        """Send `x` to rank `peer`, which receives as many bytes. NCCL has no tags: messages arrive in the order of sending."""
         self._run("send", [x], dtype, self._send(x.address, x.nbytes, peer), False)
 
     def recv(self, x: DeviceArray, peer: int, dtype: DType) -> None:
-        """Receive into `x` what rank `peer` sends."""
+        """Receive the next message of rank `peer` into `x`."""
         self._run("recv", [x], dtype, self._recv(x.address, x.nbytes, peer), False)
 
     def upload(self, flat: np.ndarray) -> tuple[Any, DeviceArray]:
-        """A copy on the device of an array in host memory, and where it lies; see `Binding.upload`."""
+        """A copy on the device of an array in host memory, and its place; see `Binding.upload`."""
         with self._binding.device(self.index):
             return self._binding.upload(flat)
 
@@ -241,7 +241,7 @@ class Nccl(Queue):
     # Parts of the operations above
 
     def _reduction(self, op: str, dtype: DType) -> tuple[int, int]:
-        """NCCL's numbers for an element type and an operation."""
+        """NCCL's constants for an element type and an operation."""
         raw_op = effective_op(dtype, op)
         if not reduces(dtype):
             raise TypeError(
@@ -257,7 +257,7 @@ class Nccl(Queue):
         return [functools.partial(self._binding.divide, x, self.size, dtype, self._stream)]
 
     def _call(self, count: int, method: Callable[..., None], *arguments: int) -> list[DeviceCall]:
-        """The call to issue, or none where there is nothing to move: which is so on all ranks."""
+        """The call to issue; no call if there are no elements, which is then true on all ranks."""
         return [functools.partial(method, *arguments, self._stream)] if count else []
 
     def _send(self, address: int, nbytes: int, peer: int) -> list[DeviceCall]:

@@ -1,19 +1,19 @@
-"""Work on its way to a device: NCCL's calls, ordered among the caller's streams by events, and the errors that come of them.
+"""Issues NCCL's calls to a device, orders them with the caller's streams by events, and handles their errors.
 
     caller's stream   ... kernels that write x | record ready |                              | wait for done | kernels that read x
     NCCL's stream                               wait for ready | NCCL's kernel | record done |
 
-Nothing of this blocks the host. With `async_op` the last wait is left to `Handle.wait`, and the caller's kernels overlap NCCL's.
+None of these steps blocks the host. With `async_op` the last wait is left to `Handle.wait`, and the caller's kernels overlap NCCL's.
 
-[Note: memory] The pools of torch and of CuPy give freed memory out again in the order of the stream that it was allocated on. They
-know nothing of NCCL's stream. Without `async_op` the caller's stream waits for NCCL, so memory that is freed afterwards comes back
-in the right order. With `async_op` it does not wait yet: so the handle holds the arrays until `wait()`, and the queue holds the handle.
-An operation without a `wait()` gives its arrays up when it has ended on the device.
+[Note: memory] The memory pools of torch and CuPy reuse freed memory in the order of the stream on which it was allocated. They do not
+know NCCL's stream. Without `async_op` the caller's stream waits for NCCL, so memory that is freed afterwards is reused in the right
+order. With `async_op` the stream does not wait yet, so the handle holds the arrays until `wait()`, and the queue holds the handle. An
+operation without a `wait()` releases its arrays when it has ended on the device.
 
-[Note: captures] Within a CUDA graph capture no operation runs. Its events are edges of the graph, and CUDA answers a question about
-one of them with an error, which also ends the capture. So neither this queue nor the thread that watches it asks. NCCL counts
-the graphs that hold its operations, and destroys or aborts no communicator before they are gone. It would wait, perhaps for ever: so a
-communicator that has taken part in a capture is left to the end of the process.
+[Note: captures] In a CUDA graph capture no operation runs. Its events are edges of the graph; to query such an event is an error, which
+also ends the capture. So neither this queue nor the thread that watches it queries them. NCCL counts the graphs that contain its
+operations, and does not destroy or abort a communicator before these graphs are gone. That wait might last forever, so a communicator
+that was used in a capture is kept until the process ends.
 """
 
 import ctypes
@@ -30,17 +30,17 @@ from collectives.arrays.dtypes import DType
 from collectives.transports.gpu.binding import Binding, RawCommunicator
 from collectives.transports.gpu.lane import Lane
 
-_PAUSE_S = 5e-5  # between two looks at an event
+_PAUSE_S = 5e-5  # between two queries of an event
 
 DeviceCall = Callable[[], None]
 
 
 class NcclError(RuntimeError):
-    """NCCL failed. The communicator has been aborted, so that no kernel of it waits for ever; it cannot be used again."""
+    """NCCL failed. The communicator has been aborted, so that none of its kernels waits forever; it cannot be used again."""
 
 
 class _What(NamedTuple):
-    """An operation, as errors name it."""
+    """The description of an operation in errors."""
 
     operation: str
     elements: int
@@ -57,31 +57,31 @@ class _State(Enum):
 
 
 class Handle:
-    """An operation on its way. The arrays that `keep` is given live until `wait()`, or until it has ended [Note: memory]."""
+    """An issued operation. The arrays that `keep` holds stay alive until `wait()` or the operation's end [Note: memory]."""
 
     def __init__(self, queue: "Queue", what: _What, streams: Sequence[int]) -> None:
         self.what = what
         self._queue, self._streams = queue, streams
         self._arrays: tuple[object, ...] = ()
-        self._done: _Event | None = None  # set when it is issued: for operations in a group, at its end
-        self._is_captured = False  # it is a part of a CUDA graph [Note: captures]; set with `_done`
+        self._done: _Event | None = None  # set when the operation is issued: in a group at the group's end
+        self._is_captured = False  # whether the operation is in a CUDA graph [Note: captures]; set with `_done`
 
     def keep(self, *arrays: object) -> None:
-        """Whatever owns the memory of the operation: source and result."""
+        """Hold the objects that own the operation's memory: source and result."""
         self._arrays = arrays
         self._queue._kept.append(self)
 
     def wait(self, stream: int | None = None) -> None:
-        """Work queued on `stream` (by default the stream of the call) from now on starts after the operation.
+        """Make work that is queued on `stream` and on the streams of the call from now on start after the operation.
 
-        So does work on the streams of the call, because an array freed now may be allocated there again. NcclError if an error
-        was noticed, RuntimeError if the operation was captured in a CUDA graph and the capture has ended.
+        The streams of the call must wait too, because memory that is freed now may be allocated there again. NcclError if NCCL has
+        failed, RuntimeError if the operation was captured in a CUDA graph and the capture has ended.
         """
         self._queue._order(self, self._event(), dict.fromkeys([*self._streams, *([] if stream is None else [stream])]))
         self._arrays = ()
 
     def done(self) -> bool:
-        """Whether the operation has ended on the device. NcclError if an error was noticed, RuntimeError if it was captured."""
+        """Whether the operation has ended on the device. NcclError if NCCL has failed, RuntimeError if it was captured."""
         if self._is_captured:
             raise RuntimeError(
                 f"done() of {self.what}: the operation was captured in a CUDA graph, and ends whenever the graph is replayed; ask "
@@ -96,7 +96,7 @@ class Handle:
 
 
 class _Event:
-    """A CUDA event from the communicator's pool, to which it returns when no object holds it."""
+    """A CUDA event from the communicator's pool. It returns to the pool when no object refers to it."""
 
     def __init__(self, number: int, pool: list[int]) -> None:
         self.number, self._pool = number, pool
@@ -106,26 +106,26 @@ class _Event:
 
 
 class Underway(NamedTuple):
-    """An operation that was issued, and the event that marks its end."""
+    """An issued operation, and the event that marks its end."""
 
     what: _What
     event: _Event
 
 
 class _Operation(NamedTuple):
-    """NCCL's calls for one operation, not issued yet."""
+    """NCCL's calls for one operation that is not issued yet."""
 
     what: _What
     streams: Sequence[int]
     calls: Sequence[DeviceCall]
-    after: Sequence[DeviceCall]  # kernels of our own that follow on NCCL's stream
+    after: Sequence[DeviceCall]  # calls that queue our own kernels after NCCL's on its stream
     handle: Handle | None
 
 
 class Queue:
-    """Issues NCCL's calls for one communicator and device, notices their errors, and ends it. One thread at a time.
+    """Issues NCCL's calls for one communicator and device, detects their errors, and ends the communicator. One thread at a time.
 
-    Nothing here knows what an operation does: that is `Nccl`, which this is a part of.
+    Its subclass `Nccl` has the operations.
     """
 
     def __init__(
@@ -135,26 +135,26 @@ class Queue:
         self._raw, self._binding, self._lane, self._timeout_s = raw, binding, lane, timeout_s
         self._state, self._why = _State.OPEN, ""
         self._group: list[_Operation] | None = None
-        self._last: Underway | None = None  # the operation issued last, unless it was captured
+        self._last: Underway | None = None  # the last issued operation that was not captured
         self._may_be_in_graphs = False
-        self._kept: deque[Handle] = deque()  # in order of issue: those that may hold arrays [Note: memory]
+        self._kept: deque[Handle] = deque()  # handles that may hold arrays, in order of issue [Note: memory]
         self._bytes = binding.constant("NCCL_UINT8")
-        self._pool: list[int] = []  # events to use again
-        # Held while it ends, and while arrays are given up: by the thread that calls it or by the one that watches.
+        self._pool: list[int] = []  # events for reuse
+        # Held while the communicator ends and while arrays are released: by the calling thread or the watching thread.
         self._ending = threading.Lock()
         with binding.device(index):
             self._stream = lane.join(self, binding.stream_create)
             self._ready = binding.event_create()
 
     def mark(self, arrays: Sequence[DeviceArray], dtype: DType) -> Handle:
-        """An operation that does nothing: it has ended when what is queued on the arrays' streams now has."""
+        """An empty operation: it ends with the work that is now queued on the arrays' streams."""
         handle = self._run("mark", arrays, dtype, [], True)
         assert handle is not None
         return handle
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Operations in the block start together, as one, at its end. After an exception in the block no operation starts."""
+        """Start the operations of the block together at its end. After an exception in the block no operation starts."""
         if self._group is not None:
             raise RuntimeError("a group inside a group; end the first group before")
         operations: list[_Operation] = []
@@ -166,17 +166,17 @@ class Queue:
         if operations:
             self._issue(operations)
 
-    # Its life
+    # State and end
 
     @property
     def is_over(self) -> bool:
-        """Whether it was freed or aborted."""
+        """Whether the communicator was freed or aborted."""
         return self._state is not _State.OPEN
 
     def look(self, operation: Underway | None) -> Underway | None:
-        """For a thread that watches: `operation` if it has not ended, else the one issued last if that has not; None if it has.
+        """For the watching thread: `operation` if it has not ended, else the last issued one if that has not ended, else None.
 
-        Raises what went wrong on the device or in the network, and leaves it for its own thread to notice.
+        Raises an error of the device or the network, which the communicator's own thread can still detect.
         """
         self._give_up_arrays()
         with self._ending:
@@ -191,11 +191,11 @@ class Queue:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether an operation has failed, or it was aborted for another reason."""
+        """Whether the communicator was aborted, after a failed operation or for another reason."""
         return self._state is _State.ABORTED
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """Block until all its operations have ended on the device; NcclError if one failed, or takes longer than `timeout_s`."""
+        """Block until all operations have ended on the device. NcclError if one fails, or takes longer than `timeout_s`."""
         if self._last is None:
             return
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -208,15 +208,15 @@ class Queue:
         self._give_up_arrays()
 
     def abort(self, why: str = "abort() was called") -> None:
-        """End it at once, whatever is in flight: for after a failure. Not collective. Idempotent."""
+        """End the communicator at once after a failure, also with unfinished operations. Not collective. Idempotent."""
         if self._state is not _State.OPEN:
             return
         self._state, self._why = _State.ABORTED, f"was aborted: {why}"
-        if self._may_be_in_graphs:  # then it may never return: [Note: captures]
+        if self._may_be_in_graphs:  # NCCL's abort may then never return: [Note: captures]
             self._leave_to_the_end()
             threading.Thread(target=self._abort_raw, name="collectives-nccl-abort", daemon=True).start()
             return
-        with suppress(Exception):  # the device may be beyond help; the first error says why
+        with suppress(Exception):  # the device may have failed; the first error tells the reason
             self._give_back(self._raw.abort)
 
     def _abort_raw(self) -> None:
@@ -224,7 +224,7 @@ class Queue:
             self._raw.abort()
 
     def free(self) -> None:
-        """Wait for its operations and give it back. Collective. Idempotent."""
+        """Wait for all operations and free the communicator. Collective. Idempotent."""
         if self._state is not _State.OPEN:
             return
         self.synchronize()
@@ -235,7 +235,7 @@ class Queue:
             self._give_back(self._raw.destroy)
 
     def _leave_to_the_end(self) -> None:
-        """Keep the communicator until the process ends: CuPy's object would destroy it at the end of Python."""
+        """Keep the communicator until the process ends: without the reference CuPy's object would destroy it earlier."""
         self._lane.leave(self)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._raw))
 
@@ -244,7 +244,7 @@ class Queue:
         self._last = None
         with self._ending, self._binding.device(self.index):
             end()
-            self._kept.clear()  # not earlier: until then kernels may use the arrays
+            self._kept.clear()  # after `end`, because kernels may use the arrays until then
             for event in (self._ready, *self._pool):
                 self._binding.event_destroy(event)
             self._pool.clear()
@@ -260,7 +260,7 @@ class Queue:
         async_op: bool,
         after: Sequence[DeviceCall] = (),
     ) -> Handle | None:
-        """Issue an operation, or keep it for the end of the group."""
+        """Issue an operation, or store it until the end of the group."""
         for array in arrays:
             if array.index != self.index:
                 raise ValueError(
@@ -278,7 +278,7 @@ class Queue:
         return handle
 
     def _issue(self, operations: Sequence[_Operation]) -> None:
-        """Start operations as one, between the callers' streams and an event that marks their end."""
+        """Start operations as one, after the work on their arrays' streams and before an event that marks their end."""
         b, what = self._binding, operations[-1].what
         calls = [call for operation in operations for call in operation.calls]
         with self._lane.nccl(self._timeout_s), b.device(self.index):
@@ -309,21 +309,21 @@ class Queue:
         self._give_up_arrays()
 
     def _give_up_arrays(self) -> None:
-        """Let go of the arrays of operations that have ended [Note: memory]. Also called by the thread that watches."""
+        """Release the arrays of operations that have ended [Note: memory]. The watching thread calls this, too."""
         if not self._kept:
             return
         ended: list[Handle] = []
-        with self._ending, self._binding.device(self.index), suppress(Exception):  # the next operation notices an error
+        with self._ending, self._binding.device(self.index), suppress(Exception):  # the next operation raises an error
             while self._kept and self._needs_no_arrays(self._kept[0]):
                 ended.append(self._kept.popleft())
-        for handle in ended:  # without the lock: whatever is freed here may run any code
+        for handle in ended:  # without the lock, because the end of an array may run other code
             handle._arrays = ()
 
     def _needs_no_arrays(self, handle: Handle) -> bool:
         if not handle._arrays:
             return True  # the program has waited for it
         if handle._is_captured:
-            # A replay finds them where they were if they are of the graph's own memory pool, or if the program keeps them.
+            # A replay uses the same addresses: they stay valid if they are in the graph's memory pool or the program keeps the arrays.
             return not self._binding.is_capturing(self._stream)
         return self._binding.event_done(handle._event().number)
 
@@ -333,13 +333,13 @@ class Queue:
         try:
             yield
         except Exception:
-            with suppress(Exception):  # the first error says more
+            with suppress(Exception):  # the first error is raised
                 self._binding.group_end()
             raise
         self._binding.group_end()
 
     def _order(self, handle: Handle, event: _Event, streams: Iterable[int]) -> None:
-        """Work queued on `streams` from now on starts after `event`."""
+        """Make work that is queued on `streams` from now on start after `event`."""
         if self._state is not _State.FREED:
             self._check(handle.what)
             with self._binding.device(self.index):
@@ -362,7 +362,7 @@ class Queue:
             raise self._fail(what, error) from error
 
     def _check(self, what: _What) -> None:
-        """NcclError if the communicator has ended, or an error came up since the last look."""
+        """NcclError if the communicator has ended, or if NCCL has a new error."""
         if self._state is not _State.OPEN:
             raise NcclError(f"{what}: the NCCL communicator {self._why}")
         try:
@@ -372,7 +372,7 @@ class Queue:
             raise self._fail(before, error) from error
 
     def _fail(self, where: object, error: Exception) -> NcclError:
-        """Abort, and what to raise."""
+        """Abort the communicator, and return the error to raise."""
         text = f"NCCL failed on rank {self.rank} of {self.size}, {where}: {error}"
         self.abort(text)
         return NcclError(f"{text}; its communicator is aborted")

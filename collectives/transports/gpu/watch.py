@@ -1,10 +1,10 @@
-"""Watches over what NCCL has on the device: an error there, or a kernel that waits for a peer for ever, ends the job.
+"""Watches NCCL's work on the device: an error, or a kernel that waits for a peer forever, ends the job.
 
-A kernel that waits for long is told in a notice first (diagnosis/hangs/notice.py).
+A notice reports a kernel that waits for long first (diagnosis/hangs/notice.py).
 
-NCCL's calls return at once, and the host then waits in the array library, for a stream: out of reach of the deadline that MPI's waits
-have (diagnosis/hangs/monitor.py), and of the next operation, which would notice an error. So a thread looks, as PyTorch's watchdog
-does.
+NCCL's calls return at once, and the host then waits for a stream in the array library. The deadline for waits in MPI
+(diagnosis/hangs/monitor.py) does not see that wait, and the waiting program starts no operation that would detect an error. So a thread
+watches the operations, like PyTorch's watchdog.
 """
 
 import threading
@@ -20,23 +20,23 @@ from collectives.diagnosis.hangs.deadline import EXIT_CODE, Deadline
 from collectives.transports.gpu.nccl_queue import Queue, Underway
 
 _POLL_S = 0.5
-_GRACE_S = 5.0  # for the program to notice an error by itself, and to say where
+_GRACE_S = 5.0  # for the program to raise the error by itself, with the place
 
 
 class Watch:
-    """Looks at one communicator's operations, again and again. `end(why)` is called at most once.
+    """Watches one communicator's operations by repeated calls of `look`. `end(why)` is called at most once.
 
-    `note(work)` gets at each look the work that has not ended on the device, or None.
+    Each look calls `note(work)` with the work that has not ended on the device, or None.
     """
 
     def __init__(self, end: Callable[[str], None], note: Callable[[notice.DeviceWork | None], None]) -> None:
         self._end, self._note = end, note
         self._operation: Underway | None = None
         self._since = 0.0
-        self._failed_since = 0.0  # 0: the last look was good
+        self._failed_since = 0.0  # 0: the last look found no error
 
     def look(self, queue: Queue, now: float, deadline_s: float) -> bool:
-        """Whether to look again. `deadline_s`: 0 for none."""
+        """Look once. Returns whether to look again. `deadline_s`: 0 for no deadline."""
         if queue.is_over:
             self._note(None)
             return False
@@ -48,7 +48,7 @@ class Watch:
                 return True
             self._end(f"NCCL failed, and the program waits on: {error}")
             return False
-        self._failed_since = 0.0  # it has recovered
+        self._failed_since = 0.0
         if operation is not self._operation:
             self._operation, self._since = operation, now
         self._note(None if operation is None else notice.DeviceWork(f"NCCL's {operation.what}", self._since))
@@ -62,7 +62,7 @@ class Watch:
 
 
 def over(queue: Queue) -> None:
-    """Watch a communicator until it is over, by a thread of its own, with the deadline of `collectives.set_deadline`."""
+    """Start a thread that watches a communicator until its end, with the deadline of `collectives.set_deadline`."""
     number = id(queue)
     held, watch = weakref.ref(queue), Watch(_end_job, partial(notice.note_device, number))
 

@@ -1,1 +1,1 @@
-"""Through the memory of a node."""
+"""Transports through node memory."""

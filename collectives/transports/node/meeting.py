@@ -1,8 +1,8 @@
-"""Where the ranks of a node wait for each other: a word for each in memory that all see.
+"""A barrier between the ranks of a node: each rank has a word in memory that all of them can read.
 
-A rank counts its meetings in its own word, and waits until the others' words say as much. It costs what a cache line takes from core to
-core, where a barrier of the MPI library takes several messages. It does what that does meanwhile: it lets MPI carry on with what peers
-wait for, and other processes and threads run.
+A rank counts its meetings in its own word and waits until the other ranks' words have reached the count. This costs one transfer of a
+cache line between cores; a barrier of the MPI library costs several messages. Like that barrier, a waiting rank lets MPI make progress
+on messages for other ranks, and lets other processes and threads run.
 """
 
 import os
@@ -10,16 +10,16 @@ import platform
 import time
 from typing import Any
 
-WORDS = 8  # of a rank: a cache line of its own
-_SPINS = 100  # looks at a word before anything else: some microseconds
-_YIELDS = 1 << 12  # turns that only yield the core: some milliseconds
-_SLEEP = 50e-6  # seconds between looks from then on
-# Here stores become visible in the order in which they were made, and loads are made in order. Elsewhere MPI's barrier orders them.
+WORDS = 8  # for each rank: a full cache line
+_SPINS = 100  # reads of a word before a rank polls MPI: some microseconds
+_YIELDS = 1 << 12  # turns in which the rank only yields the core: some milliseconds
+_SLEEP = 50e-6  # seconds of sleep in each later turn
+# x86-64 keeps stores in order and loads in order for all cores. On other CPUs `meet` is MPI's barrier, which orders them.
 IN_ORDER = platform.machine().lower() in ("x86_64", "amd64")
 
 
 class Meeting:
-    """The meetings of the ranks of `mpi`. `words`: WORDS words for each, in memory that all see, all zeros at first."""
+    """The meetings of the ranks of `mpi`. `words`: WORDS words for each rank, in memory that all ranks share, all zeros at first."""
 
     def __init__(self, mpi: Any, words: memoryview) -> None:
         self._mpi, self._words = mpi, words
@@ -30,7 +30,7 @@ class Meeting:
             self.meet = mpi.Barrier  # type: ignore[method-assign]
 
     def arrive(self) -> int:
-        """Come to the next meeting, and go on; its number. Only where stores are IN_ORDER, as the next two."""
+        """Note that this rank has come to the next meeting, without a wait; returns its number. This and the next two need IN_ORDER."""
         self._count = count = self._count + 1
         self._words[self._mine] = count
         return count
@@ -48,7 +48,7 @@ class Meeting:
 
     def meet(self) -> None:
         """Return when every rank has called this. Writes of a rank before the call are visible to the other ranks after it."""
-        words = self._words  # as arrive() and wait(): one call less, in what takes a microsecond
+        words = self._words  # arrive() and wait() without calls, because all of it takes a microsecond
         self._count = count = self._count + 1
         words[self._mine] = count
         for other in self._others:
@@ -62,7 +62,7 @@ class Meeting:
                 return
         turns = 0
         while words[other] < count:
-            self._mpi.Iprobe()  # MPI carries on, and so do this process's other threads
+            self._mpi.Iprobe()  # MPI makes progress, and other threads of this process can run
             turns += 1
             if turns < _YIELDS:
                 os.sched_yield()

@@ -1,10 +1,10 @@
-"""Memory that the ranks of a node share: its two allocators. What is done in it: shared.py.
+"""Node memory, which the ranks of a node share: its two allocators. shared.py has the collectives in it.
 
-- `shared`: one array for the whole node. An all-gather into it is: write your part, barrier.
-- `empty`: one array per rank, whose peers can read it. A reduce-scatter reads each peer's part once and writes 1/N of it.
+- `shared`: one array for the whole node. In an all-gather into it each rank writes its part, and all meet in a barrier.
+- `empty`: one array per rank, which the other ranks can read. In a reduce-scatter each rank reads its part of every array once.
 
-Files in the node's shared-memory file system, mapped by every rank and unlinked at once: nothing is left behind however the job
-ends. Not MPI windows: those do not survive a dead rank.
+The memory is a file in the node's shared-memory file system. Every rank maps it, and it is unlinked at once, so that no file remains
+however the job ends. MPI windows are not used because they do not survive a dead rank.
 """
 
 import mmap
@@ -29,17 +29,17 @@ _ALIGN = mmap.PAGESIZE
 
 
 def folder() -> Path:
-    """Where the node's shared memory lives: MPITRAIN_SHM_DIR, else /dev/shm, else the folder for temporary files."""
+    """The folder of the shared-memory files: MPITRAIN_SHM_DIR, else /dev/shm, else the folder for temporary files."""
     chosen = os.environ.get("MPITRAIN_SHM_DIR", "/dev/shm")
     return Path(chosen if "MPITRAIN_SHM_DIR" in os.environ or os.path.isdir(chosen) else gettempdir())
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """One mapped file. `stride` is the bytes from one rank's array to the next; 0 where all share one array."""
+    """One mapped file. `stride`: the number of bytes from one rank's array to the next; 0 if all ranks share one array."""
 
     number: int  # in order of allocation: the same on every rank
-    # Weak: the arrays keep the mapping alive, and the memory goes when the last of them does.
+    # A weak reference: the arrays keep the mapping alive, and it is unmapped with its last array.
     mapping: weakref.ref[mmap.mmap]
     address: int
     length: int
@@ -52,25 +52,25 @@ class NodeMemory:
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
         self._segments: dict[int, _Segment] = {}  # by number
-        self._starts: list[int] = []  # their addresses, rising
-        self._numbers: list[int] = []  # in the order of these
+        self._starts: list[int] = []  # the addresses of the segments, sorted
+        self._numbers: list[int] = []  # the numbers of the segments, in the order of `_starts`
         self._num_allocated = 0
         self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called whenever memory is mapped here, and before it is unmapped.
+        """Call `listener` whenever memory is mapped here, and before it is unmapped.
 
-        `listener` is a method of an object, which this list does not keep alive.
+        `listener` is a bound method; this list does not keep its object alive.
         """
         self._listeners[:] = [other for other in self._listeners if other() is not None]
         self._listeners.append(weakref.WeakMethod(listener))
 
     def shared(self, nbytes: int) -> np.ndarray:
-        """`nbytes` bytes of zeros that are the same memory on every rank."""
+        """`nbytes` bytes of zeros, the same memory on every rank."""
         return self._map(nbytes, stride=0)[:nbytes]
 
     def empty(self, nbytes: int) -> np.ndarray:
-        """`nbytes` bytes of this rank's own, which its peers can read. Zeros."""
+        """`nbytes` bytes of zeros for this rank, which the other ranks can read."""
         stride = max(-(-nbytes // _ALIGN), 1) * _ALIGN
         start = self._mpi.rank * stride
         return self._map(stride * self._mpi.size, stride)[start : start + nbytes]
@@ -90,20 +90,20 @@ class NodeMemory:
                     os.ftruncate(fd, length)
             with together(mpi, doing):
                 fd = os.open(path, os.O_RDWR) if fd < 0 else fd
-                # Each rank reserves the part it will touch most, so that the pages lie near its cores. Reserving turns a full
-                # file system into an error here; a plain write to a mapping would end the process with SIGBUS later.
+                # Each rank reserves the part that it will use most, so that the pages lie near its cores. If the file system is
+                # full, reserving fails here; without it a later write to the mapping would end the process with SIGBUS.
                 begin, end = (length * (mpi.rank + i) // mpi.size for i in (0, 1))
                 self._reserve(fd, begin, end - begin)
                 mapping = mmap.mmap(fd, length)
         finally:
-            # `together` has brought all ranks here: everyone has opened the file or failed.
+            # After `together` every rank has opened the file or failed.
             if fd >= 0:
                 os.close(fd)
             if mpi.rank == 0:
                 Path(path).unlink(missing_ok=True)
         flat = np.frombuffer(mapping, np.uint8)
         self._num_allocated += 1
-        # The callback holds the list alone: a reference to this object would keep it alive in a cycle.
+        # The callback refers only to the list: a reference to this object would be a cycle.
         mapped = weakref.ref(mapping, partial(_tell, self._listeners))
         new = _Segment(self._num_allocated, mapped, address_of(flat), length, stride)
         alive = [segment for segment in self._segments.values() if segment.mapping() is not None]
@@ -127,23 +127,23 @@ class NodeMemory:
             ) from None
 
     def peers(self, flat: np.ndarray) -> list[np.ndarray]:
-        """Every rank's `empty` array of which `flat` is this rank's, in order of rank."""
+        """All ranks' arrays at the place of `flat` in this rank's `empty` array, in order of rank."""
         number, at = self.find(flat)
         stride = self._segments[number].stride
         within = at - self._mpi.rank * stride
         views = [self.view(number, rank * stride + within, flat.nbytes) for rank in range(self._mpi.size)]
-        return [view for view in views if view is not None]  # which all are: `flat` keeps them alive
+        return [view for view in views if view is not None]  # all of them: `flat` keeps the mapping alive
 
     @property
     def holds_none(self) -> bool:
-        """Whether nothing was allocated here: then no array needs looking for."""
+        """Whether no memory was allocated here, so that `find` need not be called."""
         return not self._segments
 
     def find(self, flat: np.ndarray) -> tuple[int, int]:
-        """(number of the allocation, byte in it) of `flat`, for `view` on any rank; (0, its address) where it is private memory."""
+        """(number of the allocation, byte offset in it) of `flat`, for `view` on any rank; (0, its address) if it is private memory."""
         address = address_of(flat)
         index = bisect_right(self._starts, address) - 1
-        if flat.size and index >= 0:  # without elements its address says nothing
+        if flat.size and index >= 0:  # the address of an empty array has no meaning
             segment = self._segments[self._numbers[index]]
             at = address - segment.address
             if at + flat.nbytes <= segment.length and segment.mapping() is not None:
@@ -151,17 +151,17 @@ class NodeMemory:
         return 0, address
 
     def view(self, number: int, at: int, nbytes: int) -> np.ndarray | None:
-        """The bytes that a rank of the node `find`s at this place; None if this rank has let go of its own array of the allocation."""
+        """The bytes at a place that `find` gave on any rank; None if this rank has freed its own array of the allocation."""
         segment = self._segments.get(number)
         mapping = None if segment is None else segment.mapping()
         return None if mapping is None else np.frombuffer(mapping, np.uint8, nbytes, at)
 
     def is_one_array(self, number: int) -> bool:
-        """Whether all ranks see the same elements there: `shared`, not `empty`."""
+        """Whether the allocation is a `shared` array, not `empty` arrays."""
         return number in self._segments and self._segments[number].stride == 0
 
     def place(self, flat: np.ndarray) -> str:
-        """Where `flat` lies, in words that are the same on all ranks that pass the same place of the same allocation."""
+        """A description of the place of `flat`, equal on all ranks that pass the same place of the same allocation."""
         number, at = self.find(flat)
         if not number:
             return "private memory"

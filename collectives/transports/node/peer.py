@@ -1,8 +1,8 @@
-"""Reading the private memory of another process of the node, where the kernel allows it: Linux's process_vm_readv.
+"""Reads the private memory of another process of the node, if the kernel allows it, by Linux's process_vm_readv.
 
-The kernel copies from the peer's pages straight to ours: one copy instead of the two that go through memory shared by both. It allows
-that to processes of the same user, unless a container's or Yama's rules forbid it (Yama's ptrace_scope 1, the default of some
-distributions, does). MPITRAIN_PEER_READS=0 turns it off; 1 lifts Yama's rule for the job's processes, towards all of the same user.
+The kernel copies directly from the peer's pages to ours: one copy instead of two through shared memory. It allows this between
+processes of the same user, unless a container's rules or Yama forbid it (Yama's ptrace_scope 1, the default of some distributions,
+does). MPITRAIN_PEER_READS=0 turns peer reads off. With 1 the job's processes allow reads by all processes of the user, despite Yama.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ class _IoVec(ctypes.Structure):
 
 
 class PeerReader:
-    """Reads the memory of one other process. For one thread at a time."""
+    """Reads the memory of one other process. Only one thread may use it at a time."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -32,7 +32,7 @@ class PeerReader:
         self._pointers = ctypes.addressof(self._local), ctypes.addressof(self._remote)
 
     def read(self, target: int, source: int, nbytes: int) -> None:
-        """Copy `nbytes` from the peer's address `source` to our address `target`. OSError if the kernel does not."""
+        """Copy `nbytes` from the peer's address `source` to our address `target`. OSError if the kernel refuses."""
         local, remote = self._local, self._remote
         while nbytes:
             local.base, local.length, remote.base, remote.length = target, nbytes, source, nbytes
@@ -40,7 +40,7 @@ class PeerReader:
             if copied <= 0:
                 error = ctypes.get_errno()
                 raise OSError(error, f"cannot read {nbytes} bytes of process {self._pid}: {os.strerror(error)}")
-            # The kernel stops after 2 GiB, and where memory ends.
+            # One call copies at most 2 GiB, and stops at the end of a mapping.
             target, source, nbytes = target + copied, source + copied, nbytes - copied
 
 
@@ -49,7 +49,7 @@ def peer_readers(mpi: Any) -> list[PeerReader] | None:
     chosen = switch("MPITRAIN_PEER_READS")
     if chosen and _libc is not None:
         _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
-    # Where process ids mean something else to the peer (containers), they may name another process: so a token is read.
+    # In containers the same process id may name different processes, so each rank reads a random token to find out.
     token = np.frombuffer(secrets.token_bytes(_TOKEN_BYTES), np.uint8)
     ranks = mpi.allgather((os.getpid(), token.ctypes.data, token.tobytes()))
     readers = [PeerReader(pid) for pid, _, _ in ranks]
@@ -63,7 +63,7 @@ def peer_readers(mpi: Any) -> list[PeerReader] | None:
                     works = works and seen.tobytes() == expected
         except OSError:
             works = False
-    # This call is collective, so it also keeps every rank's token alive until all ranks have read it.
+    # This collective call also keeps every rank's token alive until all ranks have read it.
     return readers if all(mpi.allgather(works)) else None
 
 

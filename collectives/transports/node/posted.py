@@ -1,9 +1,9 @@
 """Posted reduce-scatters in node memory: `async_op` without a progress thread.
 
-In a meeting all ranks wait for the slowest, at every call. Here a rank waits for no other rank until its program needs the result. The
-rank notes that its array may be read. Whenever it looks and all ranks have noted theirs, it adds up its part of all arrays. The
-operation has ended when all ranks have noted that they have read. So ranks that are held up in turn do not add up their delays, as long
-as each rank looks now and then.
+In a meeting all ranks wait for the slowest rank, at every call. Here a rank waits for no other rank until its program needs the result.
+The rank notes that its array may be read. When all ranks have noted this, the next `step` of each rank adds up its part of all arrays.
+The operation has ended when all ranks have noted that they have read. So if different ranks are late at different times, their delays
+do not add up, as long as each rank calls `step` now and then.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,19 +15,19 @@ from collectives.transports.node.meeting import IN_ORDER, WORDS, Meeting
 from collectives.transports.node.memory import NodeMemory
 from collectives.transports.transport import parts
 
-_SLOTS = 4  # operations of which not all ranks have read everything
-_SAID = 2  # words in which a rank says where its array lies
+_SLOTS = 4  # the most operations that may be unfinished at a time
+_SAID = 2  # words for the place of a rank's array
 
 
 class Post:
-    """One operation. Its calls, and those of the operations posted before and after it, are made in the order of posting."""
+    """One operation. For all operations, the methods are called in the order of posting."""
 
     def __init__(self, posts: "Posts", number: int, nbytes: int, add: Callable[[Sequence[np.ndarray]], None]) -> None:
         self._posts, self._number, self._nbytes, self._add = posts, number, nbytes, add
         self._has_read = False
 
     def step(self) -> bool:
-        """Do what can be done without waiting. Returns whether the operation has ended."""
+        """Make as much progress as possible without a wait. Returns whether the operation has ended."""
         posts = self._posts
         if not self._has_read:
             if not posts.posted.is_complete(self._number):
@@ -36,7 +36,7 @@ class Post:
         return posts.read.is_complete(self._number)
 
     def finish(self) -> None:
-        """Wait for its end."""
+        """Wait for the end of the operation."""
         if not self._has_read:
             self._posts.posted.wait(self._number)
             self._read()
@@ -49,7 +49,7 @@ class Post:
 
 
 class Posts:
-    """The operations that the ranks of `mpi`, all on one node, have posted; `memory`: where their arrays lie. Made by all together."""
+    """The posted operations of the ranks of `mpi`, all on one node. `memory`: holds their arrays. Making it is collective."""
 
     def __init__(self, mpi: Any, memory: NodeMemory) -> None:
         self._rank, self._size, self._memory = mpi.rank, mpi.size, memory
@@ -60,17 +60,17 @@ class Posts:
         self._number = 0  # of the last operation
 
     def takes(self, flat: np.ndarray) -> bool:
-        """Whether such an array can be posted: one that lies in an `empty` array, where all ranks' stores are seen in order."""
+        """Whether `flat` can be posted: it must lie in an `empty` array, and the CPU must keep stores IN_ORDER."""
         number, _ = self._memory.find(flat)
         return IN_ORDER and number != 0 and not self._memory.is_one_array(number)
 
     @property
     def are_many(self) -> bool:
-        """Whether earlier operations must end before another can be posted."""
+        """Whether earlier operations must end before the next one can be posted."""
         return not self.read.is_complete(self._number + 1 - _SLOTS)
 
     def post(self, flat: np.ndarray, add: Callable[[Sequence[np.ndarray]], None]) -> Post:
-        """The peers may read `flat`; `add(arrays)` is to read theirs, in order of rank. Collective, but no rank waits."""
+        """Let the other ranks read `flat`; `add(arrays)` will read all ranks' arrays, in order of rank. Collective without a wait."""
         self._number = number = self._number + 1
         at = self._at(number, self._rank)
         self._board[at], self._board[at + 1] = self._memory.find(flat)

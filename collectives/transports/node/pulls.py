@@ -1,4 +1,4 @@
-"""Operations that only move elements, between ranks that can read each other's shown arrays: the copies that each rank makes."""
+"""Operations that only move elements, as copies: each rank shows one array, and copies from the arrays that its peers show."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from collectives.transports.transport import parts
 
 
 class Pull(NamedTuple):
-    """A copy: from the array that `peer` shows, from element `start` on, to all of `target`."""
+    """A copy to all of `target` from the array that `peer` shows, from element `start` on."""
 
     peer: int
     start: int
@@ -25,7 +25,7 @@ class Exchange(NamedTuple):
 
 
 def all_gather(rank: int, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> Exchange:
-    """A rank's own part is left out where `flat` is its place in `out`."""
+    """This rank's own part is not copied if `flat` lies in its place in `out`."""
     pulls = _whole(out, counts)
     if np.may_share_memory(pulls[rank].target, flat):
         del pulls[rank]
@@ -39,13 +39,13 @@ def broadcast(rank: int, flat: np.ndarray, root: int) -> Exchange:
 
 
 class ByPulling:
-    """These operations of a Transport that shows arrays: by its `pull`."""
+    """The operations of a Transport that only move elements, by its method `pull`."""
 
     _rank: int
     _size: int
 
     def pull(self, shown: np.ndarray, pulls: Sequence[Pull], longest: int) -> None:
-        """Show an array to the others, and copy from theirs and this (see `Exchange`). All ranks together."""
+        """Show an array to all ranks and copy from the shown arrays (see `Exchange`). Collective."""
         raise NotImplementedError
 
     def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
@@ -55,12 +55,12 @@ class ByPulling:
         self.pull(*broadcast(self._rank, flat, root))
 
     def gather(self, out: np.ndarray | None, flat: np.ndarray, root: int) -> None:
-        """`out`: on the root alone, whose part stands in its place there already."""
+        """`out`: None except on the root, where it already holds the root's own part."""
         pulls = [] if out is None else _whole(out, [flat.size] * self._size)
         self.pull(flat, [pull for pull in pulls if pull.peer != root], flat.size)
 
     def scatter(self, out: np.ndarray, flat: np.ndarray | None, root: int) -> None:
-        """`flat`: on the root alone, which has taken its part itself."""
+        """`flat`: None except on the root, which has already copied its own part."""
         length = out.size * self._size
         if flat is None:
             self.pull(out[:0], [Pull(root, self._rank * out.size, out)], length)
@@ -68,12 +68,12 @@ class ByPulling:
             self.pull(flat, [], length)
 
     def all_to_all(self, out: np.ndarray, flat: np.ndarray) -> None:
-        """The two must not overlap."""
+        """`out` and `flat` must not overlap."""
         count = flat.size // self._size
         pulls = [pull._replace(start=self._rank * count) for pull in _whole(out, [count] * self._size)]
         self.pull(flat, pulls, flat.size)
 
 
 def _whole(out: np.ndarray, counts: Sequence[int]) -> list[Pull]:
-    """Each rank's whole array, to its part of `out`."""
+    """Copies of each rank's whole array to its part of `out`."""
     return [Pull(peer, 0, out[slice(*part)]) for peer, part in enumerate(parts(counts))]

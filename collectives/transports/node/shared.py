@@ -1,17 +1,17 @@
-"""Collectives of the ranks of one node, which read each other's arrays where they lie: every element moves once.
+"""Collectives of the ranks of one node, which read each other's arrays directly: every element moves once.
 
-Arrays in the node's memory (memory.py) are read there, private ones through the kernel (peer.py); where it does not allow that, or
-takes longer, through windows (staged.py): see [Note: race]. Two ideas make all operations:
+Arrays in node memory (memory.py) are read there. Private arrays are read through the kernel (peer.py), or through the rings of
+staged.py if the kernel does not allow that or is slower: see [Note: race]. All operations consist of two steps:
 
-- `reduce_parts`: each rank reads all ranks' arrays in the parts it owns, adds in order of rank and rounds once;
-- `pull`: each rank copies what it wants out of its peers' arrays.
+- `reduce_parts`: each rank reads its parts of all ranks' arrays, adds in order of rank and rounds once;
+- `pull`: each rank copies the elements that it needs from its peers' arrays.
 
-Before either, each rank writes where its array lies, and all meet; after it all meet again, since only then an array may be written.
+Before a step each rank writes the place of its array to a board, and all ranks meet. They meet again after it; then arrays may change.
 
-[Note: race] For long private arrays neither way is always the faster one. Through windows data pass from cache to cache: twice as fast
-as reading through the kernel while the cores are near each other, half as fast while they are not, which in a virtual machine changes
-by the second. Both ways add in order of rank and round once, so the result has the same bits, and each call may take the way that was
-faster lately. Rank 0 keeps the times and says which with where its array lies, so that all ranks take the same.
+[Note: race] For long private arrays neither way is always faster. Through the rings data pass from cache to cache: twice as fast as
+reads through the kernel if the cores are near each other, half as fast if they are not, which in a virtual machine changes within
+seconds. Both ways add in order of rank and round once, so the result has the same bits, and each call may take the way that was faster
+in recent calls. Rank 0 measures the times and writes its choice to the board, so that all ranks take the same way.
 """
 
 import time
@@ -33,28 +33,28 @@ from collectives.transports.node.pulls import ByPulling, Pull
 from collectives.transports.node.staged import Staged
 from collectives.transports.transport import even_parts, parts
 
-_SCRATCH_BYTES = 1 << 20  # for what is read of all ranks before it is added: it stays in the core's cache
-_SAID = 5  # words in which a rank says where its array lies, and rank 0 which way to take
-_RACE_BYTES = 1 << 20  # of arrays from this length on
-_LAST = 3  # calls by each way that count: one that another process has held up does not decide
-_TRY_AGAIN = 16  # calls after which the slower way has another try
+_SCRATCH_BYTES = 1 << 20  # for elements of all ranks that are read before they are added: fits the core's cache
+_SAID = 5  # words on the board for each rank: the place of its array, and the way that it would take (rank 0 decides)
+_RACE_BYTES = 1 << 20  # the least size of an array for a race
+_LAST = 3  # calls by each way whose times count, so that one call that another process delayed does not decide
+_TRY_AGAIN = 16  # calls after which the slower way is tried again
 
 
 class Race:
-    """Which of two ways, direct (0) or by windows (1), took less time in the last calls of a kind: see [Note: race]."""
+    """Measures which of two ways, direct (0) or staged (1), was faster in the last calls of a kind: see [Note: race]."""
 
     def __init__(self) -> None:
-        self._seconds: dict[Hashable, tuple[deque[float], deque[float]]] = {}  # of the last calls by each way
+        self._seconds: dict[Hashable, tuple[deque[float], deque[float]]] = {}  # times of the last calls by each way
         self._num_calls: Counter[Hashable] = Counter()
 
     def pick(self, kind: Hashable) -> int:
         """The way for the next call of this kind."""
-        direct, windows = (min(seconds, default=0.0) for seconds in self._of(kind))  # one not tried yet is to be tried
+        direct, windows = (min(seconds, default=0.0) for seconds in self._of(kind))  # without times: try it next
         faster = int(windows < direct)
         return 1 - faster if self._num_calls[kind] % _TRY_AGAIN == _TRY_AGAIN - 1 else faster
 
     def took(self, kind: Hashable, way: int, seconds: float) -> None:
-        """A call took so long."""
+        """Note that a call by `way` took `seconds`."""
         self._of(kind)[way].append(seconds)
         self._num_calls[kind] += 1
 
@@ -73,7 +73,7 @@ class _Source:
         self.view, self._reader, self._address = view, reader, address
 
     def copy(self, start: int, target: np.ndarray) -> None:
-        """Copy the elements from `start` on to `target`."""
+        """Fill `target` with the elements from `start` on."""
         if self.view is not None:
             target[...] = self.view[start : start + target.size]
         elif target.size:
@@ -81,7 +81,7 @@ class _Source:
             self._reader.read(address_of(target), self._address + start * target.itemsize, target.nbytes)
 
     def elements(self, start: int, scratch: np.ndarray) -> np.ndarray:
-        """As many elements from `start` on as fit `scratch`: where they lie, or read into it."""
+        """As many elements from `start` on as `scratch` holds: a view of the array, or a copy in `scratch`."""
         if self.view is not None:
             return self.view[start : start + scratch.size]
         self.copy(start, scratch)
@@ -89,15 +89,15 @@ class _Source:
 
 
 class Shared(ByPulling):
-    """The collectives of the ranks of `mpi`, all on one node. `memory`: the node's arrays that they know. Making it is collective.
+    """The collectives of the ranks of `mpi`, all on one node. `memory`: holds their arrays in node memory. Making it is collective.
 
-    Arrays are flat, of the same length on all ranks unless said. OSError if the node's memory cannot be had.
+    Arrays are flat and have the same length on all ranks unless stated otherwise. OSError if node memory cannot be allocated.
     """
 
     def __init__(self, mpi: Any, memory: NodeMemory, staged: Staged) -> None:
         self._rank, self._size = mpi.rank, mpi.size
         self._memory, self._staged = memory, staged
-        # There are two boards in turn: a rank that meets for the next operation has read the board of this operation.
+        # Two boards, used in turn: a rank that meets for the next operation has read the board of this operation.
         lengths = [WORDS * mpi.size, _SAID * mpi.size, _SAID * mpi.size]
         words = memoryview(NodeMemory(mpi).shared(8 * sum(lengths))).cast("Q")  # type: ignore[arg-type]
         meeting, *self._boards = (words[slice(*part)] for part in parts(lengths))
@@ -105,7 +105,7 @@ class Shared(ByPulling):
         self._readers = peer_readers(mpi)
         self.posts = Posts(mpi, memory)
         self._race = Race()
-        self._running: tuple[Hashable, int, float] | None = None  # kind, way and start of a call in the race
+        self._running: tuple[Hashable, int, float] | None = None  # kind, way, start time of a call in the race
         each = max(_SCRATCH_BYTES // mpi.size // 16, 1) * 16  # bytes: whole elements of any dtype
         self._scratch = np.empty((mpi.size, each), np.uint8)
 
@@ -114,17 +114,17 @@ class Shared(ByPulling):
         """Whether the kernel lets these ranks read each other's private memory."""
         return self._readers is not None
 
-    # The operations that `ByPulling` has not
+    # The operations that are not in `ByPulling`
 
     def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
-        """Each rank adds its slice of all arrays into its own, then copies the other slices from their owners."""
+        """Each rank writes the sum of its slice to its own array, then copies the other slices from their owners."""
         bounds = even_parts(flat.size, self._size)
         sources = self._show(flat, "all_reduce")
         if sources is None:
             self._staged.all_reduce(flat, op, dtype)
             self._arrived()
             return
-        # No other rank reads this rank's array in its own slice, so the sum may be written there at once.
+        # No other rank reads this slice of this rank's array, so the sum may be written there at once.
         begin, end = bounds[self._rank]
         self._add(flat[begin:end], sources, begin, op, dtype)
         self._meet()
@@ -135,7 +135,7 @@ class Shared(ByPulling):
         self._arrived()
 
     def reduce(self, flat: np.ndarray, op: str, root: int, dtype: DType) -> None:
-        """Each rank reduces a slice, which the root then copies. The others' arrays stay as they are."""
+        """Each rank reduces a slice, which the root then copies. The arrays of the other ranks do not change."""
         bounds = even_parts(flat.size, self._size)
         begin, end = bounds[self._rank]
         mine = flat[begin:end] if self._rank == root else np.empty(end - begin, flat.dtype)
@@ -144,15 +144,15 @@ class Shared(ByPulling):
         self.pull(mine, pulls if self._rank == root else [], max(end - begin for begin, end in bounds))
 
     def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
-        """Each rank adds its part of all arrays. `out` may be its own place in `flat`."""
+        """Each rank adds its part of all arrays. `out` may be this rank's part of `flat`."""
         self.reduce_parts(flat, parts(counts), {self._rank: out}, op, dtype)
 
     def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
-        """Where `out` is one array for the node, each rank writes its part, unless it stands there already."""
+        """If `out` is a `shared` array, each rank only writes its own part, unless `flat` is that part."""
         self.collect(out, *exchanges.all_gather(self._rank, out, flat, counts))
 
     def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
-        """An all-gather of a short array into one array for the node, as one prepared call; None for all else."""
+        """An all-gather of a short array into a `shared` array, as one prepared call; None for other operations."""
         if operation != "all_gather":
             return None
         out, flat, counts = arguments
@@ -169,7 +169,7 @@ class Shared(ByPulling):
     def post_reduce_scatter(
         self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType
     ) -> Post:
-        """`reduce_scatter` of an array that `posts` takes, without waiting for another rank."""
+        """`reduce_scatter` of an array that `posts` takes, without a wait for another rank."""
         begin = sum(counts[: self._rank])
 
         def add(arrays: Sequence[np.ndarray]) -> None:
@@ -177,7 +177,7 @@ class Shared(ByPulling):
 
         return self.posts.post(flat, add)
 
-    # The ideas
+    # The two steps
 
     def reduce_parts(
         self,
@@ -187,14 +187,14 @@ class Shared(ByPulling):
         op: str,
         dtype: DType,
     ) -> None:
-        """`bounds` are those of parts of `flat`: `outs` are what this rank is to have the reduction of, by number of the part."""
+        """`bounds`: of the parts of `flat`. `outs`: by the number of a part, the arrays into which this rank reduces that part."""
         sources = self._show(flat, "reduce_parts")
         if sources is None:
             self._staged.reduce_parts(flat, bounds, outs, op, dtype)
         else:
             for part, out in outs.items():
                 self._add(out, sources, bounds[part][0], op, dtype)
-            self._meet()  # all ranks have read: the caller may write again
+            self._meet()  # all ranks have read, so the caller may write its array again
         self._arrived()
 
     def pull(self, shown: np.ndarray, pulls: Sequence[Pull], longest: int) -> None:
@@ -208,21 +208,21 @@ class Shared(ByPulling):
         self._arrived()
 
     def collect(self, out: np.ndarray, shown: np.ndarray, pulls: Sequence[Pull], longest: int) -> None:
-        """`pull` into parts of `out`, but where that is one array for the node, each rank writes its own."""
+        """`pull` into parts of `out`; if `out` is a `shared` array, each rank only writes its own part."""
         if not self._memory.is_one_array(self._memory.find(out)[0]):
             self.pull(shown, pulls, longest)
             return
-        # Both meetings always: whether a part already stands in its place may differ from rank to rank.
+        # Both meetings always take place, because only some of the ranks may find their part already in its place.
         target, source = shown[:0], shown[:0]
         for peer, start, part in pulls:
             if peer == self._rank:
                 target, source = part, shown[start : start + part.size]
         self._put(target, source)
 
-    # Parts of them
+    # Helpers
 
     def _show(self, flat: np.ndarray, idea: str) -> list[_Source] | None:
-        """Wait for all ranks; every rank's array in order of rank, or None where they must go through the windows."""
+        """Wait for all ranks. Returns every rank's array in order of rank, or None if the ranks must use `Staged`."""
         board = self._boards[0]
         self._boards.reverse()
         at = _SAID * self._rank
@@ -232,7 +232,7 @@ class Shared(ByPulling):
         board[at + 4] = self._race.pick(kind) if flat.nbytes >= _RACE_BYTES else 0
         self._meet()
         said = [board[at : at + _SAID].tolist() for at in range(0, _SAID * self._size, _SAID)]
-        # A rank that passes an array of an allocation still holds it. So if all ranks pass arrays of one allocation, all can read all.
+        # A rank that passes an array still has its allocation mapped. If all arrays are of one allocation, every rank can read them.
         number, way, longest = said[0][0], said[0][4], max(nbytes for _, _, nbytes, _, _ in said)
         of_one = number != 0 and all(other == number for other, _, _, _, _ in said)
         if self._readers is None and not of_one:
@@ -250,14 +250,14 @@ class Shared(ByPulling):
         return sources
 
     def _arrived(self) -> None:
-        """The end of what `_show` began."""
+        """Note the time of a call in the race that `_show` began."""
         if self._running is not None:
             kind, way, start = self._running
             self._race.took(kind, way, time.perf_counter() - start)
             self._running = None
 
     def _add(self, out: np.ndarray, sources: Sequence[_Source], begin: int, op: str, dtype: DType) -> None:
-        """`out` becomes the reduction of as many elements of all arrays from `begin` on."""
+        """`out` becomes the reduction of `out.size` elements of all arrays, from element `begin` on."""
         divisor = self._size if op == "avg" else 1
         scratch = [memory.view(out.dtype) for memory in self._scratch]
         block = scratch[0].size

@@ -1,10 +1,10 @@
-"""Collectives of the ranks of one node through memory that they share: each copies a piece there, all meet, all take what they want.
+"""Collectives of the ranks of one node through node memory: each rank copies a piece there, all meet, all copy the pieces they need.
 
-[Note: ring] Each rank goes round in a ring of its own. One meeting a piece is enough: who meets for the next piece has taken everything
-of this one, so a place can be written again two pieces later. The ring has room for two pieces of the greatest length, some times a
-core's own cache: so it stays in the cache that cores share, and the memory's own bandwidth goes to the callers' arrays alone. Short
-pieces go all round it, for a line that the others have just read takes up to four times as long to write again as one read a while
-ago. And nobody reads its own piece there: while the others fetch the lines, that takes many times as long.
+[Note: ring] Each rank writes its pieces to its own ring. One meeting for each piece is enough: a rank that meets for the next piece has
+finished reading this one, so its place can be written again two pieces later. The ring has room for two pieces of the greatest length.
+It stays in the cache that cores share, so only the callers' arrays use memory bandwidth. Short pieces use the whole ring in turn: to
+overwrite a cache line takes up to four times as long if other cores have just read it. A rank reads its own piece from its array, not
+from the ring: while other cores fetch the lines, that read takes many times as long.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,21 +22,21 @@ from collectives.transports.node.memory import NodeMemory
 from collectives.transports.node.pulls import ByPulling, Pull
 from collectives.transports.transport import even_parts, parts
 
-_RING_BYTES = 2 << 20  # of a rank
-_NODE_BYTES = 64 << 20  # of all ranks of a node at most
-_PIECES = 2  # of the greatest length that the ring has room for
-# Bytes of all ranks' arrays up to which each rank adds them all: above, it pays to meet twice and add a slice each, but for two
-# ranks: those read no less then. Halves take longer to add than to read.
+_RING_BYTES = 2 << 20  # of one rank
+_NODE_BYTES = 64 << 20  # the most for all ranks of a node
+_PIECES = 2  # pieces of the greatest length in a ring
+# Up to this sum of all ranks' arrays each rank adds whole arrays. Above it each rank adds a slice, which takes a second meeting. Two
+# ranks always add whole arrays, because slices would save no reads; but not in fp16 and bf16, whose addition costs more than reads.
 _ADD_ALL_BYTES = 1 << 16
 _LINE = 64  # bytes of a cache line
-_PLANNED_BYTES = 1 << 21  # in longer operations the time that a plan saves does not show
-_PLACES = 64  # in the ring where a piece may begin: so few that what is prepared for each can be kept
+_PLANNED_BYTES = 1 << 21  # in longer operations the time saved by a plan is negligible
+_PLACES = 64  # places in the ring where a piece may begin: few, because a plan keeps prepared turns for each place
 
 Reduction = Callable[[np.ndarray, list[np.ndarray]], None]  # target, addends
 
 
 class _Turn(NamedTuple):
-    """What a rank does with a piece: copies to the ring, meets, adds, copies."""
+    """The work of a rank for one piece: copy to the ring, meet, add, copy from the ring."""
 
     shows: Sequence[tuple[np.ndarray, np.ndarray]]  # target, source
     sums: Sequence[tuple[np.ndarray, list[np.ndarray]]] = ()  # target, addends
@@ -44,9 +44,9 @@ class _Turn(NamedTuple):
 
 
 class Staged(ByPulling):
-    """The collectives of the ranks of `mpi`, all on one node. Making it is collective. OSError if the node's memory cannot be had.
+    """The collectives of the ranks of `mpi`, all on one node. Making it is collective. OSError if node memory cannot be allocated.
 
-    Arrays are flat, of the same length on all ranks unless said.
+    Arrays are flat and have the same length on all ranks unless stated otherwise.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -57,11 +57,11 @@ class Staged(ByPulling):
         ring = min(_RING_BYTES, _NODE_BYTES // mpi.size)
         self._step = max(ring // _PLACES // _LINE, 1) * _LINE  # bytes from place to place
         self._ring_bytes = _PLACES * self._step
-        self._next = 0  # byte of the ring; the same on all ranks, as the lengths of what they show are
-        self._rings: list[np.ndarray] = []  # each rank's, once it is needed, and as elements of a dtype:
-        self._views: dict[np.dtype, list[np.ndarray]] = {}
+        self._next = 0  # byte of the ring where the next piece may begin; the same on all ranks
+        self._rings: list[np.ndarray] = []  # all ranks' rings, allocated at the first use
+        self._views: dict[np.dtype, list[np.ndarray]] = {}  # the rings as elements of a dtype
 
-    # The operations that `ByPulling` has not
+    # The operations that are not in `ByPulling`
 
     def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
         self._run(self._add(flat, dtype, wanted=True), self._reduction(op, dtype))
@@ -70,7 +70,7 @@ class Staged(ByPulling):
         self._run(self._add(flat, dtype, wanted=self._rank == root), self._reduction(op, dtype))
 
     def reduce_scatter(self, out: np.ndarray, flat: np.ndarray, op: str, counts: Sequence[int], dtype: DType) -> None:
-        """Each rank adds its part of all arrays. `out` may be its own place in `flat`."""
+        """Each rank adds its part of all arrays. `out` may be this rank's part of `flat`."""
         self.reduce_parts(flat, parts(counts), {self._rank: out}, op, dtype)
 
     def reduce_parts(
@@ -81,19 +81,19 @@ class Staged(ByPulling):
         op: str,
         dtype: DType,
     ) -> None:
-        """`bounds` are those of parts of `flat`: `outs` are what this rank is to have the reduction of, by number of the part."""
+        """`bounds`: of the parts of `flat`. `outs`: by the number of a part, the arrays into which this rank reduces that part."""
         self._run(self._add_parts(flat, bounds, outs), self._reduction(op, dtype))
 
     def pull(self, shown: np.ndarray, pulls: Sequence[Pull], longest: int) -> None:
         self._run(self._take(shown, pulls, longest))
 
     def plan(self, operation: str, *arguments: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
-        """An operation on short arrays as one prepared call, which keeps none of them alive; None where there is no such.
+        """An operation on short arrays as one prepared call, which does not keep the arrays alive; None for other operations.
 
-        `all_gather` and `reduce_scatter` with equal counts and not in place.
+        `all_gather` and `reduce_scatter` need equal counts and may not be in place.
         """
         if any(isinstance(x, np.ndarray) and x.nbytes > _PLANNED_BYTES for x in arguments):
-            return None  # the time that a plan saves does not show
+            return None
         arguments = tuple(unowned(x) if isinstance(x, np.ndarray) else x for x in arguments)
         reduction = None
         match operation, arguments:
@@ -110,7 +110,7 @@ class Staged(ByPulling):
                 return None
         return self._run_prepared, ({}, turns, reduction)
 
-    # How they come about
+    # Helpers
 
     def _reduction(self, op: str, dtype: DType) -> Reduction:
         return partial(reduce_into, op=op, dtype=dtype, divisor=self._size if op == "avg" else 1)
@@ -122,7 +122,7 @@ class Staged(ByPulling):
                 target[...] = source
             meet()
             for target, addends in sums:
-                reduction(target, addends)  # type: ignore[misc]  # there is one where there are sums
+                reduction(target, addends)  # type: ignore[misc]  # not None if there are sums
             for target, source in takes:
                 target[...] = source
 
@@ -132,7 +132,7 @@ class Staged(ByPulling):
         turns: Callable[[], Iterable[_Turn]],
         reduction: Reduction | None,
     ) -> None:
-        """`prepared`: for each place in the ring where they may begin, the turns, and the place where they end."""
+        """Run the turns. `prepared`: for each place in the ring where they may begin, the turns and the place where they end."""
         begin = self._next
         if begin not in prepared:
             prepared[begin] = list(turns()), self._next
@@ -140,7 +140,7 @@ class Staged(ByPulling):
         self._run(made, reduction)
 
     def _add(self, flat: np.ndarray, dtype: DType, *, wanted: bool) -> Iterator[_Turn]:
-        """The reduction of all ranks' arrays, of the same bits on all ranks, into `flat` where it is `wanted`."""
+        """The turns that reduce all ranks' arrays into `flat`, with the same bits on all ranks; only if `wanted`."""
         rank, size = self._rank, self._size
         adds_all = (size <= 2 and not dtype.is_half) or flat.nbytes * size <= _ADD_ALL_BYTES
         for start, length in self._pieces(flat.size, flat.itemsize):
@@ -165,7 +165,7 @@ class Staged(ByPulling):
     def _add_parts(
         self, flat: np.ndarray, bounds: Sequence[tuple[int, int]], outs: Mapping[int, np.ndarray]
     ) -> Iterator[_Turn]:
-        """A piece holds as much of every part, so that all ranks have something to add."""
+        """The turns of `reduce_parts`. A piece holds as many elements of every part, so that all ranks have elements to add."""
         longest = max(end - begin for begin, end in bounds)
         for start, length in self._pieces(longest, flat.itemsize * len(bounds)):
             places = self._places(flat.dtype, length * len(bounds))
@@ -193,18 +193,18 @@ class Staged(ByPulling):
             yield _Turn(shows, takes=takes)
 
     def _pieces(self, length: int, itemsize: int) -> Iterator[tuple[int, int]]:
-        """Starts and lengths of the pieces of `length` things of `itemsize` bytes."""
+        """Starts and lengths of the pieces of `length` items of `itemsize` bytes."""
         width = max(self._ring_bytes // _PIECES // itemsize, 1)
         for start in range(0, length, width):
             yield start, min(width, length - start)
 
     def _places(self, dtype: np.dtype, length: int) -> list[np.ndarray]:
-        """Where each rank shows its next piece, of `length` elements. Collective at first."""
+        """The place of each rank's next piece of `length` elements. The first call is collective."""
         if dtype not in self._views:
             if not self._rings:
                 self._rings = self._memory.peers(self._memory.empty(self._ring_bytes))
             self._views[dtype] = [ring.view(dtype) for ring in self._rings]
-        # A power of two of steps, at a multiple of that: so two in turn never overlap, where the ring begins anew neither.
+        # The room is a power of two steps and begins at a multiple of itself, so consecutive pieces never overlap, also at the wrap.
         room = self._step << (-(-length * dtype.itemsize // self._step) - 1).bit_length()
         begin = -(-self._next // room) * room % self._ring_bytes
         self._next = begin + room

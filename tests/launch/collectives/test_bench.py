@@ -159,7 +159,7 @@ def test_what_tune_has_measured_is_used_by_all_ranks_of_the_next_start(tmp_path:
     file.write_text(file.read_text()[:-40])
     table, said = table_in_force(2, cache)
     assert table.machine is None
-    assert said.count("is ignored") == 1 and "remove it, or measure anew" in said
+    assert said.count("is ignored") == 1 and "remove it, or measure again" in said
 
 
 def test_tune_into_a_file_adds_to_what_it_holds(tmp_path: Path) -> None:

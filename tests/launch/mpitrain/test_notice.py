@@ -146,4 +146,4 @@ def test_a_wait_that_lasts_is_told_in_one_line(tmp_path: Path) -> None:
     check("main_job", f"{fence}, in the forward of GPT, {loss}, {wait}", behind)
     apart = rf"in world.*, in the .*backward of Sequential, {here} step, for \d+\.\d s, waiting for rank 0"
     check("no_sync", rf"{reduction} \w+ \(Linear\), {here} step, {wait}", apart, deadline_s=2)
-    assert " | MPITRAIN_DEBUG=1 finds the call at which the ranks part | " in told["no_sync"], str(result)
+    assert " | MPITRAIN_DEBUG=1 finds the first call that differs between the ranks | " in told["no_sync"], str(result)

@@ -440,7 +440,7 @@ def test_the_report_names_every_kind_of_missing_rank(monkeypatch: pytest.MonkeyP
         "  => missing: rank 2 (is in no operation); rank 3 (does not answer); rank 4 (has ended); "
         "rank 5 (is in an operation of another communicator); "
         "ranks 6, 7 (are in a different operation of the same communicator)",
-        "  => MPITRAIN_DEBUG=1 finds the call at which the ranks part",
+        "  => MPITRAIN_DEBUG=1 finds the first call that differs between the ranks",
     ]
     monkeypatch.setenv("MPITRAIN_DEBUG", "1")
     assert deadline_report(0, late, states, 2.0).splitlines() == text.splitlines()[:-1], "it is on"
@@ -495,7 +495,7 @@ def test_the_report_of_an_end_names_who_how_and_for_whom_others_wait() -> None:
         "  rank 1: in no operation, its program has ended: the script returned; its last operation there: #4 barrier (ended)",
         "  rank 2: in B (ranks 0, 2): #2 all_reduce, at a.py:3 in f, for 3.0 s",
         "  => missing: rank 1 (has ended); rank 2 (is in an operation of another communicator)",
-        "  => MPITRAIN_DEBUG=1 finds the call at which the ranks part",
+        "  => MPITRAIN_DEBUG=1 finds the first call that differs between the ranks",
         "  => a rank must not end before the last operation in which it takes part",
     ]
 

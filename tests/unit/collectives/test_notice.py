@@ -161,7 +161,7 @@ def test_ranks_in_different_calls_of_one_number_wait_for_each_other(monkeypatch:
     monkeypatch.delenv("MPITRAIN_DEBUG", raising=False)
     states = [state(waiting(number=9, name="reduce_scatter")), state(waiting(name="all_gather"))]
     line = report.notice(0, 9, states, 600.0)
-    assert " | MPITRAIN_DEBUG=1 finds the call at which the ranks part | " in line
+    assert " | MPITRAIN_DEBUG=1 finds the first call that differs between the ranks | " in line
     assert re.findall(r"(rank \d): in A [^|]*, waiting for (rank \d)", line) == [
         ("rank 0", "rank 1"),
         ("rank 1", "rank 0"),
@@ -177,10 +177,10 @@ def test_a_rank_that_called_an_operation_of_that_number_and_waits_elsewhere_is_t
     line = report.notice(0, 9, states, 600.0)
     assert "rank 1: in B (ranks 0, 1): #3 all_reduce, at a.py:3 in f, for 3.0 s, waiting for rank 0 | " in line
     assert (
-        " | rank 1 called an operation of that number and went on: perhaps another operation, as with async_op, or"
+        " | rank 1 called an operation with that number and left it: perhaps a different operation, as with async_op, or"
         in line
     )
-    assert "no rank is missing" not in line and " | MPITRAIN_DEBUG=1 finds the call" in line
+    assert "no rank is missing" not in line and " | MPITRAIN_DEBUG=1 finds the first call" in line
 
 
 def test_a_notice_of_many_places_names_those_that_matter() -> None:

@@ -104,7 +104,7 @@ def test_a_file_that_cannot_be_used_is_one_line(capfd: pytest.CaptureFixture[str
     assert out == ""
     assert err.startswith(f"collectives: {path} is ignored: ") and err.count("\n") == 1
     assert reason in err
-    assert err.endswith("remove it, or measure anew under this mpirun: python -m collectives tune\n")
+    assert err.endswith("remove it, or measure again under this mpirun: python -m collectives tune\n")
 
 
 def test_a_folder_in_the_file_s_place_is_one_line_too(capfd: pytest.CaptureFixture[str]) -> None:
