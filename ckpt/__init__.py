@@ -1,15 +1,15 @@
-"""Checkpoints that are just HDF5: any number of ranks saves, any number loads, any tool looks inside, a crash loses none.
+"""Checkpoints in plain HDF5: any number of ranks saves, any number loads, any HDF5 tool reads them, and a crash loses none.
 
     ckpt.save("run/checkpoints/step-00000100", tensors, comm=comm, meta={"step": 100}, keep=3)
     meta = ckpt.load(ckpt.latest("run/checkpoints"), tensors, comm=comm)
     ckpt.open("run/checkpoints/step-00000100")["model/embed.weight"][:10]      # no MPI, no torch
 
-A checkpoint is a folder: `rank-00000.h5` and so on, one file a rank, hold the bytes; `index.h5` shows every tensor in its full
-shape to other tools; `manifest.jsonl` says where everything lies, with checksums, and is what we read ourselves.
-`save(..., copies=[...])` writes the finished checkpoint to further places, URLs such as s3://bucket/run among them, too; reading takes
-URLs everywhere.
-`python -m ckpt ls | show | diff | verify | gc` look inside and clear up from a shell, `export | import | reshard` lead to other
-files and back: docs/checkpoints.md.
+A checkpoint is a folder: `rank-00000.h5` and so on, one file per rank, hold the bytes; `index.h5` shows every tensor in its full
+shape to other tools; `manifest.jsonl` has the place and checksum of all bytes, and is the file that this package reads.
+`save(..., copies=[...])` also copies the finished checkpoint to other places, including URLs such as s3://bucket/run; all reading
+functions take URLs.
+`python -m ckpt ls | show | diff | verify | gc` inspect checkpoints and clean up from a shell, `export | import | reshard` convert to
+other files and back: docs/checkpoints.md.
 """
 
 from ckpt.check.inspecting import look

@@ -1,6 +1,6 @@
-"""`python -m ckpt COMMAND`: look at checkpoints and look after them, without MPI, and without torch but for torch's own files.
+"""`python -m ckpt COMMAND`: inspects and maintains checkpoints, without MPI, and without torch except for torch's own files.
 
-`bench` alone is for several ranks.
+Only `bench` runs on several ranks.
 """
 
 import argparse
@@ -16,28 +16,28 @@ from ckpt.commands.terminal import UsageError, complain
 from ckpt.format.manifest import CheckpointError
 from collectives import launched_rank
 
-# In the order of --help.
+# The order of --help.
 COMMANDS: tuple[ModuleType, ...] = (ls, show, diff, verify, export, import_, reshard, gc, bench)
-ERROR = 2  # the exit code of all that could not be done; 1 is an answer, as GNU diff's: "they differ"
+ERROR = 2  # the exit code for an error; 1 is an answer, as in GNU diff: "they differ"
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        if launched_rank() >= 0:  # each rank has the same words: one of them is to speak
+        if launched_rank() >= 0:  # all ranks have the same arguments: only one prints
             raise UsageError(f"{self.prog.rpartition(' ')[2]}: {message}")
         super().error(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, a command's own 1, or 2 after one line about what is wrong."""
+    """Run the command line; returns the exit code: 0, a command's own 1, or 2 after one line with the error."""
     parser = _Parser(
         prog="python -m ckpt",
-        description="Look at checkpoints and look after them; all but bench needs no MPI and no torch.",
+        description="Inspect and maintain checkpoints. Only bench needs MPI.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(commands)
-    # Names may have characters that a terminal's encoding lacks; stderr is so already.
+    # Names may have characters that a terminal's encoding lacks; stderr escapes them by default.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int | None = args.run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough; the interpreter must not try to flush again
+    except BrokenPipeError:  # `| head` has ended; the interpreter must not try to flush again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (UsageError, CheckpointError, OSError) as error:

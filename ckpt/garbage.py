@@ -1,4 +1,4 @@
-"""Python's search for cyclic garbage, and when it is out of place."""
+"""Turns off Python's search for cyclic garbage while a function runs."""
 
 import gc
 import threading
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _counting = threading.Lock()
-_inside = 0  # threads: the last of them turns the search on again
+_inside = 0  # number of threads in the block: the last one turns the search on again
 _was_enabled = False
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Search for no cyclic garbage meanwhile; also as a decorator.
+    """Turn off the search for cyclic garbage in the block; also usable as a decorator.
 
-    What thousands of tensors are described by is many small objects and no garbage. Their number alone would start a search through
-    all objects of the process, which with torch are a million: 0.15 s, in which no byte is moved.
+    The descriptions of thousands of tensors are many small objects without garbage. Their number would start a search through all
+    objects of the process, a million with torch: 0.15 s in which no byte is moved.
     """
     global _inside, _was_enabled
     with _counting:

@@ -1,4 +1,4 @@
-"""The protocol of a communicator for `ckpt`, and the communicator of one process. `collectives.Communicator` fits as it is."""
+"""The protocol of a communicator for `ckpt`, and the communicator of one process. `collectives.Communicator` has the protocol."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -6,13 +6,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from collectives.diagnosis import stacks
 
-# What a report of a wait says of a rank that saves or loads: where the program does so.
+# For a rank that saves or loads, a report of a wait shows the place of the call in the program.
 stacks.pass_over("ckpt.saving", "ckpt.reading.loading")
 
 
 @runtime_checkable
 class Ranks(Protocol):
-    """The six things of a communicator that saving and loading need: control messages only, never data."""
+    """The six attributes of a communicator that saving and loading need: only control messages, never data."""
 
     @property
     def rank(self) -> int: ...
@@ -27,7 +27,7 @@ class Ranks(Protocol):
     def all_gather_object(self, obj: Any) -> list[Any]: ...
 
     def together(self, doing: str = "") -> AbstractContextManager[None]:
-        """A block without collectives; what one rank raises in it, all ranks raise at its end."""
+        """A block without collectives. If one rank raises an error in it, all ranks raise the error at its end."""
         ...
 
 
@@ -51,14 +51,14 @@ class Solo:
         yield
 
     def give_up(self) -> None:
-        """As `Board.give_up`: there is no other rank to wait for."""
+        """`Board.give_up` for one process: there is no other rank to wait for."""
 
     def leave(self) -> None:
-        """As `Board.leave`."""
+        """`Board.leave` for one process."""
 
 
 def ranks_of(comm: object) -> Ranks:
-    """The ranks that a caller means by `comm`; None is a process alone. TypeError for what knows no such things, as mpi4py's."""
+    """The ranks of the argument `comm`; None means only this process. TypeError without the protocol, such as for mpi4py's."""
     if comm is None:
         return Solo()
     if not isinstance(comm, Ranks):

@@ -1,4 +1,4 @@
-"""The tensors that a caller passes: whole arrays, Shards, or lists of Shards. Saving and loading both check them here, once."""
+"""The tensors that a caller passes: whole arrays, Shards, or lists of Shards. This module checks them for saving and loading."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,10 +15,9 @@ from collectives.arrays.dtypes import DTYPES, DTypeError, dtype_of
 class Shard:
     """This rank's box of a tensor: `data`, a NumPy array or torch CPU tensor, at `offset` in a tensor of full `shape`.
 
-    A rank that holds several boxes of one tensor passes a list of them, and one that holds nothing may pass an empty list.
-    `data` has as many dimensions as the tensor. It may be empty (0 rows); of a scalar any empty array holds nothing. What the box must
-    satisfy is checked when it is used.
-    `axes`: for people and tools, the name of the mesh axis that each dimension is cut along, None for a whole one.
+    A rank with several boxes of one tensor passes a list of Shards; a rank without a box may pass an empty list. `data` has as many
+    dimensions as the tensor. It may be empty (0 rows); for a scalar, any empty array means no box. `save` and `load` check the box.
+    `axes`: for each dimension the name of the mesh axis along which it is cut, None for a whole dimension; only for people and tools.
     """
 
     __slots__ = ("axes", "data", "offset", "shape")
@@ -36,7 +35,7 @@ class Shard:
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True):
-    """The properties of a tensor that all ranks of a save must give alike. `whole`: each rank holds all of the tensor."""
+    """The properties of a tensor that must be the same on all ranks of a save. `whole`: each rank holds the whole tensor."""
 
     name: str
     dtype: str
@@ -60,7 +59,7 @@ class LocalBox(msgspec.Struct, frozen=True):
 
 
 def chunks_of(array: np.ndarray, nbytes: int) -> list[memoryview]:
-    """The bytes of a contiguous array, in chunks of `nbytes` and a last one of the rest."""
+    """The bytes of a contiguous array in chunks of `nbytes`; the last chunk may be shorter."""
     data = array.reshape(-1).view(np.uint8).data
     return [data[at : at + nbytes] for at in range(0, len(data), nbytes)]
 
@@ -74,14 +73,14 @@ class Local(msgspec.Struct, frozen=True):
 
     @property
     def whole(self) -> bool:
-        """Whether all ranks hold all of the tensor."""
+        """Whether each rank holds the whole tensor."""
         return self.description is not None and self.description.whole
 
 
 def inspect(tensors: Mapping[str, Any], *, writable: bool = False) -> list[Local]:
-    """The tensors sorted by name, viewed without a copy. TypeError or ValueError naming the tensor that cannot be used.
+    """The tensors, sorted by name, as views without a copy. TypeError or ValueError with the name of a tensor that cannot be used.
 
-    `writable`: they are to be filled, and not to be saved.
+    `writable`: a load will fill the tensors.
     """
     if not isinstance(tensors, Mapping):
         raise TypeError(
@@ -116,8 +115,8 @@ def _local(name: str, value: Any, writable: bool) -> Local:
 
 
 def _of_one(name: str, data: Any, shard: Shard | None, writable: bool) -> Local:
-    """An array: all of the tensor, or what `shard` says."""
-    # Some library's part of a tensor, which in a dict of arrays would stand for the whole: this raises, and says what to do.
+    """One array: the whole tensor, or the box of `shard`."""
+    # For a part of a tensor from another library, which would count as the whole tensor, this raises an error with advice.
     if shard is None and not writable and (refuse := getattr(data, "refuse_as_whole", None)) is not None:
         refuse()
     if writable and is_jax(data):

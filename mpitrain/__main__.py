@@ -2,7 +2,7 @@
 
 from mpitrain.train import stop
 
-# First of all: until a handler is there, a request to stop would end the process.
+# Before all other imports: without a handler, a request to stop would end the process.
 stop.listen()
 
 from mpitrain.cli import main  # noqa: E402

@@ -10,15 +10,15 @@ from pathlib import Path
 import collectives
 
 USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train (under mpirun; --help shows all settings)
-       python -m mpitrain sample --checkpoint DIR               let a checkpoint write (one process, no mpirun)
-       python -m mpitrain bench [--peers none,ddp,fsdp]         time a step beside its peers (under mpirun; --help shows more)
-       python -m mpitrain bench --report FILE ...               put several launches' figures together (one process, no mpirun)
-       python -m mpitrain memory --np N [--nodes M] [--json]    what a run with the given settings will hold (one process)
+       python -m mpitrain sample --checkpoint DIR               generate text with a checkpoint (one process, no mpirun)
+       python -m mpitrain bench [--peers none,ddp,fsdp]         compare the time of a step (under mpirun; --help shows more)
+       python -m mpitrain bench --report FILE ...               combine the figures of several launches (one process, no mpirun)
+       python -m mpitrain memory --np N [--nodes M] [--json]    predict the memory of a run with these settings (one process)
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code. Errors that all ranks have are one line, on rank 0."""
+    """Run a command; returns the exit code. For an error that all ranks have, rank 0 prints one line."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words and not words[0].startswith("-") else "train"
     if command == "sample":
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(
                 "; ".join([f"mpitrain: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True
             )
-        comm.barrier()  # let the line out before the first rank that leaves makes mpirun end the others
+        comm.barrier()  # first the line must be out: when a rank leaves, mpirun ends the others
         collectives.leave_together()
         return 1
     return 0
@@ -66,9 +66,9 @@ def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool
         config = parse(words)
         settings = Path(config.run) / "config.toml"
         if config.train.eval_only and settings.exists():
-            config = parse(words, from_toml(settings))  # a run is judged on its own data, by its own settings
+            config = parse(words, from_toml(settings))  # evaluate with the run's own data and settings
     with _no_collections():
-        from mpitrain.train.trainer import Trainer  # torch comes in here: settings are known to be right by now
+        from mpitrain.train.trainer import Trainer  # imports torch, so it follows the check of the settings
 
         trainer = Trainer(config, comm)
     trainer.fit()
@@ -76,9 +76,9 @@ def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Python's garbage collector rests. At the end all objects that exist are exempt from it.
+    """Turn off Python's garbage collector in the block, and exempt all objects that exist at its end.
 
-    torch's modules make a million objects that stay. Collections among them take an eighth of the start, and later up to 0.1 s each.
+    torch's modules make a million permanent objects. Collections of them take an eighth of the start, and later up to 0.1 s each.
     """
     gc.disable()
     try:
@@ -103,17 +103,20 @@ def _memory(words: list[str]) -> int:
 
 def _sample(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m mpitrain sample", description="Let a checkpoint write, in one process."
+        prog="python -m mpitrain sample", description="Generate text with a checkpoint, in one process."
     )
     parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's folder: its newest one"
+        "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's folder (its newest checkpoint)"
     )
-    parser.add_argument("--prompt", default="def ", help="what the text begins with (default: %(default)r)")
-    parser.add_argument("--bytes", type=int, default=400, help="how many bytes to write (default: %(default)s)")
+    parser.add_argument("--prompt", default="def ", help="beginning of the text (default: %(default)r)")
+    parser.add_argument("--bytes", type=int, default=400, help="number of bytes to generate (default: %(default)s)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="higher is bolder, 0 the likeliest (default: %(default)s)"
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="higher: more random; 0: most probable bytes (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="another seed, another text (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random draws (default: %(default)s)")
     options = parser.parse_args(words)
     if collectives.launched_rank() > 0:
         return 0  # one process is enough, also under mpirun

@@ -1,4 +1,4 @@
-"""A sharded model's unsharded state dict: one rank's dict of whole tensors, as a plain model has it."""
+"""A sharded model's unsharded state dict: whole tensors on one rank, as in the state dict of a plain model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +15,9 @@ from mpitrain.weights.targets import Target, begin, targets_of
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The unsharded state dict of a sharded model, on the host, on rank 0; an empty dict on the others. Collective.
+    """The unsharded state dict of a sharded model: in host memory on rank 0, an empty dict on the other ranks. Collective.
 
-    One tensor after the other: a rank other than 0 needs memory for the largest parameter only.
+    Tensors are gathered one after the other: a rank other than 0 needs memory for the largest parameter only.
     """
     over = sharded_over(model)
     if over is None:
@@ -67,7 +67,7 @@ def _found(targets: Mapping[str, Target], given: Mapping[str, Any], strict: bool
     if strict and (missing or unknown):
         raise ValueError(
             f"the state dict lacks {some(missing)} and has {some(unknown)} that the model does not have; "
-            "strict=False takes what fits"
+            "strict=False loads the others"
         )
     for name, target in targets.items():
         if name in given and tuple(given[name].shape) != target.shape:

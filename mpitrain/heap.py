@@ -1,6 +1,6 @@
-"""The heap of the process: memory that a step gives back stays with the process for the next step.
+"""The heap of the process: memory that a step frees stays in the process for the next step.
 
-glibc returns the free end of its heap to the system, and maps long pieces anew each time. A training step frees memory that the next
+glibc returns the free end of its heap to the system, and maps long pieces again each time. A training step frees memory that the next
 step allocates again. The system fills these hundreds of megabytes of fresh pages with zeros, which takes up to a tenth of a step. The
 time differs between ranks, so ranks wait for each other.
 """
@@ -23,9 +23,7 @@ def keep_freed_memory() -> bool:
     said = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     if said or not sys.platform.startswith("linux"):
         return False
-    mallopt = getattr(
-        ctypes.CDLL(None), "mallopt", None
-    )  # musl has no mallopt, and that of another allocator has no effect
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has no mallopt, and other allocators ignore it
     if mallopt is None:
         return False
     return bool(mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_MMAP_THRESHOLD, _LONGEST))

@@ -1,13 +1,12 @@
-"""Initial values of parameters: a function of (seed, parameter name, element index) and of nothing else.
+"""Initial values of parameters: a function of only (seed, parameter name, element index).
 
-Any rank can therefore fill any box of rows of any parameter by itself, and the values are the same bits for every number
-of ranks, sharded or not. A parameter is seen flattened and cut into blocks of `BLOCK` elements; each block has a
-counter-based generator of its own (Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) whose
-key is a hash of (seed, name, block). A rank draws the blocks that its box touches, the last one only as far as needed.
+So each rank can fill any box of rows of any parameter without communication, and the values are the same bits for every number
+of ranks, sharded or not. A flattened parameter is cut into blocks of `BLOCK` elements. Each block has its own
+counter-based generator (Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), whose
+key is a hash of (seed, name, block). A rank draws the blocks that overlap its box, the last one only as far as needed.
 
-The model chooses the law for each name: see `GPT.init_rule`. NumPy keeps the stream of a
-bit generator for ever, but may change how normals are drawn from it: values are the same on every machine of a job, and
-across releases of NumPy only as long as NumPy leaves `standard_normal` as it is.
+The model chooses the distribution for each name: see `GPT.init_rule`. Values are the same on every machine of a job. NumPy
+guarantees the stream of a bit generator, but not the algorithm of `standard_normal`, which a release may change.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.unit.marks import box_of
 
 BLOCK = 1 << 16
-"""Elements per generator. Part of what defines the values: another size gives other values."""
+"""Elements per generator. Another number gives other values."""
 
 
 class Init(Protocol):
-    """The law of a parameter's initial values."""
+    """The distribution of a parameter's initial values."""
 
     def draw(self, generator: np.random.Generator, out: np.ndarray) -> None:
-        """Fill `out` (1-D float32) with the next values; a shorter `out` gets the same values, only fewer."""
+        """Fill `out` (1-D float32) with the next values; a shorter `out` gets the first of the same values."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Constant:
     """The same value everywhere."""
 
     value: float
-    """That value."""
+    """The value of all elements."""
 
     def draw(self, generator: np.random.Generator, out: np.ndarray) -> None:
         """Fill `out` (1-D float32) in place."""
@@ -72,13 +71,13 @@ def fill_(
 ) -> None:
     """Fill a parameter, or a box of whole rows of it, with its initial values, in place.
 
-    Values are drawn in float32 and cast to the tensor's dtype. Of complex elements both parts are drawn, each by the law; a Constant is
+    Values are drawn in float32 and cast to the tensor's dtype. Both parts of complex elements are drawn from `init`; a Constant is
     real.
 
     Args:
         tensor: the box: the whole parameter, or rows of the first dimension that is longer than 1. Any dtype, any device
             but meta; may be empty.
-        init: the law.
+        init: the distribution.
         seed: the run's seed.
         name: the parameter's full name, the same on all ranks.
         shape: the full parameter's shape; default: the tensor is the whole parameter.
@@ -115,18 +114,18 @@ def fill_(
 def initialize(model: nn.Module, rule: Callable[[str], Init] | None = None, *, seed: int = 0) -> None:
     """Give every parameter of a model its initial values, in place; each rank fills its own rows, without communication.
 
-    Buffers on the meta device that are running statistics (BatchNorm's) get memory and their initial values, too; others are the
-    caller's. Tied parameters are drawn once, under the first of their names. A parameter that is a shard says so by an attribute
-    `shard_box` with the full parameter's `full_shape` and the shard's `offset` in it.
+    Running statistics (BatchNorm's) on the meta device get memory and their initial values, too; other buffers are left to the
+    caller. Tied parameters are drawn once, under the first of their names. A shard has an attribute `shard_box` with the full
+    parameter's `full_shape` and the shard's `offset` in it.
 
     Args:
         model: a module, plain or sharded, its parameters not on the meta device.
-        rule: the law for a parameter's name; default: the model's own `init_rule`.
+        rule: the distribution for a parameter's name; default: the model's own `init_rule`.
         seed: the run's seed.
 
     Raises:
         TypeError: no rule given and the model has none.
-        ValueError: as `fill_`.
+        ValueError: the errors of `fill_`.
     """
     if rule is None:
         rule = getattr(model, "init_rule", None)

@@ -14,7 +14,7 @@ stacks.pass_over(__name__)
 
 
 def on_rank0(comm: "Ranks", act: Callable[[], T], doing: str = "") -> T:
-    """Call `act` on rank 0, and return its result on all ranks. Its error is raised on all ranks. Collective."""
+    """Call `act` on rank 0, and return its result on all ranks. An error of `act` is raised on all ranks. Collective."""
     result: T | None = None
     with comm.together(doing):
         if comm.rank == 0:

@@ -1,11 +1,11 @@
-"""Model and optimizer <-> checkpoint: which name each tensor bears there, and which box of it this rank holds.
+"""Model and optimizer <-> checkpoint: the name of each tensor in the checkpoint, and the box of it that this rank holds.
 
-`model/NAME` are parameters and buffers, `optimizer/KEY/NAME` what the optimizer keeps for a parameter under KEY, `ema/NAME` its
-average. A tensor of the shard's shape is this rank's box of one of the parameter's full shape; all others (Adam's step) are the
+`model/NAME` are parameters and buffers, `optimizer/KEY/NAME` the optimizer's state KEY of a parameter, `ema/NAME` its average. A
+tensor with the shape of the shard is this rank's box of a tensor with the parameter's full shape; all others (Adam's step) are the
 same on all ranks.
 
 A scalar parameter has a shard of shape (1,) on one rank and (0,) on the others, since no scalar can be empty. In a checkpoint it is
-the scalar that it is in the plain model, and the box of the one rank is all of it.
+a scalar as in the plain model, and the box of the one rank is the whole tensor.
 """
 
 import os
@@ -44,8 +44,8 @@ def save(
 ) -> None:
     """Write a checkpoint of a model, its optimizer and an average of its weights. Collective over the ranks of a sharded model.
 
-    `comm`: of a model that is not sharded, the ranks that all hold the same one and all call this; None: this process alone saves.
-    `meta`: a JSON-like dict of one's own. `tensors`: further ones, as `ckpt.save` takes them. The options (`files`, `driver`,
+    `comm`: for a model that is not sharded, the ranks that all hold this model and make this call; None: only this process saves.
+    `meta`: a JSON-like dict of the user. `tensors`: further tensors in the form of `ckpt.save`. The options (`files`, `driver`,
     `background`, `copies`, `keep`, `keep_every`, `overwrite`) and the errors are those of `ckpt.save`.
     """
     over = sharded_over(model)
@@ -86,10 +86,10 @@ def load(
 ) -> dict[str, Any]:
     """Fill a model, sharded or not, and its optimizer from a checkpoint of any number of ranks; returns its meta. Collective.
 
-    `ema`: an `EMA` to fill. `tensors`: further ones to fill, as `ckpt.load` takes them. `hyperparameters`: also take over the
-    optimizer's settings (lr and the like), which must be of the same kind of optimizer. `comm`: as of `save`. What the model, `ema` and
-    `tensors` name must be there, and the optimizer's state if one is given; other things in the checkpoint are passed over.
-    `strict=False`: what is not there keeps its values, such as those of a new head. `cast`, `verify`, `copies`: as of `ckpt.load`.
+    `ema`: an `EMA` to fill. `tensors`: further tensors to fill, in the form of `ckpt.load`. `hyperparameters`: also load the
+    optimizer's settings (such as lr), which must be of the same kind of optimizer. `comm`: see `save`. The checkpoint must have all
+    tensors of the model, `ema`, `tensors` and, if one is given, of the optimizer; other tensors in it are ignored. `strict=False`:
+    tensors that the checkpoint lacks, such as a new head, keep their values. `cast`, `verify`, `copies`: see `ckpt.load`.
     Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model.
     """
     over = sharded_over(model)
@@ -129,7 +129,7 @@ def load(
                     target = with_memory(model, name.removeprefix("model/"))
                 if target.data_ptr() != source.data_ptr():
                     target.copy_(source)
-                else:  # read into it behind autograd's back
+                else:  # the load wrote to `target` itself, unseen by autograd
                     torch.autograd.graph.increment_version(target)
     if optimizer is not None:
         _take_over(optimizer, meta["optimizer"], state, names, hyperparameters)
@@ -143,7 +143,7 @@ def _take_over(
     names: Mapping[nn.Parameter, str],
     hyperparameters: bool,
 ) -> None:
-    """Give the optimizer its `state`, as loaded, with the numbers and settings that the checkpoint's meta has `saved`."""
+    """Give the optimizer its loaded `state`, with the numbers and settings in the checkpoint's meta, `saved`."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             numbers = saved["state"].get(names[param], {})
@@ -155,7 +155,7 @@ def _take_over(
                 optimizer.state[param] = {**moved, **numbers}
     if hyperparameters:
         for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
-            # JSON knows no tuples.
+            # JSON has no tuples.
             group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
 
 
@@ -174,7 +174,7 @@ def _model_tensors(model: nn.Module, ema: EMA | None, sharded: Sharded, *, is_sa
 
 
 def _held(value: torch.Tensor, param: nn.Parameter | None, sharded: Sharded, *, is_saved: bool = False) -> Any:
-    """How to save or load `value`, which belongs to `param`: as a box if it has the shard's shape, else as alike on all ranks.
+    """`value`, which belongs to `param`, for `ckpt`: as a box if it has the shard's shape, else as a tensor that all ranks share.
 
     `is_saved`: boxes that another rank saves, because it holds a copy of this shard, are empty.
     """
@@ -193,13 +193,13 @@ def _held(value: torch.Tensor, param: nn.Parameter | None, sharded: Sharded, *, 
 
 
 def _data(value: Any) -> list[Any]:
-    """The arrays of a value: its Shards', or itself."""
+    """The arrays of a value: those of its Shards, or the value itself."""
     values = value if isinstance(value, list | tuple) else [value]
     return [at.data if isinstance(at, ckpt.Shard) else at for at in values]
 
 
 def _on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors contiguous and in host memory, as `ckpt` needs them. Tensors that are so already are not copied."""
+    """The tensors, made contiguous and in host memory for `ckpt`. Tensors that already are so are not copied."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -214,8 +214,8 @@ def _on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Stored = dict[str, list[tuple[str, tuple[int, ...], str, bool]]]
-"""For each parameter's name the keys of its optimizer state in a checkpoint, each with shape, dtype and whether it has an element for
-each of the parameter's."""
+"""For each parameter's name the keys of its optimizer state in a checkpoint, each with its shape, its dtype, and whether it has
+one element for each element of the parameter."""
 
 
 class _There(NamedTuple):
@@ -235,7 +235,7 @@ def _seen(checkpoint: ckpt.Checkpoint) -> _There:
             key, _, name = rest.partition("/")
             param = checkpoint.get(f"model/{name}")
             entries.append((name, key, entry.shape, str(entry.dtype), None if param is None else param.shape))
-    # Of a scalar parameter the shape does not tell Adam's step from its means: of others it does.
+    # For a scalar parameter, Adam's step and its means have the same shape; for other parameters the shapes differ.
     numbers = {"step"} | {key for _, key, shape, _, of_param in entries if not shape and of_param}
     found: Stored = {}
     for name, key, shape, dtype, of_param in entries:
@@ -256,7 +256,7 @@ def _check_optimizer(
     if strict and saved_kind not in (None, kind):
         raise ckpt.CheckpointError(
             f"{path}: the optimizer is {saved_kind} there, {kind} here; make the same, load without one, "
-            "or pass hyperparameters=False to take over the state alone"
+            "or pass hyperparameters=False to load only the state"
         )
     if strict and num_saved != num_groups:
         raise ckpt.CheckpointError(
@@ -266,7 +266,7 @@ def _check_optimizer(
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
-    """The model's names of the optimizer's parameters."""
+    """The names, in the model, of the optimizer's parameters."""
     names = {id(param): name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:

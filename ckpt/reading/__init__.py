@@ -1,1 +1,1 @@
-"""Reading: parts of tensors by an index, and arrays of all ranks."""
+"""Reading: parts of tensors by an index, and loading on all ranks."""

@@ -1,4 +1,4 @@
-"""Looking into a checkpoint without MPI and torch: `ckpt.open(path)` maps names to entries that read what is asked of them."""
+"""Reading a checkpoint without MPI and torch: `ckpt.open(path)` maps names to entries, which read the requested parts of a tensor."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ class Checkpoint(Mapping[str, TensorEntry]):
 
     @property
     def saved(self) -> float:
-        """When it was saved, in seconds since the epoch."""
+        """The time of the save, in seconds since the epoch."""
         return self._manifest.saved
 
     @property
@@ -47,11 +47,11 @@ class Checkpoint(Mapping[str, TensorEntry]):
     ) -> dict[str, Any]:
         """The tensors as a pytree of JAX arrays: "model/embed.weight" is `tree["model"]["embed.weight"]`. Needs JAX.
 
-        Of each tensor every device of this process gets its part, and no other is read: with many processes, each of them reads
-        what its own devices hold. The dtypes stay; 64-bit ones even where JAX has them turned off.
+        Each device of this process gets its part of each tensor, and no other part is read. So each of several processes reads only
+        the parts of its own devices. Dtypes are kept, 64-bit ones even if JAX has them turned off.
 
-        `sharding`: a `jax.sharding.Sharding` for all tensors; or a function of a `TensorEntry` that returns one; or nested dicts of
-        them as in the result, where a group may have one for all in it. None: where JAX puts an array by itself, whole.
+        `sharding`: a `jax.sharding.Sharding` for all tensors; or a function from a `TensorEntry` to a Sharding; or nested dicts of
+        Shardings as in the result, where a group may have one for all its tensors. None: a whole array, on JAX's default device.
         `only`: a pattern such as "model/*", or several. `verify`: compare the chunks read with their checksums.
 
         Raises ValueError or TypeError before anything is read if a sharding is missing or does not fit a shape, or no name matches;
@@ -75,12 +75,12 @@ class Checkpoint(Mapping[str, TensorEntry]):
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, copies: Paths | None = None) -> Checkpoint:
-    """Look into the checkpoint `path`, a folder or a URL: reads its manifest and checks that its files are there, nothing more.
+    """Open the checkpoint `path`, a folder or a URL. This only reads its manifest, and checks that its files exist.
 
-    If another save replaces the checkpoint after that, reading from what was opened is a CheckpointError that says so.
+    If another save replaces the checkpoint later, a read raises a CheckpointError that says so.
 
-    `copies`: the further places that `save` was given. If the checkpoint cannot be opened, its copy in the first of them that can is:
-    `Checkpoint.path` says which. Damage found later, when tensors are read, is an error: `load` goes on with a copy then, too.
+    `copies`: the argument `copies` of `save`. If the checkpoint cannot be opened, the first copy that can be is opened instead:
+    `Checkpoint.path` is its path. Damage that a later read finds is an error, while `load` continues with a copy.
 
     CheckpointError if it is missing, incomplete, damaged or of a newer format.
     """

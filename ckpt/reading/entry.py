@@ -1,4 +1,4 @@
-"""One tensor of a checkpoint, of which what an index asks for is read."""
+"""One tensor of a checkpoint: an index reads a part of it."""
 
 import math
 import os
@@ -17,7 +17,7 @@ from collectives.arrays.dtypes import DTYPES
 
 
 class TensorEntry:
-    """One tensor of a checkpoint. Nothing is read before `read` or an index asks for it: `entry[:10]`, `numpy.asarray(entry)`."""
+    """One tensor of a checkpoint. Only `read`, an index (`entry[:10]`) or `numpy.asarray(entry)` read its values."""
 
     def __init__(self, folder: Place, manifest: Manifest, tensor: Tensor) -> None:
         self._folder = folder
@@ -34,7 +34,7 @@ class TensorEntry:
 
     @property
     def dtype(self) -> np.dtype:
-        """NumPy's; `ml_dtypes.bfloat16` for bf16, `ml_dtypes.float8_e4m3fn` and the like for float8."""
+        """The dtype of NumPy; `ml_dtypes.bfloat16` for bf16, `ml_dtypes.float8_e4m3fn` and others for float8."""
         return DTYPES[self._tensor.dtype].numpy
 
     @property
@@ -52,23 +52,22 @@ class TensorEntry:
 
     @property
     def blocks(self) -> list[tuple[str, Box]]:
-        """Where it lies: the file of each block, and the block's box."""
+        """The file and the box of each block."""
         return [(self._manifest.files[block.file].name, block.box) for block in self._tensor.blocks]
 
     @property
     def axes(self) -> tuple[str | None, ...] | None:
-        """For each dimension the mesh axis that it was cut along, None where it is whole; None if no axes were saved (`Shard.axes`)."""
+        """For each dimension the mesh axis along which it was cut, None if it is whole; None if no axes were saved (`Shard.axes`)."""
         return self._tensor.axes
 
     def read(self, where: Box | Index | tuple[Index, ...] | None = None, *, verify: bool = True) -> np.ndarray:
         """The whole tensor, a `Box` of it, or the part that integers, slices and one `...` select, as a new NumPy array.
 
-        Only the blocks it touches are read; of a slice with a step all that lies between its ends, in pieces of 32 MiB. An integer
+        Only the blocks in this part are read; for a slice with a step everything between its ends, in pieces of 32 MiB. An integer
         drops its dimension, as in NumPy. `verify`: compare the chunks read with their checksums.
 
-        IndexError for an index that does not fit. TypeError for what else NumPy knows (None, lists, masks): read, then index the
-        array. CheckpointError for damage, or if it is more than the memory of this machine: a sparse file of any size takes no
-        place on a disk.
+        IndexError for an index that does not fit. TypeError for NumPy's other indices (None, lists, masks): read, then index the
+        array. CheckpointError for damage, or if the part does not fit into memory (a sparse file may claim any size).
         """
         selection = select(... if where is None else where, self.shape)
         out = self._empty(selection.counts)
@@ -84,9 +83,9 @@ class TensorEntry:
         return out.reshape(selection.shape)
 
     def chunks(self, *, verify: bool = True) -> Iterator[np.ndarray]:
-        """Each element once, in the order of the files: 1-D arrays of a few MiB, each valid until the next one is asked for.
+        """Each element once, in the order of the files, as 1-D arrays of a few MiB. An array is valid until the next one is made.
 
-        What goes through a tensor of any size in little memory, where the places of its elements do not matter.
+        For functions that need little memory for a tensor of any size, and do not depend on the order of its elements.
         """
         with Reader(self._folder, self._manifest, verify=verify) as reader:
             yield from reader.elements(self._tensor)
@@ -103,11 +102,11 @@ class TensorEntry:
         )
 
     def __getitem__(self, where: Box | Index | tuple[Index, ...]) -> np.ndarray:
-        # None is an index here, which `read` takes for all.
+        # `read` takes None as the whole tensor, but here it is an index.
         return self.read(where if isinstance(where, tuple) else (where,))
 
     def __len__(self) -> int:
-        """The size of the first dimension. TypeError for a scalar, as from NumPy's."""
+        """The size of the first dimension. TypeError for a scalar, as in NumPy."""
         if not self.shape:
             raise TypeError(f"tensor {self.name!r} is a scalar, which has no length")
         return self.shape[0]
@@ -116,7 +115,7 @@ class TensorEntry:
         return (self[i] for i in range(len(self)))
 
     def __bool__(self) -> bool:
-        return True  # it is there, whatever its length: `if entry := checkpoint.get(name)`
+        return True  # also without elements, for `if entry := checkpoint.get(name)`
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:

@@ -1,4 +1,4 @@
-"""The part of a tensor that an index as `entry[2:, ::3, -1]` selects, by NumPy's rules. Arithmetic on tuples, no files, no arrays."""
+"""The part of a tensor that an index such as `entry[2:, ::3, -1]` selects, by NumPy's rules. Arithmetic on tuples, without files."""
 
 import operator
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ Index = SupportsIndex | slice | EllipsisType
 
 
 class Selection(NamedTuple):
-    """Along each dimension `counts` elements from `start` on, `steps` apart. `shape`: without the dimensions that integers drop."""
+    """In each dimension `counts` elements from `start` on, `steps` apart. `shape`: without the dimensions that integers drop."""
 
     start: Shape
     steps: tuple[int, ...]
@@ -25,7 +25,7 @@ class Selection(NamedTuple):
         return all(step == 1 for step in self.steps)
 
     def covering(self, part: Box) -> Box:
-        """The smallest box of the tensor with all elements of `part`, a box of the selection; `strides` picks them from it."""
+        """The smallest box of the tensor with all elements of `part`, a box of the selection. `strides` selects them in it."""
         offset, shape = [], []
         for start, step, first, count in zip(self.start, self.steps, part.offset, part.shape, strict=True):
             reach = (count - 1) * step
@@ -38,7 +38,7 @@ class Selection(NamedTuple):
         return tuple(slice(None, None, step) for step in self.steps)
 
     def parts(self, limit: int) -> Iterator[Box]:
-        """Boxes of the selection, end to end, each with at most `limit` elements in the box that covers it (or alone in it)."""
+        """Boxes of the selection, end to end. The covering box of each has at most `limit` elements, unless the part is one element."""
         todo = [Box.full(self.counts)] if prod(self.counts) else []
         while todo:
             part = todo.pop()
@@ -51,7 +51,7 @@ class Selection(NamedTuple):
 
 
 def select(where: Box | Index | tuple[Index, ...], shape: Shape) -> Selection:
-    """The selection by `where` of a tensor of `shape`. IndexError if it does not fit, TypeError unless of integers, slices, `...`."""
+    """The selection by `where` in a tensor of `shape`. IndexError if it does not fit, TypeError unless integers, slices or `...`."""
     if isinstance(where, Box):
         if not where.inside(shape):
             raise IndexError(f"the box {where} does not lie inside the shape {shape}")

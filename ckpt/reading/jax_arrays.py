@@ -1,4 +1,4 @@
-"""Checkpoints as JAX arrays: `Checkpoint.to_jax`, the one place of `ckpt` that knows JAX."""
+"""Checkpoints as JAX arrays: `Checkpoint.to_jax`. Only this module of `ckpt` imports JAX."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -27,7 +27,7 @@ def tree_of(entries: Mapping[str, "TensorEntry"], sharding: Any, *, verify: bool
 
 
 def _sharding_of(entry: "TensorEntry", given: Any) -> Sharding | None:
-    """The sharding of one tensor: `given` to all, by a function, or by nested dicts, of which one may end early for all below."""
+    """The sharding of one tensor from `given`: one for all tensors, a function, or nested dicts, where one may stand for a group."""
     if callable(given) and not isinstance(given, Sharding):
         given = given(entry)
     else:
@@ -55,7 +55,7 @@ def _sharding_of(entry: "TensorEntry", given: Any) -> Sharding | None:
 
 
 def _array(entry: "TensorEntry", sharding: Sharding | None, verify: bool) -> jax.Array:
-    wide = entry.dtype.itemsize >= 8  # made while JAX has 64-bit types on; without them it would come cut to 32
+    wide = entry.dtype.itemsize >= 8  # made with JAX's 64-bit types turned on, else JAX would cut it to 32 bits
     with jax.enable_x64(True) if wide else nullcontext():
         if sharding is None:
             return jax.device_put(entry.read(verify=verify))

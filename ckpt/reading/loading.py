@@ -1,4 +1,4 @@
-"""Loading: match what is asked for with what is stored, then read each rank's boxes into its arrays."""
+"""Loading: matches the requested tensors with the stored ones, then reads each rank's boxes into its arrays."""
 
 import difflib
 import os
@@ -35,29 +35,28 @@ def load(
     verify: bool = True,
     copies: Paths | None = None,
 ) -> dict[str, Any]:
-    """Fill `tensors` in place from the checkpoint `path`, a folder or a URL, and return its `meta`. Collective over `comm`; None is a
-    process alone.
+    """Fill `tensors` in place from the checkpoint `path`, a folder or a URL, and return its `meta`. Collective over `comm`; None means
+    only this process.
 
-    `tensors`: name -> a writable contiguous array for the whole tensor, or a `Shard`: any box of it, whatever boxes it was
-    saved in and by however many ranks; or a list of Shards, which may be empty. The ranks may ask for different tensors.
-    `strict`: names asked for but not stored, or stored but not asked for, are an error; otherwise the former stay as they are and
-    the latter are passed over. `only`: a pattern such as "model/*", or several; tensors whose name none matches do not count, be they
-    stored or asked for. A pattern that matches no stored tensor is an error, also if not `strict`.
-    `cast`: floating numbers may be of another floating dtype than those stored, complex ones of another complex dtype, and are
-    converted as NumPy's `astype` does.
+    `tensors`: name -> a writable contiguous array for the whole tensor; or a `Shard`, any box of it, for any boxes and any number of
+    ranks of the save; or a list of Shards, which may be empty. The ranks may request different tensors.
+    `strict`: requested names that are not stored, and stored names that are not requested, are an error; otherwise the former keep
+    their values and the latter are ignored. `only`: a pattern such as "model/*", or several; all tensors whose name matches none of
+    them are ignored. A pattern that matches no stored tensor is an error, also if not `strict`.
+    `cast`: convert between floating dtypes, and between complex dtypes, like NumPy's `astype`, if requested and stored dtypes differ.
     `verify`: compare every chunk read with its checksum.
-    `copies`: the further places that `save` was given. If the checkpoint is missing or damaged for any rank, a RuntimeWarning on rank 0
-    says so, and all ranks read the copy in the first of them instead, and so on. Copies are told by the name; one of another save is
-    passed over.
+    `copies`: the argument `copies` of `save`. If the checkpoint is missing or damaged for any rank, rank 0 gives a RuntimeWarning, and
+    all ranks read the copy in the first place instead, then in the next one. Copies are found by the name; a checkpoint of another save
+    is skipped.
 
     Raises CheckpointError on all ranks if the checkpoint is missing, damaged or does not fit in names, shapes or dtypes. Names,
-    shapes and dtypes are checked before an array is touched; damage found later leaves the arrays partly overwritten.
+    shapes and dtypes are checked before any array is written; damage found later leaves the arrays partly overwritten.
     """
     comm = ranks_of(comm)
     with comm.together(_DOING):
         places = copies_of(path, copies)
         held = inspect(tensors, writable=True)
-    places = [places[0], *comm.broadcast_object(places[1:])]  # rank 0's, so that all ranks go the same way
+    places = [places[0], *comm.broadcast_object(places[1:])]  # those of rank 0, so that all ranks read the same copies
     known: bytes | None = None
     problems: list[str] = []
     for place, following in zip(places, (*places[1:], None), strict=True):
@@ -66,7 +65,7 @@ def load(
         except (CheckpointError, OSError) as error:
             failure: Exception = error
         else:
-            with comm.together(_DOING):  # what does not fit this one fits no copy of it
+            with comm.together(_DOING):  # copies would have the same problem
                 wanted = _match(place, manifest, held, strict=strict, only=only, cast=cast)
             try:
                 with comm.together(_DOING):
@@ -91,28 +90,28 @@ def load(
 
 
 def _manifest_at(place: Place, known: bytes | None, comm: Ranks) -> tuple[bytes, Manifest]:
-    """The manifest at `place`, as its bytes and read. It is the `known` one, if there is: another is another save's."""
+    """The manifest at `place`: its bytes, and parsed. CheckpointError unless it is `known`, the manifest of this save."""
     data = None
     with comm.together(_DOING):
         if comm.rank == 0:
             data = manifest_bytes(place)
             if known is not None and data != known:
                 raise CheckpointError(f"{place} is from another save: it is no copy")
-    # One rank reads it: thousands that do are a burden for the file system.
+    # Only one rank reads it, because thousands of readers are a burden for the file system.
     data = comm.broadcast_object(data)
     with comm.together(_DOING):
         return data, parse_manifest(place, data)
 
 
 def _fill(part: LocalBox, tensor: Tensor, reader: Reader) -> None:
-    """Read a box of `tensor`, converted if need be."""
+    """Read a box of `tensor`, and convert it if necessary."""
     if part.array.dtype == DTYPES[tensor.dtype].numpy:
         reader.fill(part.array, tensor, part.box)
         return
     for piece in pieces(part.box, _CAST_ELEMENTS):
         stored = np.empty(piece.shape, DTYPES[tensor.dtype].numpy)
         reader.fill(stored, tensor, piece)
-        if stored.itemsize == 1:  # between some kinds of float8 NumPy knows no way; float32 has the values of all
+        if stored.itemsize == 1:  # NumPy cannot convert between some kinds of float8; float32 has the values of all
             stored = stored.astype(np.float32)
         part.array[piece.relative_to(part.box.offset).slices] = stored.astype(part.array.dtype)
 
@@ -138,7 +137,7 @@ def _match(
             problems.append(f"it does not hold {_listed(missing, stored)}")
         if extra := sorted(stored - names):
             problems.append(
-                f"it holds {_listed(extra, names)}, which `tensors` does not name (strict=False passes over them)"
+                f"it holds {_listed(extra, names)}, which `tensors` does not name (strict=False ignores them)"
             )
         if problems:
             raise CheckpointError(f"{folder}: " + "; ".join(problems))
@@ -161,7 +160,7 @@ def _match(
 
 
 def _listed(names: list[str], others: Iterable[str]) -> str:
-    """Up to five of `names`, each with the nearest of `others` in case it is a slip of the pen."""
+    """Up to five of `names`, each with the most similar of `others`, in case it is misspelled."""
     others = list(others)
     parts = []
     for name in names[:_MAX_NAMES]:

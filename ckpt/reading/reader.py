@@ -1,8 +1,8 @@
 """Copies boxes of stored tensors into arrays: raw bytes by the manifest, never through HDF5 or its virtual datasets.
 
-A virtual dataset whose source is missing reads as fill without an error; here everything is checked, and read straight into the
-memory where it belongs, wherever the bytes stand there in the same order. Otherwise a chunk at a time goes through a buffer: so
-memory stays bounded however large a tensor is.
+A virtual dataset whose source is missing reads as fill values without an error; this reader checks everything. It reads directly into
+the target if the bytes have the same order there. Otherwise it copies each chunk through a buffer, so that memory is bounded for
+tensors of any size.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def is_replaced(folder: Place, ours: Manifest) -> bool:
 
 
 class Reader:
-    """The files of one checkpoint, opened when needed. A context manager: leaving it closes them."""
+    """The files of one checkpoint, opened when needed. A context manager: its end closes them."""
 
     def __init__(self, folder: Place, manifest: Manifest, *, verify: bool) -> None:
         self._folder = folder
@@ -58,7 +58,7 @@ class Reader:
         itemsize = target.dtype.itemsize
         try:
             for block in tensor.blocks:
-                if block.offset == box.offset and block.shape == box.shape:  # as it was saved
+                if block.offset == box.offset and block.shape == box.shape:  # the box of a save
                     self._copy_run(memory, tensor, block, 0)
                     return
             for block in tensor.blocks:
@@ -74,9 +74,9 @@ class Reader:
             raise self._failure(tensor, error) from None
 
     def elements(self, tensor: Tensor) -> Iterator[np.ndarray]:
-        """Each element of `tensor` once, in the order of the files: a 1-D array for each chunk, valid until the next one is asked for.
+        """Each element of `tensor` once, in the order of the files, a 1-D array per chunk, valid until the next one.
 
-        CheckpointError as from `fill`.
+        CheckpointError: see `fill`.
         """
         dtype = DTYPES[tensor.dtype].numpy
         try:
@@ -90,7 +90,7 @@ class Reader:
             raise self._failure(tensor, error) from None
 
     def _failure(self, tensor: Tensor, error: CheckpointError) -> CheckpointError:
-        """The error for a problem with a file: perhaps another save has replaced the file by now."""
+        """The error for a problem with a file. It says if another save has replaced the checkpoint."""
         try:
             if is_replaced(self._folder, self._manifest):
                 return CheckpointError(
@@ -102,7 +102,7 @@ class Reader:
         return CheckpointError(f"{self._folder}: tensor {tensor.name!r}: {error}")
 
     def _copy_run(self, memory: memoryview, tensor: Tensor, block: StoredBlock, start: int) -> None:
-        """Fill `memory`, where the bytes of the block from byte `start` on belong."""
+        """Fill `memory` with the bytes of the block from byte `start` on."""
         position = self._position(tensor, block)
         if not self._verify:
             self._read(block.file, position + start, memory)
@@ -111,14 +111,14 @@ class Reader:
         for i, first, last in self._chunks(tensor, block, start, stop):
             if start <= first and last <= stop:
                 self._read_chunk(block, i, position + first, memory[first - start : last - start])
-            else:  # a checksum covers a whole chunk: the ends of the range, where it holds half of one, take the detour
+            else:  # a checksum is of a whole chunk, so a part of one is read through the buffer
                 buffer = self._buffer(last - first)
                 self._read_chunk(block, i, position + first, buffer)
                 low, high = max(start, first), min(stop, last)
                 memory[low - start : high - start] = buffer[low - first : high - first]
 
     def _copy_rectangles(self, target: np.ndarray, tensor: Tensor, block: StoredBlock, inner: Box, box: Box) -> None:
-        """Chunk by chunk through a buffer; a chunk is a few rectangles of the block, cut with what is wanted of it."""
+        """Copy chunk by chunk through a buffer. A chunk is a few rectangles of the block; copy their intersections with `inner`."""
         itemsize = target.dtype.itemsize
         wanted = inner.relative_to(block.offset)
         last_wanted = tuple(o + n - 1 for o, n in zip(wanted.offset, wanted.shape, strict=True))
@@ -139,7 +139,7 @@ class Reader:
             elements = np.frombuffer(buffer, np.uint8).view(target.dtype)
             for begin, rectangle, part in pieces:
                 source = elements[begin : begin + rectangle.size].reshape(rectangle.shape)
-                # The part, counted from the block, as counted from the target.
+                # The offset of the part in the target, from its offset in the block.
                 there = Box(
                     tuple(p + b - t for p, b, t in zip(part.offset, block.offset, box.offset, strict=True)),
                     part.shape,
@@ -147,14 +147,14 @@ class Reader:
                 target[there.slices] = source[part.relative_to(rectangle.offset).slices]
 
     def _chunks(self, tensor: Tensor, block: StoredBlock, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """The block's chunks that bytes `start:stop` touch: number, first byte, end."""
+        """The block's chunks that overlap bytes `start:stop`: number, first byte, end."""
         size = self._manifest.chunk_bytes
         end = prod(block.shape) * DTYPES[tensor.dtype].numpy.itemsize
         return [(i, i * size, min((i + 1) * size, end)) for i in range(start // size, -(-stop // size))]
 
     def _read_chunk(self, block: StoredBlock, i: int, position: int, memory: memoryview) -> None:
         self._read(block.file, position, memory)
-        # Hashed while it still is in the processor's cache.
+        # Hashed while it is still in the processor's cache.
         if self._verify and checksum(memory) != block.checksum(i):
             name = self._manifest.files[block.file].name
             raise CheckpointError(
@@ -186,8 +186,10 @@ class Reader:
         try:
             if self._opened is None:
                 self._opened = self._folder.open_folder()
-                if not self._verify and is_replaced(self._folder, self._manifest):  # no checksum would tell
-                    raise CheckpointError("it is another save's")
+                if not self._verify and is_replaced(
+                    self._folder, self._manifest
+                ):  # without checksums nothing else would find it
+                    raise CheckpointError("it belongs to another save")
             opened = self._opened.open(expected.name)
         except OSError as error:
             raise CheckpointError(f"{expected.name} cannot be opened: {error.strerror or error}") from None

@@ -1,1 +1,1 @@
-"""Saving: agreement between the ranks, the blocks that each rank writes, the drivers, the background, further copies."""
+"""Saving: agreement between the ranks, the blocks that each rank writes, the drivers, background saves, copies."""

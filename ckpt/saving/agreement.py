@@ -1,6 +1,6 @@
 """The agreement of the ranks of a save on its tensors and its arguments: one gather compares a digest.
 
-Each rank has checked its own tensors and arguments before; those checks may not depend on another rank.
+Before, each rank has checked its own tensors and arguments, without other ranks.
 """
 
 import socket
@@ -18,7 +18,7 @@ from ckpt.tensors import Description, Local
 
 
 class Arguments(NamedTuple):
-    """The arguments of `save` that all ranks give alike. `path`: as the caller gave it: nodes may see a folder under several names."""
+    """The arguments of `save` that must be the same on all ranks. `path`: not resolved, since nodes may differ in the real path."""
 
     path: str
     files: Files
@@ -30,7 +30,7 @@ class Arguments(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """The contents of a save of all ranks. `boxes`: of each rank, by name, its filled boxes of the tensors that are cut.
+    """The contents of a save of all ranks. `boxes`: for each rank, by name, its non-empty boxes of the tensors that are cut.
 
     `scalars`: the values of the 0-D tensors. `hosts`: the node of each rank.
     """
@@ -42,9 +42,9 @@ class Agreed(NamedTuple):
 
 
 def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> Agreed:
-    """Check that the ranks save the same tensors by the same arguments, and that their boxes cover the tensors. Collective.
+    """Check that the ranks save the same tensors with the same arguments, and that their boxes cover the tensors. Collective.
 
-    ValueError on all ranks, with the argument or tensor that differs, and how. `doing`: the name of the call in the error.
+    ValueError on all ranks, with the argument or tensor that differs. `doing`: the name of the call in the error.
     """
     said = {local.name: local.description for local in held}
     cut = [local for local in held if local.boxes and not local.whole]
@@ -59,11 +59,11 @@ def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> A
     if len({digest for digest, *_ in gathered}) > 1:
         all_arguments, everyone = zip(*comm.all_gather_object((arguments, said)), strict=True)
         problem = _argument_difference(all_arguments)
-    # Each tensor as the first rank describes it that does.
+    # The description of each tensor by the first rank that has one.
     tensors = {name: one for theirs in reversed(everyone) for name, one in theirs.items() if one is not None}
     if len(everyone) > 1 or len(tensors) < len(said):
         problem = problem or _tensor_difference(everyone, tensors)
-    # All ranks find the same problem, so that no rank has to tell the others; `together` makes one error of it.
+    # All ranks find the same problem without messages; `together` makes one error of it.
     if problem := problem or _cover_problem(tensors.values(), all_boxes):
         with comm.together(doing):
             raise ValueError(problem)
@@ -74,7 +74,7 @@ def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> A
 
 
 def _argument_difference(everyone: Sequence[Arguments]) -> str | None:
-    """In which argument the ranks differ first, or None."""
+    """A message about the first argument that differs between ranks, or None."""
     for rank, theirs in enumerate(everyone):
         for name, first, other in zip(Arguments._fields, everyone[0], theirs, strict=True):
             if repr(first) != repr(other):  # as in the digest
@@ -87,7 +87,7 @@ Said = dict[str, Description | None]
 
 
 def _tensor_difference(everyone: Sequence[Said], known: Mapping[str, Description]) -> str | None:
-    """In which tensor the ranks differ first, or None. `known`: of `everyone`."""
+    """A message about the first tensor that differs between ranks, or None. `known`: the descriptions in `everyone`, by name."""
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
         for name in sorted(first.keys() | theirs.keys()):
@@ -107,7 +107,7 @@ def _tensor_difference(everyone: Sequence[Said], known: Mapping[str, Description
 
 
 def _cover_problem(tensors: Collection[Description], boxes: Sequence[Mapping[str, Sequence[Box]]]) -> str | None:
-    """Which tensor the ranks' boxes do not cover exactly, and where, or None."""
+    """A message about a tensor that the ranks' boxes do not cover exactly, or None."""
     found: dict[str, list[Box]] = {}
     for theirs in boxes:
         for name, held in theirs.items():
@@ -122,5 +122,5 @@ def _cover_problem(tensors: Collection[Description], boxes: Sequence[Mapping[str
 
 
 def _owner(boxes: Sequence[Mapping[str, Sequence[Box]]], name: str, number: int) -> str:
-    """The rank that holds box `number` of the tensor, as `_cover_problem` counts its boxes."""
+    """The rank that holds box `number` of the tensor in the count of `_cover_problem`."""
     return f"rank {[rank for rank, theirs in enumerate(boxes) for _ in theirs.get(name, ())][number]}"

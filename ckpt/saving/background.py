@@ -1,11 +1,11 @@
-"""Saving while the training goes on: a thread writes the copy that was made in host memory (buffers.py).
+"""Saving while the training continues: a thread writes from a copy in host memory (buffers.py).
 
-The thread calls no MPI: the ranks agree by files (board.py). What goes wrong there is raised on all ranks by `wait`, or by the
-save that comes after it. A program that ends without either ends when its saves have.
+The thread calls no MPI: the ranks agree by files (board.py). `wait`, or the next save, raises an error of the thread on all ranks. A
+program that calls neither ends after its saves have ended.
 
-[Note: whose save] Several threads may save at the same time. To wait for a save of several ranks is collective, so what each rank waits
-for must not depend on how fast its threads are: a save over a communicator waits for the one before it over the same communicator, and
-`wait` for the saves that the calling thread began, in one order on all ranks. What is said to one thread is not said to another.
+[Note: whose save] Several threads may save at the same time. The wait for a save of several ranks is collective, so the saves that a
+rank waits for must not depend on the speed of its threads. A save over a communicator waits for the previous save over the same
+communicator. `wait` waits for the saves that the calling thread began, in one order on all ranks. Only one thread gets an error.
 """
 
 import atexit
@@ -25,21 +25,21 @@ from ckpt.ranks import Ranks, Solo
 from ckpt.saving.board import Board
 from ckpt.saving.buffers import give_back
 
-_PATIENCE_S = 0.2  # between two looks of `wait` at how the ranks are doing
+_PATIENCE_S = 0.2  # between two checks by `wait` of the ranks' progress
 _HEARD_S = 10.0
 _NICE = 14
-"""Of the thread: what computes goes first. Where steps keep all cores busy, a save of 1.2 GB by 2 ranks took 1.6 s at 8, 14 s at 14
-and 46 s at 19, and the steps meanwhile 1.18, 1.06 and 1.01 times as long."""
+"""The niceness of the thread, so that computation has priority. With all cores busy, a save of 1.2 GB by 2 ranks took 1.6 s at
+niceness 8, 14 s at 14 and 46 s at 19. Steps during the save took 1.18, 1.06 and 1.01 times as long."""
 
 _pending: "list[Pending]" = []
 _changing = threading.Lock()
-_this_thread = threading.local()  # `has_begun`: whether it ever began a save in the background
+_this_thread = threading.local()  # `has_begun`: whether the thread ever began a background save
 
 
 class Pending:
-    """A save that goes on, or whose end no `wait` has reported yet.
+    """A background save that runs, or whose end no `wait` has reported yet.
 
-    A thread does `work(ranks)` with the values in `buffer`. `folder`: of the board, made by rank 0 before; None for one rank alone.
+    A thread calls `work(ranks)` with the values in `buffer`. `folder`: the board's folder, which rank 0 has made; None for one rank.
     """
 
     def __init__(self, comm: Ranks, folder: Path | None, work: Callable[[Ranks], None], buffer: np.ndarray) -> None:
@@ -51,7 +51,7 @@ class Pending:
         self.thread = threading.Thread(target=self._run, args=(work, buffer), name="ckpt-save")
 
     def _run(self, work: Callable[[Ranks], None], buffer: np.ndarray) -> None:
-        with suppress(OSError, AttributeError):  # of this thread alone, on Linux
+        with suppress(OSError, AttributeError):  # on Linux it is the niceness of only this thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             work(self.ranks)
@@ -64,7 +64,7 @@ class Pending:
 
 
 def begin(comm: Ranks, folder: Path | None, work: Callable[[Ranks], None], buffer: np.ndarray) -> None:
-    """Let a thread do `work`, with `buffer`, which it gives back at its end; `wait` ends it."""
+    """Start a thread that calls `work` and then gives `buffer` back; `wait` waits for its end."""
     _this_thread.has_begun = True
     pending = Pending(comm, folder, work, buffer)
     with _changing:
@@ -73,16 +73,16 @@ def begin(comm: Ranks, folder: Path | None, work: Callable[[Ranks], None], buffe
 
 
 def goes_on() -> bool:
-    """Whether this rank is saving in the background at this moment; False also when that has ended and `wait` was not called yet."""
+    """Whether a background save of this rank is running; False as soon as it has ended, also before `wait`."""
     return any(pending.thread.is_alive() for pending in list(_pending))
 
 
 def wait() -> None:
-    """Wait for the saves that this thread began in the background, and raise what went wrong with them.
+    """Wait for the background saves that this thread began, and raise their errors.
 
-    Collective over the communicators they were begun with: all ranks raise. A thread that began none itself, such as one that lets
-    others save, waits for all of this process. Those of one rank alone (`comm=None`) that a thread left behind at its end are
-    waited for by the thread that calls this first.
+    Collective over the communicators of the saves: all ranks raise. A thread that began no save itself, such as one whose helper
+    threads save, waits for all saves of this process. If a thread ended without a wait for its saves of one rank (`comm=None`), the
+    first thread that calls this function waits for them.
     """
     for pending in sorted(_pending, key=_turn):
         if _is_ours(pending):
@@ -90,16 +90,16 @@ def wait() -> None:
 
 
 def wait_before(comm: Ranks) -> None:
-    """Wait for the save that the next one over `comm` comes after, if it goes on: see [Note: whose save]. Raises as `wait`."""
+    """Wait for the previous save over `comm`, if it still runs: see [Note: whose save]. Raises its error like `wait`."""
     for pending in list(_pending):
         if pending.comm is comm or (comm.size == pending.comm.size == 1 and _began_here(pending)):
             _end(pending)
 
 
 def _turn(pending: Pending) -> tuple[bool, str]:
-    """The order in which all ranks wait: by the boards, whose names all know. Each rank's threads may have begun in another order.
+    """The order in which all ranks wait: by the names of the boards, because the threads of a rank may begin in any order.
 
-    Those of one rank alone come last: their errors must not keep this rank from the others.
+    Saves of one rank come last, because their errors must not keep this rank from the collective waits.
     """
     return (False, str(pending.ranks.folder)) if isinstance(pending.ranks, Board) else (True, "")
 
@@ -114,7 +114,7 @@ def _is_ours(pending: Pending) -> bool:
 
 
 def _end(pending: Pending) -> None:
-    """Wait for a save on all its ranks, and raise its error on all. Of several threads that call this the first does so."""
+    """Wait for a save on all its ranks, and raise its error on all. If several threads call this, the first one does it."""
     with pending.ending:
         if pending not in _pending:
             return
@@ -126,7 +126,7 @@ def _end(pending: Pending) -> None:
             if not any(alive for alive, _ in states):
                 break
             if any(failed for _, failed in states):
-                # The others will hear of it, unless nothing can be written to the folder any more.
+                # The other ranks read the error from the board, unless the board's folder can no longer be written.
                 deadline = deadline or time.monotonic() + _HEARD_S
                 if time.monotonic() > deadline:
                     pending.ranks.give_up()
@@ -144,7 +144,7 @@ def _forget(pending: Pending) -> None:
 
 
 def _finish() -> None:
-    """At the end of the program: let the saves come to their end. Not collective: the ranks end as they like."""
+    """At the end of the program: wait for the saves. Not collective: ranks may end at different times."""
     for pending in list(_pending):
         pending.thread.join()
         pending.ranks.leave()
@@ -159,6 +159,6 @@ def _report() -> None:
         os._exit(1)
 
 
-# While threads still can be started: the public `atexit` comes too late for what reading back a copy and fsspec need.
+# Runs while threads can still be started, which fsspec and the reading of a copy need: the public `atexit` comes too late.
 threading._register_atexit(_finish)  # type: ignore[attr-defined]
-atexit.register(_report)  # as early as this module: what was registered later runs before it
+atexit.register(_report)  # registered early, because functions registered later run before it

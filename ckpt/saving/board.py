@@ -1,7 +1,7 @@
-"""Ranks that talk by files: what a save in the background uses, whose thread must not call MPI beside the training.
+"""Messages between ranks by files. A background save uses them, because its thread must not call MPI beside the training.
 
-Each rank posts its part of a message as a file of its own in a folder that all see, rank 0 puts them together, and everybody reads
-that. Words and numbers alone travel, as JSON.
+Each rank posts its part of a message as a file in a folder that all ranks see. Rank 0 combines the parts, and all ranks read the
+result. Messages are JSON.
 """
 
 import json
@@ -16,23 +16,23 @@ from ckpt.commit.atomic import end_board
 from ckpt.storage.local import patient, write_file
 from collectives.diagnosis.together import joined
 
-_QUIET_S = 3600.0  # a rank that says nothing for so long counts as lost
+_QUIET_S = 3600.0  # a rank without a message for so long counts as lost
 _LEAVING_S = 10.0
 _RESERVE_BYTES = 64 << 10
 _POLL_S = (0.005, 0.25)  # the first pause between two looks, and the longest
 
 
 class Board:
-    """`Ranks` over a folder, which exists on all nodes by now or soon. What is sent is JSON-like."""
+    """`Ranks` over a folder, which exists on all nodes now or soon. Messages are JSON-like."""
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self.folder, self.rank, self.size = folder, rank, size
         self._round = 0
-        self._reserve: Path | None = None  # room on the disk for the last words
+        self._reserve: Path | None = None  # reserves room on the disk for an error message
         self._given_up = threading.Event()
 
     def give_up(self) -> None:
-        """No missing message will come: a thread that waits for one raises an error."""
+        """Let a thread that waits for a missing message raise an error, because the message will not come."""
         self._given_up.set()
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -51,15 +51,15 @@ class Board:
         return self.all_gather_object(obj if self.rank == root else None)[root]
 
     def barrier(self) -> None:
-        """All ranks have come."""
+        """Wait until all ranks have called this."""
         self.all_gather_object(None)
 
     def together(self, doing: str = "") -> AbstractContextManager[None]:
-        """As `Communicator.together`."""
+        """See `Communicator.together`."""
         return joined(self.all_gather_object, doing)
 
     def leave(self) -> None:
-        """The last call, on all ranks: rank 0 removes the folder when all have come to it, or after ten seconds. Never raises."""
+        """The last call of each rank. Rank 0 removes the folder after the calls of all ranks, or after ten seconds. Never raises."""
         with suppress(OSError):
             (self.folder / f"left.{self.rank}").touch()
         deadline = time.monotonic() + _LEAVING_S
@@ -79,20 +79,20 @@ class Board:
         data = json.dumps(obj).encode()
         try:
             write_file(hidden, data, durable=False)
-        except OSError:  # what is to be said may be that the disk is full
+        except OSError:  # the message may be that the disk is full
             hidden.unlink(missing_ok=True)
             self._reserve.unlink(missing_ok=True)
             write_file(hidden, data, durable=False)
-        os.rename(hidden, self.folder / name)  # a reader finds all of it, or nothing
+        os.rename(hidden, self.folder / name)  # a reader finds the whole file or none
 
     def _take(self, name: str) -> Any:
         deadline, pause = time.monotonic() + _QUIET_S, _POLL_S[0]
         while True:
             with suppress(FileNotFoundError):
-                os.listdir(self.folder)  # NFS then asks the server again
+                os.listdir(self.folder)  # makes NFS ask the server again
                 return json.loads((self.folder / name).read_text())
             if self._given_up.wait(pause):
-                raise RuntimeError("another rank failed, and could not say why in the checkpoint's folder")
+                raise RuntimeError("another rank failed, and could not write the reason to the checkpoint's folder")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.folder / name} did not come within {_QUIET_S:.0f} s")
             pause = min(2 * pause, _POLL_S[1])

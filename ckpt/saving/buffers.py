@@ -1,6 +1,6 @@
-"""Host memory for the values of saves that go on in the background: used again, since fresh memory costs page faults.
+"""Host memory for the values of background saves. It is used again, because new memory causes page faults.
 
-A buffer belongs to one save at a time, from `take` to `give_back`. As many are kept as saves went on at the same time.
+A buffer belongs to one save at a time, from `take` to `give_back`. The number of kept buffers is the number of concurrent saves.
 """
 
 import threading
@@ -17,7 +17,7 @@ _sorting = threading.Lock()
 
 
 def take(boxes: Sequence[LocalBox]) -> np.ndarray:
-    """Memory for the values of `boxes`: the smallest free buffer that has room, or else a new one. MemoryError."""
+    """Memory for the values of `boxes`: the smallest free buffer that has room, or a new one. MemoryError."""
     nbytes = sum(map(_room, boxes))
     with _sorting:
         _free.sort(key=len)
@@ -25,18 +25,18 @@ def take(boxes: Sequence[LocalBox]) -> np.ndarray:
             if buffer.size >= nbytes:
                 return _free.pop(i)
         if _free:
-            _free.pop()  # the system gets one back first
+            _free.pop()  # first return one buffer to the system
     return np.empty(nbytes, np.uint8)
 
 
 def give_back(buffer: np.ndarray) -> None:
-    """The save is over that `buffer` belonged to."""
+    """Free `buffer` after the end of its save."""
     with _sorting:
         _free.append(buffer)
 
 
 def copied(boxes: Sequence[LocalBox], buffer: np.ndarray) -> list[LocalBox]:
-    """The same with their values of now, in the memory that `take` has found."""
+    """The boxes with a copy of their current values in `buffer`, which `take` returned."""
     copies, start = [], 0
     for box in boxes:
         array = buffer[start : start + box.array.nbytes].view(box.array.dtype).reshape(box.array.shape)

@@ -1,7 +1,7 @@
-"""The same checkpoint in further places: copied when it is complete, read back, and published there as it was at home.
+"""Copies of a checkpoint in other places: copied when the checkpoint is complete, read back, and published like the original.
 
-Each data file is copied by the rank that made it, index and manifest by rank 0. A copy that fails is a warning and leaves nothing
-behind: the checkpoint stands, and a run does not end because a second disk is full.
+The rank that made a data file copies it; rank 0 copies the index and the manifest. A copy that fails causes a warning and leaves no
+files: the checkpoint itself stays, and a run does not end because a second disk is full.
 """
 
 import os
@@ -26,38 +26,40 @@ from ckpt.storage.places import Paths, Place, absolute, all_places
 
 
 def further_places(folder: Path, copies: Paths | None, *, name: str | None = None) -> tuple[Place, ...]:
-    """The places that `copies` names, beside `folder`, in which a checkpoint of that name is saved, if any is.
+    """The places in `copies`, for copies of the checkpoint `name` in `folder`. None: no name is known yet.
 
-    TypeError or ValueError for what cannot be one.
+    TypeError or ValueError for a place that cannot hold copies.
     """
     places = all_places(copies)
     known = [absolute(folder).real()]
     for place in places:
         if not place.name:
-            raise ValueError(f"copies names {place}, which has no path; expected a folder in it, as s3://bucket/run")
+            raise ValueError(
+                f"copies names {place}, which has no path; expected a folder in it, such as s3://bucket/run"
+            )
         where = place.real()
         if where in known:
             raise ValueError(
-                f"copies names {place}, where the checkpoint or another copy is to lie; expected further places"
+                f"copies names {place}, which is the checkpoint's folder or named twice; expected other places"
             )
         if name is not None and known[0] / name in (where, *where.parents):
-            raise ValueError(f"copies names {place}, which is the checkpoint or lies in it; expected further places")
+            raise ValueError(f"copies names {place}, which is the checkpoint or lies in it; expected other places")
         known.append(where)
     return places
 
 
 def next_sequence(final: LocalPath, places: Sequence[Place]) -> int:
-    """One more than the newest checkpoint's number beside `final` and in all places: a new folder goes on where its copies are."""
+    """One more than the number of the newest checkpoint in the folder of `final` and in all places, so that numbers grow in each."""
     newest = [stage_for(final).newest_sequence()]
     for place in places:
-        with suppress(OSError, CheckpointError):  # the copying will find out
+        with suppress(OSError, CheckpointError):  # the copy will report it
             newest.append(stage_for(place / final.name).newest_sequence())
     return max(newest) + 1
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The arguments of `retain`, the same in every place."""
+    """The arguments of `retain`, which hold in every place."""
 
     keep: int | None
     keep_every: int | None
@@ -68,7 +70,7 @@ def make_copies(
 ) -> None:
     """Copy the checkpoint `source` into each of `places`; `own`: the data file that this rank copies. Collective over `ranks`.
 
-    A copy that could not be made is a RuntimeWarning on rank 0 that says where and why.
+    For a copy that could not be made, rank 0 gives a RuntimeWarning with the place and the reason.
     """
     if not places:
         return
@@ -96,9 +98,9 @@ def make_copies(
             failed.append(f"the copy {final} was not made: {problem}; the checkpoint {source} stands")
         elif problem := _agreed(ranks, partial(retain, final, retention.keep, retention.keep_every), on_rank_0=True):
             failed.append(f"old checkpoints beside the copy {final} were not removed: {problem}")
-    with ranks.together():  # a warning can be made an error
+    with ranks.together():  # a filter may turn the warning into an error
         if ranks.rank == 0:
-            if failed and not (source / FILE_NAME).is_there():  # while it was copied
+            if failed and not (source / FILE_NAME).is_there():  # removed while it was copied
                 failed = [removed]
             for line in failed:
                 warnings.warn(line, RuntimeWarning, stacklevel=6)  # the line that called save
@@ -106,7 +108,7 @@ def make_copies(
 
 @dataclass
 class _Copy:
-    """One copy on its way. `data`: of the manifest; `mine`: the files that this rank brings."""
+    """One copy in progress. `data`: the bytes of the manifest; `mine`: the files that this rank copies."""
 
     source: LocalPath
     stage: Stage | Upload
@@ -117,7 +119,7 @@ class _Copy:
     overwrite: bool
 
     def make(self) -> str | None:
-        """Make it; on all ranks why that could not be, or None."""
+        """Make the copy. Returns the reason of a failure on all ranks, or None."""
         begin = partial(self.stage.open, overwrite=self.overwrite)
         publish = partial(self.stage.publish, self.data, overwrite=self.overwrite)
         steps = ((begin, True), (self._transfer, False), (self._read_back, False), (publish, True))
@@ -144,11 +146,11 @@ class _Copy:
 
 
 def _agreed(ranks: Ranks, step: Callable[[], object], *, on_rank_0: bool = False) -> str | None:
-    """Do `step` on all ranks, or on rank 0 alone; returns the message of an error of any rank, or None, on all ranks."""
+    """Call `step` on all ranks, or only on rank 0. Returns, on all ranks, the message of an error of any rank, or None."""
     try:
         with ranks.together():
             if ranks.rank == 0 or not on_rank_0:
                 step()
-    except Exception as error:  # of whatever kind: it must not leave the other ranks alone
+    except Exception as error:  # any error: the other ranks must not wait for this rank
         return str(error)
     return None

@@ -15,7 +15,7 @@ from ckpt.storage.local import write_file
 
 
 class Described(Protocol):
-    """A tensor of which a checkpoint is made."""
+    """A tensor that becomes part of a checkpoint."""
 
     @property
     def name(self) -> str: ...
@@ -28,7 +28,7 @@ class Described(Protocol):
 
 
 class Contents:
-    """The tensors of a checkpoint in the making, as its manifest has them but for the checksums of the blocks, and its data files."""
+    """The tensors of an unfinished checkpoint in the form of its manifest, without the blocks' checksums, and its data files."""
 
     def __init__(self, tensors: Sequence[Described], files: Sequence[DataFile], meta: dict[str, Any]) -> None:
         self.files, self.meta = files, meta
@@ -53,7 +53,7 @@ class Contents:
 
 
 def write_index(folder: Path, contents: Contents, scalars: Mapping[str, bytes]) -> None:
-    """The index, of data files that may still be in the making. `scalars`: the values of the 0-D tensors."""
+    """Write the index. The data files may be unfinished. `scalars`: the values of the 0-D tensors."""
     lengths = {file.name: file.elements for file in contents.files}
     write_file(folder / INDEX_NAME, index_image(contents.tensors, lengths, contents.meta, scalars))
 
@@ -61,7 +61,7 @@ def write_index(folder: Path, contents: Contents, scalars: Mapping[str, bytes]) 
 def write_manifest(
     folder: Path, contents: Contents, reports: Sequence[tuple[dict[str, Any] | None, Checksums]], *, sequence: int
 ) -> None:
-    """The manifest of finished files. `reports`: of each writer the file that it answers for, if any, and its checksums."""
+    """Write the manifest of finished files. `reports`: for each writer its file, if it leads one, and its checksums."""
     made = {entry["name"]: file_of(entry) for entry, _ in reports if entry is not None}
     files = (*(made[file.name] for file in contents.files), describe(folder / INDEX_NAME, {}))
     for writer, blocks in contents.written.items():

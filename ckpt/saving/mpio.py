@@ -1,4 +1,4 @@
-"""Parallel HDF5: the ranks of a data file write into it together, by MPI-IO. For file systems that want that, and for comparison."""
+"""Parallel HDF5: the ranks of a data file write to it together with MPI-IO, for file systems that need it, and for comparison."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,18 +19,18 @@ _CHUNKS = 16  # in one call of HDF5: MPI libraries count bytes in 32 bits
 
 
 def mpio_error(mpi: Any) -> str | None:
-    """Why parallel HDF5 cannot be used, or None. `mpi`: mpi4py's communicator, None of a process alone."""
+    """The reason why parallel HDF5 cannot be used, or None. `mpi`: mpi4py's communicator, None for one process."""
     if not h5py.get_config().mpi:
         return (
-            "driver='mpio' needs an h5py that was built on parallel HDF5, and this one was not; ./mpirun/setup hdf5 builds it in a "
-            "checkout of mpitrain, HDF5_MPI=ON CC=mpicc pip install --no-binary=h5py h5py beside the libhdf5 of your MPI; "
+            "driver='mpio' needs an h5py that was built with parallel HDF5, and this one was not; ./mpirun/setup hdf5 builds it in a "
+            "checkout of mpitrain, HDF5_MPI=ON CC=mpicc pip install --no-binary=h5py h5py with the libhdf5 of your MPI; "
             "driver='posix' needs neither and writes the same bytes"
         )
     return None if mpi is not None else "driver='mpio' needs a communicator of MPI; pass comm"
 
 
 class Mpio:
-    """A driver, see writer.py's `Posix`. `mpi`: of the ranks of the file. `collective`: they write at the same time, in rounds."""
+    """A driver: see `Driver` in writer.py. `mpi`: the communicator of the file's ranks. `collective`: write in rounds."""
 
     def __init__(self, path: Path, plan: DataFile, rank: int, mpi: Any, *, collective: bool) -> None:
         self._path, self._plan, self._rank = path, plan, rank
@@ -38,7 +38,7 @@ class Mpio:
         self._datasets: dict[str, Any] = {}
 
     def prepare(self) -> File | None:
-        """The first rank looks whether there is room."""
+        """Check, on the first rank, that there is room on the disk."""
         if self._leads:
             check_room(self._path, room_of(self._plan))
         return None
@@ -54,7 +54,7 @@ class Mpio:
             return self._write(blocks, opened)
 
     def finish(self) -> File | None:
-        """The file as it is when all have written; None but for the first of its ranks."""
+        """The description of the complete file on its first rank; None on the others."""
         return describe(self._path, self._datasets) if self._leads else None
 
     @property
@@ -71,7 +71,7 @@ class Mpio:
         how.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE if self._collective else h5py.h5fd.MPIO_INDEPENDENT)
         checksums = [""] * len(blocks)
         error: OSError | RuntimeError | None = None
-        # Collectively each rank takes part in every round on every dataset, with nothing where it has nothing, or has failed.
+        # If collective, each rank takes part in every round on every dataset: with no elements if it has none left, or has failed.
         for dtype in sorted(opened):
             mine = pieces[dtype]
             rounds = max(self._mpi.allgather(len(mine))) if self._collective else len(mine)

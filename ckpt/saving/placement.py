@@ -1,4 +1,4 @@
-"""The place of each block: its rank, its file and its offset there. All ranks compute the same from names, sizes and numbers alone.
+"""The place of each block: its rank, its file and its offset. All ranks compute the same places from names, sizes and numbers.
 
 A data file holds one dataset for each dtype. In it the blocks of a rank follow each other, and the ranks that share the file follow
 each other: a rank writes one range of each dataset, and no two ranks write to one page.
@@ -14,15 +14,15 @@ from typing import NamedTuple
 from ckpt.format.boxes import Box, Shape, rows
 from collectives.arrays.dtypes import DTYPES
 
-BLOCK_BYTES = 64  # every block starts on a cache line, so that views of a mapped file suit vector instructions
+BLOCK_BYTES = 64  # every block starts on a cache line: views of a mapped file are aligned for vector instructions
 PAGE_BYTES = 4096
 
 Files = str | int
-"""`"rank"`: a file for each rank that has something to write; `"node"`, `"one"`; or at most so many, each for neighbouring ranks."""
+"""`"rank"`: a file for each rank with blocks; `"node"`: one per node; `"one"`; or the most files, each for neighbouring ranks."""
 
 
 class Item(NamedTuple):
-    """A block that a rank writes: the name and dtype of its tensor, its box there, and its first element in the file's dataset."""
+    """A block that a rank writes: its tensor's name and dtype, its box in the tensor, and its first element in the file's dataset."""
 
     name: str
     dtype: str
@@ -32,7 +32,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file: how long its datasets are, and the items of each rank that writes it, in their order."""
+    """One file: the lengths of its datasets, and the items of each rank that writes it, in order."""
 
     name: str
     elements: Mapping[str, int]
@@ -40,19 +40,19 @@ class DataFile:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that write the file. The first of them makes it."""
+        """The ranks that write the file. The first of them creates it."""
         return tuple(self.items)
 
 
 def files_error(files: object) -> str | None:
-    """Why `files` cannot be, or None."""
+    """The reason why `files` is wrong, or None."""
     if files in ("rank", "node", "one") or (type(files) is int and files >= 1):
         return None
     return f"files is {files!r}; expected 'rank', 'node', 'one', or a number of at least 1"
 
 
 def group_ranks(files: Files, hosts: Sequence[str]) -> list[int]:
-    """The number of the file of each rank; `hosts`: the node that each rank is on. No more files than ranks."""
+    """The number of the file of each rank; `hosts`: the node of each rank. There are no more files than ranks."""
     size = len(hosts)
     if files == "node":
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
@@ -67,14 +67,14 @@ def file_name(files: Files, number: int) -> str:
 
 
 def lay_out(name: str, writers: Mapping[int, Sequence[Item]]) -> DataFile:
-    """The file that `writers` (rank -> its items, at least one, wherever they start) make together."""
+    """The file of `writers` (rank -> its items, at least one; their `start` is set here)."""
     ends: dict[str, int] = {}
     placed: dict[int, list[Item]] = {}
     for rank in sorted(writers):
         placed[rank] = []
         steps: dict[str, int] = {}
         for tensor, dtype, box, _ in writers[rank]:
-            step = steps.get(dtype) or PAGE_BYTES // DTYPES[dtype].itemsize  # a rank's first block in a dataset
+            step = steps.get(dtype) or PAGE_BYTES // DTYPES[dtype].itemsize  # the first block of a rank in a dataset
             steps[dtype] = BLOCK_BYTES // DTYPES[dtype].itemsize
             start = -(-ends.get(dtype, 0) // step) * step
             ends[dtype] = start + prod(box.shape)
@@ -83,9 +83,9 @@ def lay_out(name: str, writers: Mapping[int, Sequence[Item]]) -> DataFile:
 
 
 def assign(nbytes: Mapping[str, int], loads: Sequence[int]) -> dict[str, int]:
-    """Which rank writes each tensor that all ranks hold: largest first, each to the rank with the least to write so far.
+    """The rank that writes each tensor that all ranks hold: largest tensor first, each to the rank with the fewest bytes so far.
 
-    `loads`: the bytes each rank writes anyway. The result depends on the arguments alone, so all ranks find the same one.
+    `loads`: the bytes that each rank writes anyway. The result depends only on the arguments, so it is the same on all ranks.
     """
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -98,9 +98,9 @@ def assign(nbytes: Mapping[str, int], loads: Sequence[int]) -> dict[str, int]:
 
 
 def cut_evenly(tensors: Sequence[tuple[Shape, int]], parts: int) -> list[dict[int, Box]]:
-    """Deal tensors, each a shape and the bytes of an element, out to so many parts of about the same bytes: index -> its box.
+    """Cut tensors, each a shape and the bytes of an element, into `parts` parts of about the same bytes: index -> box for each part.
 
-    They follow each other in their order and are cut between rows of the first dimension longer than 1. A part may get nothing.
+    The tensors keep their order, and are cut between rows of the first dimension longer than 1. A part may be empty.
     """
     total = sum(prod(shape) * itemsize for shape, itemsize in tensors)
     edges = [total * part // parts for part in range(parts + 1)]
@@ -113,7 +113,7 @@ def cut_evenly(tensors: Sequence[tuple[Shape, int]], parts: int) -> list[dict[in
         axis = next((axis for axis, n in enumerate(shape) if n > 1), None)
         length = 1 if axis is None else shape[axis]
         row_bytes = nbytes // length
-        # The row nearest to each edge, where it lies within the tensor.
+        # The row nearest to each edge, limited to the tensor.
         cuts = [min(length, max(0, (edge - at + row_bytes // 2) // row_bytes)) for edge in edges]
         for part, (start, stop) in enumerate(pairwise(cuts)):
             if start < stop:

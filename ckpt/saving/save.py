@@ -1,4 +1,4 @@
-"""Saving: all ranks check and agree, each writes its blocks into the stage, rank 0 writes what describes them and commits."""
+"""Saving: all ranks check and agree, each writes its blocks into the stage, rank 0 writes index and manifest, and commits."""
 
 import os
 import warnings
@@ -49,39 +49,38 @@ def save(
     keep_every: int | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a checkpoint as the folder `path`, completely or not at all. Collective over `comm`; None is a process alone.
+    """Write a checkpoint as the folder `path`, completely or not at all. Collective over `comm`; None means only this process.
 
-    All ranks pass the same arguments, but for what is said below. Threads may save at the same time, to any folders: each over a
-    communicator of its own, or each as a process alone. Only one of them at a time saves under one name.
+    All arguments are the same on all ranks, except where noted. Threads may save at the same time, to any folders, if each has
+    its own communicator or passes None. Only one of them at a time may save under one name.
 
     Args:
-        comm: a `collectives.Communicator`, such as `collectives.world()`, whose ranks save one checkpoint together. None: a process
-            alone, also where it is one rank of many: each then saves what it holds, to a path of its own.
-        tensors: name -> array, which is the same on all ranks and written by one of them; or `Shard`, this rank's box of a tensor
+        comm: a `collectives.Communicator`, such as `collectives.world()`, whose ranks save one checkpoint together. None: only this
+            process saves; if there are several ranks, each one saves its own tensors to its own path.
+        tensors: name -> array, which is the same on all ranks, and which one of them writes; or `Shard`, this rank's box of a tensor
             that the ranks' boxes cover exactly; or a list of Shards, the rank's boxes of one tensor, which may be empty. Arrays are
             contiguous NumPy arrays or torch CPU tensors of bool, integers, fp16, bf16, fp32, fp64, complex64, complex128 and the
             kinds of float8. A "/" in a name makes HDF5 groups.
-        meta: a JSON-like dict, nested up to 400 deep; rank 0's is kept.
-        files: how many data files: "rank", one for each rank that has something to write; "node"; "one"; or a number, at most
-            so many: there are no more than ranks.
-        driver: "posix": each rank writes its ranges by `pwrite`. "mpio": by parallel HDF5, each rank by itself;
-            "mpio-collective": all at the same time. The files are the same.
+        meta: a JSON-like dict, nested up to 400 deep; the dict of rank 0 is saved.
+        files: the data files: "rank", one for each rank that has blocks to write; "node", one per node; "one"; or the largest number
+            of files. There are no more files than ranks.
+        driver: "posix": each rank writes its ranges with `pwrite`. "mpio": with parallel HDF5, each rank independently;
+            "mpio-collective": all ranks together. The files are the same.
         background: return as soon as the values are copied to host memory; a thread writes them. `ckpt.wait()`, or the next
-            save over `comm` (for a process alone, of the same thread), waits for its end and raises what went wrong with it.
-        copies: further places, folders that all nodes see or URLs that fsspec knows ("s3://bucket/run"), in each of which the
-            finished checkpoint is written again under its name, and read back. One that fails is a RuntimeWarning on rank 0
-            and leaves nothing behind: the checkpoint stands. `keep` counts in each place. Rank 0's list is taken.
-        keep: so many complete checkpoints stay in the folder of `path`, those saved last; older ones are removed. Only names that end
-            with a step, such as step-00000100, count and are removed: others, such as "best", stay.
-        keep_every: those whose step, the number that their name ends with, is a multiple of it are never removed.
-        overwrite: replace a checkpoint of that name, also a damaged one, or an empty folder; never a folder with anything that no save
-            made.
+            save over `comm` (with None: of the same thread), waits for the end and raises the errors.
+        copies: other places, folders that all nodes see or URLs that fsspec knows ("s3://bucket/run"). The finished checkpoint is
+            copied to each place under its name, and read back. If a copy fails, rank 0 gives a RuntimeWarning, no files of the copy
+            stay, and the checkpoint is valid. `keep` holds in each place. The list of rank 0 is used.
+        keep: this number of complete checkpoints, those saved last, stay in the folder of `path`; older ones are removed. Only names
+            that end with a step, such as step-00000100, count and are removed: others, such as "best", stay.
+        keep_every: a checkpoint is never removed if its step, the number at the end of its name, is a multiple of this number.
+        overwrite: replace a checkpoint of that name, also a damaged one, or an empty folder; never a folder with foreign files.
 
-    Returns the absolute path, which other nodes may see a moment later, or once the background has ended.
+    Returns the absolute path. Other nodes may see it a moment later; with `background` it exists at the end of the save.
 
-    Raises on all ranks, with nothing written: ValueError or TypeError if tensors or arguments cannot be used or do not fit between the
-    ranks, FileExistsError if `path` exists and is not to be replaced, or another process or thread is writing it. OSError on all
-    ranks if one cannot write; then the stage is gone, and what was there before still stands.
+    Raises on all ranks, with nothing written: ValueError or TypeError if tensors or arguments are wrong or do not fit between the
+    ranks, FileExistsError if `path` exists and may not be replaced, or another process or thread is writing it. OSError on all
+    ranks if one of them cannot write; then the stage is removed, and an earlier checkpoint of this name is still there.
     """
     comm = ranks_of(comm)
     wait_before(comm)
@@ -114,7 +113,7 @@ def save(
         folder, final, board, places = comm.broadcast_object(opened)
         retention, of_save = Retention(keep, keep_every), dict(meta or {})
         if buffer is not None:
-            # Nothing but Ctrl-C can fail from here on before the thread has begun, so the ranks need not agree once more.
+            # From here until the start of the thread only Ctrl-C can fail, so the ranks need not agree again.
             mine = copied(mine, buffer)
     except BaseException:
         if buffer is not None:
@@ -146,7 +145,7 @@ class _WritePlan:
 
 @dataclass(frozen=True)
 class _Job:
-    """All that writing and committing needs. `stage`: on rank 0. `mine`: what this rank writes."""
+    """The data for writing and committing. `stage`: only on rank 0. `mine`: the boxes that this rank writes."""
 
     plan: _WritePlan
     folder: LocalPath
@@ -180,14 +179,14 @@ def _check_arguments(
 
         if in_background:
             raise ValueError(
-                f"driver={driver!r} cannot save in the background, where no MPI is called; pass driver='posix'"
+                f"driver={driver!r} cannot save in the background, where MPI must not be called; pass driver='posix'"
             )
         if problem := mpio_error(getattr(comm, "mpi", None)):
             raise ValueError(problem)
 
 
 def checked_path(path: str | os.PathLike[str]) -> LocalPath:
-    """The absolute path of a checkpoint to be. ValueError if it cannot have that name."""
+    """The absolute path of a new checkpoint. ValueError if it cannot have this name."""
     if not text_of(path):
         raise ValueError("path is empty; expected a folder that the checkpoint becomes")
     final = local_path(path, "path", "a folder, which copies=[URL of its parent] copies to a remote place")
@@ -195,7 +194,7 @@ def checked_path(path: str | os.PathLike[str]) -> LocalPath:
         raise ValueError(
             f"{final} cannot be a checkpoint's name: it is empty, hidden, or the name of the file `latest`"
         )
-    if not final.name.isprintable():  # the file `latest` has one name a line, and a terminal obeys control characters
+    if not final.name.isprintable():  # the file `latest` has one name per line, and terminals obey control characters
         raise ValueError(
             f"{final.name!r} cannot be a checkpoint's name: it has a control character, or one that is no text"
         )
@@ -231,7 +230,7 @@ def _driver(name: str, job: _Job, comm: Ranks) -> Iterator[Driver | None]:
 
 
 def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
-    """Write, describe, commit. Collective over `ranks`, to which only what JSON knows is said."""
+    """Write the files, describe and commit them. Collective over `ranks`, which only take JSON-like messages."""
     own = job.plan.own
     with ranks.together(_DOING):
         file = driver.prepare() if driver else None
@@ -258,9 +257,7 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
             job.stage.publish(overwrite=job.overwrite)
             if job.retention.keep is not None:
                 retain(job.final, job.retention.keep, job.retention.keep_every)
-                mend_latest(
-                    job.final.parent
-                )  # several that save and clear up at the same time may remove what another has named
+                mend_latest(job.final.parent)  # a concurrent save may have removed the checkpoint that `latest` names
     leads = own is not None and own.ranks[0] == ranks.rank
     make_copies(
         job.final, job.copies, own.name if own and leads else None, ranks, job.retention, overwrite=job.overwrite

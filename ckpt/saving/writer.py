@@ -1,7 +1,7 @@
-"""Writes this rank's blocks into its data file: HDF5 says where, `pwrite` carries the bytes.
+"""Writes this rank's blocks into its data file: HDF5 gives the positions, `pwrite` writes the bytes.
 
-`pwrite` releases the interpreter's lock and needs no parallel HDF5; each chunk is hashed right before it is written, so that the
-checksum costs no second pass through memory.
+`pwrite` releases the interpreter's lock and needs no parallel HDF5. Each chunk is hashed right before it is written, so that the
+checksum needs no second pass through memory.
 """
 
 import os
@@ -19,20 +19,20 @@ from ckpt.storage.local import Writeback, check_room, naming, patient, pwrite_al
 from ckpt.tensors import LocalBox
 from collectives.arrays.dtypes import DTYPES
 
-_HEADER_BYTES = 1 << 15  # more than the rest of a data file: a handful of datasets without any attribute of size
+_HEADER_BYTES = 1 << 15  # enough for the metadata of a data file: a few datasets without large attributes
 
 Checksums = list[str]
-"""Of the chunks of each block that a rank writes, as `StoredBlock` has them, in the order of its items."""
+"""For each block that a rank writes, in the order of its items, the checksums of its chunks in the form of `StoredBlock`."""
 
 
 class Bytes(Protocol):
-    """The bytes of a block: `LocalBox` has them in memory, `SourcePart` reads them from another file meanwhile."""
+    """The bytes of a block: `LocalBox` has them in memory, `SourcePart` reads them from another file."""
 
     def chunks(self, nbytes: int) -> Iterable[memoryview]: ...
 
 
 class Driver(Protocol):
-    """How the blocks get into the data files. In this order, each step on all ranks of a file before the next on any:"""
+    """Writes the blocks to the data files. All ranks of a file end one step before any rank begins the next step:"""
 
     def prepare(self) -> File | None: ...
     def write(self, blocks: Sequence[LocalBox], file: File | None) -> Checksums: ...
@@ -40,14 +40,14 @@ class Driver(Protocol):
 
 
 class Posix:
-    """The ranks write by `pwrite` into a file that the first of them has made."""
+    """The ranks write with `pwrite` to a file that the first of them has made."""
 
     def __init__(self, path: Path, plan: DataFile, rank: int) -> None:
         self._path, self._plan, self._rank = path, plan, rank
         self._file: File | None = None
 
     def prepare(self) -> File | None:
-        """The file without its bytes, made by the first of its ranks: the others, which get None, are to be given it."""
+        """Make the file without its bytes on its first rank, and return its description, which the caller sends to the others."""
         if self._rank == self._plan.ranks[0]:
             check_room(self._path, room_of(self._plan))
             with new_data_file(self._path, self._plan.elements) as opened:
@@ -56,9 +56,9 @@ class Posix:
         return self._file
 
     def write(self, blocks: Sequence[Bytes], file: File | None) -> Checksums:
-        """Hand the bytes of the rank's items to the system, `blocks` in their order.
+        """Write the bytes of the rank's items, `blocks` in the same order, to the page cache.
 
-        `file`: what the first rank's `prepare` returned. OSError that names the file.
+        `file`: the result of `prepare` on the first rank. OSError that names the file.
         """
         assert file is not None
         with naming(self._path):
@@ -73,7 +73,7 @@ class Posix:
                 os.close(fd)
 
     def finish(self) -> File | None:
-        """The file as it is when all have written; None but for the first of its ranks."""
+        """The description of the complete file on its first rank; None on the others."""
         return self._file
 
 
@@ -83,12 +83,12 @@ def room_of(plan: DataFile) -> int:
 
 
 def datasets_of(opened: Mapping[str, h5py.h5d.DatasetID], plan: DataFile) -> dict[str, Dataset]:
-    """Where the datasets of an open data file lie."""
+    """The places of the datasets of an open data file."""
     return {dtype: Dataset(dataset.get_offset(), plan.elements[dtype]) for dtype, dataset in opened.items()}
 
 
 def describe(path: Path, datasets: dict[str, Dataset]) -> File:
-    """A data file as the manifest names it, from the file with its datasets in place."""
+    """The manifest's entry for a data file that has its datasets."""
     with naming(path), open(path, "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         return File(path.name, nbytes, datasets, rest_checksum(file.fileno(), nbytes, datasets))

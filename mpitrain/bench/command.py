@@ -1,4 +1,4 @@
-"""`python -m mpitrain bench`: measures, prints, and writes the files; `--report` puts files together, without MPI."""
+"""`python -m mpitrain bench`: measures, prints, and writes the files; `--report` combines files, without MPI."""
 
 import argparse
 import gc
@@ -29,7 +29,7 @@ def main(words: Sequence[str], comm: Communicator) -> None:
 
 
 def report(words: Sequence[str]) -> None:
-    """Print the tables of several launches. ValueError, OSError, UsageError."""
+    """Print the tables of several launches. Raises ValueError, OSError or UsageError."""
     options = parse(words)
     launches = [TrainingLaunch.read(file) for file in options.report]
     console().print(*tables(launches), sep="\n")
@@ -38,7 +38,7 @@ def report(words: Sequence[str]) -> None:
 
 
 def _measure(options: argparse.Namespace, comm: Communicator) -> TrainingLaunch:
-    import torch  # takes seconds: wrong arguments are known by now
+    import torch  # takes seconds, so it follows the check of the arguments
 
     from mpitrain.bench.model import TrainingSetup
     from mpitrain.bench.overhead import overhead
@@ -65,7 +65,7 @@ def _measure(options: argparse.Namespace, comm: Communicator) -> TrainingLaunch:
 
 
 def _measured(options: argparse.Namespace, case: Case, setup: "TrainingSetup", flops_per_s: float) -> Measured:
-    """Make the contestants of a case, measure them, and let go of them. ValueError on all ranks if the only one cannot be made."""
+    """Make the contestants of a case, measure and free them. ValueError on all ranks if there is only one and it cannot be made."""
     from mpitrain.bench.memory import peaks, pss
     from mpitrain.bench.models import MAKERS
     from mpitrain.bench.timing import measure, sampled_steps

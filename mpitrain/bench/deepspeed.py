@@ -1,7 +1,7 @@
 """The peer DeepSpeed: ZeRO stage 3 (Rajbhandari et al., SC 2020) by its inventors. Needs `pip install deepspeed`.
 
-It finds torch.distributed started and uses it. On CPUs it compiles a small extension for communication at its first start, and with
-`torch_adam` no optimizer of its own.
+DeepSpeed uses the torch.distributed that we have started. On CPUs it compiles a small extension for communication at its first start.
+With `torch_adam` it does not compile its own optimizer.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from mpitrain.bench.model import LEARNING_RATE, TrainedModel, TrainingSetup
 
 
 class DeepSpeed(TrainedModel):
-    """Its engine: optimizer and gradients are its own."""
+    """DeepSpeed's engine, which has its own optimizer and gradients."""
 
     def __init__(self, model: nn.Module, setup: TrainingSetup) -> None:
         if setup.device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
-        # The number of its GPU, by torchrun's variable. It insists that Open MPI's, where there is one, says the same; that counts
-        # the ranks as it placed them, which need not be in our order.
+        # DeepSpeed reads the number of its GPU from torchrun's variable, and requires the same value in Open MPI's variable if there
+        # is one. Open MPI's local ranks may have another order than ours.
         number = str(setup.comm.node.rank if setup.device.index is None else setup.device.index)
         os.environ |= dict.fromkeys({"LOCAL_RANK"} | {"OMPI_COMM_WORLD_LOCAL_RANK"} & set(os.environ), number)
-        # It calls functions of torch.distributed by names that newer releases of torch warn of, at each call.
+        # DeepSpeed calls deprecated functions of torch.distributed; newer releases of torch warn at each call.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         with contextlib.redirect_stdout(io.StringIO()):
             import deepspeed
@@ -48,14 +48,14 @@ class DeepSpeed(TrainedModel):
         self._engine.backward(loss)
 
     def update(self) -> None:
-        """The optimizer's step, and the new parameters to where they are needed."""
+        """The optimizer's step, and the update of the full parameters."""
         self._engine.step()
 
     def clear(self) -> None:
-        """Done by `update`."""
+        """`update` does this."""
 
     def held(self) -> Iterator[torch.Tensor]:
-        """Also the small parameters that it keeps whole on each rank, and a second copy that it makes for mixed precision."""
+        """Includes the small parameters, which every rank keeps whole, and DeepSpeed's second copy for mixed precision."""
         zero = self._engine.optimizer
         for param in self.model.parameters():
             yield param.data
@@ -75,7 +75,7 @@ class DeepSpeed(TrainedModel):
 def _settings(setup: TrainingSetup) -> dict[str, Any]:
     params = {"lr": LEARNING_RATE, "torch_adam": True, "fused": True}
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # it counts tokens by it, and nothing else
+        "train_micro_batch_size_per_gpu": 1,  # only used to count tokens
         "zero_optimization": {"stage": 3},
         "zero_allow_untested_optimizer": True,
         "optimizer": {"type": "AdamW", "params": params},

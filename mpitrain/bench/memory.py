@@ -14,9 +14,9 @@ SAMPLES_EVERY_S = 0.01
 
 
 def state_bytes(held: Iterable[torch.Tensor]) -> int:
-    """Bytes of tensors; of a DTensor this rank's part. Memory that two of them share counts once, one on the meta device each time."""
+    """Bytes of tensors; of a DTensor this rank's part. Memory shared by two tensors counts once; each meta tensor counts."""
     total, seen = 0, set()
-    parts = [local(tensor) for tensor in held]  # all of them alive: no address is used twice
+    parts = [local(tensor) for tensor in held]  # a list keeps all alive, so no address is used twice
     for part in parts:
         key = None if part.is_meta else (part.data_ptr(), part.numel())
         if key is None or key not in seen:
@@ -26,13 +26,13 @@ def state_bytes(held: Iterable[torch.Tensor]) -> int:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, any other as it is."""
+    """This rank's part of a DTensor; any other tensor unchanged."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def pss() -> int | None:
-    """Bytes of this process now, those of pages shared with others divided by their number."""
+    """Bytes of this process now. A page that N processes share counts 1/N."""
     try:
         with open("/proc/self/smaps_rollup") as file:
             return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:")), None)
@@ -41,7 +41,7 @@ def pss() -> int | None:
 
 
 class PssSampler:
-    """`with PssSampler() as sampler:` - afterwards `sampler.peak`. Reading takes the kernel a walk over all pages: not while timing."""
+    """`with PssSampler() as sampler:` - then read `sampler.peak`. Each sample walks over all pages of the process: not while timing."""
 
     def __init__(self, read: Callable[[], int | None] = pss) -> None:
         self.peak: int | None = None
@@ -68,7 +68,7 @@ class PssSampler:
 
 
 def peaks(sampler: PssSampler, before: int | None, device: torch.device, comm: Communicator) -> dict[str, Any]:
-    """The fields of a `StepRow` that tell of memory: of the rank that needs most. Collective.
+    """The memory fields of a `StepRow`, for the rank that needs most. Collective.
 
     `before`: the PSS before the model was made.
     """

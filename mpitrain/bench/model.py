@@ -1,4 +1,4 @@
-"""A model with its optimizer, as the comparison of training steps calls ours and the peers'."""
+"""The interface of a model with its optimizer in the comparison of training steps."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -14,7 +14,7 @@ LEARNING_RATE = 1e-3
 
 
 class TrainingSetup(NamedTuple):
-    """The ranks, and the device and dtype in which this rank computes. `ended` ends resources after the measurement."""
+    """The ranks, and this rank's device and dtype. `ended` ends resources after the measurement."""
 
     comm: Communicator
     device: torch.device
@@ -23,7 +23,7 @@ class TrainingSetup(NamedTuple):
 
 
 class TrainedModel:
-    """A model with its optimizer. The four parts of a step are called in turn."""
+    """A model with its optimizer. A step calls `forward`, `backward`, `update` and `clear` in this order."""
 
     def __init__(self, model: nn.Module, *, autocast: AbstractContextManager[Any] | None = None) -> None:
         self.model = model
@@ -48,11 +48,11 @@ class TrainedModel:
         self.optimizer.zero_grad()
 
     def communication_s(self) -> float | None:
-        """Seconds in communication and in waiting since the beginning; None: they are not counted."""
+        """Seconds of communication, including waits, since the beginning; None if they are not measured."""
         return None
 
     def held(self) -> Iterator[torch.Tensor]:
-        """The tensors of a rank between two steps. Gradients, which have the size of the parameters, are tensors without memory."""
+        """The tensors of a rank between two steps. For gradients, which have the size of the parameters, it yields meta tensors."""
         for param in self.model.parameters():
             yield param.data
             yield torch.empty_like(local(param.data), device="meta")

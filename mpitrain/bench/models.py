@@ -1,4 +1,4 @@
-"""Ours and the peers': the same GPT, sharded or not."""
+"""Our model and the peers' models: the same GPT, sharded or not."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ from mpitrain.sharding import MixedPrecisionPolicy, communication_s, fully_shard
 
 
 class Ours(TrainedModel):
-    """Ours, which knows its communication on CPUs. On GPUs that runs beside the computation, unseen by the host."""
+    """Our model. It measures its communication on CPUs; on GPUs the host does not see the communication."""
 
     def communication_s(self) -> float | None:
         is_seen = next(self.model.parameters()).device.type == "cpu"
@@ -25,7 +25,7 @@ class Ours(TrainedModel):
 
 
 def ours(config: GPTConfig, setup: TrainingSetup) -> TrainedModel:
-    """`fully_shard`, block by block."""
+    """Our `fully_shard`, block by block."""
     with torch.device("meta"):
         model = GPT(config)
     policy = MixedPrecisionPolicy(param_dtype=setup.dtype)
@@ -36,7 +36,7 @@ def ours(config: GPTConfig, setup: TrainingSetup) -> TrainedModel:
 
 
 def none(config: GPTConfig, setup: TrainingSetup) -> TrainedModel:
-    """Each rank alone on an unsharded copy."""
+    """Each rank trains alone on an unsharded copy."""
     return TrainedModel(_plain(config, setup), autocast=_autocast(setup))
 
 
@@ -49,7 +49,7 @@ def ddp(config: GPTConfig, setup: TrainingSetup) -> TrainedModel:
 
 
 def fsdp(config: GPTConfig, setup: TrainingSetup) -> TrainedModel:
-    """torch's FSDP2, which is also made on the meta device: no rank ever holds the whole."""
+    """torch's FSDP2, also made on the meta device, so that no rank ever holds the whole model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -83,11 +83,11 @@ def deepspeed(config: GPTConfig, setup: TrainingSetup) -> TrainedModel:
 MAKERS: dict[str, Callable[[GPTConfig, TrainingSetup], TrainedModel]] = {
     OURS: ours, "none": none, "ddp": ddp, "fsdp": fsdp, "deepspeed": deepspeed,
 }  # fmt: skip
-"""By the names of the command line (see options.py). All are collective, and raise CannotTakePart on all ranks."""
+"""The makers of models by their names on the command line (options.py). All are collective; CannotTakePart comes on all ranks."""
 
 
 def _need_torch_distributed(setup: TrainingSetup) -> None:
-    """Start torch.distributed if no other peer has: by Gloo, or NCCL on GPUs."""
+    """Start torch.distributed unless another peer has started it: with Gloo, or NCCL on GPUs."""
     comm, on_gpu = setup.comm, setup.device.type == "cuda"
     if on_gpu and not all(comm.all_gather_object(comm.node.size <= torch.cuda.device_count())):
         raise CannotTakePart("NCCL needs a GPU for each rank")

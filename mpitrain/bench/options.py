@@ -1,4 +1,4 @@
-"""The command line of `bench`. Neither torch nor MPI here: wrong arguments are found before either is loaded."""
+"""The command line of `bench`. No import of torch or MPI, so that wrong arguments are reported before these are loaded."""
 
 import argparse
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments; `contestants` (ours first; one alone: its memory is measured too) and `cases` come of them. ValueError."""
+    """The arguments, with `contestants` (ours first; if there is only one, its memory is measured too) and `cases`. ValueError."""
     given = _parser().parse_args(list(words))
     given.contestants = [given.only] if given.only else [OURS, *given.peers]
     given.steps = given.steps or (OVERHEAD_STEPS if given.overhead else STEPS)
@@ -34,7 +34,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             raise ValueError(f"bench: {error}") from None
     if given.only and len(shapes) > 1:
         raise ValueError(
-            "bench: --only measures the peak of a process, which one model alone can have; pass one shape with it"
+            "bench: --only measures the peak memory of the process, so it takes only one model; pass one shape with it"
         )
     if given.only == "deepspeed" and not has_deepspeed():
         raise ValueError(f"bench: --only deepspeed: {NO_DEEPSPEED}")
@@ -48,40 +48,40 @@ def has_deepspeed() -> bool:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m mpitrain bench",
-        description="Times training steps beside the peers', in turn, in one launch (under mpirun). For figures that can be compared: "
-        "several launches with --json, those of --only among them, then --report.",
+        description="Times our training steps and those of other libraries, in turn, in one launch (under mpirun). For figures that "
+        "can be compared: several launches with --json, also with --only, then --report.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--peers", type=names_of(PEERS, or_none=True), default=list(PEERS[:3]), metavar="NAME,..",
-        help="none: each rank alone on an unsharded copy; ddp, fsdp: torch's, on Gloo, or NCCL; deepspeed: ZeRO stage 3, if it is "
+        help="none: each rank alone on an unsharded copy; ddp, fsdp: of torch, with Gloo or NCCL; deepspeed: ZeRO stage 3, if it is "
         "installed (default: none,ddp,fsdp)",
     )  # fmt: skip
+    what.add_argument("--only", choices=(OURS, *PEERS), help="measure only this one, and the peak of its memory")
     what.add_argument(
-        "--only", choices=(OURS, *PEERS), help="this one alone, and the peak of its memory: of a process of its own"
-    )
-    what.add_argument(
-        "--overhead", action="store_true", help="instead: what hooks and bookkeeping add to a step of 200 small units"
+        "--overhead",
+        action="store_true",
+        help="measure instead what hooks and bookkeeping add to a step of 200 small units",
     )
     add_report(what)
     numbers = {
-        "width": (1024, "of the model"),
-        "layers": (8, "of the model"),
-        "heads": (8, "of the model"),
-        "context": (128, "tokens of a sequence"),
-        "batch": (1, "sequences a rank and step"),
-        "threads": (1, "of a rank"),
+        "width": (1024, "width of the model"),
+        "layers": (8, "layers of the model"),
+        "heads": (8, "attention heads per layer"),
+        "context": (128, "tokens per sequence"),
+        "batch": (1, "sequences per rank and step"),
+        "threads": (1, "threads per rank"),
     }
     for name, (default, text) in numbers.items():
         parser.add_argument(f"--{name}", type=positive, default=default, help=f"{text} (default: {default})")
     parser.add_argument(
         "--shapes", type=parse_shapes, metavar="WxLxB,..",
-        help="several models, one after the other, by width, layers and batch, such as 1024x8x1,512x6x4",
+        help="several models, one after the other: width x layers x batch of each, such as 1024x8x1,512x6x4",
     )  # fmt: skip
     parser.add_argument(
         "--steps",
         type=positive,
-        help=f"that are timed (default: {STEPS}; of --overhead, which are short, {OVERHEAD_STEPS})",
+        help=f"number of timed steps (default: {STEPS}; with --overhead, where steps are short: {OVERHEAD_STEPS})",
     )
     add_json(parser)
     add_plot(parser, "where a step's time goes")
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse_shapes(text: str) -> list[tuple[int, int, int]]:
-    """'1024x8x1,512x6x4' as (width, layers, batch) of each."""
+    """(width, layers, batch) of each shape in a text such as '1024x8x1,512x6x4'."""
     shapes = []
     for part in text.split(","):
         numbers = part.strip().split("x")

@@ -1,6 +1,6 @@
-"""The time of hooks and bookkeeping: a model of many small units, each sharded over one rank, beside the same model plain.
+"""The time of hooks and bookkeeping: a model of many small units, sharded over one rank, in comparison with the plain model.
 
-One rank has no other to talk to, so the difference is the time of our layer alone. All ranks do it at once, each alone, as in training.
+With one rank there is no communication, so the difference is the time of our code. All ranks measure at once, each on its own.
 """
 
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class _Units(NamedTuple):
 
 
 def overhead(setup: TrainingSetup, *, steps: int, units: int = UNITS) -> HookOverhead:
-    """Time `steps` steps of each, in turn. Collective."""
+    """Time `steps` steps of the sharded and of the plain model, in turn. Collective."""
     alone = setup.comm.split(setup.comm.rank)
     models = {"sharded": _model(units, setup.device), "plain": _model(units, setup.device)}
     for module in (*models["sharded"], models["sharded"]):
@@ -49,7 +49,7 @@ def overhead(setup: TrainingSetup, *, steps: int, units: int = UNITS) -> HookOve
         for name, model in models.items()
     }
     series = take_turns(contestants, rounds=steps, warm_up=WARM_UP)
-    # Each rank is alone: its own median, not the slowest rank's in each round.
+    # Ranks are independent: the median of each rank first, then the slowest rank's median.
     medians = slowest(setup.comm, {key: np.array(spread(seconds)[0]) for key, seconds in series.items()})
     return HookOverhead(
         units, *(float(medians[name, part]) for part in ("passes", "step") for name in ("sharded", "plain"))

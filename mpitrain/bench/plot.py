@@ -1,4 +1,4 @@
-"""Where a step's time goes as a picture."""
+"""A picture of the parts of a step's time."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ COLOURS = ("#4c78a8", "#72b7b2", "#e45756", "#f2a541", "#bab0ac")
 
 
 def plot(path: str, launches: Sequence[TrainingLaunch]) -> None:
-    """Write a picture to `path`: for each case a stacked bar a contestant, medians over the launches; without steps, no picture.
+    """Write a picture to `path`: for each case a stacked bar per contestant, medians over the launches. No picture without steps.
 
-    OSError, UsageError; ValueError for launches that cannot be put together.
+    Raises OSError, UsageError; ValueError for launches that cannot be compared.
     """
     if alike(launches)[1:]:
-        raise ValueError("bench: --plot draws launches on one kind of machine and ranks; these are on several")
+        raise ValueError("bench: --plot needs launches on the same kind of machine with the same ranks; these differ")
     all_cases = cases(launches)
     if not all_cases:
         return

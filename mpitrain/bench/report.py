@@ -1,8 +1,8 @@
-"""Tables, of one launch or of several. Pure: neither torch nor MPI.
+"""Tables of one or several launches. The module imports neither torch nor MPI.
 
-Of several: each figure's median over the launches. A ratio is formed within each launch, where both sides met the same disturbances;
-shown is the median of these ratios. Times come from launches in which several took part, where there are any; memory from those of one
-alone.
+A table of several launches has the median of each figure. A ratio is computed within each launch, because both sides had the same
+disturbances there; the table has the median of these ratios. Times come from launches with several contestants if there are any,
+memory from launches with one contestant.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,18 +23,18 @@ PHASES = {
     "forward": "forward_s", "backward": "backward_s", "comm": "comm_s", "optimizer": "optimizer_s", "other": "other_s",
 }  # fmt: skip
 LEGEND = (
-    "step: the slowest rank's, median of the steps; forward ... other, in ms: the ranks' mean. comm: communication and waiting; where "
-    "it is blank\nit is within forward and backward. state: parameters, gradients, optimizer; state and peaks: MB, largest rank."
+    "step: slowest rank, median of the steps; forward ... other, in ms: mean of the ranks. comm: communication and waiting; if "
+    "blank,\nit is part of forward and backward. state: parameters, gradients, optimizer; state and peaks: MB, largest rank."
 )
 
 
 def cases(launches: Sequence[TrainingLaunch]) -> list[Case]:
-    """All that were measured, each once."""
+    """All measured cases, each once."""
     return list(dict.fromkeys(part.case for launch in launches for part in launch.measured))
 
 
 def merged(launches: Sequence[TrainingLaunch], case: Case) -> list[StepRow]:
-    """A row for each contestant, in the order of the command line's list, ours first."""
+    """A row for each contestant: ours first, then in the order of PEERS."""
     everything = [list(part.rows) for launch in launches for part in launch.measured if part.case == case]
     names = list(dict.fromkeys(row.name for rows in everything for row in rows))
     order = [name for name in (OURS, *PEERS) if name in names]
@@ -42,7 +42,7 @@ def merged(launches: Sequence[TrainingLaunch], case: Case) -> list[StepRow]:
 
 
 def ratio(launches: Sequence[TrainingLaunch], case: Case, name: str) -> float | None:
-    """The median over the launches of our step's time over that of `name`; None if no launch has both."""
+    """The median over the launches of the ratio of our step's time to the step's time of `name`; None if no launch has both."""
     measured = (part for launch in launches for part in launch.measured if part.case == case)
     return median_ratio([{row.name: row.step_s for row in part.rows} for part in measured], OURS, name)
 
@@ -68,7 +68,7 @@ def _median(rows: Sequence[Any], name: str) -> float | None:
 
 
 def tables(launches: Sequence[TrainingLaunch]) -> Iterator[RenderableType]:
-    """The output for launches of any kinds."""
+    """The output for launches; launches of one kind share a table."""
     for group in alike(launches):
         yield Text(heading(group), style="bold")
         for case in cases(group):
@@ -83,7 +83,7 @@ def tables(launches: Sequence[TrainingLaunch]) -> Iterator[RenderableType]:
 
 
 def heading(group: Sequence[TrainingLaunch]) -> str:
-    """The machine and the ranks of a group, in a line."""
+    """One line with the machine and the ranks of a group."""
     first = group[0]
     where = first.machine.get("cpu", "?") if first.device == "cpu" else first.device
     ranks = f"{plural(first.ranks, 'rank')} x {plural(first.threads, 'thread')}"
@@ -91,7 +91,7 @@ def heading(group: Sequence[TrainingLaunch]) -> str:
 
 
 def overhead_line(found: Sequence[HookOverhead]) -> str:
-    """The ratios' medians over the launches."""
+    """One line with the medians of the ratios over the launches."""
     units = found[0].units
     passes = median(one.sharded_s / one.plain_s for one in found)
     whole = median(one.sharded_step_s / one.plain_step_s for one in found)

@@ -1,4 +1,4 @@
-"""The figures of a launch, and the JSON file. Pure: neither torch nor MPI."""
+"""The figures of a launch, and the JSON file. The module imports neither torch nor MPI."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,15 +30,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Phases:
-    """Where a step's time goes, in seconds: medians over the steps of the ranks' mean."""
+    """The parts of a step's time, in seconds: mean of the ranks, median over the steps."""
 
     forward_s: float
     backward_s: float
     comm_s: float | None
-    """Communication in them, waiting for other ranks included; None: not known, and contained in forward and backward."""
+    """Communication in forward and backward, including waits for other ranks; None: unknown, and part of these two."""
     optimizer_s: float
     other_s: float
-    """The rest, up to the end of the slowest rank: dropping gradients, waiting for that rank."""
+    """The rest, up to the end of the slowest rank: the gradients are dropped, and faster ranks wait."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,19 @@ class StepRow:
     slowest_s: float
     phases: Phases
     tokens_per_s: float
-    """Of all ranks."""
+    """The sum over all ranks."""
     mfu: float
-    """The model's operations per second, as a share of those that a large matrix product reaches on the same ranks at once."""
+    """The model's operations per second, as a share of those of a large matrix product that runs on all ranks at once."""
     loss: float
-    """After the last step, mean over the ranks: those that train together agree."""
+    """The loss of the last step, mean over the ranks."""
     state_bytes: int
     """Parameters, gradients and the optimizer's state between two steps, on the rank that holds most."""
     peak_rss_bytes: int | None = None
-    """Of the process, from its start to its end, of the rank that needs most. Like the next three known only of a contestant alone."""
+    """Peak of the process's life, on the rank that needs most. This field and the next three need a launch with one contestant."""
     peak_pss_bytes: int | None = None
-    """While it trains, with pages that ranks share divided among them."""
+    """Peak during training. A page that N processes share counts 1/N."""
     added_pss_bytes: int | None = None
-    """That peak less the PSS of the process before the model was made."""
+    """`peak_pss_bytes` minus the PSS of the process before the model was made."""
     peak_gpu_bytes: int | None = None
     """The peak of torch's memory on the GPU."""
 
@@ -80,14 +80,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class HookOverhead:
-    """Medians over the steps of each rank alone, the slowest rank's: a sharded model of many small units beside the plain one."""
+    """A sharded model of many small units and the plain model, each rank alone. The median over the steps, of the slowest rank."""
 
     units: int
     sharded_s: float
-    """Of forward and backward."""
+    """Time of forward and backward."""
     plain_s: float
     sharded_step_s: float
-    """Of the whole step, with the optimizer."""
+    """Time of the whole step, with the optimizer."""
     plain_step_s: float
 
 
@@ -103,7 +103,7 @@ class TrainingLaunch(Launch):
     device: str
     """"cpu", or the GPU's name."""
     dtype: str
-    """Of forward and backward."""
+    """The dtype of forward and backward."""
     steps: int
     measured: Sequence[Measured] = ()
     overhead: HookOverhead | None = None

@@ -1,4 +1,4 @@
-"""The time of each contestant's step, and where it goes."""
+"""The time of each contestant's step and of its parts."""
 
 import time
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from mpitrain.bench.model import TrainedModel, TrainingSetup
 from mpitrain.bench.results import Case, Phases, StepRow
 from mpitrain.models import flops_per_token
 
-WARM_UP = 2  # steps that are not timed: the first allocates, the second settles
+WARM_UP = 2  # steps that are not timed: the first allocates memory, the second is not steady yet
 SAMPLED = 3  # steps during which memory is sampled, before the timed ones
 
 
 class StepClock:
-    """Marks between the parts of a step. On a GPU they are events in its stream: to wait at each mark would end the overlap."""
+    """Marks between the parts of a step. On a GPU they are events in its stream, because a wait at each mark would end the overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,7 +30,7 @@ class StepClock:
         self.mark()
 
     def mark(self) -> None:
-        """A part ends here."""
+        """End a part of the step."""
         if self._on_gpu:
             self._marks.append(torch.cuda.Event(enable_timing=True))
             self._marks[-1].record()
@@ -38,7 +38,7 @@ class StepClock:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """The seconds of each part, and those of all parts up to now."""
+        """The seconds of each part, then the seconds from the start until now."""
         self._wait()
         whole = time.perf_counter() - self._start
         pairs = pairwise(self._marks)
@@ -57,10 +57,10 @@ class TimedSteps:
         self.model, self.setup = model, setup
         self.loss = 0.0
         self._shape, self._vocab = (case.batch, case.context + 1), case.config().vocab
-        self._generator = torch.Generator().manual_seed(setup.comm.rank)  # others on each rank
+        self._generator = torch.Generator().manual_seed(setup.comm.rank)  # each rank has other tokens
 
     def turn(self, round_: int) -> Seconds:
-        """A step, after a barrier, so that no rank waits for earlier work. Communication is contained in the first two parts."""
+        """Take a step after a barrier, so that no rank waits for earlier work. "forward" and "backward" include their communication."""
         tokens = torch.randint(0, self._vocab, self._shape, generator=self._generator).to(self.setup.device)
         model = self.model
         self.setup.comm.barrier()
@@ -90,7 +90,7 @@ class TimedSteps:
 def measure(
     models: Mapping[str, TrainedModel], case: Case, setup: TrainingSetup, *, steps: int, flops_per_s: float
 ) -> list[StepRow]:
-    """Time them in turn. Collective: the rows are the same on all ranks. `flops_per_s`: the yardstick, of the mean rank."""
+    """Time the models in turn; the rows are the same on all ranks. Collective. `flops_per_s`: of a large matrix product, mean rank."""
     contestants = {name: TimedSteps(model, case, setup) for name, model in models.items()}
     series = take_turns(contestants, rounds=steps, warm_up=WARM_UP)
     means, longest = mean_rank(setup.comm, series), slowest(setup.comm, series)
@@ -98,10 +98,10 @@ def measure(
 
 
 def sampled_steps(model: TrainedModel, case: Case, setup: TrainingSetup) -> PssSampler:
-    """Some steps in which memory is watched, not time. Collective."""
+    """Take some steps, and sample the memory meanwhile. Collective."""
     timed = TimedSteps(model, case, setup)
     if setup.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(setup.device)  # the yardstick's matrices are larger than some models
+        torch.cuda.reset_peak_memory_stats(setup.device)  # the matrix product for `mfu` may need more than the model
     with PssSampler() as sampler:
         for round_ in range(SAMPLED):
             timed.turn(round_)
@@ -133,7 +133,7 @@ def _row(
 
 
 def phases(means: Mapping[str, np.ndarray], slowest: np.ndarray, *, knows_communication: bool) -> Phases:
-    """From the parts of the steps as `TimedSteps` names them, of the ranks' mean, and the slowest rank's seconds of the same steps."""
+    """The phases. `means`: the parts of each step by the names of `TimedSteps`, mean of the ranks. `slowest`: seconds of each step."""
     comm = means["forward comm"] + means["backward comm"]
     return Phases(
         forward_s=float(np.median(means["forward"] - means["forward comm"])),

@@ -1,7 +1,7 @@
-"""The settings of a run, their reading and their writing.
+"""The settings of a run: their types, and their reading and writing.
 
-Defaults < TOML file (`--config FILE`) < flags (`--section.name value`). No torch here: a wrong setting is found before
-torch is loaded.
+Flags (`--section.name value`) override a TOML file (`--config FILE`), which overrides the defaults. The package does not import torch,
+so that a wrong setting is reported before torch is loaded.
 """
 
 from mpitrain.config.reading import from_text, from_toml, parse

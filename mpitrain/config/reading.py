@@ -1,6 +1,6 @@
 """Settings from flags and TOML files. The words of a flag become the value that TOML would give; msgspec checks the types of both.
 
-Every error is one line, which no library for flags offers.
+Every error is one line. Libraries for flags do not offer this.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def parse(argv: Sequence[str], defaults: Config | None = None) -> Config:
 
     Flags: `--section.name value` or `--section.name=value`, with - or _ within a name; a bool takes no value
     (`--train.eval-only`, `--train.no-eval-only`); several values follow one another (`--data.path a b`); `none` unsets
-    an optional setting; the last of repeated flags counts. `--model small` is short for `--model.size small`. `--help` prints all
+    an optional setting; the last of repeated flags is used. `--model small` means `--model.size small`. `--help` prints all
     settings and exits with 0.
 
     Args:
         argv: the arguments.
-        defaults: the values of settings that neither the file nor a flag gives.
+        defaults: the values of settings that are neither in the file nor in a flag.
 
     Raises:
         ConfigError: an unknown setting, a wrong type, a value out of range, or a file that cannot be read.
@@ -44,22 +44,22 @@ def parse(argv: Sequence[str], defaults: Config | None = None) -> Config:
 
 
 def from_toml(path: str | os.PathLike[str]) -> Config:
-    """Settings from a TOML file with the sections of `Config`; raises ConfigError as `parse`."""
+    """Settings from a TOML file with the sections of `Config`; raises ConfigError like `parse`."""
     return _build(Config(), _read_toml(path))
 
 
 def from_text(text: str, source: str) -> Config:
-    """Settings from the text that `to_toml` made; raises ConfigError, naming `source`, as `parse`."""
+    """Settings from the text that `to_toml` made; raises ConfigError like `parse`, with `source` in the message."""
     return _build(Config(), _read_text(text, source))
 
 
 _SHORT = {"model": "model.size"}
-"""Flags that stand for a longer one."""
+"""Short names of settings."""
 _CONSTANTS = {"true": True, "false": False, "none": None}
 
 
 def _build(base: Config, changes: Mapping[str, Any]) -> Config:
-    """The settings with some replaced, all at once, so that values are checked against each other only in the end."""
+    """`base` with `changes`, made in one go, so that values that depend on each other are checked only when all are there."""
     tops: dict[str, Any] = {}
     sections: dict[str, dict[str, Any]] = {}
     for name, value in changes.items():
@@ -69,7 +69,7 @@ def _build(base: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """Values of the flags by full name, `config` among them."""
+    """Values of the flags by full name, including `config`."""
     types = kinds() | {"config": str}
     values: dict[str, Any] = {}
     words = list(argv)
@@ -142,7 +142,7 @@ def _read_text(text: str, source: str) -> dict[str, Any]:
 
 
 def _value(word: str, kind: Any) -> Any:
-    """A flag's word as the value that TOML would have given: the word itself for a text, and where it is no other value."""
+    """A flag's word as the value that TOML would give. A word that is no constant and no number stays a text."""
     if kind is str or (get_origin(kind) is Literal and isinstance(get_args(kind)[0], str)):
         return word
     if word.lower() in _CONSTANTS:
@@ -154,13 +154,13 @@ def _value(word: str, kind: Any) -> Any:
 
 
 def _checked(value: Any, kind: Any, name: str) -> Any:
-    """The value if it is of the type (a whole number also where a float is wanted); raises ConfigError if not."""
+    """The value if it has the type `kind`, else ConfigError. A whole number also counts as a float."""
     if get_origin(kind) is tuple and isinstance(value, list):
         for item in value:
             _checked(item, get_args(kind)[0], name)
     if isinstance(value, str) and any(
         "\ud800" <= c <= "\udfff" for c in value
-    ):  # stand-ins of bytes that are not UTF-8
+    ):  # Python's substitutes for bytes that are not UTF-8
         raise ConfigError(f"{name}: expected text in UTF-8, which a TOML file can hold, got {value!r}")
     try:
         return msgspec.convert(value, kind)
@@ -169,7 +169,7 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
 
 
 def _hint(name: str, known: Iterable[str], form: str) -> str:
-    """A suggestion for a wrong name: a setting of that name in another section, else the setting with the most similar name."""
+    """A suggestion for a wrong name: a setting of the same name in another section, else the setting with the most similar name."""
     names = sorted(known)
     if inside := [n for n in names if n.startswith(f"{name}.")]:
         return f"{name} is a section; its settings are {', '.join(_shown(n, form) for n in inside)}"

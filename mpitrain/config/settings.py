@@ -1,4 +1,4 @@
-"""The settings with their types and ranges: frozen dataclasses that check their values. No text is read or written here."""
+"""The settings with their types and ranges: frozen dataclasses that check their values. This module reads and writes no text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model: a named size, any of whose numbers can be replaced."""
+    """The model: a named size. Each of its numbers can be replaced."""
 
     size: str = "tiny"
     """A named size: tiny, small (GPT-2's 124 M), medium, large, xl."""
@@ -32,13 +32,13 @@ class ModelConfig:
     context: int | None = None
     """Tokens in a sequence, instead of the named size's."""
     vocab: int | None = None
-    """Number of different tokens, instead of the named size's; data are bytes, so 256 is enough."""
+    """Number of different tokens, instead of the named size's; tokens are bytes, so 256 is enough."""
     tied: bool = True
     """The head shares the embedding's weight."""
 
     def __post_init__(self) -> None:
         if self.resolve().vocab < 256:
-            raise ConfigError(f"model.vocab: expected at least 256, for the data are bytes, got {self.vocab}")
+            raise ConfigError(f"model.vocab: expected at least 256, because tokens are bytes, got {self.vocab}")
 
     def resolve(self) -> GPTConfig:
         """The model's numbers.
@@ -58,53 +58,51 @@ class DataConfig:
     """The training data."""
 
     path: tuple[str, ...] = ()
-    """Files and folders of your own; without any: the sources of Python's standard library."""
+    """Files and folders with the training text; default: the source files of Python's standard library."""
     suffixes: tuple[str, ...] = ()
-    """Which files of a folder are taken, such as .py .md; without any: all that look like text."""
+    """The endings of the files that are read in a folder, such as .py .md; default: every file that looks like text."""
     heldout: float = 0.05
     """Share of the data kept for evaluation."""
 
     def __post_init__(self) -> None:
         _expect("data.heldout", self.heldout, 0, below=1)
         if "" in self.path or "" in self.suffixes:
-            raise ConfigError("data.path and data.suffixes: expected no empty text among them")
+            raise ConfigError("data.path and data.suffixes: expected values that are not empty")
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the work is spread over ranks, memory and cores."""
+    """The distribution of the work over ranks, memory and cores."""
 
     stage: Literal[0, 1, 2, 3] = 3
-    """ZeRO stage: 3 shards parameters, gradients and optimizer state; 2 shards gradients and optimizer state; 1 is as 2, but
+    """ZeRO stage: 3 shards parameters, gradients and optimizer state; 2 shards gradients and optimizer state; 1 is like 2, but
     reduces gradients at the end of the backward; 0 shards nothing."""
     copies: int = 1
-    """Copies of the shards: each is spread over so many times fewer ranks, and gradients are averaged over the copies."""
+    """Number of copies of the shards. One copy is spread over (ranks / copies) ranks; gradients are averaged over the copies."""
     storage: Literal["auto", "resident", "private"] = "auto"
-    """Where full parameters live: once per node in memory its ranks share, or with each rank (stage 3: gathered when needed)."""
+    """Memory of full parameters. resident: one copy per node, shared by its ranks; private: each rank's (stage 3: gathered for use)."""
     param_dtype: Dtype = "float32"
-    """Dtype of forward and backward; the optimizer's parameters are always float32. float16: the loss is scaled."""
+    """Dtype of forward and backward; the optimizer's parameters are always float32. With float16 the loss is scaled."""
     reduce_dtype: Dtype = "float32"
-    """Dtype in which gradients are reduced over ranks. float16: the loss is scaled."""
+    """Dtype in which gradients are reduced over ranks. With float16 the loss is scaled."""
     reshard_after_forward: bool = True
     """Free gathered parameters after forward and gather them again for backward: less memory, more traffic."""
     checkpoint_activations: bool = False
-    """Compute each block's activations again in the backward: less memory, a third more time."""
+    """Compute each block's activations again in the backward: less memory, about a third more time."""
     threads: int | None = None
-    """Torch's threads per rank; default: the node's cores over its ranks."""
+    """Torch's threads per rank; default: the number of the node's cores divided by the number of its ranks."""
     bind: bool = True
     """Bind each rank to its own cores."""
     offload: bool = False
-    """Keep shards, their gradients and the optimizer's state in host memory where the ranks compute on GPUs."""
+    """If the ranks compute on GPUs: keep the shards, their gradients and the optimizer's state in host memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the ranks compute; auto takes the GPUs if there are any."""
+    """The device on which the ranks compute; auto selects the GPUs if there are any."""
 
     def __post_init__(self) -> None:
         _expect("parallel.threads", self.threads, 1)
         _expect("parallel.copies", self.copies, 1)
         if self.stage == 0 and self.storage == "resident":
-            raise ConfigError(
-                "parallel.storage: in stage 0 each rank has a copy of its own; take auto, or stage 1 to 3"
-            )
+            raise ConfigError("parallel.storage: in stage 0 each rank has its own copy; choose auto, or stage 1 to 3")
 
 
 @dataclass(frozen=True)
@@ -118,13 +116,13 @@ class OptimConfig:
     warmup_steps: int = 50
     """Steps over which the learning rate rises."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the running means of gradients and of their squares."""
+    """Decay factors of the running means of the gradients and of their squares."""
     eps: float = 1e-8
-    """Added to the divisor."""
+    """Small number that is added to the divisor."""
     weight_decay: float = 0.1
-    """Decay of matrices; norms and biases do not decay."""
+    """Weight decay of matrices; norms and biases do not decay."""
     clip_norm: float = 1.0
-    """Longest gradient, as a global norm; 0 clips nothing."""
+    """Largest global norm of the gradient: a longer gradient is scaled down to it; 0 clips nothing."""
 
     def __post_init__(self) -> None:
         _expect("optim.lr", self.lr, 0)
@@ -142,27 +140,27 @@ class TrainConfig:
     """The length of the training, the batch, evaluations and the sample."""
 
     steps: int = 1000
-    """Steps of the optimizer, those that are left out among them."""
+    """Steps of the optimizer, skipped steps included."""
     batch: int = 12
-    """Sequences in a global batch, all ranks and micro-batches together."""
+    """Sequences in a global batch: the sum over all ranks and micro-batches."""
     accumulate: int = 1
     """Micro-batches per step."""
     max_skipped_steps: int = 0
-    """Steps in a row left out because their loss or gradient is not finite, before that is an error; 0: the first one is."""
+    """Steps in a row that may be skipped because their loss or gradient is not finite; one more is an error."""
     seed: int = 0
-    """Decides initial values, order of the data, and the sample."""
+    """Seed of the initial values, of the order of the data, and of the sample."""
     eval_every: int = 250
     """Steps between evaluations; 0: only at the end."""
     eval_batches: int = 20
-    """Held-out batches per evaluation; 0 evaluates never."""
+    """Held-out batches per evaluation; 0: no evaluations."""
     eval_only: bool = False
-    """Evaluate the checkpoint and train nothing."""
+    """Evaluate the checkpoint, and do not train."""
     sample_bytes: int = 400
-    """Length of the text printed at the end; 0 prints no text."""
+    """Length of the sample, a text that the model generates at the end of the run; 0: no sample."""
     sample_prompt: str = "def "
-    """The beginning of that text."""
+    """The beginning of the sample."""
     sample_temperature: float = 0.8
-    """Higher is bolder; 0 always takes the likeliest byte."""
+    """A higher value makes the sample more random; 0 always takes the most probable byte."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate"):
@@ -182,22 +180,22 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When the run is saved. It always is at its end and when it is told to stop."""
+    """The checkpoints of the run. A run always saves one at its end, and when it is asked to stop."""
 
     every: int = 500
-    """Steps between checkpoints; 0: only at the end or stop."""
+    """Steps between checkpoints; 0: only one, at the end or at a stop."""
     keep: int = 3
-    """Checkpoints kept, those saved last; older ones are deleted."""
+    """Number of newest checkpoints that are kept; older ones are deleted."""
     keep_every: int = 0
-    """Those of steps that it divides are never deleted; 0: all may be."""
+    """Checkpoints at multiples of this number of steps are never deleted; 0: every old checkpoint is deleted."""
     files: str = "rank"
-    """Data files of a checkpoint: rank (one for each), node, one, or at most so many."""
+    """Data files of a checkpoint: rank (one per rank), node (one per node), one, or a number: at most so many files."""
     driver: Literal["posix", "mpio", "mpio-collective"] = "posix"
-    """How ranks write: each by itself, or by parallel HDF5, for file systems that want MPI-IO."""
+    """posix: each rank writes by itself; mpio: the ranks write with parallel HDF5, for file systems that need MPI-IO."""
     background: bool = False
-    """Write them while the training goes on, from a copy in host memory."""
+    """Write checkpoints from a copy in host memory while the training continues."""
     copies: tuple[str, ...] = ()
-    """Further folders or URLs (s3://bucket/run), of this run alone, for copies of each checkpoint, read if it is lost or damaged."""
+    """Folders or URLs (s3://bucket/run) for copies of each checkpoint of this run only; read if a checkpoint is lost or damaged."""
 
     def __post_init__(self) -> None:
         _expect("checkpoint.every", self.every, 0)
@@ -207,14 +205,14 @@ class CheckpointConfig:
             raise ConfigError(f"checkpoint.copies: expected folders or URLs, got {self.copies!r}")
         if self.background and self.driver != "posix":
             raise ConfigError(
-                f"checkpoint.driver: {self.driver} cannot write in the background; take posix, or leave that out"
+                f"checkpoint.driver: {self.driver} cannot write in the background; choose posix, or no background"
             )
         if self.files not in ("rank", "node", "one") and not (self.files.isdecimal() and int(self.files) > 0):
             raise ConfigError(f"checkpoint.files: expected rank, node, one or a number from 1, got {self.files!r}")
 
     @property
     def num_files(self) -> str | int:
-        """As `ckpt.save` takes it."""
+        """The argument `files` of `ckpt.save`."""
         return int(self.files) if self.files.isdecimal() else self.files
 
 
@@ -236,7 +234,7 @@ class Config:
     run: str = "runs/default"
     """The run's folder: settings, metrics and checkpoints."""
     resume: str = "auto"
-    """auto: go on from the run's last checkpoint if there is one; never: start anew; or the path of a checkpoint."""
+    """auto: continue from the run's last checkpoint if there is one; never: start at step 0; or the path of a checkpoint."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -255,7 +253,7 @@ def check_ranks(config: Config, num_ranks: int) -> None:
     """Check the settings that depend on the number of ranks.
 
     Raises:
-        ConfigError: a global batch that ranks and micro-batches do not divide, ranks that copies do not divide.
+        ConfigError: the global batch is not a multiple of ranks x micro-batches, or the ranks are not a multiple of the copies.
     """
     copies = config.parallel.copies
     if num_ranks % copies:
@@ -268,12 +266,12 @@ def check_ranks(config: Config, num_ranks: int) -> None:
         fitting = [str(n) for n in (batch // factor * factor, (batch // factor + 1) * factor) if n]
         raise ConfigError(
             f"train.batch: expected a multiple of {factor} = {num_ranks} ranks x {accumulate} (train.accumulate), "
-            f"got {batch}; nearest that fit: {' or '.join(fitting)}"
+            f"got {batch}; nearest multiples: {' or '.join(fitting)}"
         )
 
 
 def kinds() -> dict[str, Any]:
-    """The type of every setting by its full name, those without a section first."""
+    """The type of every setting by its full name. Settings without a section come first."""
     types: dict[str, Any] = {}
     for name, kind in get_type_hints(Config).items():
         types |= {f"{name}.{k}": t for k, t in get_type_hints(kind).items()} if is_dataclass(kind) else {name: kind}
@@ -281,7 +279,7 @@ def kinds() -> dict[str, Any]:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Every setting by its full name, those without a section first."""
+    """The value of every setting by its full name. Settings without a section come first."""
     return {name: attrgetter(name)(config) for name in kinds()}
 
 

@@ -22,7 +22,7 @@ A bool needs no value: --train.eval-only is true, --train.no-eval-only is false.
 
 
 def to_toml(config: Config) -> str:
-    """The settings as TOML, from which `from_toml` and `parse` make equal settings. Values that are None are left out."""
+    """The settings as TOML. `from_toml` and `parse` make equal settings from it. Values that are None are left out."""
     sections: dict[str, list[str]] = {}
     for name, value in flat(config).items():
         section, _, key = name.rpartition(".")
@@ -38,7 +38,7 @@ def differences(a: Config, b: Config) -> list[str]:
 
 
 def print_help(config: Config) -> None:
-    """Print every setting with its type, its default, as `config` has it, and the docstring under its field."""
+    """Print every setting with its type, its default (the value in `config`), and the docstring under its field."""
     print(_HELP)
     docs, values, width = _docs(), flat(config), shutil.get_terminal_size().columns
     last = ""
@@ -78,7 +78,7 @@ def wanted(kind: Any) -> str:
 def _text(value: Any) -> str:
     """A value as TOML writes it."""
     if value is None:
-        return "none"  # in `differences` alone: TOML has no such value
+        return "none"  # only in `differences`: TOML has no null
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

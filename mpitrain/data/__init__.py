@@ -1,4 +1,4 @@
-"""The data of a run: `corpus` finds, splits and reads the bytes, `order` says which of them stand where. No torch."""
+"""The data of a run: `corpus` finds, splits and reads the bytes, `order` selects the bytes of each sample. No torch."""
 
 from mpitrain.data.corpus import Listing, Part, read_into, scan
 from mpitrain.data.order import Batches, HeldoutBatches

@@ -1,11 +1,11 @@
-"""Which bytes a run trains on: the files, their order, and the split into train and held-out.
+"""The training data: the files, their order, and the split into train and held-out.
 
-The default corpus is the source of Python's own standard library: real text that every machine with Python has. Folders
-called `test`, `tests` and `idle_test` are left out, because Linux distributions ship Python without them.
+The default corpus is the source code of Python's standard library: real text that every machine with Python has. Folders
+named `test`, `tests` and `idle_test` are left out, because Linux distributions ship Python without them.
 
-Files are taken as they are, as bytes; a token is a byte. Each file is followed by one zero byte, which text does not
-contain, so that a model sees where a file ends. `scan` only lists; `read_into` reads, into memory the caller chose, so that
-one rank per node can fill an array that all the node's ranks see.
+A token is a byte of a file. Each file is followed by one zero byte, which text does not contain, so that a model sees the end
+of the file. `scan` only lists the files. `read_into` reads them into memory of the caller, so that one rank per node can fill
+an array that all ranks of the node see.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEPARATOR = 0
 """The token after each file."""
 
 MIN_FILES_TO_HASH = 20
-"""With fewer files than this the split is a tail of the bytes: whole files would miss the wanted share by far."""
+"""With fewer files, the split cuts off the last part of all bytes: a split by whole files would be far from the wanted share."""
 
 _SNIFFED_BYTES = 4096
 _STDLIB = sysconfig.get_paths()["stdlib"]
@@ -35,9 +35,9 @@ class Piece(NamedTuple):
     """A run of bytes of one file."""
 
     name: str
-    """The path as it counts for order, split and fingerprint: relative to the folder that was named."""
+    """The name for order, split and fingerprint: the path relative to the folder in the argument."""
     path: Path
-    """Where the file lies on this machine."""
+    """The path of the file on this machine."""
     file_bytes: int
     """Size of the whole file when it was listed."""
     begin: int
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One side of the split: pieces of files in order, each followed by the separator when read."""
+    """One side of the split: pieces of files in order. When read, a separator follows each piece."""
 
     pieces: tuple[Piece, ...]
 
@@ -60,25 +60,25 @@ class Part:
 
 @dataclass(frozen=True)
 class Listing:
-    """A corpus before it is read: its files, and their split."""
+    """A corpus that was not read yet: its files, and their split."""
 
     train: Part
     heldout: Part
     fingerprint: str
-    """Hash of the files' names and sizes and of the split: kept with a checkpoint, it tells that the data changed."""
+    """Hash of the files' names and sizes and of the split. A checkpoint stores it, so a change of the data is noticed."""
 
 
 def scan(paths: Sequence[str], suffixes: Sequence[str] = (), heldout: float = 0.05) -> Listing:
-    """List a corpus and split it. Reads names and sizes, of unknown files in folders also the first 4 KiB.
+    """List a corpus and split it. The function reads names and sizes; without suffixes also the first 4 KiB of files in folders.
 
-    A file goes to the held-out side if the hash of its name says so: adding or removing other files does not move it.
+    The hash of a file's name decides its side of the split, so other files that are added or removed do not move it.
     With fewer than `MIN_FILES_TO_HASH` files, the held-out side is the last part of all the bytes laid end to end.
 
     Args:
-        paths: files and folders; empty: the standard library. A folder is taken with all below it, except hidden files
-            and folders and `__pycache__`; links to folders are not followed. A file that is named is always taken.
-        suffixes: of the files in folders, those whose names end so, such as (".py", ".md"). Empty: those that look like
-            text (no zero byte in the first 4 KiB); of the standard library `.py`.
+        paths: files and folders; empty: the standard library. A folder stands for all files below it, except hidden files
+            and folders and `__pycache__`; links to folders are not followed. A file in `paths` is always taken.
+        suffixes: the endings of the files that are taken from folders, such as (".py", ".md"). Empty: all files that look
+            like text (no zero byte in the first 4 KiB); of the standard library `.py`.
         heldout: the held-out share of the data, 0 up to, but not including, 1.
 
     Raises:
@@ -110,7 +110,7 @@ def read_into(part: Part, buffer: np.ndarray) -> None:
         buffer: 1-D uint8 array of exactly `part.num_tokens`, filled in place.
 
     Raises:
-        ValueError: a buffer of another shape or dtype, or a file that is not as it was when listed.
+        ValueError: a buffer of another shape or dtype, or a file that changed after it was listed.
     """
     if buffer.dtype != np.uint8 or buffer.shape != (part.num_tokens,) or not buffer.flags.c_contiguous:
         got = f"{buffer.dtype} of shape {buffer.shape}, strides {buffer.strides}"
@@ -133,7 +133,7 @@ def read_into(part: Part, buffer: np.ndarray) -> None:
 
 
 def _list_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[Piece]:
-    """The files that are taken, whole, in order: paths as given, within a folder by name; empty files are dropped."""
+    """The files of the corpus, whole, in the order of `paths`, within a folder by name. Empty files are dropped."""
     default = not paths
     files: dict[Path, Piece] = {}
     for given in paths or (_STDLIB,):
@@ -149,7 +149,7 @@ def _list_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[Piece]:
             if not os.access(path, os.R_OK):
                 raise ValueError(f"data.path: {path} cannot be read: permission denied")
             size = path.stat().st_size
-            if size:  # a file reached twice, by two paths, counts once
+            if size:  # a file that two paths reach counts once
                 files.setdefault(path.resolve(), Piece(name, path, size, 0, size))
     return list(files.values())
 
@@ -183,7 +183,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _share(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone."""
+    """A number in [0, 1) that depends only on the name."""
     digest = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8, person=b"mpitrain.split").digest()
     return int.from_bytes(digest, "big") / 2**64
 

@@ -1,4 +1,4 @@
-"""A corpus in the memory of the node: read once, seen by all its ranks."""
+"""A corpus in the shared memory of a node: read once, seen by all ranks of the node."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ from mpitrain.rank0 import on_rank0
 
 
 class Corpus(NamedTuple):
-    """Tokens are bytes: 1-D uint8, shared by the ranks of a node and not to be written."""
+    """Tokens are bytes: 1-D uint8, shared by the ranks of a node, which must not write to them."""
 
     train: np.ndarray
     heldout: np.ndarray
     num_files: int
-    fingerprint: str  # of names, sizes and split
+    fingerprint: str  # hash of names, sizes and split
 
 
 def load_corpus(config: DataConfig, comm: Communicator) -> Corpus:

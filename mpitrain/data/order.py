@@ -1,10 +1,10 @@
-"""Which tokens stand where: a pure function of (seed, step, index in the global batch).
+"""The order of the samples: the tokens of a sample are a pure function of (seed, step, index in the global batch).
 
-The tokens are cut into windows of `context` tokens, and one more as the last target. Every window is seen once per epoch,
-in an order of its own per epoch; each epoch also moves the grid of cuts, so that a window's edges differ between epochs.
-The order is a keyed permutation that is computed, not stored: a Feistel network over the next power of four, walked on
-until it lands inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). So a position is all that
-a checkpoint needs to keep, and any rank finds any sample of any step in constant time and memory.
+A sample is a window of `context` tokens, and one more token as the last target. Each epoch has every window once, in another
+order. Each epoch also shifts the grid of windows, so that a window's edges differ between epochs. The order is a keyed
+permutation that is computed, not stored: a Feistel network over the next power of four, with cycle walking: it is applied
+until the image is in range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). So a checkpoint stores
+only a position, and any rank finds any sample of any step in constant time and memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import numpy as np
 
 _ROUNDS = 6
-"""Rounds of the Feistel network: 4 make it a permutation without pattern; 2 more cost little."""
+"""Rounds of the Feistel network: 4 give a permutation without a visible pattern; 2 more cost little."""
 
 
 def permute(indices: np.ndarray, num: int, keys: np.ndarray) -> np.ndarray:
@@ -32,7 +32,7 @@ def permute(indices: np.ndarray, num: int, keys: np.ndarray) -> np.ndarray:
     mask = np.uint64((1 << int(half)) - 1)
     images = np.array(indices, np.uint64)
     outside = np.ones(images.shape, bool)
-    while outside.any():  # cycle walking: at most 4 tries on average, for the range is at least a quarter of the domain
+    while outside.any():  # cycle walking: at most 4 tries on average, since the range is 1/4 of the domain or more
         left, right = images[outside] >> half, images[outside] & mask
         for key in keys:
             left, right = right, left ^ (_mix(right + key) & mask)
@@ -42,17 +42,17 @@ def permute(indices: np.ndarray, num: int, keys: np.ndarray) -> np.ndarray:
 
 
 def sample_starts(positions: np.ndarray, *, seed: int, num_windows: int, context: int, num_shifts: int) -> np.ndarray:
-    """Where the samples at some positions begin in the tokens.
+    """The first token of the sample at each of `positions`.
 
     Args:
-        positions: 1-D integers, samples counted since the start of the run: step * batch + index.
+        positions: 1-D integers, numbers of samples since the start of the run: step * batch + index.
         seed: the run's seed.
         num_windows: windows per epoch.
         context: tokens from one window to the next.
         num_shifts: the grid of an epoch begins at a token in [0, num_shifts).
 
     Returns:
-        int64, as many.
+        int64, as many as positions.
     """
     positions = np.asarray(positions, np.int64)
     starts = np.empty_like(positions)
@@ -72,7 +72,7 @@ class Batches:
 
     Args:
         tokens: 1-D uint8, the training part; not copied.
-        context: tokens that the model sees of a sample.
+        context: tokens of a sample that the model sees.
         batch: samples in a global batch.
         seed: the run's seed.
 
@@ -82,7 +82,7 @@ class Batches:
 
     def __init__(self, tokens: np.ndarray, *, context: int, batch: int, seed: int) -> None:
         _check_tokens(tokens)
-        # One window's length is left free for the shifts, unless there is but one window.
+        # The length of one window is left for the shifts, unless there is only one window.
         self.num_windows = max(len(tokens) // context - 1, min(1, (len(tokens) - 1) // context))
         if self.num_windows < batch:
             needed = context + 1 if batch == 1 else (batch + 1) * context
@@ -91,14 +91,14 @@ class Batches:
                 f"{len(tokens)}; take more data, or lower train.batch or model.context"
             )
         self.tokens, self.context, self.batch, self.seed = tokens, context, batch, seed
-        self._first_sample = 0  # of step 0, as far as the steps from now on tell
+        self._first_sample = 0  # the first sample of step 0 if all steps had the current batch size
         self._num_shifts = min(context, len(tokens) - self.num_windows * context)
 
     def get(self, step: int, lo: int, hi: int) -> np.ndarray:
         """Rows lo to hi of the global batch of a step (0, 1, ...).
 
         Returns:
-            (hi - lo, context + 1) int64: the tokens seen, and in the last column the last target.
+            (hi - lo, context + 1) int64: the tokens that the model sees; the last column has the last targets.
         """
         _check_rows(lo, hi, self.batch)
         positions = self.next_sample(step) + np.arange(lo, hi, dtype=np.int64)
@@ -112,24 +112,24 @@ class Batches:
         return _rows(self.tokens, starts, self.context)
 
     def next_sample(self, step: int) -> int:
-        """Samples seen before a step: the position in the data."""
+        """The number of samples before a step, which is the position in the data."""
         return self._first_sample + step * self.batch
 
     def go_on(self, step: int, next_sample: int) -> None:
-        """Let the global batch of a step begin at a sample: a run may have been saved with another batch size."""
+        """Let the global batch of `step` begin at `next_sample`, because the run may have been saved with another batch size."""
         self._first_sample = next_sample - step * self.batch
 
 
 class HeldoutBatches:
     """Batches for evaluation: fixed windows, evenly spaced over the held-out tokens, without overlap.
 
-    All batches are full, so every rank has the same number of rows whatever the number of ranks.
+    All batches are full, so every rank has the same number of rows for any number of ranks.
 
     Args:
         tokens: 1-D uint8, the held-out part; not copied.
-        context: tokens that the model sees of a sample.
+        context: tokens of a sample that the model sees.
         batch: samples in a global batch.
-        num_batches: batches wanted; there are fewer (`num_batches` tells) if the tokens do not suffice.
+        num_batches: the requested number of batches; the attribute `num_batches` is lower if there are too few tokens.
 
     Raises:
         ValueError: fewer tokens than one batch needs.
@@ -142,15 +142,15 @@ class HeldoutBatches:
         if self.num_batches < min(num_batches, 1):
             raise ValueError(
                 f"data.heldout: a batch of {batch} windows of {context} tokens needs {batch * context + 1} held-out "
-                f"tokens, got {len(tokens)}; take more data, raise data.heldout, lower train.batch, or evaluate never "
-                "by train.eval_batches = 0"
+                f"tokens, got {len(tokens)}; take more data, raise data.heldout, lower train.batch, or turn off "
+                "evaluation with train.eval_batches = 0"
             )
         self.tokens, self.context, self.batch = tokens, context, batch
         num = self.num_batches * batch
         self._starts = np.arange(num, dtype=np.int64) * num_windows // max(num, 1) * context
 
     def get(self, index: int, lo: int, hi: int) -> np.ndarray:
-        """Rows lo to hi of evaluation batch `index`, 0 to num_batches - 1; shaped as those of `Batches.get`."""
+        """Rows lo to hi of evaluation batch `index`, 0 to num_batches - 1, with the shape of `Batches.get`."""
         _check_rows(lo, hi, self.batch)
         if not 0 <= index < self.num_batches:
             raise ValueError(f"expected an evaluation batch from 0 to {self.num_batches - 1}, got {index}")

@@ -12,13 +12,13 @@ from mpitrain.memory.prediction import KINDS, Prediction, predict
 
 USAGE = """usage: python -m mpitrain memory --np N [--nodes M] [--json] [settings]
 
-What a run with these settings will hold at most, on each rank and each node, by kind; in one process, without running it.
+Predicts the peak memory of a run with these settings, on each rank and each node, by kind. One process computes it without a run.
 
   --np N      number of ranks
-  --nodes M   number of nodes they are dealt out to evenly (default: 1)
-  --json      the figures, in bytes, as JSON
+  --nodes M   number of nodes; each has the same number of ranks (default: 1)
+  --json      print the figures, in bytes, as JSON
 
-The settings are those of a training run. A global batch that was not given (train.batch) is rounded up to what the ranks divide.
+The settings are those of a training run. Without train.batch the default global batch is rounded up to a multiple of the ranks.
 """
 
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError("memory: --np N, the number of ranks, is missing")
     batch = config.train.batch
     if batch % (factor := num_ranks * config.train.accumulate):
-        # Only the default is rounded: a wrong batch in the user's settings is an error.
+        # Only the default is rounded: a batch in the user's settings that does not fit is an error.
         config = parse(words, Config(train=TrainConfig(batch=-(-batch // factor) * factor)))
     prediction = predict(config, num_ranks, num_nodes)
     if as_json:

@@ -10,50 +10,50 @@ from mpitrain.memory.step import measure, takes_grads_over, units_of
 from mpitrain.models import GPT
 from mpitrain.sharding.unit.layout import lay_out
 
-MASTER_BYTES = 4  # of an element of the shards, their gradients and each of Adam's two moments
+MASTER_BYTES = 4  # bytes per element of the shards, of their gradients and of each of Adam's two moments
 
 # Measured on Linux x86-64, torch 2.13 for CPUs, Open MPI 5, a model of 0.1 M parameters; 1 and 2 ranks.
 PROCESS_BYTES = 255_000_000
 """The memory of each process after some steps: Python, and allocations of torch and MPI."""
 LIBRARY_BYTES = 122_000_000
-"""Of the libraries' files, once on a node: their pages are shared."""
+"""The pages of the libraries' files, which all processes of a node share."""
 RING_BYTES = 2 << 20
-"""Of a rank in the node's shared memory, for collectives: see collectives/transports/node/staged.py."""
+"""The node's shared memory that collectives use per rank: see collectives/transports/node/staged.py."""
 HEAP_SHARE = 1.0
-"""What glibc's heap keeps at most of freed pieces, between those that stay, as a share of activations. How the heap is cut up differs
-between two runs of one command. Measured: 0.2 to 1.0, twice 1.3 to 1.5 (stage 1, and a progress thread)."""
+"""The most freed memory that glibc's heap keeps between pieces in use, as a share of the activations. The fragmentation of the heap
+differs between two runs of one command. Measured: 0.2 to 1.0, twice 1.3 to 1.5 (stage 1, and a progress thread)."""
 HEAP_SHARE_AGAIN = 2.0
-"""The same where activations are computed again: what one block's temporary tensors leave free lies between what is kept of the others,
-in holes that the next block's do not fit. Measured: 0.7 to 2.1."""
+"""The same with activation checkpointing: the temporary tensors of a block leave holes between tensors that are kept, and the tensors
+of the next block do not fit into these holes. Measured: 0.7 to 2.1."""
 
 KINDS = {
-    "parameters": "shards, fp32, that the optimizer steps; 0 where they are rows of the full parameters",
-    "gradients": "of the shards, fp32; full ones that wait to be reduced",
+    "parameters": "shards, fp32, which the optimizer updates; 0 if they are rows of the full parameters",
+    "gradients": "gradients of the shards, fp32; full gradients that wait for their reduction",
     "optimizer": "Adam's two moments, fp32",
-    "full parameters": "what forward and backward use",
-    "gradient buffers": "the gradients of two units on their way",
-    "activations": "kept for backward, and temporary ones",
-    "allocator": "freed pieces that it keeps, at most",
-    "data": "the files, once on a node",
-    "checkpoint": "the copy that is written in the background",
+    "full parameters": "the parameters that forward and backward use",
+    "gradient buffers": "the gradients of two units during their reduction",
+    "activations": "tensors kept for the backward, and temporary tensors",
+    "allocator": "freed memory that the allocator keeps, at most",
+    "data": "the files, one copy per node",
+    "checkpoint": "the copy from which a background save writes",
     "process": "Python, torch, MPI: measured",
 }
 """The kinds of memory, and their meaning."""
 
 
 class Prediction(NamedTuple):
-    """Bytes by kind. Memory that ranks share counts for each by its share, as PSS does."""
+    """Bytes by kind. Memory that N ranks share counts 1/N for each of them, as in PSS."""
 
     num_ranks: int
     num_nodes: int
     num_parameters: int
     storage: str  # resident, kept or gathered
-    rank: dict[str, int]  # of the rank that needs most
-    node: dict[str, int]  # of the node that needs most, all its ranks together
-    shared: int  # of the node's, in its shared memory (/dev/shm)
+    rank: dict[str, int]  # the rank that needs most
+    node: dict[str, int]  # the node that needs most: the sum over its ranks
+    shared: int  # the part of `node` that is in shared memory (/dev/shm)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """The fields and the totals for JSON."""
         totals = {"rank_total": sum(self.rank.values()), "node_total": sum(self.node.values())}
         return {**self._asdict(), **totals}
 
@@ -61,14 +61,14 @@ class Prediction(NamedTuple):
 def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     """The peak memory of a run with these settings, on CPUs. Each node has the same number of consecutive ranks.
 
-    ConfigError for numbers of ranks and nodes that do not fit the settings or each other, ValueError for data that are not there.
+    ConfigError for numbers of ranks and nodes that do not fit the settings or each other, ValueError for data that do not exist.
     """
     if num_ranks < 1 or num_nodes < 1 or num_ranks % num_nodes:
-        raise ConfigError(f"memory: {num_ranks} ranks cannot be dealt out evenly to {num_nodes} nodes")
+        raise ConfigError(f"memory: {num_ranks} ranks cannot be spread evenly over {num_nodes} nodes")
     check_ranks(config, num_ranks)
     parallel = config.parallel
     if parallel.device == "cuda":
-        raise ConfigError("memory: what a run needs on GPUs is not known yet; take --parallel.device cpu")
+        raise ConfigError("memory: no prediction for GPUs yet; pass --parallel.device cpu")
     with torch.device("meta"):
         model = GPT(config.model.resolve())
     group = 1 if parallel.stage == 0 else num_ranks // parallel.copies  # ranks that share one copy
@@ -84,7 +84,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     in_place = storage != "gathered" and parallel.param_dtype == "float32"
     adopted = takes_grads_over(config, num_ranks)
     reduce_bytes = getattr(torch, parallel.reduce_dtype).itemsize
-    # Before it is added to the shards' gradients: the mean of a unit, of one rank alone the gradient of a parameter.
+    # The mean gradient of a unit (with one rank: the gradient of a parameter) has separate memory until it is added to the shards'.
     is_apart = not adopted and (config.train.accumulate > 1 or parallel.reduce_dtype != "float32")
     longest = max(param.numel() for param in model.parameters())
     held_grads = [MASTER_BYTES * max(layout.counts) for layout in layouts]
@@ -136,6 +136,6 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
 
 
 def _num_beside(rank: int, group: int, on_node: int) -> int:
-    """How many ranks on the node of this one, it among them, hold shards of the same copy."""
+    """The number of ranks, including this one, that are on its node and hold shards of the same copy."""
     first = max(rank // group * group, rank // on_node * on_node)
     return min((rank // group + 1) * group, (rank // on_node + 1) * on_node) - first

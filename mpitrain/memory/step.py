@@ -1,7 +1,7 @@
-"""The peak memory of a training step, counted on tensors without memory.
+"""The peak memory of a training step, counted with tensors that have no memory.
 
 Fake tensors go through the same operations of forward and backward as real tensors on the CPU, and are freed at the same points. So the
-count is exact, except for temporary memory of kernels and for free memory that the allocator keeps.
+count is exact, except for the temporary memory of kernels and the free memory that the allocator keeps.
 """
 
 import weakref
@@ -20,7 +20,7 @@ from mpitrain.config import Config
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.sharding import checkpoint_activations
 
-HEAP_BYTES = 32 << 20  # glibc gives longer pieces back to the system at once, shorter ones it may keep
+HEAP_BYTES = 32 << 20  # glibc returns longer pieces to the system at once; shorter pieces may stay in its heap
 
 
 class Tracker(TorchDispatchMode):
@@ -30,16 +30,16 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        """The bytes of each kind when they were most in all; "heap" counts those again that the allocator takes from its heap."""
-        self._kinds: dict[int, str] = {}  # of living storages
+        """The bytes of each kind when their sum was largest; "heap": the part of this sum in the allocator's heap."""
+        self._kinds: dict[int, str] = {}  # the kind of each living storage
         self._alive: dict[int, Any] = {}
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """A tensor that is counted elsewhere."""
+        """Do not count this tensor: another part of the prediction does."""
         self._alive[id(tensor.untyped_storage())] = weakref.ref(tensor.untyped_storage())
 
     def is_of(self, tensor: torch.Tensor, kind: str) -> None:
-        """Count a tensor as of that kind from now on."""
+        """Count a tensor under `kind` from now on."""
         key = id(tensor.untyped_storage())
         if key in self._kinds:
             self.now[self._kinds[key]] -= tensor.untyped_storage().nbytes()
@@ -84,25 +84,25 @@ class Tracker(TorchDispatchMode):
 
 
 def total(counts: Counter[str]) -> int:
-    """All kinds together."""
+    """The sum of all kinds."""
     return sum(nbytes for kind, nbytes in counts.items() if kind != "heap")
 
 
 def units_of(model: GPT) -> list[list[nn.Parameter]]:
-    """The parameters of each unit, as `make_model` shards them: the blocks, then the rest."""
+    """The parameters of each unit that `make_model` makes: the blocks, then the rest."""
     units = [list(block.parameters()) for block in model.blocks]
     inside = {id(param) for unit in units for param in unit}
     return [*units, [param for param in model.parameters() if id(param) not in inside]]
 
 
 def takes_grads_over(config: Config, num_ranks: int) -> bool:
-    """Whether the full gradients become those of the shards as they are: of one rank alone, in fp32."""
+    """Whether the full gradients become the gradients of the shards without a copy: only with one rank, in fp32."""
     return num_ranks == 1 and config.parallel.param_dtype == config.parallel.reduce_dtype == "float32"
 
 
 def measure(config: Config, num_ranks: int, held: list[int], *, gathered: bool) -> Counter[str]:
-    """The peak of a step, or of an evaluation where that needs more, on one of `num_ranks` ranks: "activations", "gradients",
-    "full parameters" if they are `gathered`, "heap". `held`: the bytes of the shards' gradients, by `units_of`."""
+    """The peak of a step, or of an evaluation if it needs more, on one of `num_ranks` ranks: "activations", "gradients",
+    "full parameters" if they are `gathered`, "heap". `held`: the bytes of the shards' gradients, in the order of `units_of`."""
     micro_batch = config.train.batch // num_ranks // config.train.accumulate
     trained = _run(config, micro_batch, num_ranks, held, gathered=gathered, train=True)
     if not config.train.eval_batches:
@@ -144,9 +144,8 @@ def _fake_model(sizes: GPTConfig, dtype: torch.dtype) -> GPT:
 
 
 def _gather(model: GPT, tracker: Tracker, *, again: bool) -> None:
-    """Count full parameters as storage.py's `Gathered` holds them. `again`: freed after a block's forward, for its backward filled.
-
-    With a progress thread the next block is gathered ahead: see `prefetch_bytes` of fully_shard.
+    """Count full parameters as `Gathered` in storage.py holds them. `again`: a block frees them after its forward, and its backward
+    fills them again. With a progress thread the next block is prefetched: see `prefetch_bytes` of fully_shard.
     """
     *blocks, root = [sum(param.nbytes for param in unit) for unit in units_of(model)]
     tracker.add("full parameters", root)
@@ -172,7 +171,7 @@ def _gather(model: GPT, tracker: Tracker, *, again: bool) -> None:
 
 
 def _reduce(model: GPT, tracker: Tracker, config: Config, num_ranks: int, held: list[int]) -> None:
-    """Free full gradients when they are reduced, and count those of the shards from then on: see [Note: order] and
+    """Free full gradients when they are reduced, and count the gradients of the shards from then on: see [Note: order] and
     [Note: gradient buffers] in sharding/step/reducer.py."""
     is_first = config.train.accumulate == 1  # later micro-batches add to the gradients of the first
     reduced = [*reversed(held[:-1]), held[-1]]

@@ -1,4 +1,4 @@
-"""The models that come along: the GPT, its named sizes, sampling. Importing this imports no torch; using `GPT` does."""
+"""The GPT, its named sizes, and sampling. The import of this package does not import torch; the use of `GPT` does."""
 
 from __future__ import annotations
 

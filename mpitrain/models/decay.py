@@ -1,4 +1,4 @@
-"""Which parameters weight decay touches."""
+"""The parameters with and without weight decay."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two parameter groups for a torch optimizer: matrices with weight decay, norms and biases without.
 
-    Goes by the number of dimensions alone, which a shard keeps, so it holds before and after sharding. Frozen parameters
-    are left out. There are always two groups, in this order, either may be empty: the same number on every rank.
+    The groups depend only on the number of dimensions. A shard keeps this number, so the groups are the same before and after sharding.
+    Frozen parameters are left out. Every rank has two groups in this order; a group may be empty.
 
     Args:
         model: any module.
-        weight_decay: that of the first group.
+        weight_decay: the weight decay of the first group.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     return [

@@ -1,7 +1,7 @@
-"""The GPT: a decoder-only transformer as GPT-2's (Radford et al. 2019), pre-norm, with learned positions.
+"""The GPT: a decoder-only transformer like GPT-2 (Radford et al. 2019), pre-norm, with learned positions.
 
-Plain torch, and nothing of sharding or ranks: it trains as well in a loop of one's own. Shapes in the code:
-B sequences, L tokens of each, C width, H heads, V vocabulary. Its numbers and named sizes stand in `sizes`.
+The module is plain torch without sharding or ranks, so any training loop can use it. Shapes in the code:
+B sequences, L tokens per sequence, C width, H heads, V vocabulary. The numbers and named sizes are in `sizes`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpitrain.models.sizes import GPTConfig
 
 
 class Attention(nn.Module):
-    """Causal self-attention of several heads."""
+    """Causal self-attention with several heads."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide between them, with a GELU."""
+    """Two linear layers with a GELU between them; the hidden width is four times the outer width."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP, each on a normed copy of the stream and added to it. The unit of sharding."""
+    """One layer, and one unit of sharding: attention, then MLP; each reads the normed residual stream and adds its output to it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -64,9 +64,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model. Its values are torch's defaults until `mpitrain.init.initialize` gives it those of `init_rule`.
+    """The model. It has torch's default values until `mpitrain.init.initialize` sets the values of `init_rule`.
 
-    Under `torch.device("meta")` it costs neither memory nor time.
+    Under `torch.device("meta")` its construction needs neither memory nor time.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -76,21 +76,21 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.ln_f = nn.LayerNorm(config.width)
-        # Tied: the weight made here is replaced at once; on the meta device it costs nothing until then.
+        # Tied: the next lines replace the weight made here, so it is on the meta device and needs no memory.
         self.head = nn.Linear(config.width, config.vocab, bias=False, device="meta" if config.tied else None)
         if config.tied:
             self.head.weight = self.wte.weight
 
     def forward(self, tokens_BL: torch.Tensor, targets_BL: torch.Tensor | None = None) -> torch.Tensor:  # noqa: N803
-        """Logits of the next token, or their loss.
+        """The logits of the next token, or the loss.
 
         Args:
             tokens_BL: (B, L) int64, L at most the context.
-            targets_BL: (B, L) int64, the token after each one; -100 where it does not count.
+            targets_BL: (B, L) int64, for each token the next token; the loss ignores positions with -100.
 
         Returns:
             Without targets: logits (B, L, V) in the parameters' dtype. With targets: the mean cross-entropy in nats per
-            counted token, a float32 scalar (NaN if none counts).
+            counted token, a float32 scalar (NaN if all targets are -100).
 
         Raises:
             ValueError: more tokens than the context.
@@ -107,7 +107,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits_BLV.float().flatten(0, 1), targets_BL.flatten(), ignore_index=-100)
 
     def init_rule(self, name: str) -> Init:
-        """GPT-2's initial values: normal 0.02; projections into the stream less, by the number added; norms 1, biases 0."""
+        """GPT-2's initial values: weights normal with std 0.02 (projections 0.02 / sqrt(2 * layers)), norms 1, biases 0."""
         *_, module, kind = name.split(".")
         if kind == "bias":
             return Constant(0.0)

@@ -1,4 +1,4 @@
-"""Text from a model, one token after the other. No cache: each token costs a forward of up to `context` tokens."""
+"""Generates text, one token after the other. There is no cache: each token takes a forward of up to `context` tokens."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def sample_tokens(
 ) -> Iterator[int]:
     """The tokens that follow a prompt, each as soon as it is drawn.
 
-    Draws happen on the CPU, so ranks whose logits and generators are the same draw the same, and a sharded model, which
-    all ranks must call together, stays in step.
+    The CPU draws the tokens. So ranks with the same logits and generators draw the same tokens, and all ranks of a sharded model make
+    the same calls.
 
     Args:
         model: from tokens (1, L) int64 to logits (1, L, V); a `GPT`, sharded or not, or a function around it.
         prompt: (L,) int64, at least one token, on the model's device.
         num: number of tokens to draw.
-        context: the model's; of a longer text only the last `context` tokens are looked at.
-        temperature: divides the logits; 0 always takes the likeliest token.
+        context: the context of the model; of a longer text the model sees only the last `context` tokens.
+        temperature: divides the logits; 0 always takes the most probable token.
         generator: a CPU generator that makes the draws repeatable.
 
     Raises:
@@ -57,6 +57,6 @@ def generate(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """As `sample_tokens`, all at once: (num,) int64 on the CPU, the prompt not included."""
+    """All tokens of `sample_tokens` at once: (num,) int64 on the CPU, without the prompt."""
     drawn = sample_tokens(model, prompt, num=num, context=context, temperature=temperature, generator=generator)
     return torch.tensor(list(drawn), dtype=torch.int64)

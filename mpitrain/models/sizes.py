@@ -1,4 +1,4 @@
-"""The shape of a GPT: its numbers, the named sizes, and the counts of parameters and FLOPs. No torch here."""
+"""The shape of a GPT: its numbers, the named sizes, and the counts of parameters and FLOPs. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class GPTConfig:
     vocab: int
     """Number of different tokens; 256 for bytes."""
     context: int
-    """Most tokens it can look back on, itself included."""
+    """Longest sequence, in tokens: each token can attend to itself and to all tokens before it."""
     width: int
     """Length of a token's vector."""
     layers: int
@@ -41,9 +41,9 @@ class GPTConfig:
 
 
 SIZES = {
-    # 1.4 M parameters: two cores train it in two minutes. There many small steps are better than few large ones.
+    # 1.4 M parameters: two cores train it in two minutes. In this time many small steps reach a lower loss than few large steps.
     "tiny": GPTConfig(vocab=256, context=128, width=192, layers=3, heads=3),
-    # GPT-2's four (Radford et al. 2019): 124 M, 355 M, 774 M and 1558 M parameters with the head tied.
+    # The four sizes of GPT-2 (Radford et al. 2019): 124 M, 355 M, 774 M and 1558 M parameters with the head tied.
     "small": GPTConfig(vocab=50257, context=1024, width=768, layers=12, heads=12),
     "medium": GPTConfig(vocab=50257, context=1024, width=1024, layers=24, heads=16),
     "large": GPTConfig(vocab=50257, context=1024, width=1280, layers=36, heads=20),
@@ -53,7 +53,7 @@ SIZES = {
 
 
 def resolve(size: str, **numbers: int | bool | None) -> GPTConfig:
-    """A named size with some of its numbers replaced; None keeps the named size's own.
+    """A named size with some of its numbers replaced; None keeps the number of the named size.
 
     Raises:
         ValueError: an unknown name, or numbers that do not fit together.
@@ -65,7 +65,7 @@ def resolve(size: str, **numbers: int | bool | None) -> GPTConfig:
 
 
 def num_parameters(config: GPTConfig) -> int:
-    """Number of parameters of the model, tied ones counted once."""
+    """Number of parameters of the model. Tied parameters count once."""
     width = config.width
     norm = 2 * width
     attention = (width * 3 * width + 3 * width) + (width * width + width)
@@ -78,8 +78,8 @@ def num_parameters(config: GPTConfig) -> int:
 def flops_per_token(config: GPTConfig) -> int:
     """Floating-point operations per token of a full sequence, forward and backward, for the model's FLOP/s utilisation.
 
-    6 N + 12 layers x width x context, where N are the parameters that a token is multiplied with: embeddings that are
-    only looked up do not count. Recomputed activations do not count either (PaLM, Chowdhery et al. 2022, appendix B).
+    6 N + 12 layers x width x context. N is the number of parameters without embeddings that are only looked up. Recomputed
+    activations do not count either (PaLM, Chowdhery et al. 2022, appendix B).
     """
     looked_up = config.context * config.width + (0 if config.tied else config.vocab * config.width)
     return 6 * (num_parameters(config) - looked_up) + 12 * config.layers * config.width * config.context

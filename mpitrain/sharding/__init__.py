@@ -1,4 +1,4 @@
-"""ZeRO by flat units. `fully_shard` in `api.py` is the entry point.
+"""ZeRO with flat units. `fully_shard` in `api.py` is the entry point.
 
 - `setup/` checks a model and the arguments, and finds the blocks that become units.
 - `unit/` has the state of one unit: its parameters, their memory, and their gradients.

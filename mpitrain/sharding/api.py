@@ -56,7 +56,7 @@ def fully_shard(
     same order and number on all ranks. A call for the whole model alone chooses the blocks itself. All ranks take the parameters of
     rank 0. Parameters on the meta device get memory here, and values from `mpitrain.initialize` or a checkpoint.
 
-    Args: mesh: a Communicator, over which one copy is sharded; or a Mesh, with shards along its axes `dp_shard` and `cp`, and copies of
+    Args: mesh: a Communicator, over which one copy is sharded; or a Mesh with shards along its axes `dp_shard` and `cp`, and copies of
     the shards along `dp_replicate`; None: `collectives.world()`. Parts of a model may have another mesh of the same ranks. stage: 0
     shards nothing: each rank has a copy of the model, and the backward averages the gradients, as torch's DistributedDataParallel does.
     1 and 2 shard the optimizer's state and the gradients, 3 also the parameters. 1 reduces the gradients at the end of the backward.
@@ -80,7 +80,7 @@ def fully_shard(
 
     Raises:
         TypeError: an argument of a wrong type, or dtypes that cannot be reduced.
-        ValueError: an argument that is not available, a module that is sharded already or has no forward, lazy parameters
+        ValueError: an argument that is wrong or not available, a module that is sharded already or has no forward, lazy parameters
             without a shape, embeddings with sparse gradients on several ranks, tied weights across units;
             on all ranks, if the ranks differ in the model or in the arguments.
         OSError: on all ranks, if the shared memory of a node is full and "resident" was requested. Units made before stay sharded, and
@@ -101,7 +101,7 @@ def fully_shard(
     reshards, num_group = _resharding(reshard_after_forward, ranks.shard.size if stage == 3 else None)
     policy = options.policy
     blocks = _automatic_blocks(module) if units == "auto" else []
-    if blocks or units_of(module):  # a single part cannot decide, because a name may be of another part
+    if blocks or units_of(module):  # with single parts, a name may be of another part: see readiness.py
         check_names(module, policy.keep_fp32)
 
     names = {id(part): name for name, part in module.named_modules()}
@@ -112,7 +112,7 @@ def fully_shard(
     def shard_part(part: nn.Module) -> None:
         its = policy
         if part is not module:
-            its = replace(policy, output_dtype=None)  # only the output of the whole module is cast to it
+            its = replace(policy, output_dtype=None)  # only the output of the whole module is cast
         if id(part) in within_kept:
             its = replace(policy.of_kept(), output_dtype=None)  # the modules around it compute in fp32, too
         elif id(part) in are_kept:
@@ -122,7 +122,7 @@ def fully_shard(
             ranks, [_flat(params, ranks, its, options, num_group) for params in kinds], its,
             stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes, is_automatic=part is not module,
         )  # fmt: skip
-        # Nothing has failed. Up to here this part of the model is unchanged.
+        # All checks and allocations have passed. Until here this part of the model is unchanged.
         for name, _, original in (param for params in kinds for param in params):
             mark_replaced(original, name)
         for param in part.parameters():
@@ -153,7 +153,7 @@ def fully_shard(
 
 
 NamedParams = list[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]]
-"""The parameters of one flat buffer: for each the name, the modules that use it with the name there, and the parameter."""
+"""The parameters of one flat buffer: for each its name, the modules that use it with their names for it, and the parameter."""
 
 
 def _automatic_blocks(module: nn.Module) -> list[nn.Module]:
@@ -195,7 +195,7 @@ def _storage(
     options: Options,
     num_group: int | None,
 ) -> Storage:
-    """The storage of full parameters. `num_group`: ranks that hold gathered parameters between forward and backward. Collective."""
+    """The storage of full parameters; `num_group` ranks hold gathered parameters between forward and backward. Collective."""
     if options.storage != "private" and options.stage > 0 and device.type == "cpu":
         resident, problem = None, None
         try:
@@ -210,7 +210,7 @@ def _storage(
         reason = next(text for text in problems if text)
         if options.storage == "resident":
             raise OSError(reason) from problem
-        _log.info("full parameters are private from here on: %s", reason)
+        _log.info("full parameters are private from now on: %s", reason)
     if options.stage < 3 or ranks.shard.size == 1:
         return Kept(shapes, ranks.shard, dtype, device)
     group = None if num_group is None else group_of(ranks.shard, num_group)
@@ -220,7 +220,7 @@ def _storage(
 def _resharding(asked: Any, size: int | None) -> tuple[bool, int | None]:
     """Whether full parameters are freed after the forward, and the size of the group that then holds them (None: all ranks).
 
-    `size`: the number of ranks that hold the shards; None where full parameters are never freed.
+    `size`: the number of ranks that hold the shards; None if full parameters are never freed.
     """
     if isinstance(asked, bool):
         return asked, None

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the activations of a block are not kept for the backward, but computed there again.
+"""Activation checkpointing: the activations of a block are not kept for the backward, which computes them again.
 
 A checkpointed block keeps its class, parts and names. It gets an attribute `forward` that calls the `forward` of its class.
 `fully_shard` works around both, so the order of the two functions makes no difference: when the block's gradient comes, its full
@@ -19,28 +19,28 @@ from mpitrain.sharding.setup.blocks import stacked_blocks
 def checkpoint_activations(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> nn.Module:
     """Let blocks of a model keep only their inputs, and compute their activations again in the backward; returns the model.
 
-    It costs one more forward of the blocks, up to a third of a step's time. Memory has the activations of only one block at a time
-    (Chen et al. 2016, "Training deep nets with sublinear memory cost"). torch's non-reentrant checkpoint gives gradients with the
-    same bits, also with dropout by torch's generators. Before or after `fully_shard`; names of parameters stay. A block whose
-    forward has side effects, such as BatchNorm in training, has them twice. Caches of keys and values must be off
-    (`use_cache=False` in transformers).
+    The second computation takes one more forward of the blocks, up to a third of a step's time. Memory has the activations of only one
+    block at a time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). torch's non-reentrant checkpoint gives
+    gradients with the same bits, also with dropout by torch's generators. The call may come before or after `fully_shard`, and keeps
+    the names of parameters. Side effects of a block's forward, such as BatchNorm's in training, happen twice. Caches of keys and values
+    must be off (`use_cache=False` in transformers).
 
     Args:
         model: changed in place.
         blocks: parts of the model; None: the blocks of its stacks, as `fully_shard` finds them.
 
     Raises:
-        ValueError: no blocks, one that is no part of the model, or that is checkpointed already.
+        ValueError: no blocks, a block that is not in the model, or a block that is checkpointed already.
     """
     chosen = stacked_blocks(model) if blocks is None else list(blocks)
     if not chosen:
         raise ValueError(
-            f"checkpoint_activations: this {type(model).__name__} has no stack of blocks; name what to checkpoint by blocks=..."
+            f"checkpoint_activations: this {type(model).__name__} has no stack of blocks; pass the parts to checkpoint as blocks=..."
         )
     parts = {id(part) for part in model.modules()}
     for block in chosen:
         if id(block) not in parts:
-            raise ValueError(f"checkpoint_activations: this {type(block).__name__} is no part of the model")
+            raise ValueError(f"checkpoint_activations: this {type(block).__name__} is not part of the model")
         if isinstance(block.forward, partial) and block.forward.func is _checkpointed:
             raise ValueError(f"checkpoint_activations: this {type(block).__name__} is checkpointed already")
         # Not a closure: a copy of the block must run the copy's forward.

@@ -34,19 +34,19 @@ class ShardedModule(nn.Module):
         return step_of(self).forward(self._unit, super().__call__, args, kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module. The parameters are the shards, except within a forward or a backward."""
+        """The named parameters: the shards, except within a forward or a backward."""
         self._tidy()
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module. The values are the shards as `Rows`, which cannot be written to a file in place of whole tensors."""
+        """The state dict. Its values are the shards as `Rows`, which cannot be written to a file in place of whole tensors."""
         self._tidy()
         found = super().state_dict(*args, **kwargs)
         mark_model(self, self._unit, found, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
         return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module. Also drops the gradients that wait after `no_sync`, unlike the `zero_grad` of an optimizer."""
+        """Drop the gradients, also those that wait after `no_sync`, which the `zero_grad` of an optimizer does not drop."""
         super().zero_grad(set_to_none)
         if self._step is not None:
             self._step.reducer.drop()
@@ -73,7 +73,7 @@ class ShardedModule(nn.Module):
                 unit.sync_gradients = synced
 
     def unshard(self) -> None:
-        """Fill and show the full parameters of this module (not of modules sharded within it). Collective."""
+        """Fill and show the full parameters of this module, but not of sharded modules within it. Collective."""
         if self._unit.state is UnitState.SHARDED:
             self._unit.expire()
         self._unit.unshard()
@@ -87,14 +87,14 @@ class ShardedModule(nn.Module):
             self._step.tidy()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """`to`, `double`, `cuda` and similar methods call this. The full parameters would not follow the shards."""
+        """`to`, `double`, `cuda` and similar methods call this: an error, because the full parameters would not follow the shards."""
         for param in self.parameters():
             probe = torch.empty(0, dtype=param.dtype, device=param.device)
             moved = fn(probe)
             if (moved.dtype, moved.device) != (probe.dtype, probe.device):
                 raise TypeError(
                     f"a sharded model cannot be cast or moved (here from {probe.dtype} on {probe.device} to {moved.dtype} on "
-                    f"{moved.device}); do so before fully_shard, or compute in another dtype by mp_policy"
+                    f"{moved.device}); do so before fully_shard, or choose another dtype by mp_policy"
                 )
         for part in self.modules():
             for name, buffer in part._buffers.items():
@@ -120,12 +120,12 @@ class ShardedModule(nn.Module):
 
 
 def steps_of(model: nn.Module) -> set[TrainingStep]:
-    """The steps that the sharded modules of a model take part in; none before the first forward."""
+    """The steps of the sharded modules of a model; empty before the first forward."""
     return {module._step for module in sharded_modules(model) if module._step is not None}
 
 
 def communication_s(model: nn.Module) -> float:
-    """Seconds that this rank's forwards and backwards have spent in communication, waiting for other ranks included."""
+    """Seconds that this rank's forwards and backwards have spent in communication, including waits for other ranks."""
     return sum(step.comm_s for step in steps_of(model))
 
 

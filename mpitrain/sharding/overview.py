@@ -13,7 +13,7 @@ from mpitrain.sharding.unit.registry import kind_of, params_by_shard, unit_of
 
 
 def num_parameters(model: nn.Module, *, trained_only: bool = False) -> int:
-    """Elements of all parameters of the whole model, sharded or not; tied ones once. `trained_only`: those that require gradients."""
+    """Elements of all parameters of the model, sharded or not; tied ones count once. `trained_only`: those that require gradients."""
     sharded = params_by_shard(model)
     counted = [param for param in model.parameters() if param.requires_grad or not trained_only]
     return sum(sharded[param].full.numel() if param in sharded else param.numel() for param in counted)

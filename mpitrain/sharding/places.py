@@ -1,6 +1,6 @@
-"""The words of hang reports for a rank that is in a sharded model: the module, and whether in its forward or its backward.
+"""The words of hang reports for a rank that is in a sharded model: the module, and its pass, a forward or a backward.
 
-The names of functions cost a call nothing, because a report reads the stack of a rank (collectives/diagnosis/stacks.py).
+The words cost a call no time, because a report reads the stack of a rank (collectives/diagnosis/stacks.py).
 """
 
 from collectives.diagnosis import stacks
@@ -12,7 +12,7 @@ from mpitrain.sharding.unit.registry import kind_of
 
 
 def name_places() -> None:
-    """Let reports pass over the code of torch and of this package, and show what its functions do instead."""
+    """Let reports leave out the code of torch and of this package, and describe the action of this package's functions instead."""
     stacks.pass_over("torch", __name__.rpartition(".")[0], "mpitrain.full_state", "mpitrain.state", "mpitrain.weights")
     stacks.name(ShardedModule.__call__, lambda local: f"the forward of {_name(local['self'])}")
     stacks.name(TrainingStep._before_backward, lambda local: f"the backward of {local['unit'].name}")

@@ -1,4 +1,4 @@
-"""Features of torch and Python that sharding needs and that neither documents: one function for each, with the reason.
+"""Undocumented features of torch and Python that sharding needs: one function for each, with the reason.
 
 tests/unit/mpitrain/test_torch_internals.py fails when a release changes one of them.
 """
@@ -21,7 +21,7 @@ def in_backward() -> bool:
 def at_end_of_backward(act: Callable[[], None]) -> None:
     """Let the engine call `act` when the backward that runs on this thread has computed all gradients.
 
-    The same call serves FSDP2 and DistributedDataParallel. No tensor has a hook that comes last.
+    FSDP2 and DistributedDataParallel use the same call. A tensor hook cannot replace it, because no tensor's hook is always the last.
     """
     torch.autograd.Variable._execution_engine.queue_callback(act)
 
@@ -29,7 +29,7 @@ def at_end_of_backward(act: Callable[[], None]) -> None:
 def is_freed(node: Any) -> bool:
     """Whether a backward went through this node of a graph and freed the saved tensors: no further backward can enter the node.
 
-    Only the attempt to read them tells.
+    Only an attempt to read the saved tensors shows this.
     """
     try:
         node.saved_tensors  # noqa: B018
@@ -47,9 +47,9 @@ def count_writes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def withdraw(tensors: Sequence[torch.Tensor]) -> None:
-    """Let autograd refuse a backward that saved these tensors ("modified by an inplace operation"): their memory is about to go.
+    """Let autograd refuse a backward that saved these tensors ("modified by an inplace operation"), before their memory is freed.
 
-    Without the refusal such a backward would read memory that is no longer there.
+    Without the refusal such a backward would read freed memory.
     """
     torch.autograd.graph.increment_version(tensors)
 
@@ -60,9 +60,9 @@ def restore(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def with_own_counter(view: torch.Tensor) -> torch.Tensor:
-    """The same memory with a version counter of its own.
+    """The same memory with a separate version counter.
 
-    Views of one tensor share a counter. The optimizer's step on one shard would look like a write to each parameter of the buffer.
+    Views of one tensor share a counter. So the optimizer's step on one shard would count as a write to each parameter of the buffer.
     """
     return view.data
 
@@ -80,5 +80,5 @@ def run_accumulation_hooks(param: torch.Tensor) -> None:
 
 
 def without_overrides() -> AbstractContextManager[None]:
-    """Within the block functions see subclasses of Tensor as plain tensors. A `__torch_function__` that calls the function needs it."""
+    """In the block, functions treat subclasses of Tensor as plain tensors. A `__torch_function__` calls the original function in it."""
     return torch._C.DisableTorchFunctionSubclass()

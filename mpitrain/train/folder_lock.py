@@ -38,9 +38,9 @@ class LockedError(Exception):
 
 
 class FolderLock:
-    """This process's hold on `folder`, which must exist, until `release`.
+    """The lock on `folder`, which must exist. This process holds it until `release`.
 
-    LockedError if a live job holds it, or OSError. `say` gets a line before a wait for a heartbeat, of 30 s at most.
+    LockedError if a live job holds it, or OSError. `say` gets a line before a wait for a heartbeat, which takes 30 s at most.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], object] = lambda line: None) -> None:
@@ -55,16 +55,16 @@ class FolderLock:
         self._thread.start()
 
     def lost(self) -> str:
-        """How another job came to have the lock, or "". Costs a look at the clock, as long as the heart beats."""
+        """The description of another job's takeover, or "". The call reads only the clock while the heartbeat runs."""
         if not self._lost and _now() - self._beaten > STALE_S / 2:
             with contextlib.suppress(OSError):  # while the file system stalls, no job gets the lock
                 self._touch()
         return self._lost
 
     def release(self) -> None:
-        """Let other jobs in."""
+        """Release the lock for other jobs."""
         self._released.set()
-        self._thread.join(BEAT_S)  # not for ever: its file system may hang
+        self._thread.join(BEAT_S)  # with a limit, because its file system may hang
         with contextlib.suppress(OSError):
             if _token_in(self.path) == self._token:
                 self.path.unlink()
@@ -104,7 +104,7 @@ class FolderLock:
     def _await_death(self, holder: FolderOwner | None) -> None:
         """Return once the lock is stale; LockedError if it is not."""
         if holder is not None and holder.place == _place() and holder.start is not None:
-            if start_time(holder.pid) == holder.start:  # the number alone may belong to another process by now
+            if start_time(holder.pid) == holder.start:  # another process may have this pid by now
                 raise LockedError(describe(holder))
             return
         with contextlib.suppress(FileNotFoundError):
@@ -124,7 +124,7 @@ class FolderLock:
         try:
             os.link(mine, self.path)
         except FileExistsError:
-            return _token_in(self.path) == self._token  # NFS says so of one's own link where its first answer was lost
+            return _token_in(self.path) == self._token  # NFS repeats a request after a lost answer, and finds our link
         except OSError:  # a file system without links
             try:
                 with self.path.open("xb") as file:

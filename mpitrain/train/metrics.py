@@ -1,4 +1,4 @@
-"""The output of a run: one JSON object a step in `metrics.jsonl`, and lines or a live bar on the terminal."""
+"""The output of a run: one JSON object per step in `metrics.jsonl`, and lines or a live bar on the terminal."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from collectives import is_live_terminal
 
 
 class StepMetrics(NamedTuple):
-    """One step, as rank 0 saw it. Written with these names."""
+    """One step as rank 0 measured it. `metrics.jsonl` has these names."""
 
     step: int
     loss: float  # nats per token, mean over the global batch
@@ -23,12 +23,12 @@ class StepMetrics(NamedTuple):
     grad_norm: float
     tokens_per_s: float  # all ranks
     step_s: float
-    comm_s: float  # in communication, waiting for other ranks included
+    comm_s: float  # in communication, including the wait for other ranks
     data_s: float
     memory_bytes: int  # of this rank: resident set with shared pages; on a GPU torch's peak
-    mfu: float  # share of what a large matrix product reached on the same ranks at the start
-    loss_scale: float | None = None  # that the loss was multiplied by, where it is at all: see `GradScaler`
-    skipped: bool = False  # left out, since loss or gradients are not finite
+    mfu: float  # share of the FLOP/s that a large matrix product reached on the same ranks at the start
+    loss_scale: float | None = None  # factor of the loss; None without scaling: see `GradScaler`
+    skipped: bool = False  # the optimizer did not step, because loss or gradients are not finite
 
     def to_dict(self) -> dict[str, Any]:
         """The fields for JSON: without fields that do not apply, and with null for values that are not finite."""
@@ -51,7 +51,7 @@ class MetricsFile:
     """`metrics.jsonl` of a run: lines of steps and of evaluations, in order of step."""
 
     def __init__(self, path: Path, *, steps_done: int) -> None:
-        """Open it to go on after `steps_done` steps: lines of later ones, from before a crash, are cut off."""
+        """Open the file to continue after `steps_done` steps: lines of later steps, from before a crash, are cut off."""
         self._path = path
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
@@ -59,18 +59,18 @@ class MetricsFile:
         kept = sum(len(line) for line, _ in _lines(path, steps_done))
         self.num_cut = len({entry["step"] for _, entry in _lines(path, math.inf)} - set(range(steps_done + 1)))
         """The number of steps whose lines are cut off."""
-        # In place: a copy that is written anew would be lost with a process that is killed meanwhile.
+        # In place: if a kill interrupted the rewriting of the whole file, its lines would be lost.
         self._file.truncate(kept)
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Add a line, seen by readers at once. One that cannot be written (a full disk) goes with the next; see `check`."""
+        """Add a line; readers see it at once. A line that cannot be written (full disk) is written with the next one; see `check`."""
         self._unwritten += json.dumps(entry).encode() + b"\n"
         self._failure = None
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
-            # Not raised here, where only one rank would hear of it, and not worth losing the steps since the last checkpoint.
+            # Not raised here: only rank 0 would notice the error, and the steps since the last checkpoint would be lost.
             self._failure = error
 
     def check(self) -> None:
@@ -79,17 +79,17 @@ class MetricsFile:
             raise OSError(f"{self._path} cannot be written: {self._failure.strerror or self._failure}")
 
     def close(self) -> None:
-        """No more lines."""
+        """Close the file."""
         self._file.close()
 
 
 def is_evaluated(path: Path, step: int) -> bool:
-    """Whether a `metrics.jsonl` has the evaluation after `step` steps."""
+    """Whether the `metrics.jsonl` at `path` has the evaluation after `step` steps."""
     return any(entry["step"] == step and "heldout_loss" in entry for _, entry in _lines(path, step))
 
 
 def _lines(path: Path, steps: float) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The lines of the first `steps` steps, raw and read. An incomplete last line, of a killed process, is ignored."""
+    """The lines of the first `steps` steps, raw and parsed. An incomplete last line, left by a killed process, is ignored."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -104,7 +104,7 @@ def _lines(path: Path, steps: float) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 class Terminal:
-    """The output of rank 0: a live bar on a terminal, plain lines elsewhere. Only rank 0 makes one."""
+    """The output of rank 0, the only rank with this object: a live bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, *, every: int, steps: int) -> None:
         live = is_live_terminal()
@@ -123,11 +123,11 @@ class Terminal:
             self._task = self._progress.add_task("", total=steps)
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar if there is one."""
+        """Print a line, above the bar if there is one."""
         self.console.print(text, markup=False)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a step: the bar at once, a line every so often and for each that was left out."""
+        """Show a step: always in the bar; as a line every `every` steps and for each skipped step."""
         text = describe(metrics)
         if self._progress is not None:
             if not self._progress.live.is_started:

@@ -1,4 +1,4 @@
-"""The model and the optimizer that the settings ask for."""
+"""The model and the optimizer of the settings."""
 
 import torch
 
@@ -10,7 +10,7 @@ from mpitrain.sharding import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint
 
 
 def make_model(config: Config, comm: Communicator, device: torch.device) -> GPT:
-    """The GPT, each block and the rest a unit, sharded over all ranks, with its initial values. Collective."""
+    """The GPT with its initial values, sharded over all ranks. Each block is a unit; the rest is one more unit. Collective."""
     with torch.device("meta"):
         model = GPT(config.model.resolve())
     parallel = config.parallel

@@ -1,4 +1,4 @@
-"""The random generators that a user's model may draw from, as one row of bytes a rank."""
+"""The states of the random generators that a user's model may draw from, as one row of bytes per rank."""
 
 import hashlib
 import random
@@ -34,7 +34,7 @@ def pack(device: torch.device) -> np.ndarray:
 
 
 def unpack(row: np.ndarray, device: torch.device) -> None:
-    """Put the states of `pack` back. Normals that NumPy and Python draw in pairs begin with a new pair."""
+    """Restore the states of `pack`. NumPy and Python draw normals in pairs; the stored half of a pair is lost."""
     size = torch.get_rng_state().numel()
     flat = row.reshape(-1)
     numpy, python = flat[size : size + 4 * _WORDS], flat[size + 4 * _WORDS : size + 8 * _WORDS]

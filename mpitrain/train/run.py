@@ -1,7 +1,7 @@
-"""A run's folder, and where a run begins: at step 0, or at a checkpoint.
+"""A run's folder, and the start of a run: at step 0, or at a checkpoint.
 
 RUN/config.toml                     the settings in force
-RUN/metrics.jsonl                   a line a step
+RUN/metrics.jsonl                   one line per step
 RUN/checkpoints/step-00000100/      see ckpt
 RUN/.lock                           the job that trains in it: see folder_lock.py
 """
@@ -28,7 +28,7 @@ class Run:
         self._lock: FolderLock | None = None  # rank 0's hold on the folder
 
     def checkpoint(self, step: int) -> Path:
-        """Where the state after `step` steps is saved."""
+        """The path of the checkpoint after `step` steps."""
         return self.checkpoints / f"step-{step:08d}"
 
     def start(self, config: Config) -> tuple[Path | ckpt.Url | None, str]:
@@ -53,7 +53,7 @@ class Run:
         if newest is None and damaged:
             raise ckpt.CheckpointError(
                 f"{damaged[-1].path}: {damaged[-1].problem}; the run has no other checkpoint that is complete. "
-                "--resume never starts anew and moves this run aside"
+                "--resume never starts at step 0 and renames this run's folder"
             )
         self._check_way(config, newest)
         if newest is None:
@@ -90,7 +90,7 @@ class Run:
             self._lock = FolderLock(self.folder, say)
         except LockedError as error:
             raise ConfigError(
-                f"run: {self.folder} is being trained by {error}; wait for its end, or name another by --run"
+                f"run: {self.folder} is being trained by {error}; wait for its end, or choose another folder with --run"
             ) from None
         except OSError as error:
             raise self._not_writable(error.strerror or str(error)) from None
@@ -103,7 +103,7 @@ class Run:
         """RuntimeError if `is_lost`: a job that does not hold the folder writes nothing there."""
         if self._lock is not None and (how := self._lock.lost()):
             raise RuntimeError(
-                f"run: {self.folder} is another job's now: {how}. This job ends without a save; "
+                f"run: {self.folder} belongs to another job now: {how}. This job ends without a save; "
                 "the other job goes on from the last checkpoint"
             )
 
@@ -116,7 +116,7 @@ class Run:
                 self.folder.rmdir()
 
     def _check_way(self, config: Config, start: Path | ckpt.Url | None) -> None:
-        """ConfigError if a later save of this run would have to replace a folder that must stay."""
+        """ConfigError if a later save of this run would replace a folder that must stay."""
         if config.train.eval_only or not self.checkpoints.is_dir():
             return
         try:
@@ -131,7 +131,7 @@ class Run:
             if isinstance(after, int) and step <= after:
                 continue
             if reason := reason_to_keep(path):
-                raise ConfigError(f"run: {path} {reason}, and this run may come to replace it; move it away")
+                raise ConfigError(f"run: {path} {reason}, and this run may replace it later; move it away")
 
     def _check_places(self, config: Config) -> None:
         """ConfigError if copies cannot be written to their places: a check before the first save."""
@@ -145,11 +145,11 @@ class Run:
                     if (there := ckpt.latest(place)) is not None:
                         # This checkpoint would stay, and the new run would continue from it after a crash.
                         raise ConfigError(
-                            f"checkpoint.copies: {there} is there from an earlier run; name another place, or move it away"
+                            f"checkpoint.copies: {there} is there from an earlier run; choose another place, or move it away"
                         )
 
     def _check_writable(self) -> None:
-        """OSError if the folder cannot be written. Early, because a large job may need long until `prepare`."""
+        """OSError if the folder cannot be written. This check is early, because a large job may take long to reach `prepare`."""
         there = next(
             folder for folder in (self.checkpoints, *self.checkpoints.absolute().parents) if os.path.exists(folder)
         )

@@ -1,4 +1,4 @@
-"""Text: from the model in training, or from a checkpoint in one process, without MPI."""
+"""Generates text: with the model in training, or with a checkpoint in one process without MPI."""
 
 import codecs
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from mpitrain.train.saving import read_meta
 def sample(path: str, prompt: str, *, num: int, temperature: float, seed: int) -> Iterator[str]:
     """The prompt and the text that the model generates after it, piece by piece.
 
-    `path`: a checkpoint, or a run's folder, of which the newest is taken. `num`: bytes to draw.
+    `path`: a checkpoint, or a run's folder: its newest checkpoint. `num`: number of bytes to draw.
     ValueError if there is no checkpoint, if it is damaged or not of the main job, or if an argument is out of range.
     """
     if not prompt or num < 0:

@@ -41,12 +41,12 @@ def save(
     stepper: dict[str, Any],
     fingerprint: str,
 ) -> None:
-    """Write the state after `step` steps. Collective. One of that name is one that was not gone on from, and is replaced."""
+    """Write the state after `step` steps. Collective. A checkpoint of this name is replaced: this run did not continue from it."""
     meta = {
         "step": step,
         "config": to_toml(config),
         "num_ranks": comm.size,
-        "collectives": comm.table.to_dict(),  # the choice of algorithms decides in which order numbers are added
+        "collectives": comm.table.to_dict(),  # the choice of algorithms decides the order of additions
         "data": {"fingerprint": fingerprint, "seed": config.train.seed, "next_sample": next_sample},
     }
     if stepper:
@@ -71,11 +71,11 @@ def load(
     fingerprint: str,
     copies: Sequence[str] = (),
 ) -> Resumed:
-    """Take up a state that `save` wrote, on any number of ranks. Collective.
+    """Load a state that `save` wrote on any number of ranks. Collective.
 
-    Learning rate and the like come from `config`, not from the checkpoint. Random states are taken up on the same number of ranks only.
-    `copies`: the places where copies of it may be.
-    ckpt.CheckpointError on all ranks if it is missing, damaged or not of the main job; ConfigError if its model is another one.
+    The optimizer's settings, such as the learning rate, come from `config`. Random states are loaded only on the same number of ranks.
+    `copies`: the places where copies of the checkpoint may be.
+    ckpt.CheckpointError on all ranks if it is missing, damaged or not of the main job; ConfigError if it has another model.
     """
     meta = on_rank0(comm, lambda: read_meta(path, copies))
     with comm.together():
@@ -92,9 +92,9 @@ def load(
         random_states.unpack(rows, device)
     else:
         random_states.seed_all(config.train.seed + step, comm.rank)
-        remarks.append(f"it was saved by {meta['num_ranks']} ranks, now {comm.size}: random generators are seeded anew")
+        remarks.append(f"it was saved by {meta['num_ranks']} ranks, now {comm.size}: random generators get new seeds")
     if meta["data"]["fingerprint"] != fingerprint:
-        remarks.append("the data have changed since it was saved: the order of samples is another one from here on")
+        remarks.append("the data have changed since it was saved: the order of the samples differs from now on")
     for line in differences(saved, config):
         if not line.startswith(("run:", "resume:", "log.", "train.eval_only")):
             remarks.append(f"setting changed: {line}")
@@ -102,18 +102,18 @@ def load(
 
 
 def _take_table(table: Any, comm: Communicator) -> list[str]:
-    """Let "auto" choose as it did when the checkpoint was saved; a remark where that cannot be."""
+    """Let "auto" choose the same algorithms as when the checkpoint was saved. Returns a remark if this is not possible."""
     if table is None:
         return []
     try:
         comm.use_table(table)
-    except ValueError as error:  # on all ranks: of another version of `collectives`
-        return [f"collectives are chosen anew, so last digits may differ: {error}"]
+    except ValueError as error:  # on all ranks: the table is from another version of `collectives`
+        return [f"collectives are chosen again, so last digits may differ: {error}"]
     return []
 
 
 def read_meta(path: str | os.PathLike[str], copies: Sequence[str] = ()) -> dict[str, Any]:
-    """The meta of a checkpoint by `save`. ckpt.CheckpointError if it cannot be read, or is not of the main job."""
+    """The meta of a checkpoint that `save` wrote. ckpt.CheckpointError if it cannot be read, or is not of the main job."""
     meta = ckpt.open(path, copies=tuple(copies)).meta
     missing = [key for key in _EXPECTED if key not in meta]
     if missing:
@@ -132,5 +132,5 @@ def _check_model(saved: Config, config: Config, path: Path | ckpt.Url) -> None:
     there, here = asdict(saved.model.resolve()), asdict(config.model.resolve())
     if different := [f"model.{key} is {there[key]} there, {here[key]} here" for key in here if there[key] != here[key]]:
         raise ConfigError(
-            f"{path} is of another model: {', '.join(different)}; go on with its own settings, or start another run by --run"
+            f"{path} is of another model: {', '.join(different)}; continue with its settings, or start another run with --run"
         )

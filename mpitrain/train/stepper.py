@@ -10,7 +10,7 @@ from mpitrain.config import Config
 from mpitrain.sharding import GradScaler, clip_grad_norm_
 
 MIN_LOSS_SCALE = 1e-4
-"""30 overflows in a row lead here from 65536. Gradients that overflow even so are those of a run gone wrong. fairseq's value."""
+"""30 overflows in a row lead from 65536 to this scale. If gradients still overflow, the run has diverged. The value is fairseq's."""
 
 
 class Stepper:
@@ -28,28 +28,28 @@ class Stepper:
         uses_fp16 = "float16" in (config.parallel.param_dtype, config.parallel.reduce_dtype)
         self._scaler = GradScaler(model) if uses_fp16 else None
         self.num_skipped = 0
-        """Steps left out so far."""
-        self._in_a_row = 0  # of those, not counting overflows of scaled gradients
+        """Steps skipped so far."""
+        self._in_a_row = 0  # skipped steps in a row, without overflows of scaled gradients
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor of the next loss; None without a scale."""
+        """The factor of the next loss; None if the loss is not scaled."""
         return None if self._scaler is None else self._scaler.value
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as it is to be differentiated."""
+        """The loss for `backward`: multiplied by the loss scale if there is one."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def clip(self) -> float:
-        """Bring the gradients to their true size, and clip them; returns their norm before that. Collective."""
+        """Divide the gradients by the loss scale, then clip them; returns their norm before the clipping. Collective."""
         if self._scaler is not None:
             self._scaler.unscale_()
         return clip_grad_norm_(self._model, self._clip_norm).item()
 
     def step(self, loss: float, grad_norm: float, *, number: int) -> bool:
-        """Take step `number`, or leave it out; returns whether it was taken. `loss`, `grad_norm`: the same on all ranks.
+        """Take step `number`, or skip it; returns whether it was taken. `loss`, `grad_norm`: the same on all ranks.
 
-        FloatingPointError, with the optimizer not stepped, if too many are left out.
+        FloatingPointError, before the optimizer steps, if too many steps were skipped.
         """
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self._in_a_row = 0
@@ -70,7 +70,7 @@ class Stepper:
             self._in_a_row += 1
         else:
             many = (
-                f", after {self._in_a_row} steps skipped for the like (train.max_skipped_steps)"
+                f", after {self._in_a_row} skipped steps of this kind (train.max_skipped_steps)"
                 if self._in_a_row
                 else ""
             )
@@ -83,7 +83,7 @@ class Stepper:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, the same on all ranks, for the `meta` of a checkpoint; nothing where nothing was scaled or left out."""
+        """Plain numbers, the same on all ranks, for the `meta` of a checkpoint. Empty if no loss is scaled and no step was skipped."""
         state: dict[str, Any] = {}
         if self.num_skipped:
             state |= {"skipped": self.num_skipped, "skipped_in_a_row": self._in_a_row}

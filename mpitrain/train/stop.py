@@ -1,9 +1,9 @@
-"""SIGUSR1 means: save a checkpoint and stop. Heard from the first moment, acted upon between two steps, by all ranks together.
+"""SIGUSR1 means: save a checkpoint and stop. A run accepts it from its first moment; all ranks stop together between two steps.
 
-SIGINT (Ctrl-C) and SIGTERM mean the same while a run trains, where the launcher leaves its ranks the time: without mpirun, under
+SIGINT (Ctrl-C) and SIGTERM mean the same while a run trains, if the launcher gives its ranks the time: without mpirun, under
 MPICH's mpirun, under srun. Open MPI's mpirun ends its ranks a quarter of a second after either signal. That is too short for a
-checkpoint, so one line says what is lost and what to do instead. Open MPI's mpirun forwards SIGUSR1. This module imports no torch,
-so that a run listens before the seconds that takes.
+checkpoint, so one line says what is lost and what to do instead. Open MPI's mpirun forwards SIGUSR1. This module does not import
+torch, so that a run listens before the import of torch, which takes seconds.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _requested = False
 
 
 def listen() -> None:
-    """From now on SIGUSR1 is a request to stop. One that came earlier may stand in the file that MPITRAIN_STOP_FILE names."""
+    """From now on SIGUSR1 is a request to stop. An earlier request is a file at the path in MPITRAIN_STOP_FILE."""
     signal.signal(signal.SIGUSR1, _request)
     file = os.environ.get("MPITRAIN_STOP_FILE")
     if file and Path(file).exists():
@@ -27,11 +27,11 @@ def listen() -> None:
 
 @contextlib.contextmanager
 def interrupts_are_requests(*, rank: int) -> Iterator[None]:
-    """SIGINT and SIGTERM are requests to stop inside this context. The second one ends the process, as outside of it.
+    """SIGINT and SIGTERM are requests to stop inside this context. A second signal ends the process, as it does outside of the context.
 
-    Under Open MPI's mpirun the first one ends the process, and a line says what is lost.
+    Under Open MPI's mpirun the first signal ends the process, and a line says what is lost.
     """
-    if threading.current_thread() is not threading.main_thread():  # which alone may say so
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
@@ -46,7 +46,7 @@ def interrupts_are_requests(*, rank: int) -> Iterator[None]:
     def interrupted(signum: int, frame: FrameType | None) -> None:
         restore()
         if rank == 0 and not ends_at_once:
-            os.write(2, b"mpitrain: stopping after this step, with a checkpoint (once more: at once, without)\n")
+            os.write(2, b"mpitrain: stopping after this step, with a checkpoint (second signal: at once, without)\n")
         _request(signum, frame)
 
     with _farewell(rank) if ends_at_once else contextlib.nullcontext():
@@ -95,14 +95,14 @@ def _farewell(rank: int) -> Iterator[None]:
 
 
 def _tell_past_mpirun(line: str) -> None:
-    """Write to the stderr of mpirun itself, this rank's parent: it forwards nothing any more."""
+    """Write to the stderr of mpirun itself, this rank's parent, which no longer forwards the output of its ranks."""
     with contextlib.suppress(OSError):
         fd = os.open(f"/proc/{os.getppid()}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
         os.write(fd, line.encode())
 
 
 def requested() -> bool:
-    """Whether this rank was asked to stop. The others may not know yet."""
+    """Whether this rank was asked to stop. Other ranks may not know of the request yet."""
     return _requested
 
 

@@ -1,4 +1,4 @@
-"""The main job: trains a GPT on bytes, sharded over all ranks; saves, stops, goes on."""
+"""The main job: trains a GPT on bytes, sharded over all ranks; saves checkpoints, stops when asked, and continues later."""
 
 import math
 import os
@@ -41,7 +41,7 @@ class Trainer:
         with comm.together():
             # Each rank checks its node before the first collective operation that depends on the result.
             if config.parallel.device == "cuda" and not torch.cuda.is_available():
-                raise ConfigError("parallel.device: cuda was asked for, but torch sees no GPU here; take auto or cpu")
+                raise ConfigError("parallel.device: cuda was asked for, but torch sees no GPU here; choose auto or cpu")
             if config.checkpoint.driver != "posix" and (problem := mpio_error(comm.mpi)):
                 raise ConfigError(f"checkpoint.driver: {problem}")
         self.hardware: Hardware = take_hardware(comm, config.parallel)
@@ -51,8 +51,8 @@ class Trainer:
         with comm.together():
             if config.train.eval_only and self.start is None and config.resume == "auto":
                 raise ConfigError(
-                    f"train.eval_only: run {self.run.folder} has no checkpoint to evaluate; name another by --run or "
-                    "--resume, or take the initial values by --resume never"
+                    f"train.eval_only: run {self.run.folder} has no checkpoint to evaluate; choose another with --run or "
+                    "--resume, or evaluate the initial values with --resume never"
                 )
             if config.train.eval_only and not config.train.eval_batches:
                 raise ConfigError("train.eval_only: train.eval_batches is 0, so there is nothing to do")
@@ -138,7 +138,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the held-out batches, in nats per byte; the same for any number of ranks, but for rounding."""
+        """Mean loss over the held-out batches, in nats per byte; for any number of ranks the same, except for rounding."""
         total = 0.0
         count = self.config.train.batch // self.comm.size
         for index in range(self.heldout.num_batches):
@@ -230,7 +230,7 @@ class Trainer:
         if self.step >= config.train.steps and not owed:
             self._say(
                 f"nothing left to do: {self.step} of {config.train.steps} steps are done; "
-                "a larger --train.steps goes on from here, --resume never starts anew"
+                "a larger --train.steps goes on from here, --resume never starts at step 0"
             )
             return
         with self.comm.together():
@@ -241,12 +241,12 @@ class Trainer:
                 self.metrics = MetricsFile(self.run.metrics, steps_done=self.step)
                 if config.resume == "auto" and self.metrics.num_cut:
                     self._say(
-                        f"the job before did {self.metrics.num_cut} steps more, which no checkpoint has: they are done again. "
-                        "SIGUSR1 to mpirun, or Ctrl-C under mpirun/train, saves before the end"
+                        f"the previous job did {self.metrics.num_cut} more steps, which no checkpoint has: they are done again. "
+                        "SIGUSR1 to mpirun, or Ctrl-C under mpirun/train, saves before the job ends"
                     )
         begun_at = self.step
         with stop.interrupts_are_requests(rank=self.comm.rank):
-            if owed:  # the job before stopped between this step and its evaluation
+            if owed:  # the previous job stopped between this step and its evaluation
                 self._evaluate_and_report()
             stopped = self._train(terminal)
         if self.step > begun_at:
@@ -318,7 +318,7 @@ class Trainer:
         return f"held-out {loss:.4f} nats, {loss * BITS_PER_NAT:.4f} bits per byte, {self.heldout.num_batches} batches"
 
     def _sum(self, *values: float) -> list[float]:
-        """The sum of each value over the ranks, the same bits on all."""
+        """The sum of each value over the ranks, bit for bit the same on all ranks."""
         began = time.perf_counter()
         total = self.comm.all_reduce(np.array(values)).tolist()
         self._own_comm_s += time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Weights of a model into files: rank 0 writes the pieces that the other ranks send."""
+"""Exports the weights of a model to files: rank 0 writes the pieces that the other ranks send."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -30,20 +30,20 @@ def export_weights(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write the whole weights of a model, sharded or not, as safetensors files, as Hugging Face ships them. Collective.
+    """Write the whole weights of a model, sharded or not, as safetensors files with Hugging Face's names. Collective.
 
-    No rank needs more memory for it than 16 MiB and a copy of that. Tied weights are written once, under the first of their names;
-    buffers are rank 0's. Files get their names when all of them are complete.
+    Each rank needs memory for 16 MiB and one copy of them. Tied weights are written once, under the first of their names;
+    buffers are those of rank 0. Files get their names when all of them are complete.
 
     Args:
-        path: a folder: `model.safetensors` in it, or, if that were longer than `max_file_bytes`, several and an index. Or one file,
-            named `*.safetensors`, however long.
-        dtype: cast floating-point values to it; None: as the model has them.
-        overwrite: replace weights that are there.
+        path: a folder for `model.safetensors`, or, if this file were longer than `max_file_bytes`, for several files and an index.
+            Or one file, named `*.safetensors`, of any length.
+        dtype: cast floating-point values to it; None: keep the dtypes of the model.
+        overwrite: replace existing weights.
 
     Raises:
-        ValueError: on all ranks: a dtype that the format does not know, a `max_file_bytes` below 1, a path in a checkpoint, a URL.
-        OSError: as that: weights are there already, or the disk is full.
+        ValueError: on all ranks: a dtype that the format does not have, a `max_file_bytes` below 1, a path in a checkpoint, a URL.
+        OSError: on all ranks: weights exist already, or the disk is full.
         RuntimeError: in the middle of a step or within `unshard`.
     """
     comm = begin(model, "export_weights")
@@ -97,14 +97,14 @@ def _as_written(name: str, target: Target, dtype: torch.dtype | None) -> FileTen
 
 
 def _pieces(content: Sequence[FileTensor], targets: dict[str, Target], every: Ranks) -> Iterator[torch.Tensor]:
-    """On rank 0 the bytes of these tensors one after the other; the others send theirs meanwhile and get nothing."""
+    """On rank 0 the bytes of these tensors, one after the other. The other ranks send their rows meanwhile and get nothing."""
     for tensor in content:
         target, dtype = targets[tensor.name], getattr(torch, tensor.dtype)
         if target.ranks is not None and target.ranks.replicate.rank > 0:
-            continue  # a copy of rows that others send
+            continue  # a copy of rows that other ranks send
         comm = None if target.ranks is None else target.ranks.shard
         rank = every.rank if comm is None else comm.rank
-        # A rank's rows follow those of the rank before it in the file too: the cut is along the first dimension that has a length.
+        # In the file, too, a rank's rows follow those of the previous rank: the cut is along the first dimension longer than 1.
         lengths = [box.numel * dtype.itemsize for box in target.boxes] or [tensor.nbytes]
         for owner, length in enumerate(lengths):
             for start in range(0, length, _PIECE_BYTES):
@@ -122,7 +122,7 @@ def _pieces(content: Sequence[FileTensor], targets: dict[str, Target], every: Ra
 
 
 class _Output(Output):
-    """Keeps the first error of writing until `close`: the ranks that send cannot be told before."""
+    """Keeps the first error of a write until `close`, because the sending ranks cannot be notified earlier."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -140,7 +140,7 @@ class _Output(Output):
                 self._failure = error
 
     def close(self) -> None:
-        """Bring it to disk. OSError if that, or a write, failed."""
+        """Bring the file to disk. OSError if this or a write failed."""
         try:
             if self._failure is None and self._file is not None:
                 self._file.close()
@@ -151,8 +151,8 @@ class _Output(Output):
             raise OSError(f"{self.path} cannot be written: {self._failure.strerror or self._failure}")
 
     def discard(self) -> None:
-        """Remove it, unless it has its name."""
+        """Remove the file, unless it has got its name."""
         if self._file is not None:
-            with suppress(OSError):  # of a disk that is full, which `close` has told
+            with suppress(OSError):  # a full disk, which `close` has reported
                 self._file.close()
             super().discard()

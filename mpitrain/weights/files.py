@@ -1,6 +1,6 @@
 """The tensors of safetensors files by the names that the model has for them. The format: `ckpt.convert.formats.safetensors`.
 
-No MPI here, no sharding.
+This module has no MPI and no sharding.
 """
 
 import os
@@ -17,7 +17,7 @@ from ckpt.storage.places import local_path
 __all__ = ["FileTensor", "Rename", "find", "opened", "some"]
 
 DTYPES = {name: getattr(torch, dtype) for name, dtype in format_.DTYPES.items() if hasattr(torch, dtype)}
-"""torch's dtypes by the format's names, those that this version of torch has."""
+"""torch's dtypes by the format's names. Dtypes that this version of torch lacks are left out."""
 
 _EXPECTED = "a file or a folder on a disk"
 
@@ -25,7 +25,7 @@ Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
 
 class FileTensor(NamedTuple):
-    """A tensor in a file, under the name it has there."""
+    """A tensor in a file, with its name in the file."""
 
     file: str
     name: str
@@ -34,7 +34,7 @@ class FileTensor(NamedTuple):
 
 
 def opened(file: str) -> safe_open:
-    """A file, its header read and checked. FileNotFoundError, OSError, or ValueError if it is damaged."""
+    """Open a file, and check its header. FileNotFoundError, OSError, or ValueError if it is damaged."""
     return format_.opened(file, "pt")
 
 
@@ -43,8 +43,8 @@ def find(
 ) -> dict[str, FileTensor]:
     """All tensors of a file, of several files, or of a folder, by the names that the model has for them.
 
-    `rename`: from a file's names to the model's; a mapping leaves the names that it has not, None leaves a tensor out.
-    Raises ValueError for names that occur twice and for damaged files, OSError for those that cannot be read.
+    `rename`: from a file's names to the model's. A mapping keeps the names that it does not have; None drops a tensor.
+    Raises ValueError for names that occur twice and for damaged files, OSError for files that cannot be read.
     """
     new_name = (lambda name: rename.get(name, name)) if isinstance(rename, Mapping) else rename or str
     entries: dict[str, FileTensor] = {}
@@ -57,7 +57,7 @@ def find(
                 continue
             if renamed in entries:
                 other = entries[renamed]
-                raise ValueError(f"{renamed} is there twice: {other.name} of {other.file} and {name} of {file}")
+                raise ValueError(f"{renamed} occurs twice: {other.name} of {other.file} and {name} of {file}")
             if place.dtype not in DTYPES:
                 raise ValueError(f"{name} in {file} has dtype {place.dtype}; expected one of {', '.join(DTYPES)}")
             entries[renamed] = FileTensor(file, name, place.shape, DTYPES[place.dtype])
@@ -67,7 +67,7 @@ def find(
 def _files(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 ) -> list[tuple[str, set[str] | None]]:
-    """The files, each with the names that count; None: all."""
+    """The files, each with the names of its tensors that are used; None: all."""
     if not isinstance(path, str | bytes | os.PathLike):
         return [(str(local_path(file, "path", _EXPECTED)), None) for file in path]
     return files_of(local_path(path, "path", _EXPECTED))

@@ -1,4 +1,4 @@
-"""Weights from files into a model: each rank reads its own rows."""
+"""Loads weights from files into a model: each rank reads its own rows."""
 
 import os
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from mpitrain.weights.targets import Target, begin, targets_of
 
 
 class Loaded(NamedTuple):
-    """Names that `load_weights(strict=False)` ignored: those only of the model, and those only of the files."""
+    """Names that `load_weights(strict=False)` ignored: names that only the model has, and names that only the files have."""
 
     missing: list[str]
     unexpected: list[str]
@@ -31,19 +31,19 @@ def load_weights(
 ) -> Loaded:
     """Fill a model, sharded or not, with pretrained weights from safetensors files. Collective, between two steps.
 
-    Each rank reads its own rows of each parameter, and no more, from the files, which all ranks must see under the same path. Values
-    are cast to the model's dtypes. Of tied weights the files need have but one.
+    Each rank reads only its own rows of each parameter. All ranks must see the files under the same path. Values are cast to the
+    model's dtypes. Of tied weights the files need only one.
 
     Args:
         path: a file, several, or a folder with `model.safetensors` or `model.safetensors.index.json`.
         strict: names that only the model or only the files have are an error.
-        rename: from the files' names to the model's: a function, or a mapping (which leaves the names it has not as they are).
-            None as the new name leaves a tensor out.
+        rename: from the files' names to the model's: a function, or a mapping, which keeps the names that it does not have.
+            None as the new name drops a tensor.
 
     Raises:
         ValueError: on all ranks, before any change: names that do not fit, other shapes, other kinds of numbers (int8 for floats),
             damaged files, a URL as `path`.
-        OSError: as that, for files that are missing or cannot be read.
+        OSError: on all ranks, before any change: files that are missing or cannot be read.
         RuntimeError: in the middle of a step or within `unshard`.
     """
     comm = begin(model, "load_weights")
@@ -68,7 +68,7 @@ def load_weights(
                     raise ValueError(
                         f"{entry.file} is another file here than on rank 0: {entry.name} has another shape"
                     )
-        with comm.together("load_weights"):  # an input/output error, which nothing foretells
+        with comm.together("load_weights"):  # an input/output error cannot be checked earlier
             for target, entry, view in zip(targets, entries, views, strict=True):
                 if view is not None and entry is not None:
                     _fill(target, contents[entry.file], entry, view, model)
@@ -78,7 +78,7 @@ def load_weights(
 def _planned(
     targets: list[Target], found: dict[str, FileTensor], strict: bool
 ) -> tuple[list[FileTensor | None], Loaded]:
-    """For each target the tensor it is read from."""
+    """For each target the tensor in the files from which it is read."""
     entries = [next((found[name] for name in target.names if name in found), None) for target in targets]
     known = {name for target in targets for name in target.names}
     missing = [target.names[0] for target, entry in zip(targets, entries, strict=True) if entry is None]
@@ -86,7 +86,7 @@ def _planned(
     if strict and (missing or unexpected):
         raise ValueError(
             f"the files lack {some(missing)} and have {some(unexpected)} that the model does not have; "
-            "rename= maps their names to the model's, strict=False takes what fits"
+            "rename= maps their names to the model's, strict=False loads the others"
         )
     for target, entry in zip(targets, entries, strict=True):
         if entry is None:
@@ -103,7 +103,7 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
 
 
 def _fill(target: Target, content: Any, entry: FileTensor, view: Any, model: nn.Module) -> None:
-    """Copy this rank's rows from the file's pages, which are mapped, not read into memory of our own."""
+    """Copy this rank's rows from the pages of the mapped file, without a buffer."""
     if not entry.shape:
         values = content.get_tensor(entry.name)
     elif target.box is None:

@@ -1,4 +1,4 @@
-"""The tensors of a model with weights: parameters and persistent buffers, whole or as this rank's rows."""
+"""The tensors of a model that hold weights: parameters and persistent buffers, whole or as this rank's rows."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,18 +15,18 @@ from mpitrain.sharding.unit.registry import sharded_over, units_of
 
 
 class Target(NamedTuple):
-    """A parameter or buffer of a model. The last three fields are of a sharded parameter."""
+    """A parameter or buffer of a model. Only a sharded parameter has the last three fields."""
 
-    names: list[str]  # several where it is tied
-    tensor: torch.Tensor  # of a sharded parameter the shard
-    shape: tuple[int, ...]  # of the whole tensor
+    names: list[str]  # several names if the tensor is tied
+    tensor: torch.Tensor  # the shard of a sharded parameter
+    shape: tuple[int, ...]  # shape of the whole tensor
     box: ShardBox | None = None  # this rank's rows
     boxes: Sequence[ShardBox] = ()  # the rows of each rank of this copy, in order
     ranks: DataParallelRanks | None = None
 
 
 def targets_of(model: nn.Module) -> list[Target]:
-    """All tensors in the order of the model's state dict, each once, without other values (a module's extra state)."""
+    """All tensors in the order of the model's state dict, each once. Other values (a module's extra state) are left out."""
     sharded = {
         id(param.shard): Target(
             [],

@@ -1,1 +1,1 @@
-"""Between the backward and the optimizer's step: norms, scaling, averages, and optimizers on shards."""
+"""Functions between the backward and the optimizer's step: norms, scaling, averages, and checks of optimizers on shards."""

@@ -66,7 +66,7 @@ def _sum_of_powers(grads: Sequence[torch.Tensor], order: float) -> float:
     """Over all elements: within a gradient at least in float32 (fast, and short enough), across gradients in float64."""
     total = 0.0
     for norm in _norms(grads, order):
-        total += norm * norm if order == 2 else norm**order  # not by sum(), which rounds otherwise from Python 3.12 on
+        total += norm * norm if order == 2 else norm**order  # sum() rounds differently since Python 3.12
     return total
 
 

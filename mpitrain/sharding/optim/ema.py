@@ -12,7 +12,7 @@ from mpitrain.sharding.step.step import living_steps
 class EMA:
     """The average of this rank's shards: `average = decay * average + (1 - decay) * weights` at each `update()`.
 
-    The average is of parameters that require gradients, in the dtype of the shards. It needs the memory of the shards once more, and no
+    The average is of parameters that require gradients, in the dtype of the shards. It needs as much memory as the shards, and no
     communication (Polyak and Juditsky 1992). Most generative models use such an average for evaluation.
 
         ema = mpitrain.EMA(model, 0.999)

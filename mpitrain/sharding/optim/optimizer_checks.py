@@ -14,14 +14,14 @@ from mpitrain.sharding.step.step import living_steps
 from mpitrain.sharding.unit.layout import ShardBox
 from mpitrain.sharding.unit.marks import box_of, name_before
 
-# By name, because most are in other packages. They take norms, means or products of a whole matrix, or of all parameters.
+# Optimizers, by name because most are in other packages, that take norms, means or products of a whole matrix or of all parameters.
 NOT_ELEMENTWISE = (
     *("Adafactor", "AdamMini", "Adam_mini", "AdamP", "CAME", "DAdapt*", "Dion", "DistributedShampoo", "DoG", "FusedLAMB"),
     *("FusedNovoGrad", "GaLore*", "KFAC", "LAMB", "LARC", "LARS", "LBFGS", "LDoG", "Lamb", "Lars", "Muon", "NovoGrad"),
     *("Prodigy*", "SAM", "SGDP", "SM3", "SOAP", "Scion", "Shampoo"),
 )  # fmt: skip
 
-# Classes of torch, and by name classes of other packages. Derived classes count as element-wise, too.
+# Element-wise optimizers: classes of torch, and names of classes of other packages. Derived classes count as element-wise, too.
 ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
     torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SparseAdam,
@@ -46,7 +46,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         box = box_of(param)
         if box is None and name_before(param) is not None:
             raise RuntimeError(
-                f"this {type(optimizer).__name__} holds {name_before(param)} as it was before fully_shard, so it would train nothing; "
+                f"this {type(optimizer).__name__} holds {name_before(param)} from before fully_shard, so it would train nothing; "
                 "make the optimizer after fully_shard, from model.parameters()"
             )
         if cut is None and box is not None and box.shape != box.full_shape:
@@ -63,8 +63,8 @@ def _check_kind(optimizer: torch.optim.Optimizer, cut: ShardBox) -> None:
     is_elementwise = _known(kind.__mro__) if stated is None else bool(stated)
     if is_elementwise is False:
         raise TypeError(
-            f"{kind.__name__} looks at whole matrices, or at all parameters at once, and this rank holds {cut.shape} of one of "
-            f"shape {cut.full_shape}; take an element-wise optimizer (SGD, Adam, AdamW), or stage=0, which cuts nothing"
+            f"{kind.__name__} needs whole matrices, or all parameters at once, but this rank holds {cut.shape} of a parameter of "
+            f"shape {cut.full_shape}; use an element-wise optimizer (SGD, Adam, AdamW), or stage=0, which shards nothing"
         )
     if is_elementwise is None:
         _warn_of(kind.__name__)
@@ -84,7 +84,7 @@ def _warn_of(kind: str) -> None:
 
 @functools.cache  # at each step of an optimizer
 def _known(kinds: tuple[type, ...]) -> bool | None:
-    """Whether optimizers of a class with these bases step each element alone; None if no name or class of the lists says so."""
+    """Whether an optimizer whose class has these bases is element-wise; None if the lists have none of the bases."""
     names = [kind.__name__ for kind in kinds]
     if any(fnmatchcase(name, pattern) for name in names for pattern in NOT_ELEMENTWISE):
         return False

@@ -13,16 +13,16 @@ class _Scale(NamedTuple):
     """The scale and its history."""
 
     value: float
-    num_good: int = 0  # steps since it has changed
-    num_skipped: int = 0  # since the beginning
+    num_good: int = 0  # steps since the last change of the scale
+    num_skipped: int = 0  # skipped steps since the beginning
 
 
 class GradScaler:
-    """As torch's `torch.amp.GradScaler`, for a sharded model: an overflow on any rank is one on all.
+    """The `torch.amp.GradScaler` for a sharded model: an overflow on any rank counts on all ranks.
 
         scaler = mpitrain.GradScaler(model)
         scaler.scale(loss).backward()
-        scaler.unscale_()  # only if gradients are looked at, or clipped, before the step
+        scaler.unscale_()  # only if the gradients are read or clipped before the step
         scaler.step(optimizer)  # for each optimizer
         scaler.update()
 
@@ -51,10 +51,10 @@ class GradScaler:
             )
         self._model = model
         self._growth, self._backoff, self._interval = growth, backoff, interval
-        self._now = self._next = _Scale(float(scale))  # of this step's losses, and of the next one's
-        # Parameters whose gradients are divided by the scale; whether the gradients checked with each were finite.
+        self._now = self._next = _Scale(float(scale))  # the scale of this step's losses, and of the next step's
+        # By parameter whose gradient was divided by the scale: whether all gradients of the same check were finite.
         self._unscaled: dict[int, bool] = {}
-        self._stepped: set[torch.optim.Optimizer] = set()  # since the last update, or left out
+        self._stepped: set[torch.optim.Optimizer] = set()  # stepped or skipped since the last update
 
     @property
     def value(self) -> float:
@@ -63,12 +63,12 @@ class GradScaler:
 
     @value.setter
     def value(self, value: float) -> None:
-        """Between two steps."""
+        """Set the scale between two steps."""
         self._begin(self._next._replace(value=float(value)))
 
     @property
     def num_skipped(self) -> int:
-        """Steps left out so far."""
+        """Steps skipped so far."""
         return self._next.num_skipped
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -79,12 +79,12 @@ class GradScaler:
 
     @torch.no_grad()
     def unscale_(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
-        """Divide the gradients of the optimizer's parameters (None: of the whole model) by the scale, those that are not yet.
+        """Divide the gradients of the optimizer's parameters (None: of the whole model) by the scale, unless that was done already.
 
         Returns whether all are finite on all ranks. Collective. RuntimeError if no rank has a gradient.
         """
         if optimizer in self._stepped or (optimizer is None and self._stepped):
-            self.update()  # a backward has come since
+            self.update()  # a backward has run since the step
         params = self._params(optimizer)
         new = [param for param in params if id(param) not in self._unscaled]
         if new:
@@ -104,7 +104,7 @@ class GradScaler:
         return all(self._unscaled[id(param)] for param in params)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step the optimizer unless a gradient of its parameters is not finite on some rank; returns whether it did. Collective.
+        """Step the optimizer unless a gradient of its parameters is not finite on some rank; returns whether it stepped. Collective.
 
         RuntimeError if its parameters have no gradient on any rank.
         """
@@ -117,19 +117,19 @@ class GradScaler:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Adapt the scale, once all optimizers have stepped. Before any has, and a second time, it changes nothing."""
+        """Adapt the scale; call it after all optimizers have stepped. Without gradients unscaled since the last call: no effect."""
         if self._unscaled:
             self._next = self._after(all(self._unscaled.values()))
         factor = self._next.value / self._now.value
         if factor != 1:
-            # Of a backward whose optimizer has not stepped yet: its next one adds gradients that are scaled anew.
+            # Gradients whose optimizer has not stepped yet get the new scale, which the next backward uses for its part.
             for param in self._model.parameters():
                 if param.grad is not None and id(param) not in self._unscaled:
                     param.grad.mul_(factor)
         self._begin(self._next)
 
     def skip(self) -> None:
-        """Leave this step out whatever its gradients are, as if one had overflowed. All ranks alike."""
+        """Skip this step as if a gradient had overflowed. All ranks make the same call."""
         self._begin(self._after(False))
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class GradScaler:
         return [param for group in optimizer.param_groups for param in group["params"]]
 
     def _after(self, is_finite: bool) -> _Scale:
-        """The scale after a step of this round's gradients."""
+        """The scale after a step with the gradients of this round."""
         value, num_good, num_skipped = self._now
         if not is_finite:
             return _Scale(value / self._backoff, 0, num_skipped + 1)
@@ -156,6 +156,6 @@ class GradScaler:
         return _Scale(value, num_good + 1, num_skipped)
 
     def _begin(self, scale: _Scale) -> None:
-        """Nothing is unscaled or stepped yet."""
+        """Begin a round: no gradient is unscaled, and no optimizer has stepped."""
         self._now = self._next = scale
         self._unscaled, self._stepped = {}, set()

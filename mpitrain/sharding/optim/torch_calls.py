@@ -1,7 +1,7 @@
 """Replacements for functions of torch that would see only this rank's rows of a parameter.
 
-A script may import torch's public functions before it calls `fully_shard`. So the replacements are for the inner functions, which torch
-looks up at each call. With them the public functions return the result for whole parameters, or raise an error.
+A script may import torch's public functions before it calls `fully_shard`. So this module replaces inner functions, which torch looks
+up at each call. With the replacements the public functions return the result for whole parameters, or raise an error.
 """
 
 import functools
@@ -104,7 +104,7 @@ def _run_backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwar
     param = next((param for param in all_sharded() if id(param.shard) in asked), None) if asked else None
     if param is not None:
         raise RuntimeError(
-            f"torch.autograd.grad, or backward(inputs=...): {param.name} is sharded, and its shard is no part of the graph; call "
+            f"torch.autograd.grad, or backward(inputs=...): {param.name} is sharded, and its shard is not part of the graph; call "
             "loss.backward(), after which param.grad has this rank's rows, averaged over the ranks"
         )
     return original(outputs, *args, **kwargs)

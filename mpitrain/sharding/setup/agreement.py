@@ -11,7 +11,7 @@ from mpitrain.sharding.unit.registry import kind_of
 
 
 def check_alike(module: nn.Module, options: Options, comm: Communicator) -> None:
-    """ValueError on all ranks, with the first difference, if models or arguments differ. Collective: 16 bytes a rank."""
+    """ValueError on all ranks, with the first difference, if models or arguments differ. Collective: 16 bytes per rank."""
     if comm.size == 1:
         return
     mine = _described(module, options)

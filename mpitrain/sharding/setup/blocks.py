@@ -1,4 +1,4 @@
-"""The parts of a model that become units if the user names none: the blocks of its stacks."""
+"""The parts of a model that become units if the user chooses no parts: the blocks of its stacks."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from mpitrain.sharding.unit.registry import kind_of
 
 
 def stacked_blocks(module: nn.Module) -> list[nn.Module]:
-    """The blocks of the outermost stacks in a module, in order; none if it has no stack.
+    """The blocks of the outermost stacks in a module, in order; empty if it has no stack.
 
-    A stack is a ModuleList, Sequential or ModuleDict that holds two or more modules of one class which have parts of their own: the
+    A stack is a ModuleList, Sequential or ModuleDict that holds two or more modules of one class with child modules: the
     layers of a transformer, the stages of a convolutional net. A module without a forward cannot be a block, because parameters are
     gathered around a forward. The children of such modules in a stack (the lists of a U-Net's stages) count as children of the stack.
-    Blocks do not include modules whose parameters are also used elsewhere, and experts, because ranks use different experts but must
-    gather the same units.
+    Modules whose parameters are also used elsewhere are no blocks. Experts are no blocks either, because ranks use different experts,
+    but must gather the same units.
     """
     users = Counter(id(param) for part in module.modules() for param in part._parameters.values() if param is not None)
     blocks = []

@@ -1,4 +1,4 @@
-"""Errors for operations of other libraries that would go wrong on shards.
+"""Errors for operations of other libraries that would be wrong on shards.
 
 The code of these libraries cannot be changed. So the checks are in methods of the model, in an attribute that a library reads, and in
 the optimizer's step.
@@ -27,7 +27,7 @@ _REMEDIES = {
 
 
 def refuse_methods(module: nn.Module, *, is_cut: bool) -> None:
-    """Let methods that replace parameters raise TypeError, in all parts of a module; where shards are cut, those that write, too."""
+    """Let methods that replace parameters raise TypeError in all parts of a module; with `is_cut`, also methods that write to them."""
     for path, part in module.named_modules():
         for method, remedy in _REMEDIES.items():
             if not callable(getattr(type(part), method, None)) or (remedy is _MERGE and not is_cut):
@@ -57,7 +57,7 @@ def refuse_wrapping(module: nn.Module) -> NoReturn:
 
 
 def check_caller(shard: torch.Tensor) -> None:
-    """TypeError if `transformers.Trainer` is about to step an optimizer of shards, this one among them."""
+    """TypeError if `transformers.Trainer` is about to step an optimizer of shards, including `shard`."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

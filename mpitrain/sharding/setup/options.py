@@ -16,14 +16,14 @@ from mpitrain.sharding.unit.marks import box_of, name_before
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of `fully_shard`; see its docstring. TypeError or ValueError for values that are not available."""
+    """The arguments of `fully_shard`; see its docstring. TypeError or ValueError for wrong values."""
 
     mesh: Mesh | Communicator | None
     stage: int
     reshard_after_forward: bool | int
     mp_policy: MixedPrecisionPolicy | None
     offload_policy: CPUOffloadPolicy | None
-    ignored_params: Iterable[nn.Parameter] | None  # a tuple, once made
+    ignored_params: Iterable[nn.Parameter] | None  # a tuple after `__post_init__`
     units: str
     storage: str
     prefetch_bytes: int | None
@@ -38,9 +38,7 @@ class Options:
         if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
             raise ValueError(f"fully_shard: stage is {self.stage!r}; expected 0, 1, 2 or 3")
         if self.stage == 0 and self.storage == "resident":
-            raise ValueError(
-                "fully_shard: in stage 0 each rank has a copy of its own; pass storage='auto', or stage 1 to 3"
-            )
+            raise ValueError("fully_shard: in stage 0 each rank has its own copy; pass storage='auto', or stage 1 to 3")
         if not isinstance(self.mp_policy, MixedPrecisionPolicy | None):
             raise TypeError(
                 f"fully_shard: mp_policy is {self.mp_policy!r}; expected a mpitrain.MixedPrecisionPolicy, as in "
@@ -80,9 +78,9 @@ class Options:
             if field.name == "mesh":
                 value = dict(value.axes) if isinstance(value, Mesh) else "the ranks of a communicator"
             elif field.name == "device":
-                value = None if value is None else value.type  # each rank has a GPU of its own
+                value = None if value is None else value.type  # each rank has its own GPU
             elif field.name == "ignored_params":
-                continue  # in the line of each parameter
+                continue  # described in the line of each parameter
             words.append(f"{field.name}={value!r}")
         return words
 
@@ -92,13 +90,13 @@ def _ignored(params: Any) -> tuple[nn.Parameter, ...]:
         return ()
     if isinstance(params, torch.Tensor | str) or not isinstance(params, Iterable):
         raise TypeError(
-            f"fully_shard: ignored_params is {_shown(params)}; expected several parameters, as in [model.head.weight]"
+            f"fully_shard: ignored_params is {_shown(params)}; expected a list of parameters, such as [model.head.weight]"
         )
     params = tuple(params)
     for param in params:
         if not isinstance(param, nn.Parameter):
             raise TypeError(
-                f"fully_shard: ignored_params has {_shown(param)}; expected parameters themselves, as in [model.head.weight]"
+                f"fully_shard: ignored_params has {_shown(param)}; expected only parameters, as in [model.head.weight]"
             )
         if box_of(param) is not None or name_before(param) is not None:
             raise ValueError(
@@ -120,7 +118,7 @@ def _device(device: Any) -> torch.device | None:
     except (RuntimeError, TypeError):
         made = None
     if made is None or made.type == "meta":
-        raise ValueError(f"fully_shard: device is {device!r}; expected where memory is, such as 'cpu' or 'cuda:0'")
+        raise ValueError(f"fully_shard: device is {device!r}; expected a device with memory, such as 'cpu' or 'cuda:0'")
     return made
 
 
@@ -128,7 +126,7 @@ def check_module(module: Any) -> None:
     """TypeError or ValueError for a module that cannot be sharded."""
     if isinstance(module, list | tuple):
         raise TypeError(
-            "fully_shard: got a list of modules, which torch's function takes as one unit; here each call takes one module: call "
+            "fully_shard: got a list of modules; torch's function makes it one unit, this function takes one module: call "
             "fully_shard for each module, or for the module that contains them"
         )
     if not isinstance(module, nn.Module):
@@ -143,7 +141,7 @@ def check_module(module: Any) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(
-                f"fully_shard: {name} has no shape yet, as that of a lazy module (LazyLinear) before its first forward; run the model "
+                f"fully_shard: {name} has no shape yet, as in a lazy module (LazyLinear) before its first forward; run the model "
                 "once before fully_shard, or give the sizes (Linear)"
             )
 

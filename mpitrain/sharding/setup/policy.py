@@ -16,12 +16,12 @@ class MixedPrecisionPolicy:
 
     The policy is for floating-point parameters. Complex parameters are used and reduced in their own dtype.
 
-    `param_dtype`: of the full parameters in forward and backward (None: as the shards).
-    `reduce_dtype`: in which gradients are reduced over ranks (None: `param_dtype`).
-    `output_dtype`: floating outputs of the module that `fully_shard` is called with are cast to it (None: left as they are).
+    `param_dtype`: dtype of the full parameters in forward and backward (None: the dtype of the shards).
+    `reduce_dtype`: dtype in which gradients are reduced over ranks (None: `param_dtype`).
+    `output_dtype`: dtype of the floating outputs of the module in the call of `fully_shard` (None: no cast).
     `cast_forward_inputs`: cast floating inputs of the module to `param_dtype`.
     `keep_fp32`: modules that still compute in fp32, given by the names of their classes or by patterns of their names within the
-        module that `fully_shard` is called with (`("LayerNorm", "*.router")`). Their inputs are cast to fp32, their outputs to
+        module in the call of `fully_shard` (`("LayerNorm", "*.router")`). Their inputs are cast to fp32, their outputs to
         `param_dtype`. A name without a module in the whole model is an error, at the latest at the first forward.
     """
 
@@ -80,12 +80,12 @@ def names(pattern: str, name: str, kind: type[nn.Module]) -> bool:
 class CPUOffloadPolicy:
     """Keep shards, their gradients and so the optimizer's state in host memory. A unit's full parameters are copied to the GPU for use.
 
-    The optimizer's step runs on the host (`fused=True`). No effect for parameters on CPUs. `pin_memory`: use pinned pages, so that
-    copies overlap with the computation. Pinned memory cannot be swapped out or used otherwise.
+    The optimizer's step runs on the host (use `fused=True`). No effect for parameters on CPUs. `pin_memory`: use pinned pages, so that
+    copies overlap with the computation. Pinned memory cannot be swapped out or used by other processes.
     """
 
     pin_memory: bool = True
 
     def parts(self, device: torch.device) -> bool:
-        """Whether shards are in other memory than full parameters on `device`."""
+        """Whether the shards of full parameters on `device` are in other memory."""
         return device.type != "cpu"

@@ -16,7 +16,7 @@ from mpitrain.sharding.unit.unit import Unit
 
 
 def check_names(module: nn.Module, keep_fp32: Iterable[str]) -> None:
-    """ValueError for a pattern of `keep_fp32` without a module, seen from `module` or from a sharded part of it."""
+    """ValueError for a pattern of `keep_fp32` that matches no module of `module`, by its name there or in a sharded part."""
     left = set(keep_fp32)
     if not left:
         return
@@ -36,7 +36,7 @@ def check_names(module: nn.Module, keep_fp32: Iterable[str]) -> None:
 
 
 def check_ready(model: nn.Module, units: Sequence[Unit], comm: Communicator) -> None:
-    """At the first forward: ValueError or RuntimeError on all ranks for arguments without a part, and missing values. Collective."""
+    """At the first forward: ValueError or RuntimeError on all ranks for unused arguments and for missing values. Collective."""
     asked = [unit.promise for unit in units if unit.promise is not None]
     check_names(model, {pattern for promise in asked for pattern in promise.keep_fp32})
     inside = {id(param) for param in model.parameters()}
@@ -61,8 +61,8 @@ def _check_values(model: nn.Module, units: Sequence[Unit]) -> None:
     if without:
         raise RuntimeError(
             f"{_some(without)}: buffers on the meta device, without memory; give them values before the first forward: assign tensors "
-            "(module.buffer = torch...), or put a part made on the CPU in place of the one that has them; mpitrain.load and "
-            "mpitrain.load_weights fill those of the state dict, mpitrain.initialize BatchNorm's: see docs/sharding.md"
+            "(module.buffer = torch...), or replace the part that has them by one made on the CPU; mpitrain.load and "
+            "mpitrain.load_weights fill buffers of the state dict, mpitrain.initialize BatchNorm's: see docs/sharding.md"
         )
 
 

@@ -1,4 +1,4 @@
-"""The calls of one unit's module whose backward may still come, and the moment at which the backwards of all of them have ended.
+"""The calls of one unit's module whose backward may still come, and a notice when the backwards of all these calls have ended.
 
 An autograd function around each call is notified when the gradients of the call's inputs are complete. Then the call has computed all
 its gradients and no longer needs its parameters. FSDP2 does the same (`RegisterPostBackwardFunction`). A module may be called several
@@ -40,21 +40,21 @@ class Calls:
         return rebuild(leaves)
 
     def begin(self, node: Any) -> None:
-        """A call begins. The gradients of its inputs come to `node`."""
+        """Record a call. The gradients of its inputs come to `node`."""
         self._alive.add(node)
 
     def come_back(self, node: Any) -> None:
-        """The gradients of a call's inputs are complete."""
+        """Called when the gradients of a call's inputs are complete."""
         self._back.add(node)
         if all(other in self._back or is_freed(other) for other in self._alive):
             self._all_back()
 
     def end_backward(self) -> None:
-        """The backward ends. The next backward may go through the same calls."""
+        """End the backward. The next backward may go through the same calls."""
         self._back.clear()
 
     def forget(self) -> None:
-        """Forget all calls: their backward will not come."""
+        """Forget all calls, because their backward will not come."""
         self._alive.clear()
         self._back.clear()
 

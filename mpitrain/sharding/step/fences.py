@@ -30,8 +30,8 @@ class Fence:
 
     def __init__(self, node: Communicator | None, shards: Sequence[torch.Tensor]) -> None:
         self._node, self._shards = node, shards
-        self._barrier: Work | None = None  # of a fence that was put off
-        self._writes = 0  # to the shards when the fence was put off
+        self._barrier: Work | None = None  # the barrier of a fence that was put off
+        self._writes = 0  # the count of writes to the shards when the fence was put off
 
     @property
     def num_ranks(self) -> int:
@@ -39,12 +39,12 @@ class Fence:
         return 0 if self._node is None else self._node.size
 
     def wait(self) -> None:
-        """Wait until all ranks have come to the fence."""
+        """Wait until all ranks have reached the fence."""
         if self._node is not None:
             self._node.barrier()
 
     def put_off(self) -> None:
-        """Come to the fence without waiting: see [Note: fence put off]."""
+        """Enter the fence's barrier without waiting: see [Note: fence put off]."""
         if self._node is not None:
             self._barrier, self._writes = self._node.barrier(async_op=True), count_writes(self._shards)
 
@@ -62,8 +62,8 @@ class Fence:
         if count_writes(self._shards) != self._writes:
             raise RuntimeError(
                 "parameters were written between a forward that recorded a graph and the next pass, while other ranks may have been "
-                "reading them; run a forward without backward under torch.no_grad(), or get the parameters to write to anew from "
-                "model.parameters()"
+                "reading them; run a forward without backward under torch.no_grad(), or call model.parameters() again before you "
+                "write to the parameters"
             )
 
     def forget(self) -> None:

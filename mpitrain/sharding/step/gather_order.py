@@ -1,4 +1,4 @@
-"""A check that all ranks gather the same units in the same order. Otherwise parameters of different units could mix unnoticed."""
+"""A check that all ranks gather the same units in the same order. Without it, parameters of different units could mix unnoticed."""
 
 import zlib
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class Gathers:
         self._checksum = 0
 
     def note(self, unit: Unit) -> None:
-        """This rank has gathered a unit."""
+        """Record that this rank has gathered a unit."""
         self._checksum = zlib.crc32(self._numbers[id(unit)].to_bytes(4), self._checksum)
 
     def both_ways(self) -> list[int]:

@@ -1,8 +1,8 @@
-"""Gathers that begin before the unit is used, in the order of the last step.
+"""Prefetch: gathers that begin before their unit is used, in the order of the last step.
 
-As DeepSpeed's `stage3_prefetch_bucket_size` does (zero/partitioned_param_coordinator.py), and FSDP2's `set_modules_to_forward_prefetch`
-by hand. A gather begins at a point that follows from the recorded order and from the units gathered since. Both are the same on all
-ranks, and time plays no part. So all ranks issue the same collectives in the same order.
+DeepSpeed's `stage3_prefetch_bucket_size` (zero/partitioned_param_coordinator.py) does the same, and FSDP2's
+`set_modules_to_forward_prefetch` by hand. The recorded order and the units gathered since decide when a gather begins. Both are the
+same on all ranks, and time has no influence. So all ranks issue the same collectives in the same order.
 """
 
 from mpitrain.sharding.unit.unit import Unit, UnitState
@@ -12,8 +12,8 @@ class Prefetch:
     """The order in which forwards and backwards gather units, and the gathers that have begun ahead.
 
     `limit`: the bytes of full parameters that may be gathered, or under way, before their use. If a pass departs from the recorded
-    order, it continues without prefetches, and its own order becomes the record. The next passes follow this record after it has come
-    twice, so a model whose passes differ gathers no unit in vain.
+    order, it continues without prefetches, and its own order becomes the record. The next passes follow this record once two passes had
+    the same order, so a model whose passes differ gathers no unit without need.
     """
 
     def __init__(self, limit: int) -> None:
@@ -27,13 +27,13 @@ class Prefetch:
         self._ahead: dict[Unit, None] = {}  # units that have begun and are not used yet
 
     def begin(self, kind: str) -> None:
-        """A pass begins: "forward" or "backward"."""
+        """Begin a pass: "forward" or "backward"."""
         self._kind, self._order, self._next = kind, [], 0
         self._expected = [] if kind in self._departed else self._records.get(kind, [])
         self._look_ahead()
 
     def used(self, unit: Unit) -> None:
-        """A unit was gathered because it was needed."""
+        """Record that a unit was gathered for its use."""
         self._ahead.pop(unit, None)
         at = len(self._order)
         self._order.append(unit)
@@ -56,7 +56,7 @@ class Prefetch:
             self._next += 1
 
     def end(self) -> None:
-        """The pass has ended: free units that it did not use, and record its order."""
+        """End the pass: free units that it did not use, and record its order."""
         if not self._kind:
             return
         self._drop()
@@ -66,12 +66,12 @@ class Prefetch:
         self._kind, self._expected = "", []
 
     def reset(self) -> None:
-        """An exception has ended the pass: do not record its order."""
+        """End the pass after an exception, without a record of its order."""
         self._drop()
         self._kind, self._expected = "", []
 
     def forget(self) -> None:
-        """Forget all records: the ranks had different orders."""
+        """Forget all records, because the ranks had different orders."""
         self._records.clear()
         self._departed.clear()
 

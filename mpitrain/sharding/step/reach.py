@@ -1,7 +1,7 @@
-"""Errors for parameters that a module uses outside the forward around which they are gathered, by reaching into a sharded module.
+"""Errors for code that uses parameters of a sharded module outside the forward around which they are gathered.
 
-Where full parameters do not last, a module shows its shards outside that forward, and the code computes with this rank's rows. Mostly
-torch then raises an error about shapes. Where the shapes fit by chance (rows of an embedding), the result is wrong.
+If full parameters do not last, a module shows its shards outside that forward, and the code computes with this rank's rows. Mostly
+torch then raises an error about shapes. If the shapes fit by chance (rows of an embedding), the result is wrong.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from mpitrain.sharding.unit.unit import Unit
 
 
 def check_graph(output: Any, units: Sequence[Unit], root: nn.Module) -> None:
-    """RuntimeError if the graph of what `root` returned has shards of these units. About 1 us a node: for a first forward."""
+    """RuntimeError if the graph of `root`'s output has shards of these units. It takes about 1 us per node: for a first forward."""
     shards = {id(param.shard): param for unit in units for param in unit.params}
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
     seen: set[Any] = {None}
@@ -49,6 +49,6 @@ def _message(param: ShardedParameter, root: nn.Module) -> str:
     return (
         f"parameter {param.name} was used outside the forward of {name or 'the model'} (a {kind_of(module).__name__}), around "
         f"which it is gathered: there this rank has {tuple(param.shard.shape)} of {tuple(param.full.shape)}. Call that module as a "
-        "whole; or shard the module that uses the parameter as one (fully_shard(..., units='one')), or the one that is called; or "
+        "whole; or shard the module that uses the parameter as one unit (fully_shard(..., units='one')), or shard the called part; or "
         "pass storage='resident'"
     )

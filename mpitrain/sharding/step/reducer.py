@@ -1,7 +1,7 @@
 """The reductions of a backward: their order, their buffers, and their overlap with the computation.
 
-[Note: complete] A unit is complete when a backward has computed all its gradients. Where full parameters last, this is when autograd
-has accumulated the gradient of each parameter. Where full parameters are freed, or where some parameters got no gradient in an earlier
+[Note: complete] A unit is complete when a backward has computed all its gradients. If full parameters last, this is when autograd
+has accumulated the gradient of each parameter. If full parameters are freed, or if some parameters got no gradient in an earlier
 backward, this is when the gradients of the module's inputs have come (calls.py), because a unit with frozen parameters needs its full
 parameters until then. At the end of the backward every unit is complete.
 
@@ -47,12 +47,12 @@ class Reducer:
         self._complete: set[Unit] = set()
         # Parameters whose gradients have not come in this backward.
         self._missing: dict[Unit, set[tuple[Gradients, int]]] = {}
-        self._next = 0  # in the order: the gradients to reduce next
+        self._next = 0  # index, in the order, of the gradients to reduce next
         self._left_some = False  # whether this backward skipped a reduction, under `no_sync`
         self._waits = False  # whether full gradients of backwards under `no_sync` wait for their reduction
         self.reducing: Gradients | None = None
         """The gradients whose reduction has begun and has not ended."""
-        # In host memory. The first buffer is the free one.
+        # The buffers, in host memory. The first one is free.
         self._buffers: dict[tuple[Communicator, torch.dtype], deque[torch.Tensor]] = {}
         self._take_order()
 
@@ -70,7 +70,7 @@ class Reducer:
         self._allocate()
 
     def _allocate(self) -> None:
-        """Allocate two buffers for each dtype, as long as its longest gradients, in host memory that the other ranks can read."""
+        """Allocate two buffers per dtype, with the length of its longest gradients, in host memory that the other ranks can read."""
         lengths: dict[tuple[Communicator, torch.dtype], list[int]] = {}
         for unit, gradients in self.order:
             if gradients.on_host and not gradients.adopts:
@@ -104,7 +104,7 @@ class Reducer:
         return unit if not missing and unit not in self.by_inputs else None
 
     def complete(self, unit: Unit) -> None:
-        """A unit is complete: see [Note: complete]. Reduce the complete units that are next in order."""
+        """Mark a unit as complete: see [Note: complete]. Then reduce the complete units that are next in order."""
         if not unit.reduces_early:
             return
         self._complete.add(unit)
@@ -140,7 +140,7 @@ class Reducer:
     # A backward
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Begin a backward."""
         self._next = 0
         self._left_some = False
         self._complete.clear()
@@ -148,7 +148,7 @@ class Reducer:
         self.done.clear()
 
     def end(self, *, makes_graph: bool) -> None:
-        """Reduce the other units, and wait. `makes_graph`: the backward recorded a graph, through which a later backward may go."""
+        """End a backward: reduce the other units, and wait. `makes_graph`: the backward recorded a graph for a later backward."""
         if not makes_graph:
             self.by_inputs |= {unit for unit, left in self._missing.items() if 0 < len(left) < len(self._trained[unit])}
         while self._next < len(self.order):

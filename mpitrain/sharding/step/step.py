@@ -1,7 +1,7 @@
 """The step of one sharded model: its phase, and the order in which its units are unsharded, resharded and reduced.
 
 A parameter between two forwards (unit/storage.py says which full parameters are gathered, and which last):
-1. The outermost forward begins with `open`: full parameters that last are filled from the shards and shown, where that needs no
+1. The outermost forward begins with `open`: full parameters that last are filled from the shards and shown, if that needs no
    all-gather.
 2. `ShardedModule.__call__` calls `forward`. `_unshard` fills all other full parameters of the module, and the module shows them.
 3. After the module's own forward `_reshard` shows the shards again and frees gathered full parameters, unless `reshard_after_forward`
@@ -9,7 +9,7 @@ A parameter between two forwards (unit/storage.py says which full parameters are
    full parameters that last after the outermost forward.
 4. In the backward `_begin_backward` unshards the units that last. The hook `_before_backward` on an output of a module unshards any
    other unit. `_all_back` or `_end_backward` reshards these units, and `close` the units that last.
-5. The optimizer writes the shards: of resident memory after a fence (fences.py). The next forward fills the full parameters from them.
+5. The optimizer writes the shards, those in resident memory after a fence (fences.py). The next forward fills full parameters.
 
 A gradient between autograd and the optimizer:
 1. autograd stores the full gradient in `.grad` of the full parameter, and its hook calls `on_gradient`.
@@ -21,8 +21,8 @@ A gradient between autograd and the optimizer:
    the last reduction. The optimizer then finds the shards and their gradients in `model.parameters()`.
 
 [Note: second derivatives] A backward with create_graph=True makes a graph that uses full parameters. After such a backward the full
-parameters stay until an optimizer updates them, until `reshard()`, or until the next forward after another backward, which is taken for
-the backward through that graph. A later backward through the graph raises torch's error for tensors that were modified.
+parameters stay until an optimizer updates them, until `reshard()`, or until another backward has ended, which counts as the backward
+through that graph, and the next forward begins. A later backward through the graph raises torch's error for modified tensors.
 """
 
 import time
@@ -67,7 +67,7 @@ class Phase(Enum):
 class Graph(Enum):
     """Whether full parameters stay for the graph of a backward: see [Note: second derivatives]."""
 
-    NONE = "no such graph"
+    NONE = "no backward has made a graph"
     LIVE = "a backward made a graph, and full parameters stay"
     USED = "another backward has ended since: the next forward gives the full parameters back"
 
@@ -90,8 +90,8 @@ class TrainingStep:
         """Seconds that were spent in communication and in waits for other ranks."""
         self._tree = Tree(root)
         self._graph = Graph.NONE
-        self._makes_graph = False  # this backward
-        self._held: set[Unit] = set()  # full until `let_go`
+        self._makes_graph = False  # whether this backward makes a graph
+        self._held: set[Unit] = set()  # units that stay full until `let_go`
         self._ran: set[Unit] = set()  # units whose modules ran in this forward, or in the last one
         self._calls = {unit: Calls(partial(self._all_back, unit)) for unit in units}
         self._lasting = [unit for unit in units if unit.lasts]
@@ -111,7 +111,7 @@ class TrainingStep:
             [param.shard for unit in self._lasting for param in unit.params],
         )
         self.reducer = Reducer(units)
-        self._num_watched = 0  # of the reducer's gradients
+        self._num_watched = 0  # number of the reducer's gradients with hooks
         self._watch_gradients()
         _living.add(self)
 
@@ -125,7 +125,7 @@ class TrainingStep:
             self.comm_s += time.perf_counter() - start
 
     def _unshard(self, unit: Unit) -> None:
-        """Fill the full parameters of a unit and show them. Collective unless they are full."""
+        """Fill the full parameters of a unit and show them. Collective unless they are already full."""
         if unit.state is UnitState.UNSHARDED:
             return
         with self._communicating():
@@ -194,7 +194,7 @@ class TrainingStep:
         return output if policy.output_dtype is None else cast(output, policy.output_dtype)
 
     def open(self) -> None:
-        """Before the outermost forward: see [Note: fences] in fences.py. First clean up after an earlier exception."""
+        """Called before the outermost forward: see [Note: fences] in fences.py. First cleans up after an earlier exception."""
         if self.phase is not Phase.IDLE:
             self.reset()
         self.reducer.give_up()
@@ -206,7 +206,7 @@ class TrainingStep:
             for flat in unit.flats:
                 flat.check_shown()  # before `reshard` overwrites a parameter that the user has put in place of one of these
             was_full = unit.state is not UnitState.SHARDED
-            unit.reshard()  # full parameters hold the values of an earlier forward
+            unit.reshard()  # the full parameters hold the values of an earlier forward
             unit.expire()
             if self._graph is Graph.LIVE and was_full and not unit.lasts:
                 unit.unshard()
@@ -219,20 +219,20 @@ class TrainingStep:
                 self._fence.wait()
         ran, self._ran = self._ran, set()
         for unit in self._lasting:
-            if unit not in ran or not unit.is_under_way:  # other modules may use its parameters; or there is no wait
+            if unit not in ran or not unit.is_under_way:  # other modules may use its parameters; or no wait is left
                 self._unshard(unit)
         with self._communicating():
             self._prefetch.begin("forward")
 
     def _agree(self) -> bool:
-        """Let the reducer find thawed parameters. Returns whether this message replaces the fence: all its ranks took part."""
+        """Let the reducer find thawed parameters. Returns whether its message replaces the fence, because the same ranks took part."""
         if self.reducer.agree(self.ranks.data_parallel):
             self._watch_gradients()
         return self._fence.num_ranks == self.ranks.data_parallel.size
 
     def close(self, *, before_backward: bool = False, is_compared: bool = False) -> None:
-        """After the outermost forward, and after a backward. `before_backward`: a backward may follow. `is_compared`: the ranks have
-        compared the order of their gathers."""
+        """Called after the outermost forward, and after a backward. `before_backward`: a backward may follow. `is_compared`: the ranks
+        have compared the order of their gathers."""
         with self._communicating():
             self._prefetch.end()
         for unit in self._lasting:
@@ -263,7 +263,7 @@ class TrainingStep:
         self._num_watched = len(self.reducer.gradients)
 
     def _before_backward(self, unit: Unit, written: int | None, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of a module's output has come. `written`: the count of writes to the shards at the root's forward."""
+        """Called with the gradient of a module's output. `written`: the count of writes to the shards at the root's forward."""
         if written is not None and written != count_writes(self._shards):
             self._fence.forget()
             raise RuntimeError(
@@ -292,7 +292,7 @@ class TrainingStep:
         at_end_of_backward(self._end_backward)
 
     def on_gradient(self, number: int, index: int) -> None:
-        """Autograd has accumulated the gradient of parameter `index` of the reducer's `gradients[number]`."""
+        """Called when autograd has accumulated the gradient of parameter `index` of the reducer's `gradients[number]`."""
         self._begin_backward()
         if self.reducer.reducing is not None:
             with self._communicating():
@@ -303,7 +303,7 @@ class TrainingStep:
                 self.reducer.complete(unit)
 
     def _all_back(self, unit: Unit) -> None:
-        """All calls of a unit's module have the gradients of their inputs: see [Note: complete] in reducer.py."""
+        """Called when all calls of a unit's module have the gradients of their inputs: see [Note: complete] in reducer.py."""
         if self._graph is not Graph.NONE:
             return  # another backward will go through these calls
         if not unit.lasts:
@@ -312,7 +312,7 @@ class TrainingStep:
             self.reducer.complete(unit)
 
     def _end_backward(self) -> None:
-        """The autograd engine has computed all gradients of a backward."""
+        """Called when the autograd engine has computed all gradients of a backward."""
         for calls in self._calls.values():
             calls.end_backward()
         if self._graph is Graph.LIVE and not self._makes_graph:
@@ -329,7 +329,7 @@ class TrainingStep:
                     run_accumulation_hooks(param.shard)  # not earlier, because these hooks may write to shards
 
     def _forget_unused(self) -> None:
-        """Set the gradient of parameters that no rank used to None, as in plain torch: an optimizer then skips them.
+        """Set the gradient of parameters that no rank used to None, like plain torch, so that an optimizer skips them.
 
         The same message compares the order of gathers between the ranks, unless the model has several copies.
         """
@@ -360,11 +360,11 @@ class TrainingStep:
     # Between steps
 
     def settle(self) -> None:
-        """Before shards are returned to the user or written: see [Note: fence put off] in fences.py. Not collective."""
+        """Called before shards are returned to the user or written: see [Note: fence put off] in fences.py. Not collective."""
         self._fence.settle()
 
     def tidy(self) -> None:
-        """Before the model's parameters are returned to the user. After an exception in a backward the full ones are still shown."""
+        """Called before the model's parameters are returned to the user: after an exception in a backward the full ones are shown."""
         if self.phase is Phase.BACKWARD and not in_backward():
             self.reset()
         self.settle()
@@ -388,7 +388,7 @@ class TrainingStep:
                 unit.reshard()
 
     def before_writes(self, params: Iterable[torch.Tensor], doing: str) -> None:
-        """Before `doing`, an optimizer's step for instance, writes to shards. RuntimeError if gradients of `params` are not reduced."""
+        """Called before `doing`, such as an optimizer's step, writes shards. RuntimeError if gradients of `params` are not reduced."""
         self.settle()
         self.reducer.check_reduced(params, doing)
         if self._graph is not Graph.NONE:
@@ -414,7 +414,7 @@ def _on_gradient(step: "weakref.ref[TrainingStep]", number: int, index: int, ful
         alive.on_gradient(number, index)
 
 
-# An optimizer, or an EMA, has only parameters. Here it finds the steps to which these parameters may belong.
+# An optimizer or an EMA has only parameters. In this set it finds the steps to which these parameters may belong.
 _living: "weakref.WeakSet[TrainingStep]" = weakref.WeakSet()
 
 

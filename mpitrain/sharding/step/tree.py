@@ -23,7 +23,7 @@ class Tree:
         self.take()
 
     def take(self) -> None:
-        """Remember the parts as they are. RuntimeError if a parameter among them is neither sharded nor ignored."""
+        """Record the current parts. RuntimeError if one of their parameters is neither sharded nor ignored."""
         check_added(self.module)
         modules = list(self.module.modules())
         self._children = [(part._modules, tuple(part._modules.values())) for part in modules]

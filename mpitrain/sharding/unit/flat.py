@@ -74,7 +74,7 @@ class FlatParameters:
         self._shown = [(module._parameters, name, param) for param in self.params for module, name in param.users]
         self._fulls = tuple(param.full for param in self.params)
         self.gradients = [self._gradients_of(range(len(params)))] if is_trained else []
-        """The gradients that are reduced: first those of parameters trained from the start; one more each time that some are thawed."""
+        """The gradients that are reduced: first those of the parameters trained from the start, then one entry for each thaw."""
         self._is_withdrawn = False
         self.empty()
 
@@ -90,7 +90,7 @@ class FlatParameters:
             param.check(seen.get(name))
             if hooks_on(param.shard):
                 raise RuntimeError(
-                    f"parameter {param.name} has a hook by register_hook, which would never run: the shard is no part of the graph; "
+                    f"parameter {param.name} has a hook by register_hook, which would never run: the shard is not part of the graph; "
                     "use register_post_accumulate_grad_hook, which runs at the end of a backward"
                 )
             if param.full.requires_grad != param.shard.requires_grad:  # the user has frozen or thawed the parameter
@@ -110,11 +110,11 @@ class FlatParameters:
     # The full parameters' values
 
     def begin_fill(self) -> None:
-        """Begin to fill the full parameters from the ranks' shards, unless they are full. Collective. `fill` waits for the end."""
+        """Begin to fill the full parameters from the shards, unless they are already full; `fill` waits for the end. Collective."""
         self.storage.begin_fill(self._shard)
 
     def fill(self) -> bool:
-        """Fill the full parameters, unless they are full. Returns whether they were not full. Collective in that case."""
+        """Fill the full parameters, unless they are already full. Returns whether it filled them; if so, the call is collective."""
         filled = self.storage.fill(self._shard)
         if self._is_withdrawn:
             self._is_withdrawn = False
@@ -122,7 +122,7 @@ class FlatParameters:
         return filled
 
     def empty(self, *, for_backward: bool = False) -> None:
-        """Free the full parameters, unless they last. `for_backward`: see `Gathered.empty`."""
+        """Free the full parameters, unless they stay in memory (`Storage.lasts`). `for_backward`: see `Gathered.empty`."""
         self.storage.empty(for_backward=for_backward)
         if not (self.storage.lasts or self._is_withdrawn):
             self._is_withdrawn = True

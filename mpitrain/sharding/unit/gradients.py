@@ -1,9 +1,9 @@
 """The gradients of parameters that are reduced together, and their reduction.
 
 [Note: thawed] When a flat buffer is made, all its parameters are trained, or all are frozen. Parameters that are thawed later
-(`requires_grad_(True)`) get a separate gradient buffer and a separate reduction. Shards, full parameters and the cut between ranks stay
-the same, so optimizers, averages and checkpoints are not affected. Each rank has the gradients of its own rows: if a part of a flat
-buffer was thawed, one rank may have many of these rows and another rank none.
+(`requires_grad_(True)`) get a separate gradient buffer and a separate reduction. Shards, full parameters and the cuts between ranks
+stay the same, so optimizers, averages and checkpoints are not affected. Each rank has the gradients of its own rows: if a part of a
+flat buffer was thawed, one rank may have many of these rows and another rank none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ class Gradients:
         self.device, self.dtype, self.reduce_dtype = device, dtype, reduce_dtype
         self.on_host = device.type == "cpu"
         self.adopts = ranks.data_parallel.size == 1
-        """Whether the full gradients become the gradients of the shards without a reduction, as on one rank alone."""
+        """Whether the full gradients become the gradients of the shards without a reduction: with only one rank."""
         self.was_used = [False] * len(params)
         """For each parameter: whether this rank had a gradient at the last reduction."""
         self.was_fresh = [False] * len(params)
@@ -58,13 +58,13 @@ class Gradients:
         """The parameters whose gradient is in the gradient buffer and waits for the reduction."""
         self.ranks, self._offload = ranks, offload
         width = 2 if reduce_dtype.is_complex else 1
-        self._counts = [count * width for count in layout.counts]  # of the numbers of each rank's part
+        self._counts = [count * width for count in layout.counts]  # how many real numbers each rank's part has
         rank = ranks.shard.rank
         self._count, first = layout.counts[rank], layout.bounds[rank]
         self._begins = [layout.box(index, rank).start - first for index in range(len(params))]
-        self._reduction: Work | None = None  # under way
+        self._reduction: Work | None = None  # a reduction under way
         self._mean: torch.Tensor | None = None  # its result
-        self._stream: torch.cuda.Stream | None = None  # on which gradients leave the GPU
+        self._stream: torch.cuda.Stream | None = None  # for copies of gradients from the GPU to the host
 
     @torch.no_grad()
     def place_grad(self, index: int, buffer: torch.Tensor) -> None:
@@ -135,7 +135,7 @@ class Gradients:
 
     def _of_shards(self, mean: torch.Tensor) -> torch.Tensor:
         """The result of a reduction in separate memory, with the dtype and on the device of the shards."""
-        is_own = self.ranks.shard.size > 1  # and not the gradient buffer
+        is_own = self.ranks.shard.size > 1  # separate memory, not the gradient buffer
         if is_own and self.reduce_dtype == self.dtype and self._offload is None:
             return mean
         there = where_shards_live(self._count, self.dtype, self.device, self._offload)
@@ -169,7 +169,7 @@ class Gradients:
             self._reduction = self._mean = None
 
     def adopt_grads(self) -> None:
-        """In place of a reduction, where shards are whole parameters: the full gradients become the gradients of the shards."""
+        """Make the full gradients the gradients of the shards, without a reduction, if the shards are whole parameters."""
         with self._beside(after_all=True):
             for index, param in enumerate(self.params):
                 self.was_used[index], self.was_fresh[index] = param.full.grad is not None, param.shard.grad is None
@@ -185,7 +185,7 @@ class Gradients:
                 grad.record_stream(self._stream)
             grad = grad.to(self.reduce_dtype).resolve_conj()  # optimizers cannot use a conjugated view
             if not grad.ndim:
-                grad = grad.view(param.box.shape)  # of a scalar
+                grad = grad.view(param.box.shape)  # a scalar's shard has one dimension
         if shard.grad is not None:
             with torch.no_grad():
                 shard.grad += grad.to(shard.device)

@@ -1,12 +1,12 @@
-"""Where each parameter lies in a unit's flat buffer, and where the buffer is cut. Pure arithmetic: no torch, no MPI.
+"""The place of each parameter in a unit's flat buffer, and the cuts of the buffer. Pure arithmetic: no torch, no MPI.
 
 Parameters lie end to end, each aligned. The buffer is cut into N shards as equal as rows allow: a cut falls only between rows of a
-parameter's first dimension that is longer than 1. So every rank's part of a parameter is a box of whole rows, which keeps its number
-of dimensions, and which a checkpoint moves as a rectangle.
+parameter's first dimension that is longer than 1. So every rank's part of a parameter is a box of whole rows, which has the
+parameter's number of dimensions, and which a checkpoint stores as a rectangle.
 
-[Note: equal shards] NCCL gathers and scatters shards of one length in one operation, others in one for each rank. So the length of
-private shards is the first one at which every cut falls between rows, and the buffer is padded at its end. Such a length is near:
-parameters with long rows come first, and each begins at a multiple of its own row, so that any multiple of all rows is one.
+[Note: equal shards] NCCL gathers and scatters shards of one length in one operation, other shards in one operation per rank. So the
+length of private shards is the shortest one at which every cut falls between rows, and the buffer is padded at its end. Such a length
+is near: parameters with long rows come first, and each begins at a multiple of its own row, so any common multiple of all rows will do.
 """
 
 from bisect import bisect_right
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Any, NamedTuple
 
-MOST_PADDING = 0.02  # of the parameters' elements, for equal shards; beyond it shards are as equal as rows allow
-ALIGN = 32  # elements: 64 bytes of bf16, 128 of fp32; kernels and cache lines of neighbouring parameters do not meet
+MOST_PADDING = 0.02  # of the parameters' elements, for equal shards; else shards are only as equal as rows allow
+ALIGN = 32  # elements: 64 bytes of bf16, 128 of fp32; neighbouring parameters do not share a cache line
 
 
 class ShardBox(NamedTuple):
@@ -69,7 +69,7 @@ class Layout:
         return tuple(self.bounds[i + 1] - self.bounds[i] for i in range(len(self.bounds) - 1))
 
     def box(self, index: int, rank: int) -> ShardBox:
-        """Rank `rank`'s part of parameter `index`; 0 rows where it holds nothing of it.
+        """The part of parameter `index` on rank `rank`; 0 rows if the rank has no part.
 
         A scalar is a vector of one element here, since no scalar can be empty.
         """
@@ -86,7 +86,7 @@ class Layout:
         )
 
     def only(self, indices: Sequence[int]) -> "Layout":
-        """A buffer for these parameters alone, in this order of `extents`; each rank's part has the same boxes of them as here."""
+        """The layout of a buffer for only these parameters. Each rank has the same boxes of them as in this layout."""
         if len(indices) == len(self.extents):
             return self
         extents: dict[int, Extent] = {}
@@ -103,7 +103,7 @@ class Layout:
 def lay_out(shapes: Sequence[tuple[int, ...]], num_ranks: int, *, equal: bool = False) -> Layout:
     """Lay parameters of these shapes end to end and cut the buffer for `num_ranks` ranks.
 
-    `equal`: into shards of one length, where that takes at most `MOST_PADDING` [Note: equal shards].
+    `equal`: into shards of one length, if that takes at most `MOST_PADDING` [Note: equal shards].
     """
     if equal and shapes and num_ranks > 1 and (layout := _equal(shapes, num_ranks)) is not None:
         return layout
@@ -128,14 +128,14 @@ def lay_out(shapes: Sequence[tuple[int, ...]], num_ranks: int, *, equal: bool = 
 
 
 def _extent_after(shape: Sequence[int], end: int, *, at_row: bool = False) -> Extent:
-    """Where a parameter begins that comes after element `end`; `at_row`: at a multiple of its own row."""
+    """The extent of a parameter that follows element `end`; `at_row`: it begins at a multiple of its own row."""
     dim = next((d for d, length in enumerate(shape) if length > 1), 0)
     row = max(prod(shape[dim + 1 :]), 1)
     return Extent(tuple(shape), _next_multiple(end, lcm(ALIGN, row) if at_row else ALIGN), dim, row)
 
 
 def _equal(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout | None:
-    """The shortest shards of one length [Note: equal shards]; None where they would take too much padding."""
+    """The shortest shards of one length [Note: equal shards]; None if they need too much padding."""
     rows = [_extent_after(shape, 0).row for shape in shapes]
     extents: dict[int, Extent] = {}
     end = 0
@@ -148,7 +148,7 @@ def _equal(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout | None:
     while count <= most:
         for rank in range(1, num_ranks):
             cut = _next_cut(in_buffer, rank * count)
-            if cut > rank * count:  # within a row: so are all lengths up to the one that reaches its end
+            if cut > rank * count:  # within a row, like all cuts up to the length that reaches the row's end
                 count = _next_multiple(-(-cut // rank), ALIGN)
                 break
         else:
@@ -158,7 +158,7 @@ def _equal(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout | None:
 
 
 def _next_cut(extents: Sequence[Extent], element: int) -> int:
-    """The first element from this one on before which the buffer may be cut. `extents`: in the order of the buffer."""
+    """The first element, not before `element`, at which the buffer may be cut. `extents`: in the order of the buffer."""
     extent = extents[bisect_right(extents, element, key=lambda extent: extent.start) - 1]
     return element if element >= extent.stop else extent.start + _next_multiple(element - extent.start, extent.row)
 

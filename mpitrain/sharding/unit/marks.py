@@ -12,7 +12,7 @@ from mpitrain.sharding.unit.layout import ShardBox
 
 
 def mark_shard(param: nn.Parameter, box: ShardBox) -> None:
-    """`param` is a shard, or a full parameter, and this rank holds `box`."""
+    """Mark `param` as a shard, or as a full parameter, of which this rank holds `box`."""
     param.shard_box = box  # type: ignore[attr-defined]
 
 
@@ -22,7 +22,7 @@ def box_of(param: Any) -> ShardBox | None:
 
 
 def mark_replaced(param: nn.Parameter, name: str) -> None:
-    """`fully_shard` has replaced this parameter, whose name was `name`, by a shard and a full parameter."""
+    """Mark a parameter that `fully_shard` has replaced by a shard and a full parameter; its name was `name`."""
     param._sharded_as = name  # type: ignore[attr-defined]
 
 
@@ -32,10 +32,10 @@ def name_before(param: Any) -> str | None:
 
 
 def mark_ignored(param: nn.Parameter) -> None:
-    """No unit takes this parameter, not even the unit of a module around the one that ignores it."""
+    """Mark a parameter that no unit may take, also not the unit of a module around the one that ignores it."""
     param._ignored_by_sharding = True  # type: ignore[attr-defined]
 
 
 def is_ignored(param: nn.Parameter) -> bool:
-    """Whether no unit takes this parameter."""
+    """Whether no unit may take this parameter."""
     return getattr(param, "_ignored_by_sharding", False)

@@ -21,7 +21,7 @@ class ShardedParameter:
     full: nn.Parameter
     shard: nn.Parameter
     box: ShardBox
-    ranks: DataParallelRanks  # that hold the other rows, and copies of these rows
+    ranks: DataParallelRanks  # the ranks that hold the other rows, and copies of these rows
     from_meta: bool = False  # made without values
 
     def __post_init__(self) -> None:

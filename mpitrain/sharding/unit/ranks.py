@@ -14,8 +14,8 @@ class DataParallelRanks(NamedTuple):
     """The groups of ranks that train one model on different data.
 
     `shard`: the shard group, whose ranks hold the shards of one copy of the model. `replicate`: the replicate group, whose ranks hold
-    the same shard of different copies. `data_parallel`: all ranks of both directions. With one copy (ZeRO) the replicate group is this
-    rank alone. Where each rank has a copy (data parallel) the shard group is this rank alone.
+    the same shard of different copies. `data_parallel`: all ranks of all copies. With one copy (ZeRO) the replicate group has only this
+    rank. If each rank has a copy (data parallel), the shard group has only this rank.
     """
 
     data_parallel: Communicator
@@ -36,7 +36,7 @@ def is_within(inner: Communicator, outer: Communicator) -> bool:
     return bool(type(group).Intersection(group, outer.mpi.Get_group()).size == inner.size)
 
 
-# A split is collective and costs a communicator, so all units of a model share the result. Weak, to free unused communicators.
+# A split is collective and makes a communicator, so all units of a model share the result. Weak keys free unused communicators.
 _groups: "weakref.WeakKeyDictionary[Communicator, dict[int, Communicator]]" = weakref.WeakKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""Which unit a module has, which units a model has, and which parameter a shard belongs to."""
+"""Look-ups: the unit of a module, the units of a model, and the parameter of a shard."""
 
 import weakref
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before `fully_shard`; of any other module its class."""
+    """The class that a sharded module had before `fully_shard`; the class of any other module."""
     return type(module).__mro__[0 if unit_of(module) is None else 2]
 
 

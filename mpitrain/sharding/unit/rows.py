@@ -1,7 +1,7 @@
 """Protection against files that have this rank's rows in place of a whole parameter. The error names the functions that write all rows.
 
 A shard cannot be pickled. In the state dict of a model or an optimizer, tensors with the shape of a shard are `Rows`. `Rows` compute,
-copy and load as any tensor does. They cannot be pickled, and do not return their storage, which safetensors reads first. A result of
+copy and load like any tensor. They cannot be pickled, and do not return their storage, which safetensors reads first. A result of
 the same shape (`cpu()`, `half()`, `clone()`, a sum) is `Rows`, too. `ckpt.save` calls the method `refuse_as_whole` of shards and
 `Rows`.
 """
@@ -55,7 +55,7 @@ class Rows(torch.Tensor):
         return memo[id(self)]
 
     def refuse_as_whole(self, *args: Any) -> NoReturn:
-        """TypeError."""
+        """Raise TypeError, because a file would lack the rows of the other ranks."""
         _refuse(self._name, self._box)
 
     __reduce_ex__ = storage = untyped_storage = refuse_as_whole
@@ -63,14 +63,14 @@ class Rows(torch.Tensor):
 
 def _refuse(name: str, box: ShardBox) -> NoReturn:
     raise TypeError(
-        f"{name} is sharded: this rank has rows {tuple(box.shape)} of {tuple(box.full_shape)}, and a file of its part of the model "
-        "would lack that of the others; write all of it by mpitrain.save or mpitrain.export_weights, or take whole parameters from "
+        f"{name} is sharded: this rank has rows {tuple(box.shape)} of {tuple(box.full_shape)}, and a file of its rows would lack those "
+        "of the other ranks; write the whole model by mpitrain.save or mpitrain.export_weights, or take whole parameters from "
         "mpitrain.full_state_dict(model) or within `with mpitrain.unshard(model):`"
     )
 
 
 def guard_shards(unit: Unit) -> None:
-    """Let shards, but not copies of them, raise an error when they are pickled. Optimizers and hooks would notice a subclass."""
+    """Let shards, but not copies of them, raise an error when they are pickled. A subclass would be visible to optimizers and hooks."""
     if unit.ranks.shard.size == 1:
         return
     for shard in (param.shard for param in unit.params):
@@ -84,7 +84,7 @@ def _refuse_shard(key: int, protocol: Any = None) -> NoReturn:
 
 
 def mark_model(module: nn.Module, unit: Unit, state_dict: dict[str, Any], prefix: str) -> None:
-    """Make the shards of a sharded module `Rows` in a state dict, where its names begin with `prefix`. Inner modules mark theirs."""
+    """Make the shards of one sharded module `Rows` in a state dict, where its names begin with `prefix`."""
     if unit.ranks.shard.size == 1:
         return
     own = {id(param.shard): param for param in unit.params}

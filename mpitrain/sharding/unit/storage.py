@@ -3,7 +3,7 @@
 - `Gathered` (stage 3): gathered from all ranks before use, and freed after it. With `reshard_after_forward=N` a group of N ranks holds
   the full parameters, sharded, between forward and backward, and gathers them again.
 - `Kept` (stages 0 to 2, or one rank): a copy on each rank, updated at the beginning of each outermost forward.
-- `Resident`: as `Kept`, but one copy for all ranks of a node, in shared memory. So it serves stage 3, too: the default on CPUs.
+- `Resident`: like `Kept`, but with one copy for all ranks of a node, in shared memory. It is the default on CPUs, also in stage 3.
 
 If the full parameters have the dtype of the shards, the shards of `Kept` and `Resident` are rows of this buffer. Then an optimizer that
 updates the shards updates the full parameters, and no data moves within a node.
@@ -30,16 +30,16 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 class Storage:
-    """The full parameters of a unit, of these `shapes`, end to end as `layout` says. `comm`: the ranks that hold a shard each."""
+    """The full parameters of a unit, end to end in the order of `layout`. `comm`: the ranks, each of which holds one shard."""
 
     kind: Kind
     lasts = True  # the full parameters stay in memory between uses
-    in_place = False  # the shards are rows of them
+    in_place = False  # the shards are rows of the full parameters
     full_buffer: torch.Tensor
 
     def __init__(self, shapes: Shapes, comm: Communicator) -> None:
         self._comm = comm
-        # No rank sends resident shards. So they need no equal length, and padding would only take memory.
+        # No rank sends resident shards, so they need not have equal lengths, and no padding.
         self.layout = layout = lay_out(shapes, comm.size, equal=self.kind != "resident")
         self._mine = slice(layout.bounds[comm.rank], layout.bounds[comm.rank + 1])  # this rank's rows
         self._work: Work | None = None  # an all-gather that has begun
@@ -66,14 +66,14 @@ class Storage:
         return self._work is not None
 
     def begin_fill(self, shard: torch.Tensor, *, ahead: bool = True) -> None:
-        """Begin to fill the full parameters, unless they are full. Collective.
+        """Begin to fill the full parameters, unless they are already full. Collective.
 
         `ahead`: if the all-gather overlaps with computation, `fill` or `finish` ends it. Otherwise it has ended on return.
         """
         raise NotImplementedError
 
     def fill(self, shard: torch.Tensor) -> bool:
-        """Fill the full parameters, unless they are full. Returns whether they were not full. Collective in that case."""
+        """Fill the full parameters, unless they are already full. Returns whether it filled them; if so, the call is collective."""
         if self.is_full:
             return False
         if not self.is_under_way:
@@ -82,14 +82,14 @@ class Storage:
         return True
 
     def finish(self) -> None:
-        """Wait for the all-gather, if one has begun. Its errors are raised here."""
+        """Wait for an all-gather that has begun, and raise its errors."""
         if self._work is not None:
             work, self._work = self._work, None
             work.wait()
             self._sent = None
 
     def expire(self) -> None:
-        """The shards may have changed, and full parameters that last may hold old values."""
+        """Mark full parameters that last as not full, because the shards may have changed."""
 
     def empty(self, *, for_backward: bool = False) -> None:
         """Free full parameters that do not last."""
@@ -198,7 +198,7 @@ class Gathered(Storage):
     @torch.no_grad()
     def empty(self, *, for_backward: bool = False) -> None:
         """Free the memory. `for_backward`: the full parameters will be filled again before the shards change."""
-        with suppress(Exception):  # of an all-gather whose result is not needed
+        with suppress(Exception):  # an error of an all-gather whose result is not needed
             self.finish()
         if not for_backward or self._group is None:
             self._piece = None
@@ -208,7 +208,7 @@ class Gathered(Storage):
         self.full_buffer.untyped_storage().resize_(0)
 
     def _cuts(self, group: Communicator) -> tuple[list[int], list[int]]:
-        """Where each rank's piece of the full parameters starts, and its length: anywhere, since no rank computes with a piece."""
+        """The start and the length of each rank's piece. A piece may begin within a row, since no rank computes with a piece."""
         bounds = [self.layout.numel * rank // group.size for rank in range(group.size + 1)]
         return bounds[:-1], [bounds[i + 1] - bounds[i] for i in range(group.size)]
 
@@ -216,7 +216,7 @@ class Gathered(Storage):
 def _raw(flat: torch.Tensor) -> Any:
     """The memory of a host buffer as a NumPy array, until the storage is emptied or refilled; a device tensor as it is.
 
-    Not by `Tensor.numpy()`, after which torch refuses to empty and refill the storage.
+    `Tensor.numpy()` would not do: after it torch refuses to empty and refill the storage.
     """
     if flat.device.type != "cpu" or not flat.numel():
         return flat

@@ -8,7 +8,7 @@ The term is from the FSDP paper (Zhao et al., VLDB 2023). Between two forwards a
                                                            v  |
                                                           HIDDEN
 
-`mpitrain.sharding.step.step.TrainingStep` decides when.
+`mpitrain.sharding.step.step.TrainingStep` decides when a unit changes its state.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from mpitrain.sharding.unit.ranks import DataParallelRanks
 
 
 class Promise(NamedTuple):
-    """Arguments of `fully_shard` that only a check of the whole model, at its first forward, can judge."""
+    """Arguments of `fully_shard` that are checked at the model's first forward, because the check needs the whole model."""
 
     keep_fp32: tuple[str, ...]
     ignored_params: Sequence[nn.Parameter]
@@ -63,7 +63,7 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.prefetch_bytes = prefetch_bytes  # only the value of the outermost module is used
         self.is_automatic = is_automatic  # `fully_shard` chose this module as a block of the module in its argument
-        self.reduces_early = stage != 1  # as soon as the unit is complete, not at the end of the backward
+        self.reduces_early = stage != 1  # reduce as soon as the unit is complete, not at the end of the backward
         self.sync_gradients = True  # a backward reduces its gradients
         self.promise: Promise | None = None
         self.state = UnitState.SHARDED
@@ -80,7 +80,7 @@ class Unit:
 
     @property
     def overlaps(self) -> bool:
-        """Whether `begin_unshard` goes on while this rank computes. The same on all ranks."""
+        """Whether the all-gather of `begin_unshard` progresses while this rank computes. The same on all ranks."""
         return bool(self.flats) and all(flat.storage.overlaps for flat in self.flats)
 
     @property
@@ -109,7 +109,7 @@ class Unit:
         self.state = UnitState.UNSHARDING
 
     def unshard(self) -> bool:
-        """Fill the full parameters, and show them. From any state. Returns whether they were not full. Collective in that case."""
+        """Fill the full parameters unless they are full, and show them; from any state. Collective if it has to fill them, which it returns."""
         filled = [flat.fill() for flat in self.flats]
         for flat in self.flats:
             flat.show_full()
@@ -124,9 +124,9 @@ class Unit:
         self.state = UnitState.HIDDEN
 
     def reshard(self, *, for_backward: bool = False) -> None:
-        """Show the shards, and free the full parameters that do not last. From any state.
+        """Show the shards, and free the full parameters that do not last; allowed in any state.
 
-        `for_backward`: if `reshard_after_forward` is a number, this rank keeps its piece for its group of so many ranks.
+        `for_backward`: if `reshard_after_forward` is a number N, this rank keeps its piece for its group of N ranks.
         """
         for flat in self.flats:
             flat.show_shards()
@@ -134,7 +134,7 @@ class Unit:
         self.state = UnitState.SHARDED
 
     def expire(self) -> None:
-        """The shards may have changed: fill full parameters that last again at the next use, unless the shards are part of them."""
+        """After a possible change of the shards: the next use fills full parameters that last, unless the shards are part of them."""
         self._from(UnitState.SHARDED)
         for flat in self.flats:
             flat.storage.expire()
@@ -142,7 +142,7 @@ class Unit:
     def reset(self) -> None:
         """Go back to SHARDED after an exception, without communication. Drop gradients that were not reduced."""
         for flat in self.flats:
-            with suppress(Exception):  # the first exception is more useful
+            with suppress(Exception):  # the first exception says more
                 flat.storage.finish()
         self.reshard()
         for flat in self.flats:

@@ -317,7 +317,7 @@ def test_all_ranks_killed_and_started_again(corpus: Path, tmp_path: Path, whole_
         file.write('{"step": 59, "lo')
     resumed = trained(2, folder, corpus, "--checkpoint.every", "10")
     assert f"goes on from {newest}" in resumed.stdout, str(resumed)
-    assert re.search(r"the job before did \d+ steps more, which no checkpoint has", resumed.stdout), str(resumed)
+    assert re.search(r"the previous job did \d+ more steps, which no checkpoint has", resumed.stdout), str(resumed)
     assert_same_end(folder, whole_run(2))
     assert [path.name for path in (folder / "checkpoints").glob(".*")] == [], "the dead job's remains were not removed"
 

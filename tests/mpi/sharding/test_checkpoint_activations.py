@@ -198,7 +198,7 @@ def test_a_copy_of_a_model_runs_its_own_parameters() -> None:
     [
         (lambda: mpitrain.checkpoint_activations(nn.Linear(2, 2)), "this Linear has no stack of blocks"),
         (lambda: mpitrain.checkpoint_activations(Model(), []), "this Model has no stack of blocks"),
-        (lambda: mpitrain.checkpoint_activations(Model(), [nn.Linear(2, 2)]), "this Linear is no part of the model"),
+        (lambda: mpitrain.checkpoint_activations(Model(), [nn.Linear(2, 2)]), "this Linear is not part of the model"),
         (
             lambda: mpitrain.checkpoint_activations(mpitrain.checkpoint_activations(Model())),
             "this Block is checkpointed already",

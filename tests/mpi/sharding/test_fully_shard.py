@@ -210,7 +210,7 @@ def test_wrong_use_is_refused_with_the_way_out(comm) -> None:
         fully_shard(model.embedding, comm)
     with pytest.raises(ValueError, match="expected 0, 1, 2 or 3"):
         fully_shard(nn.Linear(2, 2), comm, stage=4)
-    with pytest.raises(ValueError, match="in stage 0 each rank has a copy of its own"):
+    with pytest.raises(ValueError, match="in stage 0 each rank has its own copy"):
         fully_shard(nn.Linear(2, 2), comm, stage=0, storage="resident")
     if comm.size > 1:
         with pytest.raises(ValueError, match="are not available yet; only dp_replicate and dp_shard"):

@@ -46,13 +46,13 @@ X = torch.ones(3, 4)
     ("options", "error", "said"),
     [
         ({"stage": True}, ValueError, "stage is True; expected 0, 1, 2 or 3"),
-        ({"device": "gpu"}, ValueError, "device is 'gpu'; expected where memory is"),
-        ({"device": "meta"}, ValueError, "device is 'meta'; expected where memory is"),
+        ({"device": "gpu"}, ValueError, "device is 'gpu'; expected a device with memory"),
+        ({"device": "meta"}, ValueError, "device is 'meta'; expected a device with memory"),
         ({"mesh": 3}, TypeError, "mesh is 3; expected a collectives.Communicator"),
         ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy is torch.bfloat16; expected a mpitrain.MixedPrecisionPolicy"),
-        ({"ignored_params": ["head.weight"]}, TypeError, "has 'head.weight'; expected parameters themselves"),
-        ({"ignored_params": "head.weight"}, TypeError, "is 'head.weight'; expected several parameters"),
-        ({"ignored_params": nn.Parameter(torch.ones(2))}, TypeError, r"a tensor of shape \(2,\); expected several"),
+        ({"ignored_params": ["head.weight"]}, TypeError, "has 'head.weight'; expected only parameters"),
+        ({"ignored_params": "head.weight"}, TypeError, "is 'head.weight'; expected a list of parameters"),
+        ({"ignored_params": nn.Parameter(torch.ones(2))}, TypeError, r"a tensor of shape \(2,\); expected a list"),
     ],
 )  # fmt: skip
 def test_arguments(comm: Communicator, options: dict[str, Any], error: type[Exception], said: str) -> None:
@@ -64,7 +64,7 @@ def test_arguments(comm: Communicator, options: dict[str, Any], error: type[Exce
 
 def test_what_is_no_module_with_a_forward(comm: Communicator) -> None:
     model = Net()
-    with pytest.raises(TypeError, match="got a list of modules, which torch's function takes"):
+    with pytest.raises(TypeError, match="got a list of modules; torch's function makes it one unit"):
         fully_shard([model.head], comm)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
         fully_shard("model", comm)  # type: ignore[arg-type]

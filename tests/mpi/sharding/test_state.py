@@ -379,7 +379,7 @@ def test_a_run_keeps_the_table_of_algorithms(comm: Communicator) -> None:
     assert other.table == table
     assert _take_table(None, other) == [], "saved before tables were kept"
     (remark,) = _take_table({"version": 0}, other)
-    assert remark.startswith("collectives are chosen anew, so last digits may differ: use_table: table: version 0")
+    assert remark.startswith("collectives are chosen again, so last digits may differ: use_table: table: version 0")
     assert other.table == table
     group.free()
     other.free()

@@ -39,7 +39,8 @@ def test_a_job_that_lost_its_folder_ends_and_writes_nothing_more(
 
     monkeypatch.setattr(trainer, "train_step", train_step)
     with pytest.raises(
-        RuntimeError, match=r"run is another job's now: process 12 on node7 \(job 4711\) took over.*ends without a save"
+        RuntimeError,
+        match=r"run belongs to another job now: process 12 on node7 \(job 4711\) took over.*ends without a save",
     ):
         trainer.fit()
     comm.barrier()

@@ -189,7 +189,7 @@ def test_what_does_not_fit_changes_nothing(comm: Communicator, shared_tmp: Path)
 
     write(comm, file, tensors)
     fails("load_weights: the files lack scale and have new that the model does not have")
-    fails("row is there twice: ", rename={"new": "row"})
+    fails("row occurs twice: ", rename={"new": "row"})
     fails(f"of {file} and count of {file}", path=[file, file])
     write(comm, file, untied(plain) | {"frozen.weight": torch.zeros(6, 5)})
     fails(f"frozen.weight has shape (6, 5) in {file}; expected (5, 6)")

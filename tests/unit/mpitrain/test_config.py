@@ -89,7 +89,7 @@ def test_forms_of_flags(argv: list[str], expected: Config) -> None:
         (["--parallel.stage", "x"], "--parallel.stage: expected one of 0, 1, 2, 3, got 'x'"),
         (
             ["--parallel.stage", "0", "--parallel.storage", "resident"],
-            "parallel.storage: in stage 0 each rank has a copy of its own; take auto, or stage 1 to 3",
+            "parallel.storage: in stage 0 each rank has its own copy; choose auto, or stage 1 to 3",
         ),
         (["--train.eval-only=maybe"], "--train.eval-only: expected true or false, got 'maybe'"),
         (["--train.no-eval-only=true"], "--train.no-eval-only: expected no value, got 'true'"),
@@ -102,7 +102,7 @@ def test_forms_of_flags(argv: list[str], expected: Config) -> None:
             ["--model.width", "100", "--model.heads", "6"],
             "model.width: expected a multiple of model.heads = 6, got 100; nearest: 96 or 102",
         ),
-        (["--model.vocab", "100"], "model.vocab: expected at least 256, for the data are bytes, got 100"),
+        (["--model.vocab", "100"], "model.vocab: expected at least 256, because tokens are bytes, got 100"),
         (["--config", "/nowhere.toml"], "settings file /nowhere.toml: No such file or directory"),
         (["--run", "\udcff"], "--run: expected text in UTF-8, which a TOML file can hold, got '\\udcff'"),
     ],
@@ -202,9 +202,9 @@ def test_check_ranks_names_the_factors_and_the_nearest_that_fit() -> None:
     with pytest.raises(ConfigError) as caught:
         check_ranks(config, 3)
     assert str(caught.value) == (
-        "train.batch: expected a multiple of 6 = 3 ranks x 2 (train.accumulate), got 16; nearest that fit: 12 or 18"
+        "train.batch: expected a multiple of 6 = 3 ranks x 2 (train.accumulate), got 16; nearest multiples: 12 or 18"
     )
-    with pytest.raises(ConfigError, match=r"got 16; nearest that fit: 40$"):
+    with pytest.raises(ConfigError, match=r"got 16; nearest multiples: 40$"):
         check_ranks(config, 20)
     with pytest.raises(ConfigError, match=r"parallel.copies: 4 ranks do not make 3 copies; take a divisor of 4"):
         check_ranks(parse(["--parallel.copies", "3"]), 4)

@@ -98,13 +98,13 @@ def test_nodes_share_what_lies_in_their_memory(text: list[str]) -> None:
         ([], "memory: --np N, the number of ranks, is missing"),
         (["--np"], "memory: --np: expected a whole number of at least 1, got nothing"),
         (["--np", "0"], "memory: --np: expected a whole number of at least 1, got 0"),
-        (["--np=3", "--nodes=2"], "memory: 3 ranks cannot be dealt out evenly to 2 nodes"),
+        (["--np=3", "--nodes=2"], "memory: 3 ranks cannot be spread evenly over 2 nodes"),
         (
             ["--np", "5", "--train.batch", "12"],
             "train.batch: expected a multiple of 5 = 5 ranks x 1 (train.accumulate), got 12",
         ),
         (["--np", "2", "--model.siz", "xl"], "unknown setting --model.siz: did you mean --model.size?"),
-        (["--np", "2", "--parallel.device", "cuda"], "memory: what a run needs on GPUs is not known yet"),
+        (["--np", "2", "--parallel.device", "cuda"], "memory: no prediction for GPUs yet"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ def test_arguments() -> None:
         (["--steps", "0"], "'0'; expected a whole number of at least 1"),
         (["--peers", "none,horovod"], "invalid choice: 'horovod'; expected of none, ddp, fsdp, deepspeed"),
         (["--only", "fsdp", "--peers", "ddp"], "argument --peers: not allowed with argument --only"),
-        (["--only", "fsdp", "--shapes", "64x2x1,32x2x1"], "--only measures the peak of a process"),
+        (["--only", "fsdp", "--shapes", "64x2x1,32x2x1"], "--only measures the peak memory of the process"),
         (["--heads", "3"], "model.width: expected a multiple of model.heads = 3, got 1024"),
         (["--batches", "3"], "unrecognized arguments: --batches 3"),
     ],
