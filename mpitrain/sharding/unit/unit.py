@@ -109,7 +109,7 @@ class Unit:
         self.state = UnitState.UNSHARDING
 
     def unshard(self) -> bool:
-        """Fill the full parameters unless they are full, and show them; from any state. Collective if it has to fill them, which it returns."""
+        """Fill the full parameters unless they are full, and show them; from any state. Returns whether it filled them (collective)."""
         filled = [flat.fill() for flat in self.flats]
         for flat in self.flats:
             flat.show_full()

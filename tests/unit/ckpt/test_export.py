@@ -184,7 +184,7 @@ def test_names_are_chosen_and_cut(tmp_path):
         ("a.bin", {}, r"suffix '\.bin'; expected one of \.safetensors"),
         ("a.npz", {"only": "modle/*"}, "no tensor's name matches 'modle/[*]'; nearest: 'model/a'"),
         ("a.npz", {"strip": "model/"}, "'a' and 'model/a' are both called 'a'"),
-        ("a.npz", {"strip": "a"}, "without 'a', 'a' cannot be: the name '' is no path"),
+        ("a.npz", {"strip": "a"}, "without 'a', 'a' is no valid name: the name '' is no path"),
         ("a.npz", {"only": "model/*", "strip": "model/a"}, "without 'model/a', 'model/a' cannot be"),
         ("a.h5", {"compression": "lzf"}, "compression is 'lzf'; expected None, 'gzip' or 'zstd'"),
         ("a.pt", {"compression": "gzip"}, r"a\.pt cannot be compressed"),
