@@ -35,7 +35,7 @@ class Dcp(Stored):
         """Save with fsync."""
         import torch.distributed.checkpoint as dcp
 
-        # torch does not list what it exports.
+        # torch does not declare its exports.
         writer = dcp.FileSystemWriter(self.path, sync_files=True)  # type: ignore[attr-defined]
         dcp.save(self._tensors, storage_writer=writer)  # type: ignore[attr-defined]
 

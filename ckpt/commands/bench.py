@@ -20,8 +20,8 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench",
         help="compare the time of saving and loading with plain POSIX files and torch's DCP (under mpirun)",
-        description="Saves, loads, and saves in the background, in turn with the peers, in one launch (under mpirun). A time is of "
-        "the slowest rank, median over the rounds. For figures that can be compared: several launches with --json, then --report.",
+        description="Saves, loads, and saves in the background, in turn with the peers, in one launch (under mpirun). Times are of "
+        "the slowest rank, medians over the rounds. For figures that can be compared: several launches with --json, then --report.",
     )
     parser.add_argument(
         "--peers", type=names_of(PEERS, or_none=True), default=list(PEERS), metavar="posix,dcp",

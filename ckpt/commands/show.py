@@ -33,7 +33,7 @@ from ckpt.reading.entry import TensorEntry
 from ckpt.storage.catalog import find
 
 _PREVIEW = 6  # values along each of the last two dimensions
-_BINS, _BAR_WIDTH = 16, 50  # of the histogram on the terminal
+_BINS, _BAR_WIDTH = 16, 50  # bins and bar of the histogram on the terminal
 _PICTURE_BINS = 100
 _META_WIDTH = 200  # characters of a value of the meta; --json prints all
 

@@ -181,7 +181,7 @@ class Stage:
 def refuse_existing(final: Place, *, overwrite: bool) -> None:
     """FileExistsError if `final` exists, unless `overwrite` is given and it may be replaced."""
     if reason := reason_to_keep(final):
-        problem = f"what lies there {reason}; a checkpoint replaces none but a checkpoint, with nothing else in it"
+        problem = f"this path {reason}; a save replaces only a checkpoint without foreign files"
         raise FileExistsError(errno.EEXIST, problem, str(final))
     if not overwrite:
         raise FileExistsError(errno.EEXIST, "this checkpoint exists; pass overwrite=True to replace it", str(final))

@@ -74,7 +74,7 @@ def _judged(path: LocalPath, own: LocalPath | None) -> Leftover:
         recent = Leftover(path, "keep", f"changed in the last {QUIET_S:.0f} s: a save may go on")
         if time.time() - changed < QUIET_S and recent.original != own:
             return recent
-    if kind == ".board":  # of a dead job, or all ranks have read it
+    if kind == ".board":  # the board of a dead job, or one that all ranks have read
         return Leftover(path, "remove", "its save ended")
     if kind == ".replaced":
         restore = Leftover(path, "restore", "its replacement never came")

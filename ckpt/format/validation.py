@@ -224,7 +224,7 @@ def _block_error(block: StoredBlock, dtype: str, header: Header) -> str | None:
     if dataset is None or block.start + size > dataset.elements:
         return f"lies beyond its dataset in {file.name}"
     if not _are_checksums(block.checksums, -(-size * DTYPES[dtype].itemsize // header.chunk_bytes)):
-        return "has checksums of the wrong number or length, or what is no checksum"
+        return "has checksums of the wrong number or length, or a value that is no checksum"
     return None
 
 

@@ -154,7 +154,7 @@ class Output:
         self.temporary = path.with_name(f".{path.name}.tmp")
 
     def flush(self) -> None:
-        """Bring what was written to `temporary` to the disk."""
+        """Flush the file `temporary` to the disk."""
         flush(self.temporary)
 
     def commit(self) -> None:

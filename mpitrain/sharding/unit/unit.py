@@ -32,7 +32,7 @@ class Promise(NamedTuple):
 
 
 class UnitState(Enum):
-    """Which parameters the modules see, and whether the full ones have values."""
+    """The parameters that the modules see, and the memory of the full parameters."""
 
     SHARDED = "the modules see the shards; full parameters that do not last have no memory"
     UNSHARDING = "the modules see the shards; the fill of the full parameters has begun"
