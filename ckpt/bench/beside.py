@@ -1,4 +1,4 @@
-"""Saving in the background: how long the caller stands still, and how much the steps slow down that it takes meanwhile."""
+"""Background saves: the time for which the caller is blocked, and the slowdown of its steps during the save."""
 
 import time
 from collections.abc import Callable
@@ -17,11 +17,11 @@ _NUM_PRODUCTS, _WIDTH = 1024, 64
 
 
 class Background:
-    """A contestant that saves with `background=True`; a copy of the same memory is the yardstick of the time that takes.
+    """A contestant that saves with `background=True`; the blocked time is compared with a copy of the same memory.
 
-    The copy goes to memory of its own, left alone as long as the buffer of such a save: a virtual machine makes the first use after a
-    minute up to three times as long. A step is a fixed computation: products of small matrices that together are larger than caches.
-    Each is too small for BLAS to start threads, of which a rank has one core's worth, whatever the environment says.
+    The copy has a separate target, which stays unused as long as the buffer of the save: in a virtual machine, the first use after a
+    minute takes up to three times as long. A step is a fixed computation: products of small matrices that together are larger than
+    caches. Each product is too small for BLAS to start threads, because a rank has only one core.
     """
 
     def __init__(self, name: str, bed: Testbed, cuts: list[Cut]) -> None:
@@ -33,7 +33,7 @@ class Background:
         self._factors, self._products = (matrices, matrices.copy()), np.zeros_like(matrices)
 
     def turn(self, round_: int) -> Seconds:
-        """Copy, step alone, begin to save, step until it is done; in every other round the copy comes last."""
+        """Copy, take steps without a save, begin a save, take steps until its end; in every other round the copy comes last."""
         bed, copies_first = self.bed, round_ % 2
         copy_s = bed.timed(self._copy, self.name) if copies_first else 0.0
         bed.comm.barrier()
@@ -41,7 +41,7 @@ class Background:
         start = time.perf_counter()
         pause_s = bed.timed(lambda: ckpt.save(self.path, self._tensors, comm=bed.comm, background=True), self.name)
         meanwhile = self._steps(lambda done: goes_on())
-        bed.comm.barrier()  # all ranks have written: what is left of waiting belongs to the pause
+        bed.comm.barrier()  # all ranks have written: the rest of the wait is part of the pause
         pause_s += bed.timed(ckpt.wait, self.name)
         whole_s = time.perf_counter() - start
         bed.remove(self.path)
@@ -59,7 +59,7 @@ class Background:
         return time.perf_counter() - start
 
     def _steps(self, go_on: Callable[[int], bool]) -> float:
-        """The mean seconds of a step: with a few very slow ones among them a training loses as much time as it does with all slow."""
+        """The mean seconds of a step, not the median, because a few very slow steps cost a training as much time as many slow ones."""
         seconds = [self._step()]
         while go_on(len(seconds)):
             seconds.append(self._step())

@@ -1,4 +1,4 @@
-"""All of it in order: look whether it can be done, measure in a folder of its own, print, write the file."""
+"""The whole command: checks arguments, disk and memory, measures in a temporary folder, prints, and writes the file."""
 
 import argparse
 import os
@@ -26,9 +26,9 @@ PEERS: dict[str, tuple[str, Callable[[str, Testbed, list[Cut]], Stored]]] = {
     "posix": (POSIX, PosixFiles), "dcp": (DCP, Dcp),
 }  # fmt: skip
 _COPIES = 5
-"""Of the state in memory: itself, what is loaded, the buffer of a save in the background and the copy measured beside it, files in the
-page cache."""
-_MARGIN_BYTES = 64 << 20  # on the disk, beside the state: no contestant's files are much larger than that
+"""Copies of the state in memory: the state, the loaded values, the buffer of a background save, the copy measured beside it, and the
+files in the page cache."""
+_MARGIN_BYTES = 64 << 20  # on the disk, beside the state, for the metadata of a contestant's files
 
 
 def main(args: argparse.Namespace, comm: Communicator) -> None:
@@ -67,7 +67,7 @@ def _check_arguments(args: argparse.Namespace, comm: Communicator) -> None:
     for files in args.layouts:
         if problem := files_error(files):
             raise ValueError(f"--layouts: {problem}")
-        if isinstance(files, int) and files > comm.size:  # `save` would make fewer, under this name
+        if isinstance(files, int) and files > comm.size:  # `save` would make fewer files
             raise ValueError(f"--layouts: {files} files; expected at most {comm.size}, one for each rank")
     if set(args.drivers) - {"posix"}:
         from ckpt.saving.mpio import mpio_error
@@ -78,7 +78,7 @@ def _check_arguments(args: argparse.Namespace, comm: Communicator) -> None:
 
 @contextmanager
 def _folder(where: str | None, nbytes: int, comm: Communicator) -> Iterator[Path]:
-    """A new folder with room for `nbytes`, the same on all ranks, which is removed at the end, also by an error. Collective."""
+    """A new folder with room for `nbytes`, the same on all ranks. It is removed at the end, also after an error. Collective."""
     made = None
     with comm.together("bench"):
         if comm.rank == 0:
@@ -94,13 +94,13 @@ def _folder(where: str | None, nbytes: int, comm: Communicator) -> Iterator[Path
     try:
         yield folder
     finally:
-        # Not collective: an error that only this rank has may be on its way.
+        # Not collective, because the block may end by an error of only this rank.
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
 
 
 def _check_memory(nbytes: int, comm: Communicator) -> None:
-    """MemoryError if the node of this rank has too little for its ranks."""
+    """MemoryError if the node of this rank has too little memory for its ranks."""
     needed, free = _COPIES * nbytes * comm.node.size // comm.size, _available_memory()
     if free is not None and free < needed:
         raise MemoryError(
@@ -110,7 +110,7 @@ def _check_memory(nbytes: int, comm: Communicator) -> None:
 
 
 def _available_memory() -> int | None:
-    """Bytes that this node can give without swapping; None where it does not say."""
+    """Bytes of available memory of this node, without swapping; None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The peer DCP: torch.distributed.checkpoint, in a process group of Gloo beside MPI. Only here is torch imported."""
+"""The peer DCP: torch.distributed.checkpoint, in a process group of Gloo beside MPI. Only this module imports torch."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from collectives.bench.kit.torch_group import torch_group
 
 
 class Dcp(Stored):
-    """torch's, with DTensors over the same memory, cut along their rows."""
+    """torch's DCP, with DTensors over the same memory, cut along their rows."""
 
     def __init__(self, name: str, bed: Testbed, cuts: list[Cut]) -> None:
         super().__init__(name, bed)
@@ -23,7 +23,7 @@ class Dcp(Stored):
         from torch.distributed.tensor import DTensor, Shard
 
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)  # as torchrun does
+            torch.set_num_threads(1)  # like torchrun
         mesh = init_device_mesh("cpu", (bed.comm.size,))
 
         def as_dtensors(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -32,15 +32,15 @@ class Dcp(Stored):
         self._tensors, self._wanted = as_dtensors(bed.source.arrays(cuts)), as_dtensors(bed.target.arrays(cuts))
 
     def save(self) -> None:
-        """With fsync."""
+        """Save with fsync."""
         import torch.distributed.checkpoint as dcp
 
-        # torch does not list what it exports.
+        # torch does not declare its exports.
         writer = dcp.FileSystemWriter(self.path, sync_files=True)  # type: ignore[attr-defined]
         dcp.save(self._tensors, storage_writer=writer)  # type: ignore[attr-defined]
 
     def loads(self) -> Mapping[str, Callable[[], Any]]:
-        """In place."""
+        """A load in place."""
         import torch.distributed.checkpoint as dcp
 
         return {"load": lambda: dcp.load(self._wanted, checkpoint_id=self.path)}  # type: ignore[attr-defined]

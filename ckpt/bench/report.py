@@ -1,7 +1,7 @@
-"""Tables, of one launch or of several, and the goals. Pure: neither torch nor MPI.
+"""Tables of one or several launches, and the goals. The module imports neither torch nor MPI.
 
-Of several: each figure's median over the launches. A ratio is formed within each launch, where both sides met the same disturbances;
-shown is the median of these ratios.
+A table of several launches has the median of each figure. A ratio is computed within each launch, because both sides had the same
+disturbances there; the table has the median of these ratios.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,14 @@ from collectives.bench.units import show_seconds
 
 ACTIONS = ("save", "load", "load unverified")
 LEGEND = (
-    "Seconds are medians over the rounds of the slowest rank's; GB/s: of all ranks. Saves end with fsync, ours with checksums.\n"
+    "Seconds: slowest rank, median over the rounds; GB/s: of all ranks. Saves end with fsync, ours with checksums.\n"
     "at least: how many times as fast as the other side; at most: how many times its time."
 )
 Key = tuple[str, str]  # contestant and action
 
 
 class Goal(NamedTuple):
-    """One side's time against the other's. `bound` None: shown, and nothing is asked of it."""
+    """The ratio of two times. `bound`: None shows the ratio without a goal."""
 
     what: str
     mine: Key
@@ -34,12 +34,12 @@ class Goal(NamedTuple):
     at_least: bool = True
 
     def ratio(self, launches: Sequence[CheckpointLaunch]) -> float | None:
-        """The median over the launches that have both; None if no launch has."""
+        """The median over the launches that have both times; None if there are none."""
         sides = (self.other, self.mine) if self.at_least else (self.mine, self.other)
         return median_ratio([launch.seconds() for launch in launches], *sides)
 
     def is_reached(self, ratio: float) -> bool | None:
-        """None if nothing is asked."""
+        """Whether the goal is reached; None without a goal."""
         if self.bound is None:
             return None
         return ratio >= self.bound if self.at_least else ratio <= self.bound
@@ -53,7 +53,7 @@ GOALS = (
     Goal("load against POSIX", (_RANK, "load"), (POSIX, "load"), 0.6),
     Goal("load without verification against POSIX", (_RANK, "load unverified"), (POSIX, "load"), 0.85),
     Goal("load against DCP", (_RANK, "load"), (DCP, "load"), 1.2),
-    Goal("in the background: standing still, against a memcpy", (BACKGROUND, "pause"), (BACKGROUND, "copy"), 1.3, False),
+    Goal("in the background: blocked time, against a memcpy", (BACKGROUND, "pause"), (BACKGROUND, "copy"), 1.3, False),
     Goal("in the background: steps meanwhile, against without", (BACKGROUND, "step meanwhile"), (BACKGROUND, "step"), 1.1, False),
     Goal("save 2,000 tensors, against 8 of the same bytes", (TINY, "save"), (LARGE, "save"), 1.3, False),
     Goal("load 2,000 tensors, against 8 of the same bytes", (TINY, "load"), (LARGE, "load"), 1.3, False),
@@ -61,7 +61,7 @@ GOALS = (
 
 
 def goals(launches: Sequence[CheckpointLaunch]) -> list[Goal]:
-    """Those of which something was measured, with a line for each further layout and driver."""
+    """The goals with measured times, and a line for each further layout and driver."""
     known = {POSIX, DCP, *(name for goal in GOALS for name, _ in (goal.mine, goal.other))}
     others = dict.fromkeys(row.contestant for launch in launches for row in launch.rows)
     more = [
@@ -74,12 +74,12 @@ def goals(launches: Sequence[CheckpointLaunch]) -> list[Goal]:
 
 
 def seconds(launches: Sequence[CheckpointLaunch], key: Key) -> float | None:
-    """The median over the launches that have it."""
+    """The median over the launches that have this figure."""
     return median_known(launch.seconds().get(key) for launch in launches)
 
 
 def heading(group: Sequence[CheckpointLaunch]) -> str:
-    """The machine, the state and the counts of a group of launches, in a line."""
+    """One line with the machine, the state and the counts of a group of launches."""
     first = group[0]
     cache = "dropped from the page cache" if first.cold else "in the page cache"
     return (
@@ -89,7 +89,7 @@ def heading(group: Sequence[CheckpointLaunch]) -> str:
 
 
 def tables(launches: Sequence[CheckpointLaunch]) -> Iterator[RenderableType]:
-    """The tables and lines to print for launches of any kinds."""
+    """The tables and lines to print; launches of one kind share a table."""
     for group in alike(launches):
         yield Text(heading(group), style="bold")
         yield _times(group)

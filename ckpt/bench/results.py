@@ -1,4 +1,4 @@
-"""The figures of a launch, and the JSON file. Pure: neither torch nor MPI."""
+"""The figures of a launch, and the JSON file. The module imports neither torch nor MPI."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ TINY, LARGE = "ckpt, 2,000 tensors", "ckpt, 8 tensors"
 
 
 def ours(files: str | int, driver: str = "posix") -> str:
-    """The name of `ckpt` in a layout, by a driver."""
+    """The name of the contestant `ckpt` with a layout and a driver."""
     return f"ckpt {files}" if driver == "posix" else f"ckpt {files}, {driver}"
 
 
@@ -21,10 +21,10 @@ class ActionRow:
 
     contestant: str
     action: str
-    """save, load, load unverified; of the one in the background: copy (memory to memory), pause (the caller stands still), save (until
-    it is done), step, step meanwhile (the mean of the steps)."""
+    """save, load, load unverified; for background saves: copy (memory to memory), pause (the caller is blocked), save (to its end),
+    step, step meanwhile (the mean of the steps during the save)."""
     seconds: float
-    """Median over the rounds of the slowest rank's."""
+    """Time of the slowest rank, median over the rounds."""
     fastest_s: float
     slowest_s: float
 
@@ -38,7 +38,7 @@ class CheckpointLaunch(Launch):
     ALIKE = ("machine", "ranks", "nodes", "nbytes", "tensors", "cold")
 
     nbytes: int
-    """The bytes that each contestant saves and loads, of all ranks."""
+    """The bytes that each contestant saves and loads: the sum over all ranks."""
     tensors: int
     rounds: int
     cold: bool

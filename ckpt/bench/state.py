@@ -7,7 +7,7 @@ import numpy as np
 
 from ckpt.tensors import Shard
 
-UNIT = 18_000  # elements of a rank: the least that all three ways divide into whole rows
+UNIT = 18_000  # elements per rank: the smallest number that all three ways divide into whole rows
 NUM_TINY, NUM_LARGE = 2000, 8
 _BLOCKS = 4
 _WEIGHTS = {"attn.qkv": (3, 125), "attn.proj": (1, 125), "mlp.up": (4, 125), "mlp.down": (1, 500)}
@@ -23,7 +23,7 @@ class Cut(NamedTuple):
 
 
 def training() -> list[Cut]:
-    """As ZeRO-3 training has it: parameters of transformer blocks and their two moments, each with some rows on each rank."""
+    """The state of ZeRO-3 training: parameters of transformer blocks and their two moments, each with some rows on each rank."""
     return [
         Cut(f"{part}/blocks.{block}.{name}.weight", rows, columns)
         for part in _PARTS
@@ -38,15 +38,15 @@ def tiny() -> list[Cut]:
 
 
 def large() -> list[Cut]:
-    """Few large ones."""
+    """Few large tensors."""
     return [Cut(f"large/{i}", 1, UNIT // NUM_LARGE) for i in range(NUM_LARGE)]
 
 
 class Memory:
-    """The memory of one rank, `flat` (float32, 1-D), as tensors. `scale`: how often the smallest state fits."""
+    """The memory of one rank, `flat` (float32, 1-D), as tensors. `scale`: the multiple of the smallest state."""
 
     def __init__(self, nbytes: int, rank: int, size: int) -> None:
-        """Of all `size` ranks: at most `nbytes` together. ValueError if that is too little."""
+        """`nbytes`: the most bytes of all `size` ranks together. ValueError if they are too few."""
         least = UNIT * 4 * size
         if nbytes < least:
             raise ValueError(f"--size is {nbytes} bytes; expected at least {least}, for {size} ranks")
@@ -56,11 +56,11 @@ class Memory:
 
     @property
     def nbytes(self) -> int:
-        """Of all ranks."""
+        """The bytes of all ranks."""
         return self.flat.nbytes * self.size
 
     def fill(self) -> None:
-        """With random numbers, others on each rank."""
+        """Fill the memory with random numbers, different on each rank."""
         np.random.default_rng(self.rank).random(out=self.flat, dtype=np.float32)
 
     def arrays(self, cuts: list[Cut]) -> dict[str, np.ndarray]:
@@ -68,7 +68,7 @@ class Memory:
         return dict(self._views(cuts))
 
     def shards(self, cuts: list[Cut]) -> dict[str, Shard]:
-        """The same, as `ckpt.save` and `ckpt.load` take them."""
+        """The same rows in the form of `ckpt.save` and `ckpt.load`."""
         return {
             name: Shard(array, (array.shape[0] * self.size, array.shape[1]), (array.shape[0] * self.rank, 0))
             for name, array in self._views(cuts)

@@ -1,4 +1,4 @@
-"""Saving and loading: by `ckpt` in its layouts and by its drivers, and by plain POSIX files. torch's DCP is in dcp.py."""
+"""Saving and loading with `ckpt`, in its layouts and with its drivers, and with plain POSIX files. torch's DCP is in dcp.py."""
 
 import os
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from collectives.bench.kit.turns import Seconds
 class Stored(ABC):
     """A contestant (see collectives/bench/kit/turns.py) that saves into the folder `path`, and loads from there into other memory.
 
-    A new one gives `save` and `loads`, and has a line in command.py.
+    A new contestant implements `save` and `loads`, and needs a line in command.py.
     """
 
     def __init__(self, name: str, bed: Testbed) -> None:
@@ -25,7 +25,7 @@ class Stored(ABC):
 
     @abstractmethod
     def save(self) -> None:
-        """On return all bytes are on the disk."""
+        """Save all bytes, and flush them to the disk."""
 
     @abstractmethod
     def loads(self) -> Mapping[str, Callable[[], Any]]:
@@ -51,7 +51,7 @@ class Stored(ABC):
 
 
 class CkptFiles(Stored):
-    """Ours. Saves have checksums; fsync is not to be had without."""
+    """Our checkpoints. Their saves always have checksums and fsync."""
 
     def __init__(self, name: str, bed: Testbed, cuts: list[Cut], files: Files = "rank", driver: str = "posix") -> None:
         super().__init__(name, bed)
@@ -69,7 +69,7 @@ class CkptFiles(Stored):
 
 
 class PosixFiles(Stored):
-    """A file for each rank, one tensor behind the other, by nothing but the system's calls."""
+    """A file per rank, one tensor after the other, written and read with only system calls."""
 
     def __init__(self, name: str, bed: Testbed, cuts: list[Cut]) -> None:
         super().__init__(name, bed)
@@ -77,7 +77,7 @@ class PosixFiles(Stored):
         self._file = self.path / f"{bed.comm.rank:05d}"
 
     def turn(self, round_: int) -> Seconds:
-        """As the others; the folder is there before."""
+        """A turn like the others', but the folder is made before it."""
         with self.bed.comm.together(self.name):
             if self.bed.comm.rank == 0:
                 self.path.mkdir()

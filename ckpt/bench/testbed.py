@@ -11,11 +11,11 @@ from ckpt.bench.state import Memory
 from collectives import Communicator
 from collectives.bench.kit.turns import timed
 
-_PIECE = 1 << 20  # elements that are written at a time
+_PIECE = 1 << 20  # elements written at a time
 
 
 class Testbed(NamedTuple):
-    """`source`: the memory that all contestants save. `target`: their memory to load into. `cold`: loads find no page in the cache.
+    """`source`: the memory that all contestants save. `target`: the memory for their loads. `cold`: drop the page cache before loads.
 
     `ended` ends resources after the measurement.
     """
@@ -28,14 +28,14 @@ class Testbed(NamedTuple):
     ended: ExitStack
 
     def timed(self, call: Callable[[], Any], doing: str) -> float:
-        """This rank's seconds in `call`, which all ranks begin at the same time. An error of one rank is one of all. Collective."""
+        """This rank's seconds in `call`, which all ranks begin together. An error of one rank is raised on all. Collective."""
         with self.comm.together(doing):
             return timed(self.comm, call)
 
     def warm(self) -> None:
-        """Write the source to a file in the page cache alone, and remove it: the next save finds memory as all other saves do.
+        """Write the source to a file only in the page cache, and remove it, so that memory is in the same state for all saves.
 
-        A virtual machine gives free memory back to its host, and the next process that needs it waits for half a second.
+        A virtual machine returns free memory to its host, and the next process that needs this memory waits for half a second.
         """
         values = self.source.flat
         with self.comm.together("bench"):
@@ -48,7 +48,7 @@ class Testbed(NamedTuple):
                 scratch.unlink(missing_ok=True)
 
     def cool(self, folder: Path) -> None:
-        """Drop the files below `folder` from the page cache, if that was asked for. They are on the disk by now."""
+        """If `cold`: drop the files below `folder`, which are on the disk, from the page cache."""
         if not self.cold or self.comm.node.rank != 0:
             return
         for path in filter(Path.is_file, folder.rglob("*")):
@@ -59,7 +59,7 @@ class Testbed(NamedTuple):
                 os.close(fd)
 
     def remove(self, folder: Path) -> None:
-        """When all ranks are done with it. Collective."""
+        """Remove `folder` after all ranks have used it. Collective."""
         self.comm.barrier()
         with self.comm.together("bench"):
             if self.comm.rank == 0:

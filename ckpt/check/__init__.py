@@ -1,1 +1,1 @@
-"""Checks: every byte of a checkpoint, its HDF5 files, and the differences of two checkpoints."""
+"""Checks of all bytes of a checkpoint and of its HDF5 files, statistics, and differences of two checkpoints."""

@@ -1,10 +1,10 @@
 """The audit of a checkpoint's HDF5 files: they hold the tensors of the manifest, and no link or source that leads elsewhere.
 
 HDF5 files may point to anything: external and soft links, raw data and virtual sources in other files, filters that load a library. Our
-own reader looks at none of it; h5py, h5dump, MATLAB do. And HDF5 itself may crash on a damaged file, or never return. So a
-child process looks, with limits; whatever becomes of it is an answer.
+own reader ignores all of these; h5py, h5dump and MATLAB follow them. HDF5 itself may also crash on a damaged file, or never return. So
+a child process with limits opens the files, and its crash or timeout is also a finding.
 
-Here is what that child does (`main`); inspecting.py starts it. No data of the files are read, no link is followed.
+This module has the code of the child (`main`); inspecting.py starts it. It reads no data of the files, and follows no link.
 """
 
 import json
@@ -26,13 +26,13 @@ from ckpt.storage.local_path import LocalPath, open_folder, open_regular
 
 _MORE_MEMORY = 1 << 30
 _MAX_ATTRIBUTES = 64
-_MAX_FINDINGS = 100  # of a file
+_MAX_FINDINGS = 100  # per file
 
 
 def main() -> None:
-    """Look at the checkpoint `sys.argv[1]`; prints JSON lists of file, tensor or null, problem or null.
+    """Audit the checkpoint `sys.argv[1]`; prints JSON lists of file, tensor or null, problem or null.
 
-    The first of each file has no problem: so it is known at which file this process ended.
+    The first list of each file has no problem. It shows the parent at which file this process ended.
     """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + _MORE_MEMORY
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def findings(path: LocalPath) -> Iterator[tuple[str, str | None, str | None]]:
-    """(file, tensor or None, problem) of the checkpoint `path`; before those of a file, one without a problem."""
+    """(file, tensor or None, problem) of the checkpoint `path`. The first entry of each file has no problem."""
     manifest = read_manifest(path)
     folder = open_folder(path)
     try:
@@ -51,7 +51,7 @@ def findings(path: LocalPath) -> Iterator[tuple[str, str | None, str | None]]:
             try:
                 for tensor, problem in islice(_findings(folder, manifest, file), _MAX_FINDINGS):
                     yield file.name, tensor, problem
-            # HDF5's errors are of many classes.
+            # HDF5 raises errors of many classes.
             except Exception as error:
                 yield file.name, None, f"HDF5 cannot read it: {str(error)[:200]!r}"
     finally:
@@ -67,7 +67,7 @@ def _findings(folder: int, manifest: Manifest, file: File) -> Iterator[Finding]:
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fapl_sec2()
     try:
-        # By its descriptor: HDF5 follows links.
+        # By its descriptor, because HDF5 follows links.
         opened = h5py.h5f.open(f"/proc/self/fd/{fd}".encode(), h5py.h5f.ACC_RDONLY, fapl=access)
         root = h5py.h5g.open(opened, b"/")
         seen = {_address(root)}
@@ -81,7 +81,7 @@ def _findings(folder: int, manifest: Manifest, file: File) -> Iterator[Finding]:
 
 
 def _tree(names: Iterable[str]) -> dict:
-    """The groups that `names` make, as nested dicts; None is a tensor."""
+    """The groups in `names`, as nested dicts; None stands for a tensor."""
     root: dict = {}
     for name in names:
         *groups, last = name.split("/")
@@ -93,7 +93,7 @@ def _tree(names: Iterable[str]) -> dict:
 
 
 def _data_problem(file: File, name: str, dataset: h5py.h5d.DatasetID, plist: h5py.h5p.PropDCID) -> str | None:
-    """How a dataset of a data file differs from the manifest, or None."""
+    """The difference of a data file's dataset from the manifest, or None."""
     expected = file.datasets[name]
     if plist.get_layout() != h5py.h5d.CONTIGUOUS:
         return "is not contiguous"
@@ -105,12 +105,12 @@ def _data_problem(file: File, name: str, dataset: h5py.h5d.DatasetID, plist: h5p
 
 
 def _index_problem(manifest: Manifest, name: str, dataset: h5py.h5d.DatasetID, plist: h5py.h5p.PropDCID) -> str | None:
-    """How a tensor in the index differs from the manifest, or None."""
+    """The difference of a tensor in the index from the manifest, or None."""
     tensor = manifest.tensors[name]
     virtual = plist.get_layout() == h5py.h5d.VIRTUAL
     if virtual != bool(tensor.shape and tensor.blocks):
         return "is virtual" if virtual else "is not virtual"
-    # The sources' names first: HDF5 may open sources to tell a shape.
+    # The sources' names are checked first, because HDF5 may open sources to find a shape.
     if virtual and (problem := _source_problem(manifest, tensor, plist)):
         return problem
     if problem := _kind_problem(dataset, tensor.shape, tensor.dtype):
@@ -161,7 +161,7 @@ def _kind_problem(dataset: h5py.h5d.DatasetID, shape: Shape, dtype: str) -> str 
 def _group(
     group: h5py.h5g.GroupID, path: str, expected: Mapping[str, dict | None], seen: set[int], problem_of: ProblemOf
 ) -> Iterator[Finding]:
-    """`group` holds what is expected, by hard links alone, and nothing twice: so there is no cycle, and nothing is far away."""
+    """Check that `group` has the expected members, only by hard links, and none twice: so there are no cycles and no foreign files."""
     if group.get_num_objs() > len(expected):
         names = (group.get_objname_by_idx(i).decode(errors="replace") for i in range(len(expected) + 1))
         extra = next((name for name in names if name not in expected), None)
@@ -205,7 +205,7 @@ def _dataset_problem(name: str, dataset: h5py.h5d.DatasetID, problem_of: Problem
 
 
 def _attributes(owner: h5py.h5g.GroupID, name: str | None) -> Iterator[Finding]:
-    """Numbers and text, nothing that refers to something."""
+    """Check that attributes are numbers and text, not references."""
     if (count := h5py.h5a.get_num_attrs(owner)) > _MAX_ATTRIBUTES:
         yield name, f"has {count} attributes"
         return

@@ -1,4 +1,4 @@
-"""The differences of two checkpoints, however each of them is cut: tensor by tensor, slab by slab, in a few tens of MiB of memory."""
+"""The differences of two checkpoints, which may have other shards: tensor by tensor, slab by slab, in a few tens of MiB of memory."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,16 +14,16 @@ from ckpt.reading.checkpoint import Checkpoint
 from ckpt.reading.entry import TensorEntry
 from ckpt.storage.progress import Progress, no_progress
 
-_SLAB_BYTES = 16 << 20  # read at a time of each checkpoint: some chunks, so that few are read twice
-_PIECE = 1 << 16  # elements compared at a time: as float64 they stay in the cache
+_SLAB_BYTES = 16 << 20  # read at a time from each checkpoint: several chunks, so that few are read twice
+_PIECE = 1 << 16  # elements compared at a time: as float64 they fit into the cache
 
 
 class TensorDifference(NamedTuple):
-    """A tensor that both checkpoints have, and that is not the same in them.
+    """A tensor that both checkpoints have, with differences.
 
-    `num_differing` of `size` elements differ; `num_special` of them because one is a NaN or an infinity and the other is not the
-    same. `max_abs` and `max_rel` (of the larger of two) are the largest differences of the others, 0 without any; `max_abs` is
-    infinite if float64 has no such number. Those four are None where the shapes differ: then elements are not compared.
+    `num_differing` of `size` elements differ; for `num_special` of them one value is a NaN or an infinity and the other is not the
+    same. `max_abs` and `max_rel` (relative to the larger value) are the largest differences of the others, 0 if there are none;
+    `max_abs` is infinite if it is too large for float64. These four are None if the shapes differ: elements are not compared then.
     """
 
     name: str
@@ -37,7 +37,7 @@ class TensorDifference(NamedTuple):
 
 
 class MetaDifference(NamedTuple):
-    """A value of the meta: where it is ("settings.lr"), and as JSON what it is in each checkpoint, None where it is not there."""
+    """A value of the meta: its place ("settings.lr"), and for each checkpoint its JSON, or None if it is missing there."""
 
     key: str
     a: str | None
@@ -46,7 +46,7 @@ class MetaDifference(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """All in which checkpoints A and B differ. Names are sorted."""
+    """All differences of checkpoints A and B. Names are sorted."""
 
     only_a: list[str]
     only_b: list[str]
@@ -78,8 +78,8 @@ def compare(
     """Compare the tensors' names, dtypes, shapes and elements, and the meta.
 
     Elements are the same if their bits are, or if they differ by at most `atol + rtol * max(|x|, |y|)`; with a tolerance above 0 any
-    two NaNs are the same, too. Integers are subtracted exactly. `only`: patterns such as "model/*": just those tensors, and no
-    meta. `progress` is told of each so many bytes compared of A. CheckpointError for damage.
+    two NaNs are the same, too. Integers are subtracted exactly. `only`: patterns such as "model/*", to compare only these tensors, and
+    no meta. `progress` gets the number of bytes of A compared since its last call. CheckpointError for damage.
     """
     names_a, names_b = (set(named(checkpoint, only or None)) for checkpoint in (a, b))
     common = sorted(names_a & names_b)
@@ -110,13 +110,13 @@ def _compare_tensors(
 
 
 def _compare_slab(tally: _Tally, x: np.ndarray, y: np.ndarray, atol: float, rtol: float) -> None:
-    # A function of its own: its arrays are gone before the next ones are read.
+    # A separate function, so that its arrays are freed before the next slabs are read.
     for first in range(0, x.size, _PIECE):
         _count(tally, x[first : first + _PIECE], y[first : first + _PIECE], atol, rtol)
 
 
 def _count(tally: _Tally, x: np.ndarray, y: np.ndarray, atol: float, rtol: float) -> None:
-    """Add what differs between `x` and `y`, 1-D and of one length."""
+    """Add the differences between `x` and `y`, 1-D and of one length, to the tally."""
     alike = x.dtype == y.dtype
     if alike:
         bits = np.dtype(f"{'u' if x.dtype.itemsize <= 8 else 'V'}{x.dtype.itemsize}")
@@ -131,9 +131,9 @@ def _count(tally: _Tally, x: np.ndarray, y: np.ndarray, atol: float, rtol: float
         differs = np.ones(x.size, bool)
     else:
         both_nan = np.isnan(x) & np.isnan(y)
-        with np.errstate(over="ignore", invalid="ignore"):  # of infinities: they are compared as they are
+        with np.errstate(over="ignore", invalid="ignore"):  # infinities are compared by their bits
             tolerance = atol + rtol * magnitude
-            if distance.dtype == np.uint64:  # as float64 a large one would be rounded
+            if distance.dtype == np.uint64:  # float64 would round a large one
                 far = (distance > tolerance.astype(np.uint64)) & (tolerance < 2.0**64)
             else:
                 far = distance > tolerance
@@ -143,27 +143,27 @@ def _count(tally: _Tally, x: np.ndarray, y: np.ndarray, atol: float, rtol: float
     counted = differs & ~special
     if counted.any():
         tally.max_abs = max(tally.max_abs, distance[counted].max().item())
-        counted &= magnitude > 0  # not 0.0 against -0.0
+        counted &= magnitude > 0  # leaves out 0.0 and -0.0
         relative = distance[counted] / magnitude[counted]
-        if np.isinf(relative).any():  # the distance of numbers beyond half of what float64 knows
+        if np.isinf(relative).any():  # the distance overflows for numbers above half of float64's maximum
             x, y, magnitude = x[counted], y[counted], magnitude[counted]
             relative = np.where(np.isinf(relative), np.abs(x / magnitude - y / magnitude), relative)
         tally.max_rel = max(tally.max_rel, float(relative.max(initial=0.0)))
 
 
 def _distance(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """|x - y| and the larger of |x| and |y|, as float64; the former exactly as uint64 for integers of one dtype."""
+    """|x - y| and the larger of |x| and |y|, as float64; for integers of one dtype |x - y| is exact, as uint64."""
     numbers = _widened(x, y)
     magnitude = np.maximum(np.abs(numbers[0]), np.abs(numbers[1]))
     if x.dtype == y.dtype and x.dtype.kind in "iub":
-        # Modulo 2**64, in which every distance fits.
+        # Modulo 2**64, which is larger than every distance.
         return np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64), magnitude
     with np.errstate(over="ignore", invalid="ignore"):  # as above
         return np.abs(numbers[0] - numbers[1]), magnitude
 
 
 def _widened(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both as float64, or as complex128 where one is complex."""
+    """Both as float64, or as complex128 if one of them is complex."""
     wide = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.float64
     return x.astype(wide), y.astype(wide)
 
@@ -177,7 +177,7 @@ def _compare_meta(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[MetaDi
 
 
 def _leaves(meta: Mapping[str, Any]) -> dict[tuple[str | int, ...], str]:
-    """The values in nested dicts and lists, by the keys and indices on the way to them, as JSON. Not recursive: they may be deep."""
+    """The values in nested dicts and lists as JSON, by the keys and indices that lead to them. Not recursive, as they may be deep."""
     leaves: dict[tuple[str | int, ...], str] = {}
     left: list[tuple[tuple[str | int, ...], Any]] = [((), meta)]
     while left:
@@ -185,6 +185,6 @@ def _leaves(meta: Mapping[str, Any]) -> dict[tuple[str | int, ...], str]:
         if value and isinstance(value, Mapping | list):
             items = list(value.items() if isinstance(value, Mapping) else enumerate(value))
             left += [((*path, part), item) for part, item in reversed(items)]
-        elif path:  # all of the meta may be empty
+        elif path:  # an empty meta has no path
             leaves[path] = json.dumps(value)
     return leaves

@@ -1,4 +1,4 @@
-"""Looks at a checkpoint's HDF5 files as other tools would, in a child process that may crash or hang: see audit.py."""
+"""Audits a checkpoint's HDF5 files for other tools, in a child process, which may crash or hang: see audit.py."""
 
 import json
 import os
@@ -19,7 +19,7 @@ _TIMEOUT_S = 60.0
 _BLOCKS_PER_S = 1000
 _MAX_ANSWER_BYTES = 64 << 20
 
-# The child finds its modules where this process has found its own; nothing in the environment tells Python otherwise (-I).
+# The child has the module path of this process; with -I Python ignores the environment.
 _CHILD = """
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -32,12 +32,12 @@ main()
 
 
 def look(path: str | os.PathLike[str], *, timeout_s: float | None = None) -> list[tuple[str, str | None, str]]:
-    """The problems that other tools would have with the HDF5 files of the checkpoint `path`: (file, tensor or None, problem) each.
+    """The problems that other tools would have with the HDF5 files of the checkpoint `path`, each as (file, tensor or None, problem).
 
-    The index and the data files hold what the manifest says and nothing else: the same names, types, shapes and places; sources
-    that are this checkpoint's own files; no soft or external links, no raw data elsewhere, no filters, no references, nothing under
-    two names. No data are read. A file on which HDF5 crashes, or takes longer than `timeout_s` in all (None: a minute, and a
-    second for each 1,000 blocks), is a finding too. Starts a Python process, free of the launcher's variables.
+    The index and the data files must agree with the manifest and have nothing else: the same names, types, shapes and places; only
+    sources in this checkpoint's own files; no soft or external links, no raw data in other files, no filters, no references, no object
+    with two names. No data are read. If HDF5 crashes on a file, or takes longer than `timeout_s` in all (None: a minute, and a second
+    for each 1,000 blocks), this is a finding, too. The function starts a Python process without the launcher's variables.
 
     CheckpointError if the manifest cannot be used, ValueError for a URL.
     """
@@ -60,7 +60,7 @@ def look(path: str | os.PathLike[str], *, timeout_s: float | None = None) -> lis
 
 
 def need_folder(path: str | os.PathLike[str]) -> LocalPath:
-    """The absolute path of a folder that HDF5 is to look into; ValueError for a URL."""
+    """The absolute path of a folder for HDF5; ValueError for a URL."""
     return local_path(path, "path", "a folder: HDF5 opens no URLs, so copy the checkpoint to a disk first")
 
 
@@ -73,7 +73,7 @@ def _ask(folder: Path, timeout_s: float) -> tuple[list[tuple[str, str | None, st
         for name, value in os.environ.items()
         if not name.startswith((*LAUNCHER_PREFIXES, "HDF5_", "MPITRAIN_", "LD_PRELOAD"))
     }
-    # "::" turns off plug-ins for good; and no folder has any.
+    # "::" turns off plug-ins permanently; the path has none either.
     environment |= {"HDF5_PLUGIN_PRELOAD": "::", "HDF5_PLUGIN_PATH": os.devnull, "HDF5_USE_FILE_LOCKING": "FALSE"}
     environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complained:
@@ -96,7 +96,7 @@ def _ask(folder: Path, timeout_s: float) -> tuple[list[tuple[str, str | None, st
             complained.seek(0)
             last = complained.read()[-300:].decode(errors="replace").strip().splitlines()
             raise CheckpointError(f"{folder}: its HDF5 files could not be looked at: {last[-1:]}")
-    # The last line may be cut off where the child was.
+    # The last line may be cut off if the child was killed.
     return [tuple(json.loads(line)) for line in lines if line.endswith(b"]")], end
 
 

@@ -11,17 +11,17 @@ from ckpt.storage.progress import Progress, no_progress
 
 Number = int | float
 
-_PIECE = 1 << 16  # elements worked on at a time: as float64 they stay in the cache
+_PIECE = 1 << 16  # elements processed at a time: as float64 they fit into the cache
 _DOWN = 2.0**-600
-"""Makes numbers so small that their squares can be added up; rounds none but those too small to count then."""
+"""Scales numbers down so that the sum of their squares does not overflow. Only numbers too small to matter lose bits."""
 
 
 class Statistics(NamedTuple):
-    """Of the finite values of a tensor; all None where there are none. Integers' extremes are exact; the rest is float64.
+    """Statistics of the finite values of a tensor; None if there are none. The extremes of integers are exact; the rest is float64.
 
-    Of complex values: of their absolute values.
+    For complex values: statistics of their absolute values.
 
-    `std`: of all of them, not an estimate from a sample (NumPy's default). `num_nan`, `num_inf`: how many values are not finite.
+    `std`: of the whole population (NumPy's default), not an estimate from a sample. `num_nan`, `num_inf`: counts of other values.
     """
 
     num_finite: int
@@ -34,14 +34,14 @@ class Statistics(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """How many finite values lie from each edge up to the next, the last edge included; an edge more than there are counts."""
+    """The numbers of finite values from each edge up to the next one; the last bin includes its end. One more edge than counts."""
 
     edges: list[float]
     counts: list[int]
 
 
 def statistics_of(entry: TensorEntry, progress: Progress = no_progress) -> Statistics:
-    """Go through all of `entry` once. CheckpointError for damage."""
+    """The statistics of `entry`, which is read once. CheckpointError for damage."""
     count, mean, std = 0, 0.0, 0.0
     ends: list[Number] = []  # the least and the largest so far
     num_nan = num_inf = 0
@@ -50,7 +50,7 @@ def statistics_of(entry: TensorEntry, progress: Progress = no_progress) -> Stati
         num_nan, num_inf = num_nan + nans, num_inf + infs
         if not numbers.size:
             continue
-        # Integers beyond 2**53 are rounded as float64: their extremes are looked for among themselves.
+        # float64 rounds integers beyond 2**53, so the extremes are taken from the integers.
         own = piece if piece.dtype.kind in "iub" else numbers
         ends = [*ends, own.min().item(), own.max().item()]
         ends = [min(ends), max(ends)]
@@ -64,7 +64,7 @@ def statistics_of(entry: TensorEntry, progress: Progress = no_progress) -> Stati
 def histogram_of(entry: TensorEntry, stats: Statistics, bins: int, progress: Progress = no_progress) -> Histogram:
     """The distribution of `entry`, whose `statistics_of` are `stats`, in at most `bins` bins of the same width.
 
-    A few integers get a bin each, from n - 0.5 to n + 0.5. Reads all of it once more; without finite values there are no bins.
+    If there are few integers, each gets a bin from n - 0.5 to n + 0.5. Reads the tensor again. Without finite values: no bins.
     """
     if stats.min is None or stats.max is None:
         return Histogram([], [])
@@ -85,7 +85,7 @@ def _pieces(entry: TensorEntry, progress: Progress) -> Iterator[np.ndarray]:
 def _finite(piece: np.ndarray) -> tuple[np.ndarray, int, int]:
     """The finite values as float64, of complex ones their absolute values, and the numbers of NaNs and infinities."""
     if piece.dtype.kind == "c":
-        with np.errstate(over="ignore"):  # as large as float64 has no number
+        with np.errstate(over="ignore"):  # absolute values may be too large for float64
             numbers = np.abs(piece.astype(np.complex128))
     else:
         numbers = piece.astype(np.float64)
@@ -97,12 +97,12 @@ def _finite(piece: np.ndarray) -> tuple[np.ndarray, int, int]:
 
 
 def _joined(count: int, mean: float, std: float, numbers: np.ndarray) -> tuple[int, float, float]:
-    """The count, mean and deviation of what was seen and of `numbers` together (Chan, Golub, LeVeque 1979).
+    """The count, mean and deviation of the earlier numbers and `numbers` together (Chan, Golub, LeVeque 1979).
 
-    Of deviations, not of their squares: those of numbers beyond 1e154 are none of float64.
+    Computed with deviations, because the squares of numbers beyond 1e154 overflow float64.
     """
     size, total = numbers.size, count + numbers.size
-    with np.errstate(over="ignore", invalid="ignore"):  # a sum may go to infinity and to minus infinity
+    with np.errstate(over="ignore", invalid="ignore"):  # a sum may overflow in both directions
         its_mean = float(numbers.mean())
         if not math.isfinite(its_mean):  # the sum was too large
             its_mean = float((numbers / size).sum())
@@ -111,7 +111,7 @@ def _joined(count: int, mean: float, std: float, numbers: np.ndarray) -> tuple[i
         if not math.isfinite(variance):
             its_std = math.sqrt(np.square(numbers * _DOWN - its_mean * _DOWN).mean()) / _DOWN
     ours, its = count / total, size / total
-    half = its_mean / 2 - mean / 2  # of the distance, which may be too large
+    half = its_mean / 2 - mean / 2  # half of the distance, which may overflow
     std = math.hypot(std * math.sqrt(ours), its_std * math.sqrt(its), half * (2 * math.sqrt(ours * its)))
     distance = its_mean - mean
     mean = mean + distance * its if math.isfinite(distance) else mean * ours + its_mean * its
@@ -125,7 +125,7 @@ def _edges(low: Number, high: Number, bins: int) -> np.ndarray:
     if low == high:
         around, largest = max(0.5, abs(low) / 1000), np.finfo(np.float64).max
         low, high = max(low - around, -largest), min(high + around, largest)
-    # The ends weighed, not their distance divided: that may be infinite, or too small to divide.
+    # Weighted ends, because their distance may be infinite, or too small to divide.
     weights = np.linspace(0.0, 1.0, bins + 1)
     edges = np.clip(low * (1 - weights) + high * weights, low, high)
     edges[0], edges[-1] = low, high

@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint against what the manifest says of it: see [Note: every byte] in manifest.py."""
+"""Compares every byte of a checkpoint with its manifest: see [Note: every byte] in manifest.py."""
 
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -21,7 +21,7 @@ _BUFFER_BYTES = 4 << 20
 
 
 class Damage(NamedTuple):
-    """Bytes `first` up to `last` of a file that differ from the saved ones; `tensor`: the tensor they belong to, None without one."""
+    """Bytes `first` up to `last` of a file that differ from the saved ones. `tensor`: the tensor of these bytes, or None."""
 
     file: str
     first: int
@@ -36,7 +36,7 @@ class Damage(NamedTuple):
 
 
 class _ByteRange(NamedTuple):
-    """A run of bytes of a file. `checksum`: of a chunk of a block; None: to be hashed with the rest, or zero in a `gap`."""
+    """A run of bytes of a file. `checksum`: of a chunk of a block; None: part of the rest, or zeros in a `gap`."""
 
     first: int
     last: int
@@ -52,12 +52,12 @@ def verify(
     hdf5: bool = False,
     progress: Progress = no_progress,
 ) -> list[Damage]:
-    """All damage in the checkpoint `path`, none of which a reader has to come across; an empty list if it is whole.
+    """All damage in the checkpoint `path`, also in bytes that readers do not need; an empty list if it is undamaged.
 
-    Reads every file once, `threads` at a time (None: as many as cores), in 4 MiB of memory each. `hdf5`: also what would lead other
-    tools astray, see `ckpt.look`; then bytes 0 to 0 of a file. `progress` is told of each so many bytes more that were looked at,
-    by any of the threads. CheckpointError if the manifest cannot be used, or a file is missing or of another size: then nothing
-    more can be said. CheckpointError also if another save replaces the checkpoint meanwhile.
+    Reads every file once, `threads` files at a time (None: the number of cores), in 4 MiB of memory each. `hdf5`: also report problems
+    for other tools (see `ckpt.look`), as bytes 0 to 0 of a file. `progress` gets the number of bytes checked since its last call, from
+    any thread. CheckpointError if the manifest cannot be used, if a file is missing or of another size, or if another save replaces the
+    checkpoint meanwhile.
     """
     folder = absolute(path)
     if hdf5:
@@ -82,7 +82,7 @@ def verify_files(
     threads: int | None = None,
     progress: Progress = no_progress,
 ) -> list[Damage]:
-    """All damage in the manifest's files, or in those of `names`; what cannot be read at all is damage, too."""
+    """All damage in the manifest's files, or in the files `names`. An unreadable file is damage, too."""
     blocks: dict[int, list[tuple[Tensor, StoredBlock]]] = {
         number: [] for number, file in enumerate(manifest.files) if names is None or file.name in names
     }
@@ -135,7 +135,7 @@ def _verify_file(folder: Folder, file: File, extents: Iterable[_ByteRange], prog
 
 
 def _extents(file: File, inside: Iterable[tuple[Tensor, StoredBlock]], chunk_bytes: int) -> Iterator[_ByteRange]:
-    """A file from its first byte to its last. `inside`: its blocks."""
+    """All byte ranges of a file, in order. `inside`: its blocks."""
     blocks: dict[str, list[tuple[int, int, str, StoredBlock]]] = {dtype: [] for dtype in file.datasets}
     for tensor, block in inside:
         blocks[tensor.dtype].append((block.start, block.box.size, tensor.name, block))

@@ -1,4 +1,4 @@
-"""`bench`: time saving and loading beside plain POSIX files and torch's DCP."""
+"""`bench`: compares the time of saving and loading with plain POSIX files and torch's DCP."""
 
 import argparse
 from typing import Any
@@ -19,30 +19,30 @@ def add_to(commands: Commands) -> None:
     """Make the command's parser."""
     parser = commands.add_parser(
         "bench",
-        help="time saving and loading beside plain POSIX files and torch's DCP (under mpirun)",
-        description="Saves, loads and saves in the background, in turn with the peers, in one launch (under mpirun): medians over "
-        "the rounds of the slowest rank's time. For figures that can be compared: several launches with --json, then --report.",
+        help="compare the time of saving and loading with plain POSIX files and torch's DCP (under mpirun)",
+        description="Saves, loads, and saves in the background, in turn with the peers, in one launch (under mpirun). Times are of "
+        "the slowest rank, medians over the rounds. For figures that can be compared: several launches with --json, then --report.",
     )
     parser.add_argument(
         "--peers", type=names_of(PEERS, or_none=True), default=list(PEERS), metavar="posix,dcp",
-        help="posix: a file for each rank, by write and fsync; dcp: torch.distributed.checkpoint (default: both)",
+        help="posix: a file per rank, with write and fsync; dcp: torch.distributed.checkpoint (default: both)",
     )  # fmt: skip
     parser.add_argument(
         "--drivers", type=names_of(DRIVERS), default=["posix"], metavar="NAME,..",
-        help=f"of {', '.join(DRIVERS)} (default: posix)",
+        help=f"drivers: {', '.join(DRIVERS)} (default: posix)",
     )  # fmt: skip
     parser.add_argument(
         "--layouts", type=_layouts, default=["rank", "one"], metavar="FILES,..",
-        help="of rank, node, one, or numbers: the argument `files` of ckpt.save (default: rank,one)",
+        help="rank, node, one, or numbers: values of the argument `files` of ckpt.save (default: rank,one)",
     )  # fmt: skip
     parser.add_argument(
         "--size", type=or_usage_error(parse_size), default="1.2GB",
-        help="of the state, on all ranks together (default: 1.2GB)",
+        help="size of the state: the sum over all ranks (default: 1.2GB)",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=positive, default=5, help="counted ones, after one that is not (default: 5)")
+    parser.add_argument("--rounds", type=positive, default=5, help="timed rounds, after one more (default: 5)")
     parser.add_argument(
         "--dir",
-        help="where to make the folder that everything is written in, and that is removed at the end (default: here)",
+        help="parent of a temporary folder for all files, which is removed at the end (default: here)",
     )
     parser.add_argument(
         "--cold",
@@ -55,7 +55,7 @@ def add_to(commands: Commands) -> None:
 
 
 def _layouts(text: str) -> list[Any]:
-    """'rank,2' as ["rank", 2]; whether there are so many ranks is known later."""
+    """'rank,2' as ["rank", 2]. The number of ranks is checked later."""
     return [int(part) if part.isdecimal() else part for part in dict.fromkeys(map(str.strip, text.split(",")))]
 
 

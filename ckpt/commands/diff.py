@@ -1,4 +1,4 @@
-"""`diff A B`: what two checkpoints differ in, and by how much."""
+"""`diff A B`: shows the differences of two checkpoints, and their sizes."""
 
 import argparse
 from collections.abc import Iterator
@@ -27,9 +27,9 @@ _VALUE_WIDTH = 60  # characters of a value of the meta
 
 def add_to(commands: Commands) -> None:
     """Make the command's parser."""
-    parser = commands.add_parser("diff", help="what two checkpoints differ in: 0 if in nothing, 1 if they do")
+    parser = commands.add_parser("diff", help="show differences of two checkpoints; exit code 0: none, 1: some")
     for name in ("A", "B"):
-        parser.add_argument(name.lower(), metavar=name, type=place, help="as DIR of show")
+        parser.add_argument(name.lower(), metavar=name, type=place, help="a checkpoint, like DIR of show")
     parser.add_argument(
         "--atol", type=_tolerance, default=0.0, metavar="X", help="elements x and y are the same if |x - y| <= X + ..."
     )
@@ -38,13 +38,13 @@ def add_to(commands: Commands) -> None:
         type=_tolerance,
         default=0.0,
         metavar="R",
-        help="... R * max(|x|, |y|); unless given, if their bits are",
+        help="... R * max(|x|, |y|); without both options, if their bits are the same",
     )
     parser.add_argument(
         "--only",
         action="append",
         metavar="PATTERN",
-        help='compare the tensors of such names, as "model/*", and not the meta; may be repeated',
+        help='compare only tensors with these names, such as "model/*", and not the meta; may be repeated',
     )
     add_json(parser)
     parser.set_defaults(run=_run)
@@ -98,7 +98,7 @@ def _print(found: Difference) -> None:
 
 
 def _values(a: str | None, b: str | None) -> Iterator[str]:
-    """Two values of the meta, long ones from shortly before where they begin to differ."""
+    """Two values of the meta. Long ones begin shortly before their first difference."""
     common = 0
     if a is not None and b is not None and max(len(a), len(b)) > _VALUE_WIDTH:
         pairs = enumerate(zip(a, b, strict=False))

@@ -1,4 +1,4 @@
-"""A tensor's histogram as a picture. Needs matplotlib, which is imported only here and only when asked for."""
+"""A tensor's histogram as a picture. It needs matplotlib, which is imported only here and only for this option."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from ckpt.storage.catalog import check_outside
 
 
 def check_drawing(path: str) -> None:
-    """UsageError if matplotlib cannot be imported, or `path` lies in a checkpoint: found before anything is read."""
+    """UsageError if matplotlib cannot be imported, or `path` lies in a checkpoint. This check comes before all reads."""
     try:
         check_outside(Path(path).parent)
     except ValueError as error:
@@ -22,9 +22,9 @@ def check_drawing(path: str) -> None:
         raise UsageError(f"--histogram needs matplotlib ({error}): pip install 'mpitrain[plot]'") from None
 
 
-@np.errstate(over="ignore", invalid="ignore")  # matplotlib adds up edges, which may be as large as numbers can be
+@np.errstate(over="ignore", invalid="ignore")  # matplotlib adds edges, which may be very large
 def draw_histogram(path: str, entry: TensorEntry, stats: Statistics, histogram: Histogram) -> None:
-    """Write a picture to `path`, whose suffix tells the kind. UsageError if matplotlib cannot write that kind."""
+    """Write a picture to `path` in the format of its suffix. UsageError if matplotlib cannot write this format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -38,7 +38,7 @@ def draw_histogram(path: str, entry: TensorEntry, stats: Statistics, histogram: 
     axes.grid(alpha=0.3)
     others = f", {stats.num_nan} NaN, {stats.num_inf} infinite" if stats.num_nan or stats.num_inf else ""
     moments = "no finite value" if stats.mean is None else f"mean {stats.mean:.5g}, std {stats.std:.5g}"
-    # A name may hold what would be a formula for matplotlib.
+    # matplotlib would treat a part of some names as a formula.
     title = f"{entry.name}\n{entry.dtype.name}, {shape_text(entry.shape)}: {moments}{others}"
     axes.set_title(title, fontsize=10, parse_math=False)
     try:

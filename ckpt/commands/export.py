@@ -1,4 +1,4 @@
-"""`export DIR OUT`: a checkpoint's tensors as safetensors, torch's `.pt`, `.npz` or one plain HDF5 file."""
+"""`export DIR OUT`: writes a checkpoint's tensors as safetensors, torch's `.pt`, `.npz` or one plain HDF5 file."""
 
 import argparse
 import re
@@ -29,22 +29,23 @@ def add_to(commands: Commands) -> None:
         "out",
         metavar="OUT",
         type=local,
-        help=f"a file, whose suffix names the format: {', '.join(SUFFIXES)}; or a folder: model.safetensors in it, in files of 5 GB",
+        help=f"a file with the suffix of a format: {', '.join(SUFFIXES)}; or a folder for model.safetensors, in files of 5 GB",
     )
     parser.add_argument(
-        "--only", metavar="PATTERN", action="append", help="tensors with such names, as 'model/*'; repeatable"
+        "--only",
+        metavar="PATTERN",
+        action="append",
+        help="only tensors with these names, such as 'model/*'; repeatable",
     )
-    parser.add_argument(
-        "--strip", metavar="PREFIX", default="", help="take it off the names that begin with it, as model/"
-    )
+    parser.add_argument("--strip", metavar="PREFIX", default="", help="remove this prefix, such as model/, from names")
     parser.add_argument(
         "--shard-size",
         metavar="SIZE",
         type=_size,
-        help="split safetensors into files of at most that size, as 5GB, with an index",
+        help="split safetensors into files of at most this size, such as 5GB, with an index",
     )
-    parser.add_argument("--compression", choices=COMPRESSIONS, help="of HDF5; zstd needs hdf5plugin, also to read it")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    parser.add_argument("--compression", choices=COMPRESSIONS, help="for HDF5; zstd needs hdf5plugin, also to read")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     add_json(parser)
     parser.set_defaults(run=_run)
 

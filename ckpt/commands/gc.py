@@ -1,4 +1,4 @@
-"""`gc DIR`: removes what dead jobs left; old and incomplete checkpoints if asked to; never what may be at work, nor the newest."""
+"""`gc DIR`: removes files of dead jobs; with options also old and incomplete checkpoints; never files of live jobs or the newest."""
 
 import argparse
 import os
@@ -39,29 +39,29 @@ class _CleanupStep(NamedTuple):
 
 def add_to(commands: Commands) -> None:
     """Make the command's parser."""
-    parser = commands.add_parser("gc", help="remove what dead jobs left; old and incomplete checkpoints if asked to")
+    parser = commands.add_parser("gc", help="remove files of dead jobs; on request old or incomplete checkpoints")
     parser.add_argument("dir", metavar="DIR", type=local, help="a run, or a folder of checkpoints")
     parser.add_argument(
         "--keep",
         type=positive,
         metavar="K",
-        help="remove checkpoints older than the K complete ones saved last, of those whose name ends with a step",
+        help="remove checkpoints older than the newest K complete ones; only names that end with a step count and are removed",
     )
-    parser.add_argument("--keep-every", type=positive, metavar="M", help="but not those whose step is a multiple of M")
     parser.add_argument(
-        "--incomplete", action="store_true", help="remove checkpoints of which something is missing or altered"
+        "--keep-every", type=positive, metavar="M", help="with --keep: also keep steps that are multiples of M"
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--incomplete", action="store_true", help="remove checkpoints with missing or altered files")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     add_json(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> None:
     if args.keep_every is not None and args.keep is None:
-        raise UsageError("--keep-every says which old checkpoints stay: it needs --keep K")
+        raise UsageError("--keep-every chooses old checkpoints that stay: it needs --keep K")
     if (args.dir / FILE_NAME).exists():
         raise UsageError(f"{args.dir} is a checkpoint; gc takes the folder that it lies in")
-    # Absolute: a parent called "." would have no name.
+    # Absolute, because a parent "." would have no name.
     folder = LocalPath(folder_of_checkpoints(args.dir)).abspath()
     steps = _clean(folder, dry=args.dry_run)
     steps += _thin(folder, args)
@@ -77,7 +77,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _clean(folder: LocalPath, *, dry: bool) -> list[_CleanupStep]:
-    """Finish what dead jobs began."""
+    """Carry out the actions for the folders of dead jobs."""
     steps = []
     for left in leftovers(folder):
         step = _CleanupStep(left.action, left.path, _bytes(left.path), left.why)
@@ -90,7 +90,7 @@ def _clean(folder: LocalPath, *, dry: bool) -> list[_CleanupStep]:
 
 
 def _thin(folder: LocalPath, args: argparse.Namespace) -> list[_CleanupStep]:
-    """Remove incomplete and old checkpoints, as asked for."""
+    """Remove incomplete and old checkpoints, if the options say so."""
     steps = _incomplete(folder) if args.incomplete else []
     newest = latest(folder)
     if args.keep is not None and newest is not None:
@@ -103,7 +103,7 @@ def _thin(folder: LocalPath, args: argparse.Namespace) -> list[_CleanupStep]:
                 steps.append(_CleanupStep("keep" if reason else "remove", path, _bytes(path), why))
     for step in steps:
         if step.action == "remove" and not args.dry_run:
-            with suppress(FileNotFoundError):  # a job that clears up as well
+            with suppress(FileNotFoundError):  # another job has removed it
                 remove(step.path)
     if not args.dry_run and any(step.action == "remove" for step in steps):
         mend_latest(folder)
@@ -118,7 +118,7 @@ def _incomplete(folder: LocalPath) -> list[_CleanupStep]:
         if not found.broken:
             steps.append(_CleanupStep("keep", found.path, found.nbytes, f"may be whole: {found.problem}"))
         elif reason := reason_to_keep(found.path):
-            # Perhaps a user's own folder, with a file that is called like one of ours.
+            # It may be a user's folder that has a file with one of our names.
             steps.append(_CleanupStep("keep", found.path, found.nbytes, reason))
         else:
             steps.append(_CleanupStep("remove", found.path, found.nbytes, found.problem))
@@ -143,5 +143,5 @@ def _print(steps: list[_CleanupStep], *, dry: bool) -> None:
 def _bytes(path: Place) -> int:
     try:
         return 0 if os.path.islink(path) else path.nbytes()
-    except OSError:  # gone, or not ours to look at
+    except OSError:  # removed, or not readable
         return 0

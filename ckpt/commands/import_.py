@@ -1,4 +1,4 @@
-"""`import FILE DIR`: a checkpoint made of safetensors files or of a torch `.pt`."""
+"""`import FILE DIR`: makes a checkpoint from safetensors files or a torch `.pt`."""
 
 import argparse
 
@@ -11,20 +11,20 @@ from ckpt.storage.catalog import step_of
 
 def add_to(commands: Commands) -> None:
     """Make the command's parser."""
-    parser = commands.add_parser("import", help="make a checkpoint of safetensors files or of a torch .pt")
+    parser = commands.add_parser("import", help="make a checkpoint from safetensors files or a torch .pt")
     parser.add_argument(
         "file",
         metavar="FILE",
         type=local,
-        help="*.safetensors; a folder or an index of them as Hugging Face ships models; or torch's *.pt, of which no code is run",
+        help="*.safetensors; a folder or an index with Hugging Face's names; or torch's *.pt, whose code is not run",
     )
     parser.add_argument(
-        "dir", metavar="DIR", type=local, help="the checkpoint to make, as run/checkpoints/step-00000000"
+        "dir", metavar="DIR", type=local, help="the new checkpoint, such as run/checkpoints/step-00000000"
     )
     parser.add_argument(
-        "--only", metavar="PATTERN", action="append", help="tensors with such names in FILE; repeatable"
+        "--only", metavar="PATTERN", action="append", help="only tensors with these names in FILE; repeatable"
     )
-    parser.add_argument("--prefix", metavar="PREFIX", default="", help="put it before the names, as model/")
+    parser.add_argument("--prefix", metavar="PREFIX", default="", help="add it before the names, such as model/")
     parser.add_argument("--step", metavar="N", type=_step, help='the number of the step, for the meta: {"step": N}')
     add_files(parser, default="one")
     parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint DIR")
@@ -40,7 +40,7 @@ def _step(text: str) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     named = step_of(args.dir.name)
-    if None not in (args.step, named) and args.step != named:  # `ls`, and what thins out checkpoints, go by the name
+    if None not in (args.step, named) and args.step != named:  # `ls` and the removal of old checkpoints use the name
         raise UsageError(f"--step {args.step}, but the name {args.dir.name!r} says {named}; expected the same number")
     meta = {} if args.step is None else {"step": args.step}
     with told_in_a_line(), shown_progress("importing", None) as progress:

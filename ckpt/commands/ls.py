@@ -1,4 +1,4 @@
-"""`ls DIR`: the checkpoints in a folder."""
+"""`ls DIR`: lists the checkpoints in a folder."""
 
 import argparse
 import sys
@@ -25,7 +25,7 @@ from ckpt.storage.places import Place, absolute
 
 def add_to(commands: Commands) -> None:
     """Make the command's parser."""
-    parser = commands.add_parser("ls", help="the checkpoints in a folder: step, size, age, complete or not")
+    parser = commands.add_parser("ls", help="list the checkpoints in a folder: step, size, age, complete or not")
     parser.add_argument(
         "dir", metavar="DIR", type=place, help="a run, a folder of checkpoints, or one checkpoint; or a URL"
     )

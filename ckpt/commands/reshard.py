@@ -1,4 +1,4 @@
-"""`reshard DIR OUT --files N`: a checkpoint again, in so many files."""
+"""`reshard DIR OUT --files N`: writes a checkpoint again, in N files."""
 
 import argparse
 
@@ -20,9 +20,9 @@ from ckpt.storage.catalog import find
 
 def add_to(commands: Commands) -> None:
     """Make the command's parser."""
-    parser = commands.add_parser("reshard", help="write a checkpoint again in another number of files, offline")
+    parser = commands.add_parser("reshard", help="write a checkpoint again with another number of files, offline")
     add_checkpoint(parser)
-    parser.add_argument("out", metavar="OUT", type=local, help="the checkpoint to make")
+    parser.add_argument("out", metavar="OUT", type=local, help="the new checkpoint")
     add_files(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint OUT, which may be DIR itself")
     add_json(parser)
@@ -37,19 +37,19 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def add_files(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """The option `--files`."""
+    """Add the option `--files`."""
     parser.add_argument(
         "--files",
         metavar="N|one",
         type=_files,
         required=default is None,
         default=default,
-        help="so many data files of about the same size" + (f" ({default})" if default else ""),
+        help="number of data files of about the same size" + (f" ({default})" if default else ""),
     )
 
 
 def print_made(checkpoint: Checkpoint, *, as_json: bool) -> None:
-    """Print the facts of a checkpoint that was made."""
+    """Print a line, or JSON, about a new checkpoint."""
     if as_json:
         about = {"path": str(checkpoint.path), "tensors": len(checkpoint), "bytes": checkpoint.nbytes}
         print_json({**about, "files": checkpoint.files, "meta": checkpoint.meta})

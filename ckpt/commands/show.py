@@ -1,4 +1,4 @@
-"""`show DIR [TENSOR]`: what one checkpoint holds, or one tensor of it; with `--stats`, what its values are like."""
+"""`show DIR [TENSOR]`: shows the contents of one checkpoint, or one tensor of it; with `--stats`, statistics of the values."""
 
 import argparse
 import difflib
@@ -33,20 +33,20 @@ from ckpt.reading.entry import TensorEntry
 from ckpt.storage.catalog import find
 
 _PREVIEW = 6  # values along each of the last two dimensions
-_BINS, _BAR_WIDTH = 16, 50  # of the histogram on the terminal
+_BINS, _BAR_WIDTH = 16, 50  # bins and bar of the histogram on the terminal
 _PICTURE_BINS = 100
 _META_WIDTH = 200  # characters of a value of the meta; --json prints all
 
 
 def add_to(commands: Commands) -> None:
     """Make the command's parser."""
-    parser = commands.add_parser("show", help="what one checkpoint holds, or one tensor of it")
+    parser = commands.add_parser("show", help="show the contents of one checkpoint, or one tensor of it")
     add_checkpoint(parser)
-    parser.add_argument("tensor", metavar="TENSOR", nargs="?", help="the name of a tensor: its blocks and first values")
+    parser.add_argument("tensor", metavar="TENSOR", nargs="?", help="a tensor's name: show its blocks and first values")
     parser.add_argument(
         "--stats",
         action="store_true",
-        help="mean, standard deviation, least and largest of the finite values, NaNs and infinities; of one tensor, a histogram",
+        help="mean, standard deviation, extremes of the finite values, counts of NaN and infinity; for one tensor a histogram",
     )
     parser.add_argument(
         "--histogram", metavar="FILE.png", help="draw a histogram of TENSOR's finite values (needs matplotlib)"
@@ -113,7 +113,7 @@ def _show_checkpoint(checkpoint: Checkpoint, with_stats: bool, as_json: bool) ->
 
 
 def _groups(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
-    """The groups that the tensors' names make, outer ones first: how many tensors and bytes lie under "model/"."""
+    """The groups in the tensors' names, such as "model/", outer ones first: the number of their tensors and bytes."""
     groups: dict[str, tuple[int, int]] = {}
     for name, entry in checkpoint.items():
         parts = name.split("/")
@@ -125,7 +125,7 @@ def _groups(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
 
 
 def _placement_cells(entry: TensorEntry) -> list[str]:
-    """Bytes, how many blocks, the first of their files and how many more, and the mesh axis of each dimension if known."""
+    """Bytes, number of blocks, the first of their files and the number of others, and the mesh axis of each dimension if known."""
     files = list(dict.fromkeys(file for file, _ in entry.blocks))
     more = f" +{len(files) - 1}" if len(files) > 1 else ""
     axes = [_axes_text(entry)] if entry.axes else []
@@ -182,7 +182,7 @@ def _show_tensor(entry: TensorEntry, with_stats: bool, picture: str | None, as_j
 
 
 def _print_histogram(histogram: Histogram) -> None:
-    """A line for each bin: where it begins, how many values it holds, and a bar; the last line is where the last bin ends."""
+    """Print a line for each bin: its begin, its count, and a bar; the last line is the end of the last bin."""
     edges = [f"{edge:.4g}" for edge in histogram.edges]
     counts = [str(count) for count in histogram.counts]
     most = max(histogram.counts, default=0)

@@ -1,4 +1,4 @@
-"""Helpers of all commands: arguments that mean the same everywhere, tables, JSON, sizes and ages."""
+"""Helpers of all commands: common arguments, tables, JSON, sizes and ages."""
 
 import argparse
 import json
@@ -21,9 +21,9 @@ from collectives.commands.terminal import UsageError as UsageError
 
 
 def complain(error: Exception, *, of_all_ranks: bool) -> None:
-    """One line on stderr. `of_all_ranks`: where a launcher has started several, all of them call this, and rank 0 prints.
+    """Print one line on stderr. `of_all_ranks`: if a launcher has started several ranks, all of them call this, and rank 0 prints.
 
-    It returns when the line is out: a launcher ends the job as soon as one rank has ended with an error.
+    The function returns after the output, because a launcher ends the job as soon as one rank has ended with an error.
     """
     comm = collectives.world() if of_all_ranks and collectives.launched_rank() >= 0 else None
     if comm is None or comm.rank == 0:
@@ -42,7 +42,7 @@ def place(text: str) -> Place:
 
 
 def local(text: str) -> Path:
-    """An argument that names a file or a folder here."""
+    """An argument that names a local file or folder."""
     found = place(text)
     if isinstance(found, Url):
         raise argparse.ArgumentTypeError(
@@ -52,22 +52,22 @@ def local(text: str) -> Path:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """The option `--json`, which each command has."""
+    """Add the option `--json`, which each command has."""
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """The argument `DIR` of a command that looks at one checkpoint: to be given to `ckpt.find`."""
+    """Add the argument `DIR` of a command that reads one checkpoint; `ckpt.find` takes it."""
     parser.add_argument(
         "dir",
         metavar="DIR",
         type=place,
-        help="a checkpoint; or a run or a folder of them: the newest complete one; or a URL",
+        help="a checkpoint; or a run or a folder of checkpoints, for the newest complete one; or a URL",
     )
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as JSON that people can read too. NaN and infinities, which JSON has no word for, are texts: "NaN", "-Infinity"."""
+    """Print `value` as indented JSON. NaN and infinities, which JSON lacks, become texts: "NaN", "-Infinity"."""
     print(json.dumps(_strict(value), indent=2, allow_nan=False))
 
 
@@ -90,14 +90,14 @@ def new_table(*columns: str) -> Table:
 
 
 def print_table(table: Table) -> None:
-    """Print it, as wide as it is unless a person looks at it."""
-    # Into a pipe, rich would fold the lines at 80 columns.
+    """Print a table; outside of a terminal its lines are never folded."""
+    # In a pipe, rich would fold the lines at 80 columns.
     Console(width=None if sys.stdout.isatty() else 10_000).print(table)
 
 
 @contextmanager
 def shown_progress(doing: str, nbytes: int | None) -> Iterator[Progress]:
-    """A line with how much of `nbytes` is done, shown on a terminal; it is gone at the end."""
+    """Show, on a terminal, a line with the share of `nbytes` that is done, and remove it at the end."""
     if not sys.stderr.isatty():
         yield no_progress
         return
@@ -112,9 +112,9 @@ def shown_progress(doing: str, nbytes: int | None) -> Iterator[Progress]:
 
 @contextmanager
 def told_in_a_line() -> Iterator[None]:
-    """A ValueError or FileExistsError in the block is the user's: what was asked for cannot be done.
+    """Turn a ValueError or FileExistsError in the block into a UsageError, because the user's request was wrong.
 
-    The functions advise their arguments; here they are options.
+    Messages that name arguments of functions then name the options.
     """
     try:
         yield
@@ -124,7 +124,7 @@ def told_in_a_line() -> Iterator[None]:
 
 
 def can_print(text: str) -> bool:
-    """Whether stdout's encoding has these characters; where not, escapes of them are printed (`ckpt.cli`)."""
+    """Whether stdout's encoding has these characters; otherwise `ckpt.cli` prints escapes."""
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
@@ -133,7 +133,7 @@ def can_print(text: str) -> bool:
 
 
 def printable(name: str) -> str:
-    """The name of a file or folder, with escapes for what could play tricks on the terminal."""
+    """The name of a file or folder, with escapes for characters that could attack the terminal."""
     return name if name.isprintable() else repr(name)
 
 

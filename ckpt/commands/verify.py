@@ -1,4 +1,4 @@
-"""`verify DIR`: every byte of a checkpoint against its checksums."""
+"""`verify DIR`: compares every byte of a checkpoint with its checksums."""
 
 import argparse
 
@@ -23,14 +23,14 @@ from ckpt.storage.places import Place
 def add_to(commands: Commands) -> None:
     """Make the command's parser."""
     parser = commands.add_parser(
-        "verify", help="compare every byte of a checkpoint with its checksums; 1 if it is damaged"
+        "verify", help="compare every byte of a checkpoint with its checksums; exit code 1 if it is damaged"
     )
     add_checkpoint(parser)
-    parser.add_argument("--all", action="store_true", help="all checkpoints of the run or the folder")
+    parser.add_argument("--all", action="store_true", help="verify all checkpoints of the run or the folder")
     parser.add_argument(
         "--hdf5",
         action="store_true",
-        help="also open the files by HDF5, in a child process: what other tools would see",
+        help="also open the files with HDF5, in a child process, to find problems for other tools",
     )
     add_json(parser)
     parser.set_defaults(run=_run)
@@ -45,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
         if not paths:
             raise UsageError(f"no checkpoints in {args.dir}")
     else:
-        # A checkpoint that has lost its manifest, which `find` passes over, is damaged.
+        # A checkpoint that has lost its manifest is damaged, but `find` ignores it.
         has_parts = args.dir.is_dir() and any(map(is_part, args.dir.names()))
         paths = [args.dir if has_parts else find(args.dir)]
     reports = []
@@ -65,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _verify(path: Place, nbytes: int, *, hdf5: bool) -> tuple[str | None, list[Damage]]:
-    """Why nothing can be said about its files, or None; and what is damaged."""
+    """The reason why its files cannot be verified, or None; and the damage."""
     with shown_progress("verifying", nbytes) as progress:
         try:
             return None, verify(path, hdf5=hdf5, progress=progress)

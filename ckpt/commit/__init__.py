@@ -1,1 +1,1 @@
-"""Atomic commits of saves, and removal of the files that dead jobs left."""
+"""Atomic commits of saves, and the removal of files that dead jobs have left."""

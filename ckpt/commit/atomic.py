@@ -1,13 +1,13 @@
 """Atomic commits: a checkpoint exists completely or not at all. Only rank 0 calls this module.
 
-    .NAME.staging       being written; a dead job's is removed at a later save
-    NAME                complete: it got its name by one rename, after everything in it was flushed to disk
-    .NAME.replaced      the old one, while a new one takes its name
-    .NAME.removed       on its way out (removal.py): hidden first, so that no reader finds half of it
-    .NAME.TOKEN.board   what the ranks tell each other while it is saved in the background (board.py)
+    .NAME.staging       the stage: a checkpoint that is being written; a later save removes the stage of a dead job
+    NAME                a complete checkpoint: it got its name by one rename, after all its files were flushed to disk
+    .NAME.replaced      the old checkpoint, while a new one takes its name
+    .NAME.removed       a checkpoint that is being removed (removal.py): hidden first, so that no reader finds half of it
+    .NAME.TOKEN.board   the messages of the ranks during a background save (board.py)
 
-A checkpoint has one stage at a time: a second thread or process that would write it is refused. What dead jobs leave is found and
-judged in leftovers.py. After Orbax's `path/atomicity.py`: the rename is the commit.
+A checkpoint has one stage at a time: a second thread or process that begins to write it gets an error. leftovers.py finds the folders
+of dead jobs. The rename is the commit, as in Orbax's `path/atomicity.py`.
 """
 
 import contextlib
@@ -29,27 +29,27 @@ from ckpt.storage.local import flush, write_file
 from ckpt.storage.local_path import LocalPath
 from ckpt.storage.places import Place, write_and_read_back
 
-_making = threading.Lock()  # what one thread has made and not signed yet, no other takes for a dead job's
-_open: dict[LocalPath, int] = {}  # the stages of this process; a forked child has them with its parent's number
+_making = threading.Lock()  # no thread may take another thread's unsigned stage for a dead job's
+_open: dict[LocalPath, int] = {}  # the stages of this process; in a forked child with the parent's pid
 
-_around: dict[Path, list[LocalPath]] = {}  # by board: the folders around it that its save has made, inner ones first
+_around: dict[Path, list[LocalPath]] = {}  # by board: the folders around it that its save made, inner ones first
 
 
 class Stage:
-    """The folder in which one checkpoint is being made: `open`, fill, then `publish` or `discard`."""
+    """The folder in which one checkpoint is made: `open`, fill, then `publish` or `discard`."""
 
     def __init__(self, final: LocalPath) -> None:
         self.final = final
         self.path = final.parent / f".{final.name}.staging"
-        self._token = ""  # none: not begun, or ended
+        self._token = ""  # empty: not begun, or ended
         self._board: LocalPath | None = None
-        self._made: list[LocalPath] = []  # the folders around it that were not there before
+        self._made: list[LocalPath] = []  # the folders around it that did not exist before
 
     def open(self, *, overwrite: bool) -> "Stage":
-        """Make the stage of checkpoint `final`, after removing what dead jobs left in its folder; returns it.
+        """Make the stage of checkpoint `final`, after the removal of dead jobs' folders beside it; returns the stage.
 
-        ValueError if `final` would lie in another checkpoint. FileExistsError if it exists (and `overwrite` is not given, or it is more
-        than a checkpoint), or if a live process of this host, or another thread of this one, is writing it.
+        ValueError if `final` would lie in another checkpoint. FileExistsError if it exists and may not be replaced (no `overwrite`, or
+        foreign files in it), or if a live process of this host, or another thread of this process, is writing it.
         """
         check_outside(self.final.parent)
         self._refuse_existing(overwrite)
@@ -59,15 +59,15 @@ class Stage:
                     if leftover.path != self.path:
                         settle(leftover)
             if _open.get(self.path) == os.getpid():
-                # Perhaps it has its name already, and the old one is on its way out.
+                # The path may be missing, if the new checkpoint has its name already, and the old one is being removed.
                 raise FileExistsError(errno.EEXIST, refusal(os.getpid()), str(self.path))
-            # Asked first: what comes afterwards is a living process's, and signed.
+            # Checked first: a stage that appears later is signed by a live process.
             is_left = os.path.lexists(self.path)
             if (owner := owner_in(self.path)) and is_alive(owner):
                 raise FileExistsError(errno.EEXIST, refusal(owner.pid), str(self.path))
             if is_left and owner_in(self.path) == owner:
                 clear(self.path)
-            if overwrite:  # where folders cannot be exchanged, the old one is put there
+            if overwrite:  # the old checkpoint moves there if folders cannot be exchanged
                 refuse_strangers(self.final.parent / f".{self.final.name}.replaced")
             self._token = new_token()
             _open[self.path] = os.getpid()
@@ -79,10 +79,10 @@ class Stage:
         return self
 
     def make_board(self) -> LocalPath:
-        """A folder for what the ranks have to say to each other, which outlives the stage: `end_board`."""
+        """Make a folder for the messages of the ranks. It outlives the stage: see `end_board`."""
         token = new_token()
         self._board = self.final.parent / f".{self.final.name}.{token[:8]}.board"
-        # Made in the stage, which is signed: so no process meets it without an owner's name.
+        # Made in the signed stage, so that no process finds a board without an owner.
         unsigned = self.path / ".board"
         unsigned.mkdir()
         write_file(unsigned / OWNER_NAME, signature(token), durable=False)
@@ -91,10 +91,9 @@ class Stage:
         return self._board
 
     def publish(self, manifest: bytes | None = None, *, overwrite: bool, newest: bool = True) -> None:
-        """Give the finished stage its final name: this is the moment from which the checkpoint exists.
+        """Give the finished stage its final name: from this moment on the checkpoint exists.
 
-        `manifest`: to be written first; None if the stage holds it already.
-        `newest`: of its folder, so that `latest` names it.
+        `manifest`: written first; None if the stage already has it. `newest`: whether `latest` shall name the checkpoint.
         """
         if not self._is_ours():
             raise FileExistsError(errno.EEXIST, "another job took this checkpoint over", str(self.path))
@@ -111,11 +110,11 @@ class Stage:
                     os.rename(self.final, replaced)
                 os.rename(self.path, self.final)
             flush(parent)
-            take_away(replaced)  # the new one stands; a later save tries again
+            take_away(replaced)  # if this fails, a later save tries again
         else:
             os.rename(self.path, self.final)
             flush(parent)
-        # Not before the rename: a stage without an owner counts as a dead one's.
+        # Not before the rename: a stage without an owner counts as a dead job's.
         with contextlib.suppress(OSError):
             os.unlink(self.final / OWNER_NAME)
         self._end()
@@ -123,9 +122,9 @@ class Stage:
             write_latest(self.final)
 
     def discard(self, *, board: bool = False) -> None:
-        """Remove the stage, if it still is one, its `board`, and the folders around it that it made, if nothing else is in them.
+        """Remove the stage, unless it is published, its `board`, and the folders that it made around it, if they are empty.
 
-        Never raises: there is an error on its way already.
+        Never raises, because it runs after another error.
         """
         if board and self._board is not None:
             end_board(self._board)
@@ -145,8 +144,8 @@ class Stage:
         parent = self.final.parent
         self._made = list(takewhile(lambda folder: not folder.is_dir(), (parent, *parent.parents)))
         parent.mkdir(parents=True, exist_ok=True)
-        # The stage gets its name when it is signed: of several processes that begin this checkpoint one is the first, and the others
-        # know which one.
+        # The stage gets its name after the signature: if several processes begin this checkpoint, only one rename succeeds, and the
+        # others can read its owner.
         unsigned = parent / f".{self.final.name}.{self._token[:8]}.staging"
         try:
             unsigned.mkdir()
@@ -160,7 +159,7 @@ class Stage:
             raise
 
     def _remove(self) -> None:
-        if owner_in(self.path) is None or self._is_ours():  # unsigned, if the disk was full
+        if owner_in(self.path) is None or self._is_ours():  # on a full disk it is unsigned
             shutil.rmtree(self.path, ignore_errors=True)
         _remove_empty(self._made)
         self._end()
@@ -180,21 +179,21 @@ class Stage:
 
 
 def refuse_existing(final: Place, *, overwrite: bool) -> None:
-    """FileExistsError unless what lies at `final` is to be replaced, and may be."""
+    """FileExistsError if `final` exists, unless `overwrite` is given and it may be replaced."""
     if reason := reason_to_keep(final):
-        problem = f"what lies there {reason}; a checkpoint replaces none but a checkpoint, with nothing else in it"
+        problem = f"this path {reason}; a save replaces only a checkpoint without foreign files"
         raise FileExistsError(errno.EEXIST, problem, str(final))
     if not overwrite:
         raise FileExistsError(errno.EEXIST, "this checkpoint exists; pass overwrite=True to replace it", str(final))
 
 
 def end_board(board: Path) -> None:
-    """Remove a board (`Stage.make_board`): all ranks have heard what there was to hear. Never raises."""
+    """Remove a board (`Stage.make_board`) after all ranks have read all messages. Never raises."""
     owner = owner_in(board)
     take_away(board)
     if owner is not None:
         forget_token(owner.token)
-    _remove_empty(_around.pop(board, []))  # of a save that failed: the board alone was left in them
+    _remove_empty(_around.pop(board, []))  # after a failed save only the board was in them
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
@@ -204,7 +203,7 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two folders in one step, so that neither name is ever missing. False where kernel or file system cannot (NFS)."""
+    """Exchange two folders in one step, so that neither name is ever missing. False if kernel or file system cannot do it (NFS)."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     at_fdcwd, rename_exchange = -100, 2
     return (
@@ -214,9 +213,9 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def write_latest(final: Path) -> None:
-    """Let the hint beside the checkpoint name it, unless another save has removed it by now."""
+    """Write the checkpoint's name to the hint `latest` beside it, unless another save has removed the checkpoint."""
     temporary = final / f".{LATEST_NAME}"
-    with contextlib.suppress(FileNotFoundError, FileExistsError):  # another process that writes it writes the same
+    with contextlib.suppress(FileNotFoundError, FileExistsError):  # another process writes the same content
         temporary.unlink(missing_ok=True)
         write_file(temporary, f"{final.name}\n".encode())
         os.rename(temporary, final.parent / LATEST_NAME)
@@ -224,7 +223,7 @@ def write_latest(final: Path) -> None:
 
 
 def mend_latest(folder: Path) -> None:
-    """Let the hint in `folder` name the newest checkpoint, if it names one that is gone."""
+    """If the hint in `folder` names a removed checkpoint, let it name the newest one."""
     hint = folder / LATEST_NAME
     with contextlib.suppress(FileNotFoundError):
         if not (folder / hint.read_text(errors="replace").strip()).is_dir() and (newest := latest(folder)) is not None:

@@ -1,4 +1,4 @@
-"""The hidden folders of saves that go on or ended too early, beside checkpoints, and the action for each."""
+"""The hidden folders, beside checkpoints, of running or interrupted saves, and the action for each."""
 
 import contextlib
 import os
@@ -10,15 +10,15 @@ from ckpt.commit.owner import FolderOwner, is_alive, owner_in
 from ckpt.commit.removal import delete, strangers_in
 from ckpt.storage.local_path import LocalPath
 
-QUIET_S = 60.0  # what bears no owner's name and changed since then may be a living job's, between two of its steps
+QUIET_S = 60.0  # an unsigned folder with a change in this time may belong to a live job between two steps
 _ABANDONED_S = 3600.0
-"""Without a change, after which a stage of another host, whose process cannot be asked, counts as dead."""
+"""A stage of another host, whose process cannot be checked, counts as a dead job's after this time without a change."""
 
 
 class Leftover(NamedTuple):
-    """A hidden folder of a save. `action`: "remove" or "restore" (to `original`) what a dead job left, "keep" a living one's.
+    """A hidden folder of a save. `action`: "remove" or "restore" (to `original`) the folder of a dead job, "keep" that of a live job.
 
-    "keep" is also for a folder that holds a file of another origin.
+    "keep" is also the action for a folder with a foreign file.
     """
 
     path: LocalPath
@@ -27,18 +27,17 @@ class Leftover(NamedTuple):
 
     @property
     def original(self) -> LocalPath:
-        """The checkpoint it belongs to."""
+        """The checkpoint to which the folder belongs."""
         return self.path.with_name(self.path.name[1:].rpartition(".")[0])
 
 
 def leftovers(folder: LocalPath, *, own: LocalPath | None = None) -> list[Leftover]:
-    """The hidden folders in `folder` of saves that go on or ended too early, by name.
+    """The hidden folders in `folder` of running or interrupted saves, sorted by name. `own`: the checkpoint that this job writes.
 
-    What bears no owner's name counts as a dead job's, unless it changed in the last minute and does
-    not belong to the checkpoint `own`, which is this job's to write, or holds what no save made.
+    An unsigned folder counts as a dead job's, unless it holds foreign files, or changed in the last minute and is not of `own`.
     """
     kinds = (".staging", ".replaced", ".removed", ".board")
-    # A checkpoint may have been a link to one.
+    # A checkpoint may have been a link to a folder.
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.is_dir() or entry.is_symlink())
     ours = (name for name in names if name.startswith(".") and os.path.splitext(name)[1] in kinds)
@@ -46,9 +45,9 @@ def leftovers(folder: LocalPath, *, own: LocalPath | None = None) -> list[Leftov
 
 
 def settle(leftover: Leftover) -> None:
-    """Do what is to be done with it. What cannot be removed stays; OSError if it cannot be restored."""
+    """Carry out the action. A folder that cannot be removed stays; OSError if it cannot be restored."""
     if leftover.action == "restore":
-        with contextlib.suppress(FileNotFoundError):  # another process clears up as well
+        with contextlib.suppress(FileNotFoundError):  # another process has restored it
             os.rename(leftover.path, leftover.original)
     elif leftover.action == "remove":
         with contextlib.suppress(OSError):
@@ -69,13 +68,13 @@ def _judged(path: LocalPath, own: LocalPath | None) -> Leftover:
         return Leftover(path, "keep", f"a save {whose}, which may go on")
     if kind == ".board" and stage.exists():
         return _judged(stage, own)._replace(path=path)
-    # Not the time of writing alone: a rename is what may have happened last.
+    # Not only the time of writing, because the last change may be a rename.
     with contextlib.suppress(FileNotFoundError):
         changed = max(path.lstat().st_mtime, path.lstat().st_ctime)
         recent = Leftover(path, "keep", f"changed in the last {QUIET_S:.0f} s: a save may go on")
         if time.time() - changed < QUIET_S and recent.original != own:
             return recent
-    if kind == ".board":  # left by a job that died, or its ranks have heard all
+    if kind == ".board":  # the board of a dead job, or one that all ranks have read
         return Leftover(path, "remove", "its save ended")
     if kind == ".replaced":
         restore = Leftover(path, "restore", "its replacement never came")
@@ -85,7 +84,7 @@ def _judged(path: LocalPath, own: LocalPath | None) -> Leftover:
 
 def _is_abandoned(stage: LocalPath, owner: FolderOwner) -> bool:
     if owner.host == socket.gethostname():
-        return not is_alive(owner) and owner_in(stage) == owner  # not one that has just got its name
+        return not is_alive(owner) and owner_in(stage) == owner  # and not one that was just renamed to this path
     try:
         with os.scandir(stage) as entries:
             changed = max(entry.stat().st_mtime for entry in [*entries, stage])

@@ -1,6 +1,6 @@
-"""The owner of a folder in the making: a process signs a file there, so that other processes can tell whether it lives.
+"""The owner of an unfinished folder: the process that fills it signs a file there, so that other processes can check that it lives.
 
-A process may fill several folders at the same time, one a thread: each has a token of its own.
+A process may fill several folders at the same time, one per thread: each folder has its own token.
 """
 
 import os
@@ -13,18 +13,18 @@ import msgspec
 
 from ckpt.storage.catalog import OWNER_NAME
 
-_tokens: set[str] = set()  # of the folders that this process is filling
+_tokens: set[str] = set()  # the tokens of the folders that this process is filling
 
 
 def new_token() -> str:
-    """A token for a folder that this process begins to fill; `forget_token` when it has ended."""
+    """A token for a folder that this process begins to fill; call `forget_token` at the end."""
     token = uuid.uuid4().hex
     _tokens.add(token)
     return token
 
 
 def forget_token(token: str) -> None:
-    """The folder of this token is filled, or given up."""
+    """End a token: its folder is complete, or given up."""
     _tokens.discard(token)
 
 
@@ -55,7 +55,7 @@ def owner_in(stage: Path) -> FolderOwner | None:
 
 
 def signature(token: str, *, place: str = "", job: str | None = None) -> bytes:
-    """The bytes of the file that names this process as the owner: `owner_of` reads them."""
+    """The bytes of the file that names this process as the owner. `owner_of` parses them."""
     pid = os.getpid()
     return msgspec.json.encode(FolderOwner(socket.gethostname(), pid, start_time(pid), token, time.time(), place, job))
 
@@ -69,9 +69,9 @@ def owner_of(data: bytes) -> FolderOwner | None:
 
 
 def is_alive(owner: FolderOwner) -> bool:
-    """Whether a stage's process runs on this host, and this process is at work on it: what a save of its own could not clear is dead.
+    """Whether the owner runs on this host. If it is this process: whether the token is in use, as an own failed save counts as dead.
 
-    The number of a process alone may belong to another one by now.
+    The start time is compared, too, because another process may have the pid by now.
     """
     return (
         owner.host == socket.gethostname()
@@ -89,9 +89,9 @@ def refusal(pid: int) -> str:
 
 
 def start_time(pid: int) -> str | None:
-    """When a process of this host began, in the kernel's words; None if there is none, or one that has ended and is a zombie."""
+    """The kernel's start time of a process of this host; None if there is no such process, or only a zombie."""
     try:
-        # The process's name, in parentheses, may hold spaces: count from behind it.
+        # The name of the process, in parentheses, may have spaces, so the fields are counted after it.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else fields[18]
     except (OSError, IndexError):

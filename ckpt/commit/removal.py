@@ -1,4 +1,4 @@
-"""Removal of local checkpoints and of the hidden folders of saves: hidden first, so that no reader finds half of one."""
+"""Removal of local checkpoints and of the hidden folders of saves. A checkpoint is hidden first, so that no reader finds half of it."""
 
 import contextlib
 import errno
@@ -10,18 +10,18 @@ from pathlib import Path
 from ckpt.storage.catalog import strangers
 
 _MESSAGES = r"\.board|[0-9]+(\.[0-9]+)?(\.part)?|(left|reserve)\.[0-9]+"
-"""The names of the files on a board (board.py), also of one in the making."""
+"""The names of the files on a board (board.py), including unfinished files."""
 
 
 def take_away(path: Path) -> None:
-    """Remove a folder of a save, hidden first. Never raises: a later save clears the files that stay."""
+    """Hide and remove a folder of a save. Never raises: a later save removes the files that stay."""
     with contextlib.suppress(OSError):
         refuse_strangers(path)
         hide_and_delete(path)
 
 
 def hide_and_delete(path: Path) -> None:
-    """Remove a folder: under its name it is gone at once. OSError if not even that can be done."""
+    """Remove a folder. Its name disappears at once. OSError if this is not possible."""
     hidden = path.parent / f".{path.name.strip('.')}.removed"
     clear(hidden)
     os.rename(path, hidden)
@@ -30,26 +30,26 @@ def hide_and_delete(path: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Remove a hidden folder of a save; nothing happens if there is none. FileExistsError if it holds what no save made."""
+    """Remove a hidden folder of a save, if it exists. FileExistsError if it holds foreign files."""
     refuse_strangers(path)
     delete(path)
 
 
 def refuse_strangers(path: Path) -> None:
-    """FileExistsError if a hidden folder holds what no save made."""
+    """FileExistsError if a hidden folder holds foreign files."""
     if os.path.lexists(path) and (strange := strangers_in(path)):
         raise FileExistsError(errno.EEXIST, f"it holds {strange[0]!r:.80}, which no save made; move it away", str(path))
 
 
 def delete(path: Path) -> None:
-    """Remove a folder or, as such, a link to one; nothing happens if there is none. OSError that names it, if it does not all go."""
+    """Remove a folder, if it exists, or a link to one (not its target). OSError that names it, if a part of it stays."""
     try:
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
         else:
             _remove_tree(path)
     except OSError as error:
-        if os.path.lexists(path):  # unless another process cleared up as well
+        if os.path.lexists(path):  # unless another process has removed it
             problem = f"it cannot be removed: {error.strerror}, {os.path.basename(str(error.filename))}"
             raise OSError(error.errno, problem, str(path)) from error
 
@@ -59,15 +59,15 @@ def _remove_tree(path: Path) -> None:
         try:
             shutil.rmtree(path)
         except FileNotFoundError:
-            if os.path.lexists(path):  # another process clears up as well, and was faster with a file: the rest is left
+            if os.path.lexists(path):  # another process has removed a file meanwhile: go on with the rest
                 continue
         return
 
 
 def strangers_in(path: Path) -> list[str]:
-    """The names in a hidden folder that no save put there. A link holds no names."""
+    """The foreign names in a hidden folder: no save makes files of these names. A link has no names."""
     try:
         names = [] if path.is_symlink() else sorted(os.listdir(path))
-    except OSError:  # a job that clears up as well
+    except OSError:  # another job has removed it
         return []
     return [name for name in strangers(names) if not re.fullmatch(_MESSAGES, name)]

@@ -1,4 +1,4 @@
-"""The commit and the removal of a checkpoint in any place, and the choice of old ones to remove."""
+"""The commit and the removal of a checkpoint in any place, and the choice of old checkpoints to remove."""
 
 import errno
 import warnings
@@ -11,27 +11,27 @@ from ckpt.storage.remote import Url
 
 
 def stage_for(final: Place) -> Stage | Upload:
-    """The object that makes the checkpoint `final`, or removes it.
+    """The object that makes or removes the checkpoint `final`.
 
-    In a local place the commit is a rename, in a remote one the manifest's upload. It has a `path`, in which each rank puts its files,
-    and for rank 0 `open`, `publish`, `discard`, `withdraw` and `newest_sequence`.
+    In a local place the commit is a rename, in a remote place the upload of the manifest. The object has a `path`, where each rank puts
+    its files. Only rank 0 calls `open`, `publish`, `discard`, `withdraw` and `newest_sequence`.
     """
     return Upload(final) if isinstance(final, Url) else Stage(final)
 
 
 def retain(final: Place, keep: int | None, keep_every: int | None = None) -> None:
-    """Remove what is older than the newest `keep` complete checkpoints beside `final`, but not `final` itself.
+    """Remove checkpoints in the folder of `final` that are older than the newest `keep` complete ones, but never `final` itself.
 
-    Only checkpoints whose name ends with a step count and are removed: a name such as "best" means that a user wants to keep it. A
-    step that is a multiple of `keep_every` stays, too. The newest checkpoint is the one saved last, whatever its step.
+    Only checkpoints whose name ends with a step count and are removed: with a name such as "best", a user wants to keep one. A
+    checkpoint whose step is a multiple of `keep_every` stays, too. The newest checkpoint is the one saved last, for any step.
     """
     for path in [] if keep is None else outdated(final, keep, keep_every):
         try:
             remove(path)
         except OSError as error:
-            if not path.is_there():  # another save that clears up as well was faster
+            if not path.is_there():  # another save has removed it
                 continue
-            # The new checkpoint stands: no reason to end a run.
+            # The new checkpoint is complete, so the run goes on.
             warnings.warn(f"the old checkpoint {path} could not be removed: {error}", RuntimeWarning, stacklevel=2)
 
 
@@ -51,7 +51,7 @@ def outdated(final: Place, keep: int, keep_every: int | None = None) -> list[Pla
 
 
 def remove(path: Place) -> None:
-    """Remove a checkpoint: under its name it is gone at once. OSError if not even that can be done, or may not be."""
+    """Remove a checkpoint. Its name disappears at once. OSError if this is not possible, or not allowed."""
     if reason := reason_to_keep(path):
         raise PermissionError(errno.EPERM, f"it {reason}", str(path))
     stage_for(path).withdraw()

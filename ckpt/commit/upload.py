@@ -1,12 +1,12 @@
-"""A checkpoint in a remote place, where nothing can be renamed: its manifest is written last, and is the commit.
+"""A checkpoint in a remote place, where files cannot be renamed: the manifest is written last, which is the commit.
 
     NAME/.owner           the process that writes this checkpoint; removed when it is complete
-    NAME/rank-00000.h5    and so on, index.h5: the files, as everywhere
-    NAME/manifest.jsonl   from the moment it is there, the checkpoint exists
-    latest                the newest one's name, a hint only
+    NAME/rank-00000.h5    and so on, index.h5: the files, as in a local place
+    NAME/manifest.jsonl   the checkpoint exists as soon as this file exists
+    latest                the name of the newest checkpoint, only a hint
 
-Only rank 0 does what is here; the ranks write their files by themselves. To replace a checkpoint takes the old one's manifest away
-first: until the new one's is there, this place has neither.
+Only rank 0 calls this module; each rank writes its own files. A replacement first removes the manifest of the old checkpoint. Until
+the new manifest is written, this place has neither checkpoint.
 """
 
 import contextlib
@@ -21,22 +21,22 @@ from ckpt.storage.catalog import LATEST_NAME, OWNER_NAME, check_outside, newest_
 from ckpt.storage.places import read_header, write_and_read_back
 from ckpt.storage.remote import Url
 
-_ABANDONED_S = 86400.0  # one that a host we cannot ask about it began so long ago counts as dead
+_ABANDONED_S = 86400.0  # an upload of another host that began so long ago counts as a dead job's
 
 
 class Upload:
-    """As atomic.py's `Stage`, of a remote checkpoint."""
+    """The counterpart of `Stage` in atomic.py for a remote checkpoint."""
 
     def __init__(self, final: Url) -> None:
         self.final = self.path = final
         self._token = ""
-        self._made: list[Url] = []  # the folders that were not there before
+        self._made: list[Url] = []  # the folders that did not exist before
 
     def open(self, *, overwrite: bool) -> "Upload":
-        """Make room for the checkpoint `final`, after removing what dead jobs left beside it; returns it.
+        """Make the folder of checkpoint `final`, after the removal of dead jobs' uploads beside it; returns this object.
 
-        ValueError if it would lie in another one. FileExistsError if it exists (and `overwrite` is not given, or it is more than a
-        checkpoint), or if a live process of this host is writing it.
+        ValueError if it would lie in another checkpoint. FileExistsError if it exists and may not be replaced (no `overwrite`, or
+        foreign files in it), or if a live process of this host is writing it.
         """
         final = self.final
         check_outside(final.parent)
@@ -60,7 +60,7 @@ class Upload:
         return self
 
     def publish(self, manifest: bytes, *, overwrite: bool) -> None:
-        """Write the manifest: this is the moment from which the checkpoint exists."""
+        """Write the manifest: from this moment on the checkpoint exists."""
         if not self._is_ours():
             raise FileExistsError(errno.EEXIST, "another job took this checkpoint over", str(self.path))
         write_and_read_back(self.path / FILE_NAME, manifest)
@@ -70,14 +70,14 @@ class Upload:
         (self.final.parent / LATEST_NAME).write(f"{self.final.name}\n".encode())
 
     def discard(self) -> None:
-        """Remove what there is of it, and the folders around it that it made, if nothing else is in them.
+        """Remove the uploaded files, and the folders that it made around them, if these are empty.
 
-        Never raises: there is an error on its way already.
+        Never raises, because it runs after another error.
         """
         if not self._token:
             return
         with contextlib.suppress(OSError):
-            if _owner(self.path) is None or self._is_ours():  # unsigned, if that could not be written
+            if _owner(self.path) is None or self._is_ours():  # unsigned if the signature could not be written
                 self.path.remove_folder(FILE_NAME, OWNER_NAME)
             for folder in self._made[1:]:
                 folder.remove_empty()
@@ -85,11 +85,11 @@ class Upload:
 
     def withdraw(self) -> None:
         """Remove the checkpoint `final`, its manifest first."""
-        (self.final / OWNER_NAME).write(signature(""))  # should this job die on the way, the next one goes on
+        (self.final / OWNER_NAME).write(signature(""))  # if this job dies meanwhile, the next one continues
         self.final.remove_folder(FILE_NAME, OWNER_NAME)
 
     def newest_sequence(self) -> int:
-        """The number of the newest checkpoint beside `final`, 0 if there is none: the hint names it, to spare a look at each."""
+        """The number of the newest checkpoint beside `final`, 0 if there is none. The hint saves a look at each checkpoint."""
         folder = self.final.parent
         with contextlib.suppress(OSError, CheckpointError, UnicodeDecodeError):
             name = (folder / LATEST_NAME).read().decode().strip()
@@ -106,7 +106,7 @@ class Upload:
 
 
 def _clean(folder: Url, *, except_for: str) -> None:
-    """Remove what dead jobs began to upload."""
+    """Remove the unfinished uploads of dead jobs."""
     for name in folder.folders():
         names = (folder / name).names() if name != except_for else []
         if OWNER_NAME not in names or FILE_NAME in names:
@@ -118,7 +118,7 @@ def _clean(folder: Url, *, except_for: str) -> None:
             dead = not is_alive(owner)
         else:
             dead = time.time() - owner.begun > _ABANDONED_S
-        if dead and not (folder / name / FILE_NAME).exists():  # it may have been completed in this moment
+        if dead and not (folder / name / FILE_NAME).exists():  # it may have become complete meanwhile
             (folder / name).remove_folder(FILE_NAME, OWNER_NAME)
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints to other formats and files, and back."""
+"""Conversion of checkpoints to other formats and files, and back."""

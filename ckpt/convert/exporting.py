@@ -1,6 +1,6 @@
-"""Checkpoints out: the tensors of one as safetensors, torch's `.pt`, `.npz` or one plain HDF5 file, for programs without `ckpt`.
+"""Exports the tensors of a checkpoint as safetensors, torch's `.pt`, `.npz` or one plain HDF5 file, for programs without `ckpt`.
 
-Which tensors, under which names, into which files; how a format writes its file is the work of `ckpt.convert.formats`.
+This module chooses the tensors, their names and the files; `ckpt.convert.formats` writes a file of each format.
 """
 
 import errno
@@ -19,8 +19,8 @@ from ckpt.storage.local import Output, check_room, naming, write_file
 from ckpt.storage.places import absolute, local_path
 from ckpt.storage.progress import Progress, no_progress
 
-SHARD_BYTES = 5 * 10**9  # of a folder's files, as Hugging Face ships them
-_HEADERS_BYTES = 1 << 20  # room for what a file has beside the tensors
+SHARD_BYTES = 5 * 10**9  # of the files in a folder, like Hugging Face's
+_HEADERS_BYTES = 1 << 20  # room for the headers of a file
 
 Write = Callable[[Path, Sequence[Source]], None]
 _WRITERS: dict[str, Write] = {
@@ -44,26 +44,26 @@ def export(
     verify: bool = True,
     progress: Progress = no_progress,
 ) -> list[Path]:
-    """Write the tensors of the checkpoint `path` into the file `out`, in the format that its suffix names; returns the files made.
+    """Write the tensors of the checkpoint `path` to the file `out`, in the format of its suffix; returns the new files.
 
-    `path` may be a URL. 32 MiB of memory do for tensors of any size. A file gets its name when all of it is on the disk; with an
-    error, none does.
+    `path` may be a URL. 32 MiB of memory are enough for tensors of any size. The files get their names when all of them are on the
+    disk; after an error no file gets its name.
 
     Args:
-        out: `*.safetensors`; `*.pt` or `*.pth`, a flat state dict for `torch.load` (torch is needed for that one alone); `*.npz`;
-            `*.h5` or `*.hdf5`, with the tensors as plain datasets and the meta as JSON. A folder stands for `model.safetensors` in
-            it, in files of 5 GB and an index, as Hugging Face ships models.
+        out: `*.safetensors`; `*.pt` or `*.pth`, a flat state dict for `torch.load` (only this format needs torch); `*.npz`;
+            `*.h5` or `*.hdf5`, with the tensors as plain datasets and the meta as JSON. A folder means `model.safetensors` in
+            it, in files of 5 GB and an index, like Hugging Face's models.
         only: a pattern such as "model/*", or several, of the names in the checkpoint; None: all.
-        strip: what is taken off the beginning of the names that have it: "model/".
-        shard_bytes: of safetensors: if the tensors are longer, several files of at most so many bytes of them, with an index.
-        compression: of HDF5: "gzip", or "zstd" (which needs hdf5plugin, for reading too).
-        overwrite: replace files that are there.
-        verify: compare all that is read with its checksums.
-        progress: is told of each so many bytes more that were read.
+        strip: a prefix, such as "model/", that is removed from the names that begin with it.
+        shard_bytes: for safetensors: longer tensors go to several files with at most this number of tensor bytes each, and an index.
+        compression: for HDF5: "gzip", or "zstd" (which needs hdf5plugin, also for reading).
+        overwrite: replace existing files.
+        verify: compare all bytes read with their checksums.
+        progress: a function that gets the number of bytes read since its last call.
 
     bf16 is bf16 in safetensors and torch files, a 16-bit float type in HDF5, which h5py reads as float32, and two bytes (`V2`)
-    in npz, of which `array.view(ml_dtypes.bfloat16)` makes numbers. float8 is itself in the former, `uint8` with the attribute `dtype`
-    in HDF5, and `V1` in npz. What a format has no name for (complex128 in safetensors) is a ValueError.
+    in npz, which `array.view(ml_dtypes.bfloat16)` turns into numbers. float8 is float8 in safetensors and torch files, `uint8` with the
+    attribute `dtype` in HDF5, and `V1` in npz. A dtype that a format lacks (complex128 in safetensors) is a ValueError.
 
     Raises ValueError for arguments that do not fit, FileExistsError, CheckpointError if the checkpoint is damaged, OSError if a
     file cannot be written.
@@ -72,7 +72,7 @@ def export(
     target, shard_bytes = _target(local_path(out, "out", "a file or a folder"), shard_bytes, compression)
     manifest = read_manifest(folder)
     names = _names(manifest, only, strip)
-    # Of files that belong together all go: the new ones may be fewer.
+    # All files of an old export are removed, because there may be fewer new ones.
     several = shard_bytes is not None
     before = (
         safetensors.exported(target.parent, target.name) if several else [target] if os.path.lexists(target) else []
@@ -87,7 +87,7 @@ def export(
 
         def new_output(name: str) -> Output:
             outputs.append(Output(target.with_name(name)))
-            outputs[-1].discard()  # of a run that was killed
+            outputs[-1].discard()  # left by a process that was killed
             ended.callback(outputs[-1].discard)
             return outputs[-1]
 
@@ -118,7 +118,7 @@ def export(
 
 
 def _target(out: Path, shard_bytes: int | None, compression: str | None) -> tuple[Path, int | None]:
-    """The file that `out` means, and at which size safetensors are split. ValueError for what does not fit its format."""
+    """The file of `out`, and the size at which safetensors are split. ValueError for arguments that do not fit the format."""
     if shard_bytes is not None and shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}; expected at least 1")
     check_outside(out)
@@ -138,12 +138,12 @@ def _target(out: Path, shard_bytes: int | None, compression: str | None) -> tupl
 
 
 def _names(manifest: Manifest, only: str | Sequence[str] | None, strip: str) -> dict[str, str]:
-    """The names of the tensors that are wanted, each with the new one; ValueError if two become the same."""
+    """The names of the chosen tensors, each with its new name; ValueError if two new names are the same."""
     names = {name: name.removeprefix(strip) for name in matching(list(manifest.tensors), only)}
     seen: dict[str, str] = {}
     for name, new in names.items():
         if problem := name_error(new):
-            raise ValueError(f"without {strip!r}, {name!r} cannot be: {problem}")
+            raise ValueError(f"without {strip!r}, {name!r} is no valid name: {problem}")
         if new in seen:
             raise ValueError(
                 f"without {strip!r}, {seen[new]!r} and {name!r} are both called {new!r}; only= leaves one out"

@@ -1,4 +1,4 @@
-"""Checkpoints in: one made of the tensors of safetensors files or of a torch `.pt`."""
+"""Imports: makes a checkpoint from the tensors of safetensors files or of a torch `.pt`."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ def import_file(
     overwrite: bool = False,
     progress: Progress = no_progress,
 ) -> Path:
-    """Make the checkpoint `path` of the tensors of `file`, bit for bit, and return its absolute path.
+    """Make the checkpoint `path` from the tensors of `file`, bit for bit, and return its absolute path.
 
     Args:
         file: `*.safetensors`; a folder with `model.safetensors` or `model.safetensors.index.json`, or such an index: read 32 MiB at a
@@ -35,16 +35,16 @@ def import_file(
             code of the file; dicts and lists in it become paths, "optimizer/state/0/exp_avg", and the numbers and texts among the
             tensors become `meta["torch"]`, by their paths.
         only: a pattern such as "blocks.*", or several, of the names in the file; None: all.
-        prefix: put before the names: "model/" makes "model/embed.weight" of "embed.weight".
-        meta: the checkpoint's, such as {"step": 100}.
-        files: how many data files, of about the same size: a number, or "one".
-        overwrite: replace a checkpoint of that name; what is none is never replaced.
-        progress: is told of each so many bytes more that were read from the file, or back from the checkpoint.
+        prefix: added before the names: "model/" turns "embed.weight" into "model/embed.weight".
+        meta: the meta of the checkpoint, such as {"step": 100}.
+        files: number of data files of about the same size, or "one".
+        overwrite: replace a checkpoint of that name; other folders are never replaced.
+        progress: a function that gets the number of bytes read, from the file or back from the checkpoint, since its last call.
 
-    Expanded tensors of torch, which repeat their elements, are written out in full.
+    Expanded tensors of torch, which repeat their elements, are written in full.
 
-    What was written is read back and compared with its checksums before the checkpoint exists. Raises ValueError if the file is
-    damaged, of another format, has no tensors, or holds what a checkpoint cannot; FileExistsError; OSError.
+    The new files are read back and compared with their checksums before the checkpoint exists. Raises ValueError if the file is
+    damaged, of another format, has no tensors, or has values that a checkpoint cannot store; FileExistsError; OSError.
     """
     given = local_path(file, "file", "a file or a folder on a disk")
     with ExitStack() as opened:
@@ -53,7 +53,7 @@ def import_file(
         else:
             sources, others = _from_safetensors(given, only, prefix, opened), {}
         if not sources:
-            raise ValueError(f"{file} holds no tensor: there is nothing to make a checkpoint of")
+            raise ValueError(f"{file} holds no tensor: there is nothing to import")
         meta = ({"torch": others} if others else {}) | dict(meta or {})
         return write_checkpoint(path, sources, files=files, meta=meta, overwrite=overwrite, progress=progress)
 

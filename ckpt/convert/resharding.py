@@ -1,4 +1,4 @@
-"""A checkpoint rewritten in other files, offline: for a file system that wants few large files, or readers that want many."""
+"""Rewrites a checkpoint with another number of files, offline: for file systems that need few large files, or for more readers."""
 
 import os
 from pathlib import Path
@@ -21,18 +21,18 @@ def reshard(
     overwrite: bool = False,
     progress: Progress = no_progress,
 ) -> Path:
-    """Write the checkpoint `path` again as `out`, in so many data files of about the same size; returns its absolute path.
+    """Write the checkpoint `path` again as `out`, in `files` data files of about the same size; returns its absolute path.
 
-    Tensors, meta and axes stay as they are. The tensors follow each other, sorted by name, and are cut where a file is full, between
-    rows of the first dimension longer than 1: so a file holds whole tensors but for the first and the last. 32 MiB of memory do
-    for tensors of any size. `path` may be a URL. All that is read is compared with its checksums, and all that was written too, before
-    `out` exists.
+    Tensors, meta and axes stay the same. The tensors follow each other, sorted by name, and are cut at the end of a file, between
+    rows of the first dimension longer than 1. So all tensors of a file except the first and the last are whole. 32 MiB of memory are
+    enough for tensors of any size. `path` may be a URL. Before `out` exists, all bytes read and all bytes written are compared with
+    their checksums.
 
-    `files`: a number, or "one". There are fewer where there are not so many rows. `out`: beside `path`, it takes its place in the
-    order of checkpoints, so that an old one does not become the newest; elsewhere it is the newest there. With `overwrite` it may
-    be `path` itself; what is no checkpoint is never replaced.
+    `files`: a number, or "one". With too few rows there are fewer files. `out`: in the folder of `path` it gets the place of `path` in
+    the order of checkpoints, so that an old one does not become the newest; in another folder it is the newest. With `overwrite` it may
+    be `path` itself; other folders than checkpoints are never replaced.
 
-    `progress` is told of each so many bytes more that were read, from `path` or back from `out`.
+    `progress`: a function that gets the number of bytes read, from `path` or back from `out`, since its last call.
 
     Raises ValueError for arguments that do not fit, CheckpointError for damage, FileExistsError, OSError.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints made by one process of tensors that it never holds: what importing and resharding have in common."""
+"""Checkpoints that one process writes from sources, piece by piece: the common part of importing and resharding."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,10 @@ def write_checkpoint(
     sequence: int | None = None,
     progress: Progress = no_progress,
 ) -> Path:
-    """Write `sources` as the checkpoint `path`, read all of it back and compare it with its checksums, and only then let it be.
+    """Write `sources` as the checkpoint `path`. All bytes are read back and compared with their checksums before the commit.
 
-    `files`: a number, or "one". `sequence`: its place in the order of its folder's checkpoints; None: it is the newest.
-    Returns the absolute path. ValueError for names or shapes that cannot be, FileExistsError, OSError, CheckpointError.
+    `files`: a number, or "one". `sequence`: the checkpoint's place in the order of its folder; None: the newest.
+    Returns the absolute path. ValueError for invalid names or shapes, FileExistsError, OSError, CheckpointError.
     """
     if files != "one" and (type(files) is not int or files < 1):
         raise ValueError(f"files is {files!r}; expected 'one', or a number of at least 1")
@@ -44,7 +44,7 @@ def write_checkpoint(
     with discarding(stage):
         by_name = {source.name: source.watched(progress) for source in sources}
         plans, reports = [], []
-        # Before a byte is written: a file of a few bytes may hold a tensor that repeats them to terabytes.
+        # Checked before the first write: a file of a few bytes may hold a tensor that repeats them to terabytes.
         check_free(stage.path, sum(source.nbytes for source in sources))
         for number, held in enumerate(boxes):
             parts = [SourcePart(by_name[name], box) for name, box in held.items()]

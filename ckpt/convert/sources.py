@@ -1,4 +1,4 @@
-"""Tensors on their way from one file to another: a piece at a time, in flat order, so that memory stays bounded whatever their size."""
+"""Tensors that are copied between files: one piece at a time, in flat order, so that memory is bounded for tensors of any size."""
 
 import errno
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from ckpt.storage.local_path import LocalFile
 from ckpt.storage.progress import Progress
 from collectives.arrays.dtypes import DTYPES
 
-PIECE_BYTES = 32 << 20  # in memory at a time; a multiple of what checksums and elements need
+PIECE_BYTES = 32 << 20  # in memory at a time; a multiple of checksums' chunks and of elements
 
 Read = Callable[[int, int], memoryview]
 """The bytes of elements `begin:end` of a tensor, in flat order: at most `PIECE_BYTES`, valid until the next call."""
@@ -37,7 +37,7 @@ class Source:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def watched(self, progress: Progress) -> "Source":
-        """The same, and `progress` is told of what is read."""
+        """The same source, which calls `progress` with the number of bytes of each read."""
 
         def read(begin: int, end: int) -> memoryview:
             piece = self.read(begin, end)
@@ -47,11 +47,11 @@ class Source:
         return replace(self, read=read)
 
     def pieces(self) -> Iterator[memoryview]:
-        """All of it, `PIECE_BYTES` at a time. Each is valid until the next is asked for."""
+        """The whole tensor in pieces of `PIECE_BYTES`. Each piece is valid until the next one."""
         return self.chunks(PIECE_BYTES)
 
     def chunks(self, nbytes: int, begin: int = 0, end: int | None = None) -> Iterator[memoryview]:
-        """Elements `begin:end`, or all, in chunks of `nbytes`, a divisor of `PIECE_BYTES`, and the rest. Valid as `pieces` are."""
+        """Elements `begin:end`, or all, in chunks of `nbytes`, a divisor of `PIECE_BYTES`, and the rest. See `pieces`."""
         assert PIECE_BYTES % nbytes == 0
         step = PIECE_BYTES // DTYPES[self.dtype].itemsize
         end = prod(self.shape) if end is None else end
@@ -63,7 +63,7 @@ class Source:
 
 @dataclass(frozen=True)
 class SourcePart:
-    """A box of a source that is one run of it in flat order: whole rows."""
+    """A box of whole rows of a source, which is one run in flat order."""
 
     source: Source
     box: Box
@@ -77,7 +77,7 @@ class SourcePart:
         return self.source.dtype
 
     def chunks(self, nbytes: int) -> Iterator[memoryview]:
-        """The bytes of the box, in chunks as `Source.chunks` yields them."""
+        """The bytes of the box in chunks: see `Source.chunks`."""
         begin = flat_index(self.box.offset, self.source.shape)
         return self.source.chunks(nbytes, begin, begin + self.box.size)
 
@@ -89,9 +89,9 @@ class PieceBuffer:
         self._bytes = np.empty(0, np.uint8)
 
     def __call__(self, nbytes: int) -> np.ndarray:
-        """The first `nbytes` of it."""
+        """The first `nbytes` of the memory."""
         if self._bytes.size < nbytes:
-            self._bytes = np.empty(0, np.uint8)  # give the old one back first
+            self._bytes = np.empty(0, np.uint8)  # free the old memory first
             self._bytes = np.empty(nbytes, np.uint8)
         return self._bytes[:nbytes]
 
@@ -99,7 +99,7 @@ class PieceBuffer:
 def _of_boxes(
     name: str, dtype: str, shape: Shape, buffer: PieceBuffer, fill: Callable[[np.ndarray, Box], object]
 ) -> Source:
-    """A tensor of which `fill` copies a box into an array."""
+    """A source for a tensor of which `fill` copies a box into an array."""
     kind = DTYPES[dtype].numpy
 
     def read(begin: int, end: int) -> memoryview:
@@ -114,20 +114,20 @@ def _of_boxes(
 
 
 def from_checkpoint(reader: Reader, tensor: Tensor, name: str, buffer: PieceBuffer) -> Source:
-    """A stored tensor, called `name`, whatever blocks it lies in."""
+    """A source for a stored tensor, with the new name `name`."""
     source = _of_boxes(name, tensor.dtype, tensor.shape, buffer, lambda out, box: reader.fill(out, tensor, box))
     return replace(source, axes=tensor.axes)
 
 
 def from_array(array: np.ndarray, name: str, dtype: str, buffer: PieceBuffer) -> Source:
-    """An array in memory or mapped from a file, strided in any way."""
+    """A source for an array in memory or mapped from a file, with any strides."""
     return _of_boxes(name, dtype, array.shape, buffer, lambda out, box: np.copyto(out, array[box.slices]))
 
 
 def from_file(
     file: LocalFile, position: int, path: str, name: str, dtype: str, shape: Shape, buffer: PieceBuffer
 ) -> Source:
-    """A tensor whose bytes lie in flat order in the open file `file`, called `path`, from byte `position` on."""
+    """A source for a tensor whose bytes lie in flat order in the open file `file` from byte `position` on. `path`: the file's name."""
     itemsize = DTYPES[dtype].itemsize
 
     def read(begin: int, end: int) -> memoryview:

@@ -1,6 +1,6 @@
-"""Boxes of tensors: their cover, and which part of one another needs.
+"""Boxes of tensors: exact covers, intersections, and flat ranges.
 
-Everything here is arithmetic on tuples: no files, no arrays, no ranks. Shapes and offsets count elements, one entry per
+The module is arithmetic on tuples, without files, arrays or ranks. Shapes and offsets count elements, one entry per
 dimension; "flat" positions are row-major (C order).
 """
 
@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """A rectangle of a tensor: `shape` elements from `offset` on, in each dimension."""
+    """A rectangle of a tensor: in each dimension `shape` elements from `offset` on."""
 
     offset: Shape
     shape: Shape
@@ -63,10 +63,10 @@ class Box(NamedTuple):
 
 
 def cover_error(shape: Shape, pairs: Sequence[tuple[Shape, Shape]], owner: Callable[[int], str]) -> str | None:
-    """Why boxes are not an exact cover of a tensor of `shape`, or None: each element must lie in exactly one box.
+    """A message if boxes are not an exact cover of a tensor of `shape`, or None. Each element must lie in exactly one box.
 
-    `pairs`: the boxes, or the offset and the shape of each. `owner` names a box, by its number, for the message ("rank 3"). Empty
-    boxes cover nothing and are no error.
+    `pairs`: the boxes, or the offset and the shape of each. `owner`: from a box's number to its name in the message ("rank 3"). Empty
+    boxes are no error.
     """
     if _stacked(shape, pairs):
         return None
@@ -77,14 +77,14 @@ def cover_error(shape: Shape, pairs: Sequence[tuple[Shape, Shape]], owner: Calla
     filled = [(box, i) for i, box in enumerate(boxes) if box.size]
     if problem := _overlap(filled, owner):
         return problem
-    # Disjoint boxes cover a tensor exactly if their sizes add up to it.
+    # Disjoint boxes cover a tensor exactly if the sum of their sizes is its size.
     if sum(box.size for box, _ in filled) == prod(shape):
         return None
     return f"no rank holds element {_first_gap(shape, [box for box, _ in filled])} of the shape {shape}"
 
 
 def _stacked(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
-    """Whether the boxes are the rows of a tensor of `shape`, from the first to the last: the usual cut, and quick to check."""
+    """Whether the boxes are all rows of a tensor of `shape`, in order: the most common cut, which is quick to check."""
     if not shape:
         return False
     row, zeros, at = shape[1:], (0,) * (len(shape) - 1), 0
@@ -96,10 +96,10 @@ def _stacked(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
 
 
 def _overlap(filled: list[tuple[Box, int]], owner: Callable[[int], str]) -> str | None:
-    """The message about two of `filled`, numbered boxes, that overlap, or None.
+    """A message about two overlapping boxes of `filled` (boxes with their numbers), or None.
 
-    Whatever was cut by planes falls apart along them: those boxes that meet others along every dimension are left to be compared
-    each with each. Only an attack has boxes that interlock by hundreds: the work is bounded.
+    Planes between the boxes separate them into groups. Only boxes that no plane separates are compared with each other. Hundreds of
+    such boxes occur only in an attack, so the number of comparisons is limited.
     """
     budget = 10_000 + sum(10 * (4 + len(box.shape)) for box, _ in filled)
     todo = [filled]
@@ -136,8 +136,8 @@ def _first_gap(shape: Shape, boxes: Sequence[Box]) -> Shape:
     """The first element (row-major) of a tensor of `shape` that lies in none of `boxes`, which are disjoint and too few."""
     if not shape:
         return ()
-    # Between two neighbouring edges every row looks the same, so the rows at the edges are all there is to see; and a row has a
-    # gap if what the boxes hold of it is less than all of it.
+    # All rows between two neighbouring edges are alike, so only the rows at the edges are checked. A row has a gap if the boxes hold
+    # fewer elements of it than it has.
     held = {0: 0}
     for box in boxes:
         for row, sign in ((box.offset[0], 1), (box.offset[0] + box.shape[0], -1)):
@@ -159,7 +159,7 @@ def flat_index(position: Shape, shape: Shape) -> int:
 def single_run(inner: Box, block_shape: Shape, target_shape: Shape) -> bool:
     """Whether `inner` is one contiguous run both in a block of `block_shape` and in a target of `target_shape`.
 
-    It is, as soon as all dimensions behind the first one longer than 1 are whole in both: whole rows, in particular.
+    This is so if all dimensions after the first one longer than 1 are whole in both, for example for whole rows.
     """
     longer = False
     for n, block, target in zip(inner.shape, block_shape, target_shape, strict=True):
@@ -172,7 +172,7 @@ def single_run(inner: Box, block_shape: Shape, target_shape: Shape) -> bool:
 def pieces(box: Box, size: int) -> Iterator[Box]:
     """A box cut into boxes of at most `size` elements each (at least 1), in flat order.
 
-    As many rows together as fit; a row that alone is too long is cut in turn. So a whole tensor is cut into flat ranges.
+    Each box has as many rows as fit; a row that is too long is cut further. So a whole tensor is cut into flat ranges.
     """
     if box.size <= size:
         if box.size:
@@ -185,7 +185,7 @@ def pieces(box: Box, size: int) -> Iterator[Box]:
 
 
 def rows(box: Box, axis: int, start: int, count: int) -> Box:
-    """The part of a box that is `count` rows along `axis`, from row `start` of the box on."""
+    """The `count` rows of a box along `axis`, from its row `start` on."""
     offset, shape = list(box.offset), list(box.shape)
     offset[axis], shape[axis] = offset[axis] + start, count
     return Box(tuple(offset), tuple(shape))

@@ -1,6 +1,6 @@
-"""The HDF5 of a checkpoint: the datasets of its data files, and the index for everybody else.
+"""The HDF5 files of a checkpoint: the datasets of its data files, and the index for other tools.
 
-h5py's low-level interface, because it is some times faster than the other for thousands of small objects.
+The module uses h5py's low-level interface, which is several times faster for thousands of small objects.
 """
 
 import os
@@ -23,19 +23,19 @@ from ckpt.storage.local import naming
 from collectives.arrays.dtypes import DTYPES
 
 INDEX_NAME = "index.h5"
-MAX_ATTRIBUTE_BYTES = 60_000  # HDF5 keeps an attribute in its object's header, of at most 64 KiB
+MAX_ATTRIBUTE_BYTES = 60_000  # HDF5 stores an attribute in its object's header of at most 64 KiB
 _SCALAR = h5py.h5s.create(h5py.h5s.SCALAR)
 _KEPT_BYTES = 64 << 20
-_kept: dict[bytes, bytes] = {}  # the last images of indices, the last used at the end
-_keeping = threading.Lock()  # a save in the background may meet a `reshard`
+_kept: dict[bytes, bytes] = {}  # the last images of indices, in order of their last use
+_keeping = threading.Lock()  # a background save and a `reshard` may run at once
 
 
 @contextmanager
 def new_data_file(path: Path, elements: Mapping[str, int], mpi: Any = None) -> Iterator[dict[str, h5py.h5d.DatasetID]]:
     """A new HDF5 file with a 1-D dataset for each dtype in `elements` (its length, above 0), open until the block ends.
 
-    Contiguous, allocated early and never filled: their place is fixed, and the file is a valid one before its bytes are there.
-    `mpi`: mpi4py's communicator of the ranks that open it together, by parallel HDF5. The file's bytes are the same either way.
+    The datasets are contiguous, allocated early and never filled: their places are fixed, and the file is valid before its values are
+    written. `mpi`: mpi4py's communicator of the ranks that open the file with parallel HDF5. It does not change the file's bytes.
     """
     plist = contiguous_properties()
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
@@ -45,7 +45,7 @@ def new_data_file(path: Path, elements: Mapping[str, int], mpi: Any = None) -> I
         access.set_file_locking(False, True)
     else:
         access.set_fapl_mpio(mpi, mpi.Get_info())
-    # The default bounds of the file's version: "latest" of HDF5 2 cannot be read by HDF5 1.10 (Debian 12).
+    # The default bounds of the file's version: HDF5 1.10 (Debian 12) cannot read "latest" of HDF5 2.
     with naming(path), h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_EXCL, fapl=access)) as file:
         datasets = {}
         for dtype in sorted(elements):
@@ -64,9 +64,9 @@ def index_image(
 ) -> bytes:
     """The bytes of `index.h5`: every tensor in its full shape, under its name, as a virtual dataset of the rank files' ranges.
 
-    `lengths`: of each data file the elements of its datasets, in the order of the manifest's files. `scalars`: the values of the
-    0-D tensors, which HDF5 cannot make virtual. What a missing rank file held reads as NaN. The file is made in memory, which spares
-    the file system thousands of small writes.
+    `lengths`: for each data file, in the manifest's order, the elements of its datasets. `scalars`: the values of the 0-D tensors,
+    which HDF5 cannot make virtual. Values of a missing rank file read as NaN. The file is made in memory, which saves thousands of
+    small writes.
     """
     image = _kept_frame(list(tensors.values()), lengths)
     with h5py.File(h5py.h5f.open_file_image(image, h5py.h5f.FILE_IMAGE_OPEN_RW)) as file:
@@ -74,7 +74,7 @@ def index_image(
         if len(text) <= MAX_ATTRIBUTE_BYTES:
             file.attrs["meta"] = text
         for name, value in scalars.items():
-            # The memory's type is named as the file's, so that the bits of a bf16 go in as they are.
+            # The memory has the type of the file, so that HDF5 does not convert the bits of a bf16.
             memory = np.frombuffer(value, np.uint8)
             h5py.h5d.open(file.id, name.encode()).write(_SCALAR, _SCALAR, memory, h5_type(tensors[name].dtype))
         file.flush()
@@ -82,9 +82,9 @@ def index_image(
 
 
 def _kept_frame(tensors: Sequence[Tensor], lengths: Mapping[str, Mapping[str, int]]) -> bytes:
-    """The index but for what changes from save to save: `meta` and the values of scalars.
+    """The index without the parts that change between saves: `meta` and the values of scalars.
 
-    A training saves the same tensors again and again, and HDF5 needs 0.25 to 0.3 ms for each: so the last ones are kept.
+    A training saves the same tensors many times, and HDF5 needs 0.25 to 0.3 ms per tensor, so the last indices are kept.
     """
     key = xxhash.xxh3_128_digest(msgspec.msgpack.encode((lengths, tensors)))
     with _keeping:
@@ -106,7 +106,7 @@ def _make_frame(tensors: Sequence[Tensor], lengths: Mapping[str, Mapping[str, in
             for name, datasets in lengths.items()
         ]
         names = list(lengths)
-        # Each object costs h5py some microseconds, so they are used again where they can be.
+        # h5py needs some microseconds per object, so objects are used again.
         spaces: dict[Shape, h5py.h5s.SpaceID] = {(): _SCALAR}
         for tensor in tensors:
             plist = dataset_properties()
@@ -127,12 +127,12 @@ def _make_frame(tensors: Sequence[Tensor], lengths: Mapping[str, Mapping[str, in
 def dataset_properties() -> h5py.h5p.PropDCID:
     """The properties of every dataset."""
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plist.set_obj_track_times(False)  # the same tensors make the same bytes
+    plist.set_obj_track_times(False)  # so that the same tensors make the same bytes
     return plist
 
 
 def contiguous_properties() -> h5py.h5p.PropDCID:
-    """For a dataset in one range of its file, allocated at once and never filled: its bytes are written past HDF5."""
+    """The properties of a dataset in one range of its file, allocated at once and never filled: its bytes are not written by HDF5."""
     plist = dataset_properties()
     plist.set_layout(h5py.h5d.CONTIGUOUS)
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -141,7 +141,7 @@ def contiguous_properties() -> h5py.h5p.PropDCID:
 
 
 def link_properties() -> h5py.h5p.PropLCID:
-    """For the name of a tensor: HDF5 makes the groups on the way, whose names are the parts of the tensor's."""
+    """The properties of a link with a tensor's name: HDF5 makes the groups in the name."""
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
@@ -169,7 +169,7 @@ def _text_type(length: int) -> h5py.h5t.TypeID:
 
 @cache
 def _nan(dtype: str) -> np.ndarray | None:
-    """The fill value for missing values, as HDF5 takes it; None for integers and truth values."""
+    """HDF5's fill value for missing values; None for integers and bools."""
     row = DTYPES[dtype]
     if row.kind not in ("float", "complex"):
         return None
@@ -187,7 +187,7 @@ def h5_type(dtype: str) -> h5py.h5t.TypeID:
     """The type in the file.
 
     bf16 is an HDF5 float of 1 + 8 + 7 bits, which h5py reads as float32 and h5dump prints as numbers. Complex numbers are h5py's
-    compound of r and i. The kinds of float8 are bytes: HDF5 has no float whose largest exponent is one of numbers, as most have.
+    compound of r and i. The kinds of float8 are bytes, because in most of them the largest exponent has numbers, unlike in HDF5.
     """
     if _is_float8(dtype):
         return h5py.h5t.STD_U8LE
@@ -202,7 +202,7 @@ def h5_type(dtype: str) -> h5py.h5t.TypeID:
 
 
 def mark_dtype(dataset: h5py.h5d.DatasetID, dtype: str) -> None:
-    """Name the dtype that h5py has no word for."""
+    """Store the name of a dtype that h5py does not have."""
     if dtype == "bfloat16" or _is_float8(dtype):
         h5py.Dataset(dataset).attrs["dtype"] = dtype
 

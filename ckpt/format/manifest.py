@@ -1,14 +1,14 @@
-"""The manifest: what a checkpoint holds and where each byte of it lies.
+"""The manifest: the contents of a checkpoint, and the place of each byte.
 
-`manifest.jsonl` is one JSON object a line. Line 1, the header: format, version, files with their sizes and datasets. Line 2:
-the user's `meta`. Then one line a tensor, in the order of the names. The last line is the XXH3-64 of all bytes before it, so a
-cut or altered manifest is always noticed, and listing a folder needs no parsing beyond the header.
+`manifest.jsonl` has one JSON object per line. Line 1 is the header: format, version, files with their sizes and datasets. Line 2 is
+the user's `meta`. Then follows one line per tensor, in the order of the names. The last line is the XXH3-64 of all bytes before it, so
+a cut or altered manifest is always noticed, and a list of a folder only parses headers.
 
-[Note: every byte] Of a data file, the bytes of blocks have checksums chunk by chunk, those outside the datasets one together; what lies
-between the blocks of a dataset is zero. The index is all "outside". So no bit of a checkpoint can turn unnoticed; `verify`
-looks at all.
+[Note: every byte] In a data file, each chunk of a block has a checksum; all bytes outside the datasets have one common checksum; the
+bytes between the blocks of a dataset are zero. All bytes of the index are "outside". So no bit of a checkpoint can change unnoticed:
+`verify` checks all bytes.
 
-Here: what it says, how it is written, and which names tensors may have. Reading one is validation.py's work.
+This module has the data types, the writing, and the rules for names. validation.py reads manifests.
 """
 
 import difflib
@@ -30,36 +30,36 @@ from ckpt.format.boxes import Box
 from collectives.arrays.dtypes import DTYPES, MOVED
 
 FORMAT = "mpitrain-ckpt"
-# Raise it when an older reader would misread; readers keep reading every older version and refuse newer ones. A checkpoint without
-# complex and float8 tensors, which came with version 3, is written as one of version 2.
+# Raise the version if an older reader would misread the format; readers read all older versions and refuse newer ones. Version 3 added
+# complex and float8 tensors; a checkpoint without these is written as version 2.
 VERSION = 3
 FILE_NAME = "manifest.jsonl"
-CHUNK_BYTES = 4 << 20  # a checksum each; what verifying one block of any size needs as memory
+CHUNK_BYTES = 4 << 20  # bytes per checksum, and the memory needed to verify a block of any size
 MAX_NDIM = 32  # HDF5's limit
-# What a reader needs for a manifest is some five times its bytes, and for one line of it less than 64 MiB, whatever is in it. A line
-# has room for tensors of 30,000 blocks or 2 TiB, and for 40,000 files.
+# A reader's memory for a manifest is about five times its bytes, and less than 64 MiB for any one line. A line has room for tensors of
+# 30,000 blocks or 2 TiB, and for 40,000 files.
 MAX_BYTES = 1 << 30
 MAX_LINE_BYTES = 8 << 20
 MAX_LINE_VALUES = 1 << 19
 MAX_NAME = 1024
-# Python reads no JSON deeper than its stack has room for, 1000 calls, of which a caller has used some.
+# Python's stack of 1000 calls, some of them used by the caller, limits the depth of JSON that it can read.
 MAX_META_DEPTH = 400
 _NO_NAMES = {"", ".", ".."}
 
 _JSON = json.JSONEncoder(separators=(",", ":"))
-_LINES = msgspec.json.Encoder()  # for thousands of lines: seven times as fast
+_LINES = msgspec.json.Encoder()  # seven times as fast as `json`, for thousands of lines
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, damaged, of another format, or does not fit what was asked of it."""
+    """A checkpoint is missing, damaged, of another format, or does not fit the request."""
 
 
 class OutOfReachError(CheckpointError):
-    """A checkpoint that cannot be used here and may well be whole: of a newer format, of another program, or without permission."""
+    """A checkpoint that cannot be used here, but may be undamaged: of a newer format, of another program, or without permission."""
 
 
-# The limits of numbers hold for a manifest that is read.
+# The limits of numbers are checked when a manifest is read.
 MAX_SIZE = 1 << 62
 Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
 Sizes = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_NDIM)]
@@ -73,7 +73,7 @@ class Dataset(NamedTuple):
 
 
 def checksum(data: memoryview | bytes) -> str:
-    """XXH3-64, as all checksums here are written: `DIGITS` hexadecimal digits."""
+    """XXH3-64 in the form of all checksums of a checkpoint: `DIGITS` hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
@@ -83,7 +83,7 @@ DIGITS = 16
 class File(msgspec.Struct, frozen=True, omit_defaults=True):
     """One file of the checkpoint, with its contiguous datasets by the name of their dtype.
 
-    `rest`: the checksum of all its bytes outside the datasets, end to end: HDF5's own. None in checkpoints of version 1.
+    `rest`: the checksum of all its bytes outside the datasets (HDF5's metadata), end to end. None in checkpoints of version 1.
     """
 
     name: str
@@ -93,7 +93,7 @@ class File(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StoredBlock(msgspec.Struct, gc=False):
-    """A box of a tensor as it lies in a file: from element `start` of the dataset named like the tensor's dtype.
+    """A box of a tensor in a file: it begins at element `start` of the dataset with the name of the tensor's dtype.
 
     `file`: index into the manifest's files. `offset`, `shape`: of the box. `checksums`: the checksums of the block's chunks of
     `chunk_bytes`, end to end; empty until the block is written.
@@ -115,9 +115,9 @@ class StoredBlock(msgspec.Struct, gc=False):
 
 
 class Tensor(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
-    """A tensor, as its line in the manifest: its name, dtype's name, full shape, and the blocks that cover it exactly.
+    """A tensor's line in the manifest: its name, the name of its dtype, its full shape, and the blocks that cover it exactly.
 
-    `axes`: for each dimension the mesh axis that it was cut along, or None; None if the save named no axes.
+    `axes`: for each dimension the mesh axis along which it was cut, or None; None if the save gave no axes.
     """
 
     name: str
@@ -133,7 +133,7 @@ class Tensor(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known about a checkpoint. `sequence` counts the checkpoints of a folder and orders them, whatever the clocks say."""
+    """The contents of a manifest. `sequence` counts the checkpoints of a folder, and gives their order without clocks."""
 
     files: tuple[File, ...]
     tensors: Mapping[str, Tensor]
@@ -144,9 +144,9 @@ class Manifest:
 
 
 def encode_meta(meta: Mapping[str, Any]) -> str:
-    """`meta` as one line of JSON. TypeError if it is no JSON-like value: a key that is no string would come back as one.
+    """`meta` as one line of JSON. TypeError if it is no JSON-like value; keys must be strings, because JSON would make them strings.
 
-    ValueError if it is nested too deeply, as what holds itself is, or if a manifest has no room for it, see `line_error`.
+    ValueError if it is nested too deeply, for example contains itself, or is too large for a manifest: see `line_error`.
     """
 
     def check(value: Any, where: str, depth: int = 0) -> None:
@@ -170,13 +170,13 @@ def encode_meta(meta: Mapping[str, Any]) -> str:
     check(meta, "meta")
     line = _JSON.encode(meta)
     if problem := line_error(line.encode()):
-        raise ValueError(f"meta {problem}; save what is large as tensors")
+        raise ValueError(f"meta {problem}; save large values as tensors")
     return line
 
 
 def line_error(line: bytes) -> str | None:
-    """Why no manifest can have this line, or None: Python's values need up to 30 times the memory of their text."""
-    if len(line) <= MAX_LINE_VALUES:  # a value takes a byte at least
+    """A message if this line is too large for a manifest, or None. Python's values need up to 30 times the memory of their text."""
+    if len(line) <= MAX_LINE_VALUES:  # a value takes at least one byte
         return None
     if len(line) > MAX_LINE_BYTES:
         return f"is a line of {len(line)} bytes or more; expected at most {MAX_LINE_BYTES}"
@@ -185,12 +185,12 @@ def line_error(line: bytes) -> str | None:
 
 
 def version_of(tensors: Iterable[Tensor]) -> int:
-    """The oldest version that has all these tensors."""
+    """The oldest version that supports all these tensors."""
     return VERSION if any(tensor.dtype in MOVED for tensor in tensors) else 2
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as the bytes of its file. ValueError if it is larger than a reader would take."""
+    """The manifest as the bytes of its file. ValueError if it is larger than a reader accepts."""
     header = {
         "format": FORMAT,
         "version": version_of(manifest.tensors.values()),
@@ -213,30 +213,30 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def _in_ascii(line: bytes) -> bytes:
-    """A line of JSON with escapes for all other characters, as `json` writes it."""
+    """A line of JSON with escapes for characters outside of ASCII, as `json` writes it."""
     return (
         line if line.isascii() else _NOT_ASCII.sub(lambda found: _JSON.encode(found[0])[1:-1], line.decode()).encode()
     )
 
 
 def last_line(body: bytes | memoryview) -> bytes:
-    """The line that ends a manifest of these bytes."""
+    """The last line of a manifest with these bytes before it."""
     return f'{{"xxh3":"{checksum(body)}"}}\n'.encode()
 
 
 def file_entry(file: File) -> dict[str, Any]:
-    """A file as the manifest's header names it."""
+    """The entry of a file in the manifest's header."""
     entry: dict[str, Any] = msgspec.to_builtins(file)
     return entry
 
 
 def name_error(name: object) -> str | None:
-    """Why `name` cannot name a tensor, or None. Names are paths of HDF5 groups, which "/" separates."""
+    """The reason why `name` cannot name a tensor, or None. Names are paths of HDF5 groups, which "/" separates."""
     if not isinstance(name, str):
         return f"the name {name!r:.60} is no string"
     if len(name) > MAX_NAME:
         return f"the name {name[:60]!r}... has {len(name)} characters; expected at most {MAX_NAME}"
-    # What is not printable could also play tricks on the terminal that lists it.
+    # Unprintable characters could also attack the terminal that shows the name.
     if name.isprintable() and _NO_NAMES.isdisjoint(name.split("/")):
         return None
     try:
@@ -247,7 +247,7 @@ def name_error(name: object) -> str | None:
 
 
 def axes_error(axes: object, ndim: int) -> str | None:
-    """Why `axes` cannot say along which mesh axis each of `ndim` dimensions is cut, or None."""
+    """The reason why `axes` are not the mesh axes of `ndim` dimensions, or None."""
     fits = isinstance(axes, list | tuple) and len(axes) == ndim
     if fits and all(axis is None or (isinstance(axis, str) and axis.isprintable()) for axis in axes):  # type: ignore[attr-defined]
         return None
@@ -255,7 +255,7 @@ def axes_error(axes: object, ndim: int) -> str | None:
 
 
 def patterns_of(only: str | Sequence[str]) -> tuple[str, ...]:
-    """The pattern `only`, or the several it is. TypeError or ValueError if it is none: no pattern would match nothing."""
+    """The pattern or patterns of `only` as a tuple. TypeError or ValueError for other values and for an empty list."""
     patterns = (only,) if isinstance(only, str) else only
     if not isinstance(patterns, Collection) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(f"only is {reprlib.repr(only)}; expected a pattern such as 'model/*', or a list of them")
@@ -265,9 +265,9 @@ def patterns_of(only: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def named(names: Iterable[str], only: str | Sequence[str] | None) -> list[str]:
-    """The names that the pattern `only`, such as "model/*", or one of several matches; all names for None.
+    """The names that match the pattern `only`, such as "model/*", or one of several patterns; None: all names.
 
-    A name matches itself, whatever signs of patterns are in it. Raises as `patterns_of`.
+    A name always matches itself, also if it has special characters of patterns. Raises the errors of `patterns_of`.
     """
     if only is None:
         return list(names)
@@ -277,7 +277,7 @@ def named(names: Iterable[str], only: str | Sequence[str] | None) -> list[str]:
 
 
 def unmatched_error(names: Sequence[str], only: str | Sequence[str] | None) -> str | None:
-    """Why one of the patterns `only` must be a slip of the pen, or None: it matches none of `names`."""
+    """A message about a pattern in `only` that matches none of `names`, so that it may be misspelled; or None."""
     there = set(names)
     for pattern in () if only is None else patterns_of(only):
         if pattern not in there and not any(map(_matcher({pattern}), names)):
@@ -289,14 +289,14 @@ def unmatched_error(names: Sequence[str], only: str | Sequence[str] | None) -> s
 
 
 def _matcher(patterns: Collection[str]) -> Callable[[str], object]:
-    """Whether a name matches one of them, itself aside. Patterns may be thousands of names, which cost nothing here."""
+    """A function that tells whether a name matches a pattern with special characters. Thousands of plain names cost no time here."""
     signs = [translate(pattern) for pattern in patterns if not {"*", "?", "["}.isdisjoint(pattern)]
     return re.compile("|".join(signs)).match if signs else lambda name: None
 
 
 def nesting_error(names: Iterable[str]) -> str | None:
-    """Why `names` cannot stand side by side, or None: a name cannot be both a tensor and a group of tensors."""
-    # In the order of their parts, what is in a group follows it at once.
+    """A message if one of `names` is both a tensor and a group of tensors, or None."""
+    # Sorted by their parts, the members of a group follow it directly.
     for name, following in pairwise(sorted(names, key=lambda name: name.replace("/", "\0"))):
         if following.startswith(name) and following.startswith(name + "/"):
             return f"the name {name!r} is a tensor and also the group of {following!r}"

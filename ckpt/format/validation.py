@@ -1,8 +1,7 @@
-"""Validation: every claim of a checkpoint on disk is checked here before it is used. It may be damaged, or made to harm.
+"""Validation: every statement in a manifest is checked here before use, because a checkpoint may be damaged or malicious.
 
-Nothing read runs as code, files are plain names, every byte range lies inside its file, no tensor is larger than the files that
-hold it, and the work and memory that any of this takes grow with the bytes of the manifest alone. How the files themselves are
-reached is local_path.py's part.
+No data run as code. File names are plain names. Every byte range lies inside its file. No tensor is larger than the files that
+hold it. The time and memory for all checks grow only with the bytes of the manifest. local_path.py opens the files safely.
 """
 
 import io
@@ -39,15 +38,15 @@ from ckpt.format.manifest import (
 )
 from collectives.arrays.dtypes import DTYPES
 
-_MAX_CHUNK_BYTES = 16 << 20  # what reading any part of a chunk may need as memory
+_MAX_CHUNK_BYTES = 16 << 20  # limits the memory for reading a part of a chunk
 _MAX_REST_BYTES = 64 << 20
-_MAX_GAP_BYTES = 1 << 20  # between blocks; it is a page at most, with room for the stripes of a file system
+_MAX_GAP_BYTES = 1 << 20  # between blocks; a save leaves at most a page, file systems' stripes may need more
 
 T = TypeVar("T")
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The first line of a manifest: enough to list a folder."""
+    """The first line of a manifest, which is enough to list a folder."""
 
     sequence: Size
     saved: Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
@@ -57,9 +56,9 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def decode(data: bytes) -> Manifest:
-    """The manifest in `data`, every claim of it checked. CheckpointError if it is damaged, inconsistent or newer than this reader."""
+    """The manifest in `data`, completely checked. CheckpointError if it is damaged, inconsistent or newer than this reader."""
     header = verified_header(data)
-    # One line at a time: so none but this one is in memory twice.
+    # One line at a time, so that only this line is in memory twice.
     lines = islice(io.BytesIO(data), 1, 2 + header.num_tensors)
     meta = _object(next(lines))
     tensors: dict[str, Tensor] = {}
@@ -76,11 +75,11 @@ def decode(data: bytes) -> Manifest:
 
 
 def verified_header(data: bytes) -> Header:
-    """The first line of the manifest `data`, whose last is the checksum of all others; CheckpointError if it does not match."""
+    """The header of the manifest `data`. CheckpointError if the checksum in the last line does not match."""
     lines = data.count(b"\n")
     if lines < 3 or not data.endswith(b"\n"):
         raise refused("it is cut off")
-    # A newer format may end otherwise: say "newer" rather than "damaged" where the header still can be read.
+    # A newer format may have another end: report "newer", not "damaged", if the header can be read.
     header = decode_header(data[: data.index(b"\n")])
     body = data.rindex(b"\n", 0, -1) + 1
     if data[body:] != last_line(memoryview(data)[:body]):
@@ -96,7 +95,7 @@ def decode_header(line: bytes) -> Header:
     if header.get("format") != FORMAT:
         problem = f"its format is {reprlib.repr(header.get('format'))}, expected {FORMAT!r}"
         raise out_of_reach(problem) if isinstance(header.get("format"), str) else refused(problem)
-    version = _typed(header, _Version).version  # alone: what else a newer header has may be of other types
+    version = _typed(header, _Version).version  # checked first, because a newer header may have other types
     if version > VERSION:
         raise out_of_reach(
             f"it is of format version {version}, and this program reads up to {VERSION}: update mpitrain"
@@ -119,7 +118,7 @@ def refused(problem: str) -> CheckpointError:
 
 
 def out_of_reach(problem: str) -> OutOfReachError:
-    """The error for a manifest with that problem, which need be no damage."""
+    """The error for a manifest with that problem, which may be undamaged."""
     return OutOfReachError(f"the manifest cannot be used: {problem}")
 
 
@@ -136,7 +135,7 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Of two values some programs take the first, some the last.
+    # Some programs take the first of two values, others the last.
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key appears twice")
@@ -153,7 +152,7 @@ class _Version(msgspec.Struct):
 def _typed(value: Any, kind: type[T]) -> T:
     try:
         return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half of a surrogate pair is no text to msgspec
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # msgspec refuses half of a surrogate pair
         raise refused(f"its header: {error}") from None
 
 
@@ -181,7 +180,7 @@ def _check_file(file: File, version: int) -> None:
         raise refused(f"file {name}: rest is {reprlib.repr(file.rest)}, expected a checksum of {DIGITS} digits")
 
 
-# Of two equal keys in a line the last counts; what else a line may hold is passed over without memory.
+# Of two equal keys in a line the last one is used; unknown keys are skipped without memory.
 _TENSOR = msgspec.json.Decoder(Tensor)
 
 
@@ -197,13 +196,13 @@ def _tensor(line: bytes, header: Header) -> Tensor:
         raise refused(problem)
     if tensor.dtype not in DTYPES:
         raise refused(f"tensor {name!r}: dtype {reprlib.repr(tensor.dtype)} is unknown")
-    # NumPy has no larger ones, not even empty ones, which no block bounds.
+    # NumPy has no larger arrays, also no empty ones, whose shape the blocks do not limit.
     if 0 in shape and math.prod([n or 1 for n in shape]) * DTYPES[tensor.dtype].itemsize > MAX_SIZE:
         raise refused(f"tensor {name!r}: no array can have the shape {shape}")
     for block in blocks:
         if problem := _block_error(block, tensor.dtype, header):
             raise refused(f"tensor {name!r}: a block of {block.shape} at {block.offset} {problem}")
-    # An exact cover by blocks that share no bytes: so no tensor is larger than the files that hold it.
+    # The blocks are an exact cover and share no bytes, so no tensor is larger than the files that hold it.
     if problem := cover_error(
         shape, [(b.offset, b.shape) for b in blocks], lambda i: header.files[blocks[i].file].name
     ):
@@ -214,7 +213,7 @@ def _tensor(line: bytes, header: Header) -> Tensor:
 
 
 def _block_error(block: StoredBlock, dtype: str, header: Header) -> str | None:
-    """Why a block is refused, or None. `cover_error` checks that it lies inside its tensor."""
+    """The reason why a block is refused, or None. `cover_error` checks that it lies inside its tensor."""
     size = math.prod(block.shape)
     if not size:
         return "is empty"
@@ -225,7 +224,7 @@ def _block_error(block: StoredBlock, dtype: str, header: Header) -> str | None:
     if dataset is None or block.start + size > dataset.elements:
         return f"lies beyond its dataset in {file.name}"
     if not _are_checksums(block.checksums, -(-size * DTYPES[dtype].itemsize // header.chunk_bytes)):
-        return "has checksums of the wrong number or length, or what is no checksum"
+        return "has checksums of the wrong number or length, or a value that is no checksum"
     return None
 
 
@@ -245,7 +244,7 @@ def _check_no_sharing(files: tuple[File, ...], tensors: Iterable[Tensor]) -> Non
             ranges[block.file, tensor.dtype].append((block.start, block.start + math.prod(block.shape), tensor.name))
     for (file, dtype), in_order in ranges.items():
         in_order.sort()
-        # To verify all bytes of a sparse file could take years.
+        # The verification of all bytes of a sparse file could take years.
         gaps = files[file].datasets[dtype].elements - sum(end - start for start, end, _ in in_order)
         if gaps * DTYPES[dtype].itemsize > _MAX_GAP_BYTES * (1 + len(in_order)):
             raise refused(f"dataset {dtype} of {files[file].name} has {gaps} elements that belong to no tensor")
@@ -255,7 +254,7 @@ def _check_no_sharing(files: tuple[File, ...], tensors: Iterable[Tensor]) -> Non
 
 
 def _check_rest(files: tuple[File, ...], manifest_bytes: int) -> None:
-    """HDF5's own bytes grow with the numbers of tensors and blocks, as the manifest does."""
+    """Limit HDF5's own bytes: like the manifest, they grow with the numbers of tensors and blocks."""
     for file in files:
         rest = file.nbytes - sum(d.elements * DTYPES[dtype].itemsize for dtype, d in file.datasets.items())
         if rest > _MAX_REST_BYTES + 1000 * manifest_bytes:

@@ -20,7 +20,7 @@ from collectives.arrays.dtypes import DTYPES
 
 _DOING = "ckpt.load"
 _MAX_NAMES = 5  # in one message
-_CAST_ELEMENTS = 1 << 20  # that are converted at a time
+_CAST_ELEMENTS = 1 << 20  # elements converted at a time
 
 
 @no_collections()

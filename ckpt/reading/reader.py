@@ -186,9 +186,7 @@ class Reader:
         try:
             if self._opened is None:
                 self._opened = self._folder.open_folder()
-                if not self._verify and is_replaced(
-                    self._folder, self._manifest
-                ):  # without checksums nothing else would find it
+                if not self._verify and is_replaced(self._folder, self._manifest):  # checksums would find it
                     raise CheckpointError("it belongs to another save")
             opened = self._opened.open(expected.name)
         except OSError as error:

@@ -34,16 +34,14 @@ def further_places(folder: Path, copies: Paths | None, *, name: str | None = Non
     known = [absolute(folder).real()]
     for place in places:
         if not place.name:
-            raise ValueError(
-                f"copies names {place}, which has no path; expected a folder in it, such as s3://bucket/run"
-            )
+            raise ValueError(f"copies names {place}, which has no path; expected a folder, such as s3://bucket/run")
         where = place.real()
         if where in known:
             raise ValueError(
-                f"copies names {place}, which is the checkpoint's folder or named twice; expected other places"
+                f"copies names {place}, which is named twice, or is the checkpoint's folder; expected further places"
             )
         if name is not None and known[0] / name in (where, *where.parents):
-            raise ValueError(f"copies names {place}, which is the checkpoint or lies in it; expected other places")
+            raise ValueError(f"copies names {place}, which is the checkpoint or lies in it; expected further places")
         known.append(where)
     return places
 

@@ -32,7 +32,7 @@ class Contents:
 
     def __init__(self, tensors: Sequence[Described], files: Sequence[DataFile], meta: dict[str, Any]) -> None:
         self.files, self.meta = files, meta
-        self.written: dict[int, list[StoredBlock]] = {}  # by writer, in the order of its items
+        self.written: dict[int, list[StoredBlock]] = {}  # for each writer, in the order of its items
         blocks: dict[str, list[StoredBlock]] = {tensor.name: [] for tensor in tensors}
         for number, file in enumerate(files):
             for writer, items in file.items.items():

@@ -1,1 +1,1 @@
-"""Where checkpoints lie: local and remote folders, access to their files, and which checkpoints a folder holds."""
+"""The storage of checkpoints: local and remote folders, access to their files, and the list of a folder's checkpoints."""

@@ -1,11 +1,11 @@
-"""A folder of checkpoints: which there are, which are complete, which is the newest: the one saved last.
+"""A folder of checkpoints: the list of checkpoints, which of them are complete, and the newest one, which was saved last.
 
-The order is that of saving, which the manifests count (`sequence`), and not that of the steps in the names: a run that went back to an
-earlier step, and on from there, has its state in the checkpoint that it saved last.
+The order is that of the saves, which the manifests count (`sequence`), not that of the steps in the names: if a run goes back to an
+earlier step and continues there, its state is in the checkpoint that it saved last.
 
-A checkpoint is a folder with a manifest. It got its name by one rename when all of it was on disk, so what has the name is
-complete, unless it was damaged since: the manifest's checksum and the sizes of the files tell. Names that begin with a dot
-are work in progress (see atomic.py).
+A checkpoint is a folder with a manifest. It got its name by one rename after all files were on disk, so it is complete unless it was
+damaged later, which the manifest's checksum and the sizes of the files show. Names that begin with a dot are work in progress (see
+atomic.py).
 """
 
 import os
@@ -33,19 +33,19 @@ from ckpt.storage.places import (
 )
 
 LATEST_NAME = "latest"
-RUN_SUBFOLDER = "checkpoints"  # where a run's folder keeps them, by the main job's and our convention
+RUN_SUBFOLDER = "checkpoints"  # the folder of checkpoints in a run's folder: a convention of ours and of the main job
 OWNER_NAME = ".owner"  # names the process that is filling a folder (see owner.py)
 _PARTS = r"manifest\.jsonl|index\.h5|(rank|node|part)-[0-9]{5,}\.h5"
-# What may be there for a while. NFS and FUSE keep under such names what is removed while it is open.
+# Temporary names. NFS and FUSE give these names to files that are removed while they are open.
 _HIDDEN = rf"\{OWNER_NAME}|\.{LATEST_NAME}|\.nfs[0-9a-f]+|\.fuse_hidden[0-9a-f]+"
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint of a folder. `problem` says why an incomplete one cannot be used; `saved` is in seconds since the epoch.
+    """One checkpoint of a folder. `problem`: why an incomplete one cannot be used; `saved`: seconds since the epoch.
 
-    `broken`: whether something of it certainly is missing or altered, and not just out of this program's reach (a newer format, no
-    permission). `step`: the number its name ends with, if any. `sequence` and `saved` are None where the manifest cannot be read.
+    `broken`: whether a part is certainly missing or altered, not only out of this program's reach (a newer format, no permission).
+    `step`: the number at the end of its name, if any. `sequence` and `saved` are None if the manifest cannot be read.
     """
 
     path: Place
@@ -64,7 +64,7 @@ class CheckpointInfo:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """The checkpoints in `folder` (or behind a URL), or of the run whose folder it is, oldest first, incomplete ones included.
+    """The checkpoints in `folder`, which may be a URL or a run's folder, oldest first, including incomplete ones.
 
     FileNotFoundError if there is no such folder.
     """
@@ -73,9 +73,9 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
 
 def folder_of_checkpoints(folder: str | os.PathLike[str]) -> Place:
-    """Where a run's folder keeps its checkpoints; `folder` itself if it holds some, or is no run's.
+    """The folder of checkpoints in a run's folder; `folder` itself if it holds checkpoints, or is no run's folder.
 
-    FileNotFoundError if it is missing.
+    FileNotFoundError if `folder` is missing.
     """
     folder = place_of(folder)
     inner = folder / RUN_SUBFOLDER
@@ -88,13 +88,13 @@ def is_part(name: str) -> bool:
 
 
 def strangers(names: Iterable[str]) -> list[str]:
-    """The names that no file of a checkpoint has, nor of one in the making."""
+    """The foreign names: no file of a checkpoint, finished or not, has such a name."""
     return [name for name in names if not is_part(name) and not re.fullmatch(_HIDDEN, name)]
 
 
 def check_outside(path: str | os.PathLike[str]) -> None:
-    """ValueError if `path` is a checkpoint or lies in one, where nothing is ever added."""
-    place = absolute(path)  # without `..`, which may lead out of one
+    """ValueError if `path` is a checkpoint or lies in one, because no file is ever added there."""
+    place = absolute(path)  # without `..`, which may lead out of a checkpoint
     for folder in (place, *place.parents):
         if is_checkpoint(folder):
             what = f"{place} is" if folder == place else f"{place} lies in {folder},"
@@ -102,10 +102,10 @@ def check_outside(path: str | os.PathLike[str]) -> None:
 
 
 def reason_to_keep(path: str | os.PathLike[str]) -> str | None:
-    """Why a save may not replace or remove the folder there, or None. It may: empty folders and checkpoints, also damaged ones.
+    """The reason why a save must not replace or remove this folder, or None, for an empty folder or a checkpoint, also a damaged one.
 
-    A folder with a file that no save made belongs to another program; so does one with a `manifest.jsonl`, as data sets have them, and
-    no other sign of a save. A write-protected folder is meant to stay. OSError if the folder cannot be read.
+    A folder with a foreign file belongs to another program. So does a folder with a `manifest.jsonl`, which data sets also have, and no
+    other sign of a save. A write-protected folder must stay. OSError if the folder cannot be read.
     """
     place = place_of(path)
     if place.is_there() and not place.is_dir():
@@ -116,7 +116,7 @@ def reason_to_keep(path: str | os.PathLike[str]) -> str | None:
     if names and not {INDEX_NAME, OWNER_NAME}.intersection(names) and not is_checkpoint(place):
         return "has neither an index nor a manifest that a save made"
     if place.is_write_protected():
-        return "is write-protected"  # its name could be taken away, its files could not
+        return "is write-protected"  # it could be renamed, but its files could not be removed
     return None
 
 
@@ -125,25 +125,25 @@ def latest(folder: Path, *, copies: None = None) -> LocalPath | None: ...
 @overload
 def latest(folder: str | os.PathLike[str], *, copies: Paths | None = None) -> Place | None: ...
 def latest(folder: str | os.PathLike[str], *, copies: Paths | None = None) -> Place | None:
-    """The newest complete checkpoint in `folder`, or None: the one saved last, whatever step its name ends with.
+    """The newest complete checkpoint in `folder`, or None. The newest one is the one saved last, for any step in its name.
 
-    Found by looking; the file `latest` there is for people and scripts.
+    The function reads the checkpoints; the file `latest` is only for people and scripts.
 
-    `copies`: the further places that `save` was given, in which it may be, too: one that was lost or damaged in `folder` is then
-    found there. Of equally new ones it is that in `folder`, or in the first place. One that cannot be reached is a RuntimeWarning.
+    `copies`: the argument `copies` of `save`: a checkpoint that was lost or damaged in `folder` is then found in these places. Of
+    equally new ones the result is the one in `folder`, or in the first place. An unreachable place causes a RuntimeWarning.
     """
     place = place_of(folder)
     found = [newest] if (newest := _newest_complete(place)) else []
     for place in all_places(copies):
         try:
             found += [newest] if (newest := _newest_complete(place)) else []
-        except OSError as error:  # a job goes on from home while a further place is away
+        except OSError as error:  # the job can continue without this place
             warnings.warn(f"no copy is looked for in {place}: {error}", RuntimeWarning, stacklevel=2)
     return max(found, key=lambda pair: pair[0], default=(None, None))[1]
 
 
 def _newest_complete(folder: Place) -> tuple[tuple[int, float], Place] | None:
-    """The newest complete checkpoint there, after what orders those of several places."""
+    """The newest complete checkpoint there, after its sort key among those of several places."""
     if not folder.is_dir():
         return None
     complete = (
@@ -155,9 +155,9 @@ def _newest_complete(folder: Place) -> tuple[tuple[int, float], Place] | None:
 
 
 def find(path: str | os.PathLike[str]) -> Place:
-    """The checkpoint that `path` means: itself, or the newest complete one in it or in its `checkpoints` (a run's folder).
+    """The checkpoint that `path` means: `path` itself, or the newest complete one in it or in its `checkpoints` (a run's folder).
 
-    CheckpointError if there is none; of a checkpoint itself, opening it tells what may be wrong with it.
+    CheckpointError if there is none. `path` itself is not checked here; damage is found when it is opened.
     """
     folder = place_of(path)
     if (folder / FILE_NAME).exists():
@@ -191,7 +191,7 @@ def newest_sequence(folder: Place) -> int:
 
 
 def info(path: Place, name: str) -> CheckpointInfo:
-    """The facts of a list about the checkpoint at `path`, called `name`."""
+    """The entry of a list for the checkpoint at `path`, with the name `name`."""
     step = step_of(name)
     header, problem, broken = None, None, False
     try:
@@ -206,7 +206,7 @@ def info(path: Place, name: str) -> CheckpointInfo:
     num_tensors = header.num_tensors if header else None
     try:
         nbytes = path.nbytes()
-    except OSError:  # a save removes it in this moment, as an old one
+    except OSError:  # another save is removing it as an old one
         nbytes = 0
     return CheckpointInfo(path, name, step, problem, nbytes, num_tensors, sequence, saved, broken)
 
@@ -218,7 +218,7 @@ def step_of(name: str) -> int | None:
 
 
 def read_manifest(path: Place) -> Manifest:
-    """The manifest of a checkpoint whose files are there. CheckpointError if there is no manifest, or files do not fit."""
+    """The manifest of a checkpoint after a check that its files exist. CheckpointError if there is no manifest, or files do not fit."""
     manifest = parse_manifest(path, manifest_bytes(path))
     check_there(path, manifest.files)
     return manifest
@@ -237,7 +237,7 @@ def manifest_bytes(path: Place) -> bytes:
 
 
 def check_there(path: Place, files: tuple[File, ...]) -> None:
-    """CheckpointError unless the checkpoint's files are there, as its manifest says."""
+    """CheckpointError unless the files of the manifest exist in the checkpoint, with their sizes."""
     with _naming(path):
         path.check_files(files)
 
@@ -266,14 +266,14 @@ def _candidates(folder: Place) -> list[tuple[Place, str]]:
     for entry in folder.folders():
         name = entry
         if name.startswith("."):
-            # Where the kernel cannot exchange two folders, a replaced checkpoint has only this name for an instant, or
-            # for longer if the job died in that instant.
+            # If the kernel cannot exchange two folders, a replaced checkpoint has only this name for a moment, or for
+            # longer if the job died in this moment.
             original = name[1:].removesuffix(".replaced")
             if not name.endswith(".replaced") or (folder / original).exists():
                 continue
             name = original
         parts = set(filter(is_part, _names(folder / entry)))
-        # Data sets, too, come with a `manifest.jsonl`.
+        # Data sets, too, may have a `manifest.jsonl`.
         if parts and (parts != {FILE_NAME} or is_checkpoint(folder / entry)):
             found.append((folder / entry, name))
     return found

@@ -1,4 +1,4 @@
-"""Files and folders of a shared file system: errors that name them, room for them, patience with them, and their way to the disk."""
+"""Files and folders of a shared file system: errors with their names, checks for room, retries, and writes that reach the disk."""
 
 import errno
 import io
@@ -12,14 +12,14 @@ from typing import TypeVar
 _VISIBLE_S = 10.0
 _BUFFER_BYTES = 4 << 20
 _BEGIN_BYTES = 16 << 20
-_SHARED_BYTES = 2 << 20  # neighbours may lie in one page of the page cache, which is hardly ever larger
+_SHARED_BYTES = 2 << 20  # two ranges may share a page of the page cache, which is rarely larger than this
 
 T = TypeVar("T")
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let every failure to write `path` be an OSError that names it; neither os.pwrite nor HDF5 does so reliably."""
+    """Turn every failure to write `path` into an OSError that names it; os.pwrite and HDF5 do not do so reliably."""
     try:
         yield
     except OSError as error:
@@ -28,12 +28,12 @@ def naming(path: Path) -> Iterator[None]:
         if error.errno is not None and error.strerror:
             raise OSError(error.errno, error.strerror.splitlines()[0], str(path)) from error
         raise OSError(f"{path}: {error}") from error
-    except RuntimeError as error:  # what h5py makes of an error it cannot name, when it closes a file on a full disk
+    except RuntimeError as error:  # h5py raises it when it closes a file on a full disk
         raise OSError(f"{path}: {error}") from error
 
 
 def check_free(folder: Path, nbytes: int) -> None:
-    """OSError unless the file system of `folder` has so many bytes left."""
+    """OSError unless the file system of `folder` has `nbytes` bytes left."""
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     if free < nbytes:
@@ -44,20 +44,20 @@ def check_free(folder: Path, nbytes: int) -> None:
 def check_room(path: Path, nbytes: int) -> None:
     """OSError unless a file of `nbytes` can be made at `path`, in a folder that another rank has just made.
 
-    HDF5 1.10 ends the process by a fault of its own when it cannot close a file on a full disk, so it is not let near one.
+    HDF5 1.10 crashes the process if it cannot close a file on a full disk, so this check comes before HDF5.
     """
     with naming(path):
         fd = patient(lambda: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         try:
-            os.write(fd, bytes(min(nbytes, 1 << 16)))  # a full disk, or a quota that is used up
-            os.ftruncate(fd, nbytes)  # a limit on the size of files
+            os.write(fd, bytes(min(nbytes, 1 << 16)))  # fails on a full disk or a used-up quota
+            os.ftruncate(fd, nbytes)  # fails at a limit on the size of files
         finally:
             os.close(fd)
             os.unlink(path)
 
 
 def patient(act: Callable[[], T]) -> T:
-    """The result of `act`, tried again while a file is missing: one of another rank may appear late on this node (NFS)."""
+    """The result of `act`, tried again while a file is missing, because another rank's file may appear late on this node (NFS)."""
     deadline = time.monotonic() + _VISIBLE_S
     while True:
         try:
@@ -69,18 +69,18 @@ def patient(act: Callable[[], T]) -> T:
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = True, cached: bool = True) -> None:
-    """A new file at `path` with `data`.
+    """Make a new file at `path` with `data`.
 
-    `durable`: flushed to the disk, so that the file is there after a power failure. `cached`: it may stay in memory.
+    `durable`: flush it to the disk, so that the file exists after a power failure. `cached`: it may stay in the page cache.
     """
     with naming(path), _new_file(path, durable=durable, cached=cached) as fd:
         pwrite_all(fd, memoryview(data), 0)
 
 
 def copy_file(opened: io.FileIO, source: Path, target: Path) -> None:
-    """A new file at `target` with the bytes of the open file `source`, on the disk and no more in memory: a reader asks the disk.
+    """Make a new file at `target` with the bytes of the open file `source`, on the disk and not in the page cache.
 
-    Read and written, not `copy_file_range`: that may give both names the same blocks of one disk.
+    The bytes are read and written, because `copy_file_range` may share the same disk blocks between both files.
     """
     with naming(target):
         check_room(target, os.fstat(opened.fileno()).st_size)
@@ -126,44 +126,44 @@ def pwrite_all(fd: int, data: memoryview, position: int) -> None:
 
 
 class Writeback:
-    """Has the disk begin with what was written to an open file while more is on its way, instead of with all of it at `fsync`."""
+    """Lets the disk begin to write the bytes of an open file while more bytes come, instead of all bytes at `fsync`."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._first, self._last = 0, 0
 
     def wrote(self, first: int, last: int) -> None:
-        """Bytes `first:last` were handed to the system, often right behind those before them."""
+        """Note that bytes `first:last` are in the page cache; often they follow the previous ones."""
         if not 0 <= first - self._last < _SHARED_BYTES:
             self._first = first
         self._last = last
-        # What is on its way to the disk must not be written to: it would wait for it.
+        # A write to pages on their way to the disk would wait for them.
         end = last // _SHARED_BYTES * _SHARED_BYTES
         if end - self._first >= _BEGIN_BYTES:
-            # "Not needed any more" is for Linux: begin to write, and keep what is not written yet.
+            # On Linux DONTNEED begins to write the pages, and keeps those that are not written yet.
             with suppress(OSError):
                 os.posix_fadvise(self._fd, self._first, end - self._first, os.POSIX_FADV_DONTNEED)
             self._first = end
 
 
 class Output:
-    """A file for others, made under the name `temporary` beside its own, which `commit` gives it."""
+    """A file for other programs. It is made with the name `temporary` beside `path`, and gets its own name by `commit`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.temporary = path.with_name(f".{path.name}.tmp")
 
     def flush(self) -> None:
-        """Bring what was written to `temporary` to the disk."""
+        """Flush the file `temporary` to the disk."""
         flush(self.temporary)
 
     def commit(self) -> None:
-        """Let it have its name, and replace what has it."""
+        """Give the file its name, and replace an old file."""
         with naming(self.path):
             os.rename(self.temporary, self.path)
         flush(self.path.parent)
 
     def discard(self) -> None:
-        """Remove it, unless it has its name. Never raises: there is an error on its way already."""
+        """Remove the file, unless it has got its name. Never raises, because it runs after another error."""
         with suppress(OSError):
             self.temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Local paths, and the way to a checkpoint's files there: regular ones of its own folder, never a link.
+"""Local paths, and safe access to a checkpoint's files: only regular files in its own folder, never links.
 
 validation.py checks the contents of the files.
 """
@@ -13,15 +13,15 @@ from ckpt.storage.local import copy_file, patient, write_file
 
 
 def open_folder(path: str | os.PathLike[str]) -> int:
-    """A descriptor of a checkpoint's folder, which may be reached by links: inside of it there are none. OSError if there is none."""
+    """A descriptor of a checkpoint's folder. Links may lead to the folder, but not to files in it. OSError if there is no folder."""
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
 
 
 def open_regular(path: str | os.PathLike[str], folder: int | None = None) -> int:
-    """A descriptor to read a regular file; OSError or CheckpointError for a link, and for a pipe instead of waiting for it.
+    """A descriptor to read a regular file; OSError or CheckpointError for a link, or for a pipe, without waiting for it.
 
-    `folder`: a descriptor from `open_folder`, in which `path` is a plain name. A program that exchanges the folder meanwhile leads
-    no reader astray.
+    `folder`: a descriptor from `open_folder`, in which `path` is a plain name. So a reader stays in this folder if another program
+    replaces it meanwhile.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -31,7 +31,7 @@ def open_regular(path: str | os.PathLike[str], folder: int | None = None) -> int
 
 
 class LocalPath(PosixPath):
-    """A path of this machine: a `pathlib.Path` that can do all that a `Url` can, so that no caller asks which of the two it has."""
+    """A path of this machine: a `pathlib.Path` with all methods of a `Url`, so that callers treat both alike."""
 
     __slots__ = ()
 
@@ -40,11 +40,11 @@ class LocalPath(PosixPath):
         return LocalPath(os.path.abspath(self))
 
     def real(self) -> "LocalPath":
-        """The absolute path without links: two paths of one folder are equal then."""
+        """The absolute path without links. Two paths of one folder become equal."""
         return LocalPath(os.path.realpath(self))
 
     def is_there(self) -> bool:
-        """Whether anything has this name, a link that leads nowhere included."""
+        """Whether this name exists, also as a broken link."""
         return os.path.lexists(self)
 
     def is_write_protected(self) -> bool:
@@ -66,15 +66,15 @@ class LocalPath(PosixPath):
             return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
 
     def open_file(self) -> "LocalFile":
-        """This file, to be read. OSError, or CheckpointError if it is no regular file."""
+        """Open this file to read it. OSError, or CheckpointError if it is no regular file."""
         return LocalFile(open_regular(self))
 
     def open_folder(self) -> "LocalFolder":
-        """This folder, to read the files in it. OSError if there is none."""
+        """Open this folder to read the files in it. OSError if there is none."""
         return LocalFolder(open_folder(self))
 
     def check_files(self, files: tuple[File, ...]) -> None:
-        """CheckpointError unless every file is in this folder, a regular one, no other's twin, and of the size the manifest names."""
+        """CheckpointError unless every file is a separate regular file in this folder, with the size in the manifest."""
         try:
             folder = open_folder(self)
         except OSError as error:
@@ -90,11 +90,11 @@ class LocalPath(PosixPath):
             return opened.read()
 
     def write(self, data: bytes) -> None:
-        """A new file with `data`, on the disk and no more in memory: a reader asks the disk."""
+        """Make a new file with `data`, on the disk and not in the page cache, so that a reader reads the disk."""
         write_file(self, data, cached=False)
 
     def upload(self, source: Path) -> None:
-        """A new file with the bytes of the file `source`, on the disk and no more in memory."""
+        """Make a new file with the bytes of the file `source`, on the disk and not in the page cache."""
         try:
             patient(lambda: os.stat(self.parent))
         except FileNotFoundError as error:
@@ -105,13 +105,13 @@ class LocalPath(PosixPath):
 
 
 class LocalFolder:
-    """A checkpoint's folder, to open the files in it. Any thread may."""
+    """A checkpoint's open folder. Any thread may open the files in it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def open(self, name: str) -> "LocalFile":
-        """OSError or CheckpointError if it cannot be read, or is no regular file."""
+        """Open a file. OSError or CheckpointError if it cannot be read, or is no regular file."""
         return LocalFile(open_regular(name, self._fd))
 
     def close(self) -> None:
@@ -119,14 +119,14 @@ class LocalFolder:
 
 
 class LocalFile:
-    """A file to read from, at any position; of one thread."""
+    """An open file of one thread, to read at any position."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self.nbytes = os.fstat(fd).st_size
 
     def read_into(self, memory: memoryview, position: int) -> int:
-        """Fill `memory` with the bytes from `position` on; how many there were, which is fewer only where the file ends."""
+        """Fill `memory` with the bytes from `position` on. Returns their number, which is lower only at the end of the file."""
         done = 0
         while memory and (count := os.preadv(self._fd, [memory], position + done)):
             memory, done = memory[count:], done + count
@@ -151,7 +151,7 @@ def _check_files(folder: int, files: tuple[File, ...]) -> None:
             raise CheckpointError(
                 f"{file.name} has {status.st_size} bytes instead of {file.nbytes}: it is truncated or altered"
             )
-        # Otherwise one file on the disk could pose as any number of them.
+        # Otherwise one file on the disk could stand for any number of files.
         other = seen.setdefault((status.st_dev, status.st_ino), file.name)
         if other != file.name:
             raise CheckpointError(f"{file.name} is the same file as {other}")

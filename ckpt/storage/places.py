@@ -1,7 +1,7 @@
-"""Where checkpoints lie: which local or remote place a caller means by a path, and how the manifest in it is read.
+"""Places of checkpoints: finds the local or remote place of a path, and reads the manifest in it.
 
-A local place is a `LocalPath`, whose files are read by `preadv`, straight into the memory where the bytes belong. A remote one is a
-`Url`. Both have the same methods. Of either only so much is believed as validation.py has checked.
+A local place is a `LocalPath`, whose files are read with `preadv` directly into the target memory. A remote place is a `Url`. Both have
+the same methods. validation.py checks everything that is read from them.
 """
 
 import io
@@ -17,7 +17,7 @@ from ckpt.format.validation import Header, decode_header, out_of_reach, refused
 from ckpt.storage.local_path import LocalFile, LocalFolder, LocalPath
 from ckpt.storage.remote import RemoteFile, RemoteFolder, Url
 
-_BEGINNING = json.dumps({"format": FORMAT}, separators=(",", ":")).encode()[:-1]  # of every manifest
+_BEGINNING = json.dumps({"format": FORMAT}, separators=(",", ":")).encode()[:-1]  # the beginning of every manifest
 
 Place = LocalPath | Url
 Folder = LocalFolder | RemoteFolder
@@ -25,9 +25,9 @@ OpenFile = LocalFile | RemoteFile
 
 
 def place_of(path: str | os.PathLike[str]) -> Place:
-    """The place that a caller names: a `Url` if there is "://" in it, but "file://" is a local folder like any other.
+    """The place of a path: a `Url` if it has "://", but "file://" is a local folder.
 
-    A "~" at the beginning is the user's home, as in a shell. TypeError for what is no path, bytes among it. ValueError if there is no
+    A "~" at the beginning is the user's home, as in a shell. TypeError for other types, also for bytes. ValueError if there is no
     home, or if fsspec, or the package for this kind of URL, is missing.
     """
     text = text_of(path)
@@ -50,7 +50,7 @@ def place_of(path: str | os.PathLike[str]) -> Place:
 
 
 def text_of(path: str | os.PathLike[str]) -> str:
-    """A path as a text. TypeError for what is none."""
+    """A path as a text. TypeError for a value that is no path."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str):
         hint = ", which os.fsdecode makes of bytes" if isinstance(text, bytes) else ""
@@ -59,19 +59,19 @@ def text_of(path: str | os.PathLike[str]) -> str:
 
 
 def _at_home(text: str) -> str:
-    expanded = os.path.expanduser(text)  # "~name" of no user is a name like any other
+    expanded = os.path.expanduser(text)  # "~name" without such a user is a plain name
     if expanded.startswith("~/") or expanded == "~":
         raise ValueError(f"{text!r} cannot be found: this user has no home; expected a path without '~'")
     return expanded
 
 
 def absolute(path: str | os.PathLike[str]) -> Place:
-    """As `place_of`; a local folder as an absolute path."""
+    """The place of a path; a local folder as an absolute path."""
     return place_of(path).abspath()
 
 
 def local_path(path: str | os.PathLike[str], name: str, expected: str) -> LocalPath:
-    """An absolute local path. ValueError for a URL, which says what was `expected` as the argument of that `name`."""
+    """An absolute local path. ValueError for a URL; its message has the argument's `name` and the `expected` value."""
     place = absolute(path)
     if isinstance(place, Url):
         raise ValueError(f"{name} is {place}; expected {expected}")
@@ -82,7 +82,7 @@ Paths = Sequence[str | os.PathLike[str]]
 
 
 def all_places(paths: Paths | None) -> tuple[Place, ...]:
-    """The places that a caller lists, absolute. TypeError if that is no list of folders and URLs."""
+    """The places of a list of paths, absolute. TypeError if it is no list of folders and URLs."""
     if paths is None:
         return ()
     if not isinstance(paths, list | tuple) or not all(isinstance(path, str | os.PathLike) for path in paths):
@@ -91,32 +91,32 @@ def all_places(paths: Paths | None) -> tuple[Place, ...]:
 
 
 def copies_of(path: str | os.PathLike[str] | None, copies: Paths | None) -> list[Place]:
-    """Where the checkpoint `path` may be, each place once: there, and under its name in `copies`. CheckpointError for None."""
+    """The places, each once, of the checkpoint `path` and of its copies, which have its name in `copies`. CheckpointError for None."""
     if path is None:
         raise CheckpointError(
-            "there is no checkpoint: the path is None, as ckpt.latest(folder) has it where none is complete"
+            "there is no checkpoint: the path is None, the result of ckpt.latest(folder) if no checkpoint is complete"
         )
     first = absolute(path)
     return list(dict.fromkeys([first, *(place / first.name for place in all_places(copies))]))
 
 
 def write_and_read_back(file: Place, data: bytes) -> None:
-    """A file with `data`. OSError if it does not read as it was written."""
+    """Write a file with `data`, and read it back. OSError if the bytes differ."""
     file.write(data)
     if file.read() != data:
         raise OSError(f"{file} does not read as it was written")
 
 
 def read_header(place: Place) -> Header:
-    """The header of the checkpoint at `place`; CheckpointError, OSError."""
+    """The header of the checkpoint at `place`. Raises CheckpointError or OSError."""
     with _manifest_of(place, buffer_bytes=64 << 10) as (file, _):
         return decode_header(file.readline(MAX_LINE_BYTES + 1))
 
 
 def read_bytes(place: Place) -> bytes:
-    """The manifest of the checkpoint at `place`, to be decoded. CheckpointError, OSError.
+    """The bytes of the manifest at `place`. Raises CheckpointError or OSError.
 
-    The memory is that of what is on the disk: a hole in the file reads as zeros, where reading ends.
+    The memory is limited by the bytes on the disk: a hole in the file reads as zeros, and reading stops there.
     """
     with _manifest_of(place, buffer_bytes=1 << 20) as (file, nbytes):
         if nbytes > MAX_BYTES:
@@ -133,7 +133,7 @@ def read_bytes(place: Place) -> bytes:
 
 
 def is_checkpoint(place: Place) -> bool:
-    """Whether a manifest of ours is there, as far as its first words tell: it may be damaged."""
+    """Whether `place` has a manifest that begins like ours. It may be damaged."""
     try:
         with _manifest_of(place, buffer_bytes=len(_BEGINNING)) as (file, _):
             return file.read(len(_BEGINNING)) == _BEGINNING
@@ -143,7 +143,7 @@ def is_checkpoint(place: Place) -> bool:
 
 @contextmanager
 def _manifest_of(place: Place, *, buffer_bytes: int) -> Iterator[tuple[BinaryIO, int]]:
-    """The manifest at `place`, to be read from its beginning on, and its bytes."""
+    """The open manifest at `place`, and its size in bytes."""
     file = (place / FILE_NAME).open_file()
     with io.BufferedReader(_Stream(file), buffer_bytes) as stream:
         yield stream, file.nbytes

@@ -6,4 +6,4 @@ Progress = Callable[[int], None]
 
 
 def no_progress(nbytes: int) -> None:
-    """For a caller that shows no progress."""
+    """The function of a caller that shows no progress."""

@@ -1,4 +1,4 @@
-"""Remote folders: anything that fsspec knows, S3 for example. Their files are read by ranges; fsspec is imported when a URL is used."""
+"""Remote folders of any kind that fsspec knows, such as S3. Files are read by ranges. fsspec is imported when a URL is used."""
 
 import errno
 import os
@@ -9,14 +9,14 @@ from typing import Any
 
 from ckpt.format.manifest import CheckpointError, File
 
-_REQUEST_BYTES = 8 << 20  # of a remote file; longer ranges are several requests
-_AHEAD_BYTES = 32 << 20  # the most that is fetched of it, and held, at a time
+_REQUEST_BYTES = 8 << 20  # the most bytes of one request; longer ranges are several requests
+_AHEAD_BYTES = 32 << 20  # the most bytes of a file that are fetched and held at a time
 
 
 class Url(os.PathLike[str]):
-    """A remote folder, or a name in one: what we use of a `pathlib.Path`, and the other methods of a `LocalPath`.
+    """A remote folder, or a name in one, with the methods of a `LocalPath` that we use.
 
-    Nothing is remembered between two calls. What goes wrong is an OSError that names the URL, whatever library it comes from.
+    Results are not cached between two calls. Every error, from any library, becomes an OSError that names the URL.
     """
 
     __slots__ = ("_path", "_scheme")
@@ -53,7 +53,7 @@ class Url(os.PathLike[str]):
 
     @property
     def parents(self) -> "list[Url]":
-        """The folders around it, inner ones first, up to what stands first, as a bucket."""
+        """The folders around it, inner ones first, up to the first part, such as a bucket."""
         parent = self.parent
         return [parent, *parent.parents] if parent._path else []
 
@@ -67,14 +67,14 @@ class Url(os.PathLike[str]):
         return self._kind() is not None
 
     def is_there(self) -> bool:
-        """As `exists`; True also if the store does not say."""
+        """Like `exists`, but also True if the store does not answer."""
         try:
             return self.exists()
         except OSError:
             return True
 
     def is_write_protected(self) -> bool:
-        """False: the store says it when it is written to."""
+        """Always False: a write to the store reports it."""
         return False
 
     def is_dir(self) -> bool:
@@ -84,7 +84,7 @@ class Url(os.PathLike[str]):
             return False
 
     def _kind(self) -> str | None:
-        """None if there is nothing. Not fsspec's `exists`, for which what cannot be asked for does not exist."""
+        """None if the name does not exist. fsspec's `exists` is not used, because it returns False after errors."""
         try:
             with self._reaching() as (fs, path):
                 return str(fs.info(path)["type"])
@@ -97,7 +97,7 @@ class Url(os.PathLike[str]):
         with self._reaching() as (fs, path):
             for entry in fs.ls(path, detail=True):
                 name = entry["name"].rstrip("/")
-                if name == path.rstrip("/"):  # some stores mark a folder by an empty file of its name
+                if name == path.rstrip("/"):  # some stores mark a folder by an empty file with its name
                     continue
                 is_folder, size = entry["type"] == "directory", entry.get("size")
                 if not is_folder and size is None:  # a web server's list of links
@@ -132,7 +132,7 @@ class Url(os.PathLike[str]):
                 )
 
     def size(self) -> int:
-        """Of a file, in bytes."""
+        """The size of a file, in bytes."""
         with self._reaching() as (fs, path):
             size = fs.size(path)
             if size is None:
@@ -140,7 +140,7 @@ class Url(os.PathLike[str]):
             return int(size)
 
     def read(self, first: int | None = None, last: int | None = None) -> bytes:
-        """Bytes `first` up to `last` of a file, or all of it; fewer if it ends before. Long ranges come in parts at the same time."""
+        """Bytes `first:last` of a file, or the whole file; fewer if it ends before. Long ranges are fetched in concurrent parts."""
         with self._reaching() as (fs, path):
             if first is None or last is None:
                 return bytes(fs.cat_file(path))
@@ -148,16 +148,16 @@ class Url(os.PathLike[str]):
             ends = [*starts[1:], last]
             parts: list[bytes] = fs.cat_ranges([path] * len(starts), starts, ends, on_error="raise")
             if any(len(part) > end - start for part, start, end in zip(parts, starts, ends, strict=True)):
-                raise OSError("the server sends more than was asked for: it knows no ranges")
+                raise OSError("the server sends more bytes than requested: it does not support ranges")
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def write(self, data: bytes) -> None:
-        """A file with `data`, in place of what may be there. All at once, where the store can."""
+        """Write a file with `data`, and replace an old file, in one step if the store can."""
         with self._reaching() as (fs, path):
             fs.pipe_file(path, data)
 
     def upload(self, source: Path) -> None:
-        """A file with the bytes of the local file `source`."""
+        """Write a file with the bytes of the local file `source`."""
         with self._reaching() as (fs, path):
             fs.put_file(str(source), path)
 
@@ -167,9 +167,9 @@ class Url(os.PathLike[str]):
             fs.rm_file(path)
 
     def make(self) -> "list[Url]":
-        """Make this folder and those above it where the store has such a thing; never what stands first, as a bucket.
+        """Make this folder and its parents, if the store has folders; but never the first part, such as a bucket.
 
-        Returns those that were not there, this one first.
+        Returns the folders that did not exist, this one first.
         """
         if not self.parent._path or self.is_dir():
             return []
@@ -179,7 +179,7 @@ class Url(os.PathLike[str]):
         return [self, *made]
 
     def remove_folder(self, first: str, last: str) -> None:
-        """Remove this folder with its files, of which those called `first` and `last` go so. Nothing happens if there is none."""
+        """Remove this folder, if it exists, with its files: the file `first` first, the file `last` last."""
         try:
             names = self.entries()
         except FileNotFoundError:
@@ -189,13 +189,13 @@ class Url(os.PathLike[str]):
         self.remove_empty()
 
     def remove_empty(self) -> None:
-        """Remove this folder if it is empty. Where folders are but parts of names it is gone with its last file."""
+        """Remove this folder if it is empty. In stores where folders are only parts of names, it ends with its last file."""
         with suppress(OSError, NotImplementedError), self._reaching() as (fs, path):
             fs.rmdir(path)
 
     @contextmanager
     def _reaching(self) -> Iterator[tuple[Any, str]]:
-        """The file system and the path in it. A list that is kept would not show what other ranks have made since."""
+        """The file system and the path in it, without cached listings, which would lack new files of other ranks."""
         import fsspec
 
         try:
@@ -208,12 +208,12 @@ class Url(os.PathLike[str]):
             raise OSError(f"{self}: {error}") from error
         except (
             Exception
-        ) as error:  # each library of a store has its own; ranks tell each other only those that all know
+        ) as error:  # each library has its own errors, but ranks can only send errors that all ranks know
             raise OSError(f"{self}: {type(error).__name__}: {error}") from error
 
 
 class RemoteFolder:
-    """As `LocalFolder`."""
+    """The counterpart of `LocalFolder`."""
 
     def __init__(self, url: Url) -> None:
         self._url = url
@@ -226,12 +226,12 @@ class RemoteFolder:
 
 
 class RemoteFile:
-    """As `LocalFile`. Where a read begins at the end of the last one, twice as much is fetched each time: each request has to wait."""
+    """The counterpart of `LocalFile`. Consecutive reads fetch twice as much each time, because each request has a delay."""
 
     def __init__(self, url: Url) -> None:
         self._url = url
         self.nbytes = url.size()
-        self._held, self._first = memoryview(b""), 0  # bytes that are here already, and the position of the first
+        self._held, self._first = memoryview(b""), 0  # fetched bytes, and the position of the first one
 
     def read_into(self, memory: memoryview, position: int) -> int:
         done = 0
@@ -245,7 +245,7 @@ class RemoteFile:
         return done
 
     def _fetch(self, position: int, wanted: int) -> bool:
-        """Hold bytes from `position` on; whether there are any."""
+        """Fetch and hold bytes from `position` on. Returns whether there are any."""
         if position == self._first + len(self._held):
             wanted = max(wanted, 2 * len(self._held))
         last = min(position + min(wanted, _AHEAD_BYTES), self.nbytes)

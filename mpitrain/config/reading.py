@@ -158,9 +158,7 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
     if get_origin(kind) is tuple and isinstance(value, list):
         for item in value:
             _checked(item, get_args(kind)[0], name)
-    if isinstance(value, str) and any(
-        "\ud800" <= c <= "\udfff" for c in value
-    ):  # Python's substitutes for bytes that are not UTF-8
+    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):  # stand for bytes that are not UTF-8
         raise ConfigError(f"{name}: expected text in UTF-8, which a TOML file can hold, got {value!r}")
     try:
         return msgspec.convert(value, kind)

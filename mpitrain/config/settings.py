@@ -189,9 +189,9 @@ class CheckpointConfig:
     keep_every: int = 0
     """Checkpoints at multiples of this number of steps are never deleted; 0: every old checkpoint is deleted."""
     files: str = "rank"
-    """Data files of a checkpoint: rank (one per rank), node (one per node), one, or a number: at most so many files."""
+    """Data files of a checkpoint: rank (one per rank), node (one per node), one, or a number: the largest number of files."""
     driver: Literal["posix", "mpio", "mpio-collective"] = "posix"
-    """posix: each rank writes by itself; mpio: the ranks write with parallel HDF5, for file systems that need MPI-IO."""
+    """posix: each rank writes by itself; mpio, mpio-collective: with parallel HDF5, for file systems that need MPI-IO."""
     background: bool = False
     """Write checkpoints from a copy in host memory while the training continues."""
     copies: tuple[str, ...] = ()

@@ -53,12 +53,13 @@ def print_help(config: Config) -> None:
 
 
 def _docs() -> dict[tuple[str, str], str]:
-    """The docstrings under the fields, by class and field: Python itself does not keep them."""
+    """The docstrings under the fields, by class and field: Python does not store them."""
     docs = {}
     for owner in ast.parse(inspect.getsource(settings)).body:
         for field, doc in pairwise(owner.body if isinstance(owner, ast.ClassDef) else ()):
             if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
-                docs[owner.name, ast.unparse(field.target)] = ast.literal_eval(doc.value)  # type: ignore[attr-defined]
+                text = ast.literal_eval(doc.value)  # type: ignore[attr-defined]
+                docs[owner.name, ast.unparse(field.target)] = " ".join(text.split())
     return docs
 
 

@@ -25,7 +25,7 @@ class StepMetrics(NamedTuple):
     step_s: float
     comm_s: float  # in communication, including the wait for other ranks
     data_s: float
-    memory_bytes: int  # of this rank: resident set with shared pages; on a GPU torch's peak
+    memory_bytes: int  # this rank's resident set with shared pages; on a GPU torch's peak
     mfu: float  # share of the FLOP/s that a large matrix product reached on the same ranks at the start
     loss_scale: float | None = None  # factor of the loss; None without scaling: see `GradScaler`
     skipped: bool = False  # the optimizer did not step, because loss or gradients are not finite

@@ -1,7 +1,7 @@
 """NumPy's `.npz`: a zip file with an array, in NumPy's own format, under each name.
 
-NumPy has no bf16 and no float8. As with `numpy.savez`, such arrays come back as bytes without a meaning (dtypes `V2`, `V1`), with which
-nothing can be computed by mistake: `numpy.load(file)[name].view(ml_dtypes.bfloat16)`.
+NumPy has no bf16 and no float8. As with `numpy.savez`, these arrays are read as raw bytes (dtypes `V2`, `V1`), which NumPy cannot
+compute with; `numpy.load(file)[name].view(ml_dtypes.bfloat16)` makes them numbers.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from numpy.lib import format as npy
 from ckpt.convert.sources import Source
 from collectives.arrays.dtypes import DTYPES
 
-_ZIP64_BYTES = (1 << 31) - 4096  # longer than that is told to zipfile in advance
+_ZIP64_BYTES = (1 << 31) - 4096  # zipfile must know longer members in advance
 
 
 def write(path: Path, sources: Sequence[Source]) -> None:
     """Make a file. OSError if it cannot be written."""
-    with ZipFile(path, "w") as archive:  # as it is, not compressed
+    with ZipFile(path, "w") as archive:  # not compressed
         for source in sources:
             kind = DTYPES[source.dtype].numpy
             descr = npy.dtype_to_descr(kind) if kind.isbuiltin == 1 else f"|V{kind.itemsize}"

@@ -1,4 +1,4 @@
-"""One HDF5 file by itself: each tensor a dataset of its own, under its name, with the bytes in the file. For any tool, without ckpt.
+"""One plain HDF5 file for any tool: each tensor is a dataset with its name, and the values are in the file.
 
 bf16 is a float type of 16 bits, as in a checkpoint's index: h5py reads it as float32, h5dump prints the numbers. Complex numbers are
 compounds of r and i, which h5py reads as complex. float8 is `uint8` with the attribute `dtype`.
@@ -28,13 +28,13 @@ from ckpt.saving.placement import PAGE_BYTES
 from collectives.arrays.dtypes import DTYPES
 
 COMPRESSIONS = ("gzip", "zstd")
-_CHUNK_BYTES = 1 << 20  # that are compressed together, at most
+_CHUNK_BYTES = 1 << 20  # the most bytes that are compressed together
 _CACHE_BYTES = 16 << 20  # HDF5 keeps a chunk until it is full
 _GZIP_LEVEL, _ZSTD_LEVEL = 4, 3
 
 
 def compression_error(compression: str | None) -> str | None:
-    """Why `compression` cannot be used, or None."""
+    """The reason why `compression` cannot be used, or None."""
     if compression not in (None, *COMPRESSIONS):
         return f"compression is {compression!r}; expected None, 'gzip' or 'zstd'"
     if compression == "zstd":
@@ -46,7 +46,7 @@ def compression_error(compression: str | None) -> str | None:
 
 
 def write(path: Path, sources: Sequence[Source], meta: Mapping[str, Any], compression: str | None = None) -> None:
-    """Make a file, with `meta` as JSON in an attribute of its root, if it is not too long for one. OSError or RuntimeError."""
+    """Make a file, with `meta` as JSON in an attribute of its root, unless it is too long for an attribute. OSError or RuntimeError."""
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_alignment(PAGE_BYTES, PAGE_BYTES)
     access.set_cache(0, 521, _CACHE_BYTES, 1.0)
@@ -68,7 +68,7 @@ def write(path: Path, sources: Sequence[Source], meta: Mapping[str, Any], compre
                 _write(dataset, source)
             elif source.nbytes:
                 positions.append((source, dataset.get_offset()))
-    # As in a checkpoint's own files: HDF5 says where, `pwrite` carries the bytes.
+    # As in a checkpoint's own files: HDF5 gives the positions, `pwrite` writes the bytes.
     with open(path, "r+b", buffering=0) as file:
         for source, position in positions:
             write_all(file.fileno(), source, position)
@@ -77,7 +77,7 @@ def write(path: Path, sources: Sequence[Source], meta: Mapping[str, Any], compre
 def _packed(source: Source, compression: str | None) -> h5py.h5p.PropDCID:
     plist = dataset_properties()
     plist.set_chunk(_chunk(source.shape, _CHUNK_BYTES // DTYPES[source.dtype].itemsize))
-    plist.set_shuffle()  # the exponents of floats side by side: they repeat, the other bits hardly do
+    plist.set_shuffle()  # puts the exponents of floats side by side: they repeat, other bits rarely do
     if compression == "gzip":
         plist.set_deflate(_GZIP_LEVEL)
     else:
@@ -88,7 +88,7 @@ def _packed(source: Source, compression: str | None) -> h5py.h5p.PropDCID:
 
 
 def _chunk(shape: Shape, elements: int) -> Shape:
-    """The largest run of whole rows of at most so many elements: written in flat order, each chunk is filled before the next."""
+    """The shape of the largest run of whole rows with at most `elements` elements. Written in flat order, chunks fill one by one."""
     for axis in range(len(shape)):
         inner = prod(shape[axis + 1 :])
         if inner <= elements:

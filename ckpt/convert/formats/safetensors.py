@@ -1,8 +1,8 @@
-"""safetensors files: which files, what is in them, how they are written. Of the values nothing but bytes is seen here.
+"""safetensors files: their names, their contents, and their writing. This module handles values only as bytes.
 
-A file is 8 bytes, the length of a header; the header, JSON: for each tensor its dtype, shape and place; then the tensors' bytes end to
-end. So a place is known before a value is there, and a tensor may be written, or read, piece by piece. A folder is as Hugging Face
-ships it: `model.safetensors`, or several files and `model.safetensors.index.json`, which says where each tensor is.
+A file has 8 bytes with the length of the header; the header as JSON, with each tensor's dtype, shape and place; then the tensors' bytes
+end to end. So all places are known before the values, and a tensor can be written and read piece by piece. A folder has Hugging Face's
+names: `model.safetensors`, or several files and `model.safetensors.index.json`, which gives the file of each tensor.
 """
 
 import json
@@ -28,12 +28,12 @@ DTYPES = {
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "BOOL": "bool",
     "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
 }  # fmt: skip
-"""Our names of dtypes by those of the format."""
+"""Our names of dtypes by the names in the format."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class FileTensor(NamedTuple):
-    """A tensor that is to be written; a `Source` says as much."""
+    """A tensor that will be written; a `Source` has the same fields."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ T = TypeVar("T", FileTensor, Source)
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: `dtype` in the format's words, `position` of its first byte in the file."""
+    """A tensor in a file: `dtype`, its name in the format; `position`, that of its first byte in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class StoredTensor(NamedTuple):
 
 
 def opened(file: str, framework: str) -> safe_open:
-    """A file by its own library, the header read and checked. FileNotFoundError, OSError, or ValueError if it is damaged."""
+    """Open a file with the safetensors library, which checks the header. FileNotFoundError, OSError, or ValueError if it is damaged."""
     if os.path.isdir(file):
         raise ValueError(f"{file} is a folder; expected a safetensors file")
     if not os.path.exists(file):
@@ -70,8 +70,8 @@ def opened(file: str, framework: str) -> safe_open:
 
 
 def places(file: str) -> dict[str, StoredTensor]:
-    """Where the tensors of a file are. Raises as `opened`, and ValueError for a name that comes twice."""
-    with opened(file, "numpy"), open(file, "rb") as content:  # the library has checked every claim of the header
+    """The tensors of a file by their names. Raises the errors of `opened`, and ValueError for a name that occurs twice."""
+    with opened(file, "numpy"), open(file, "rb") as content:  # the library has checked the header
         length = int.from_bytes(content.read(8), "little")
         try:
             fields = _parsed(content.read(length))
@@ -85,7 +85,7 @@ def places(file: str) -> dict[str, StoredTensor]:
 
 
 def files_of(path: str | os.PathLike[str]) -> list[tuple[str, set[str] | None]]:
-    """The files that a file, an index or a folder stands for, each with the names that count in it; None: all.
+    """The files of a file, an index or a folder, each with the names of its tensors that are used; None: all.
 
     FileNotFoundError; ValueError for an index that is damaged or points elsewhere.
     """
@@ -115,7 +115,7 @@ def _indexed(index: Path) -> list[tuple[str, set[str] | None]]:
 
 
 def _parsed(text: bytes) -> Any:
-    """The JSON `text`. ValueError if a key comes twice: of two tensors of one name some programs take the first, some the last."""
+    """The parsed JSON `text`. ValueError if a key occurs twice, because some programs would take the first value, others the last."""
 
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -129,7 +129,7 @@ def _parsed(text: bytes) -> Any:
 
 
 def check_index(file: str, only: set[str] | None, names: Sequence[str]) -> None:
-    """ValueError unless a file, which has `names`, has what the index says."""
+    """ValueError unless a file, which has `names`, has all names that the index gives for it, `only`."""
     if only is not None and (lacking := sorted(only - set(names))):
         raise ValueError(f"{file} lacks {some(lacking)}, which the index says it has")
 
@@ -155,7 +155,7 @@ def write(path: Path, sources: Sequence[Source]) -> None:
 
 
 def split(tensors: Sequence[T], max_file_bytes: int) -> list[list[T]]:
-    """Deal tensors out to files in their order, each as full as it may be; a tensor longer than that has one of its own."""
+    """Distribute tensors over files in their order, each as full as possible; a tensor longer than the limit gets its own file."""
     files: list[list[T]] = [[]]
     room = max_file_bytes
     for tensor in tensors:
@@ -168,12 +168,12 @@ def split(tensors: Sequence[T], max_file_bytes: int) -> list[list[T]]:
 
 
 def _aligned(tensors: Sequence[T]) -> list[T]:
-    """Longer elements first: so all are aligned."""
+    """The tensors sorted so that longer elements come first, which aligns all tensors."""
     return sorted(tensors, key=lambda tensor: -dtype_of(tensor.dtype).itemsize)
 
 
 def header(tensors: Sequence[FileTensor | Source]) -> bytes:
-    """The bytes of a file before those of its tensors. ValueError for a dtype that the format does not know."""
+    """The bytes of a file before its tensors. ValueError for a dtype that the format does not have."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
@@ -206,7 +206,7 @@ def index_name(one: str = ONE) -> str:
 
 
 def exported(folder: Path, one: str = ONE) -> list[Path]:
-    """The files of a model that a folder has, the index first: without it the rest is not found."""
+    """The files of a model in a folder. The index comes first, so that a removal in this order hides the other files at once."""
     part = re.compile(re.escape(one.removesuffix(".safetensors")) + r"-\d{5}-of-\d{5}\.safetensors")
     there = [folder / name for name in (index_name(one), one) if (folder / name).exists()]
     names = os.listdir(folder) if folder.is_dir() else []

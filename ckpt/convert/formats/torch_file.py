@@ -1,7 +1,7 @@
-"""torch's own files: `.pt`, a dict of name -> tensor. torch is imported here, when one is written or read.
+"""torch's own files: `.pt`, a dict of name -> tensor. torch is imported when a file is written or read.
 
-A `.pt` is a zip file with the bytes of each tensor in a record, stored as they are. torch writes it without them (`skip_data`), and
-they follow in their places. Read, it is mapped: torch then reads no more than what is asked for.
+A `.pt` is a zip file with the uncompressed bytes of each tensor in a record. torch writes the file without these bytes (`skip_data`),
+then this module writes them to their places. To read, the file is mapped, so that only requested parts are read.
 """
 
 import os
@@ -20,7 +20,7 @@ from collectives.arrays.dtypes import DTYPES, DTypeError, dtype_of
 if TYPE_CHECKING:
     import torch
 
-_HEADER_BYTES, _ENTRY_BYTES = 30, 46  # of a zip file's record and its line in the directory, without what varies
+_HEADER_BYTES, _ENTRY_BYTES = 30, 46  # fixed parts of a zip file's record and of its entry in the directory
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _DESCRIPTOR = b"PK\x07\x08"
 
@@ -39,7 +39,7 @@ def write(path: Path, sources: Sequence[Source]) -> None:
         torch.save(empty, path)
     with ZipFile(path) as skeleton:
         records, directory = skeleton.infolist(), skeleton.start_dir
-    by_name = {f"data/{number}": source for number, source in enumerate(sources)}  # torch numbers them as it meets them
+    by_name = {f"data/{number}": source for number, source in enumerate(sources)}  # torch numbers them in this order
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         for record in records:
@@ -64,7 +64,7 @@ def _torch() -> ModuleType:
 
 
 def _fill(fd: int, record: ZipInfo, source: Source) -> int:
-    """Write a record's bytes; returns their CRC-32, which stands behind them and in the directory at the file's end."""
+    """Write a record's bytes; returns their CRC-32, which the file has after them and in the directory at its end."""
     header = os.pread(fd, _HEADER_BYTES, record.header_offset)
     position = record.header_offset + _HEADER_BYTES
     position += sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
@@ -79,14 +79,14 @@ def _fill(fd: int, record: ZipInfo, source: Source) -> int:
 
 
 def read(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
-    """The tensors of a file, mapped, and what else is in it and JSON-like, each by its path: the keys on the way, with "/" between.
+    """The mapped tensors of a file, and its JSON-like values, each by its path: the keys that lead to it, joined with "/".
 
-    No code of the file runs: `torch.load(weights_only=True)`. ValueError that names what cannot be read so, and two values that would
-    have one path, as under the keys 1 and "1".
+    `torch.load(weights_only=True)` runs no code of the file. ValueError for values that it cannot read, and for two values with the
+    same path, for example with the keys 1 and "1".
     """
     torch = _torch()
     try:
-        with open(path, "rb"):  # a missing file, told by its name
+        with open(path, "rb"):  # reports a missing file by its name
             pass
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -124,15 +124,15 @@ def read(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
 
 
 def _reason(error: BaseException) -> str:
-    """The message of torch about the file, without its advice on how to run the code in the file all the same."""
+    """torch's message about the file, without its advice to run the code in the file."""
     if isinstance(error, pickle.UnpicklingError) and isinstance(error.__context__, pickle.UnpicklingError):
-        error = error.__context__  # the reason itself, which torch wraps in that advice
+        error = error.__context__  # the reason, which torch wraps in the advice
     line = next(iter(str(error).splitlines()), type(error).__name__).partition(" Please use ")[0]
-    return "".join(character if character.isprintable() else "?" for character in line)  # names are the file's own
+    return "".join(character if character.isprintable() else "?" for character in line)  # names come from the file
 
 
 def _leaves(name: str, place: str, value: Any) -> Iterator[tuple[str, str, Any]]:
-    """Each value in nested dicts and lists: its path, its place as Python has it ("['a'][0]"), and itself."""
+    """Each value in nested dicts and lists: its path, its place in Python's notation ("['a'][0]"), and the value."""
     if isinstance(value, Mapping) and value:
         pairs: Any = value.items()
     elif isinstance(value, list | tuple) and value:
@@ -146,7 +146,7 @@ def _leaves(name: str, place: str, value: Any) -> Iterator[tuple[str, str, Any]]
 
 
 def source_of(tensor: "torch.Tensor", name: str, buffer: PieceBuffer) -> Source:
-    """A tensor in host memory, however strided. ValueError if its elements are not plain numbers side by side."""
+    """A source for a tensor in host memory, with any strides. ValueError if it is not dense or has no plain numbers."""
     torch = _torch()
     try:
         row = dtype_of(tensor.dtype)
@@ -157,6 +157,6 @@ def source_of(tensor: "torch.Tensor", name: str, buffer: PieceBuffer) -> Source:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
         raise ValueError(f"{name!r} is a {tensor.layout} tensor on {tensor.device}; expected a dense one")
     plain = tensor.detach().resolve_conj().resolve_neg()
-    if row.numpy.isbuiltin != 1:  # bf16 and float8, which torch hands to NumPy as integers alone
+    if row.numpy.isbuiltin != 1:  # bf16 and float8: torch can only give them to NumPy as integers
         plain = plain.view({1: torch.uint8, 2: torch.int16}[row.itemsize])
     return from_array(plain.numpy().view(row.numpy), name, row.name, buffer)

@@ -20,8 +20,8 @@ class Prefetch:
         self._limit = limit
         self._records: dict[str, list[Unit]] = {}
         self._departed: set[str] = set()  # kinds of pass whose last two orders differed
-        self._kind = ""  # of the current pass
-        self._order: list[Unit] = []  # of the current pass, so far
+        self._kind = ""  # kind of the current pass
+        self._order: list[Unit] = []  # order of the current pass so far
         self._expected: list[Unit] = []
         self._next = 0  # in `_expected`: the first unit that has not begun
         self._ahead: dict[Unit, None] = {}  # units that have begun and are not used yet

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Any, NamedTuple
 
-MOST_PADDING = 0.02  # of the parameters' elements, for equal shards; else shards are only as equal as rows allow
+MOST_PADDING = 0.02  # share of the elements; if equal shards need more, shards are only as equal as rows allow
 ALIGN = 32  # elements: 64 bytes of bf16, 128 of fp32; neighbouring parameters do not share a cache line
 
 

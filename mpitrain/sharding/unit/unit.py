@@ -32,7 +32,7 @@ class Promise(NamedTuple):
 
 
 class UnitState(Enum):
-    """Which parameters the modules see, and whether the full ones have values."""
+    """The parameters that the modules see, and the memory of the full parameters."""
 
     SHARDED = "the modules see the shards; full parameters that do not last have no memory"
     UNSHARDING = "the modules see the shards; the fill of the full parameters has begun"
@@ -109,7 +109,7 @@ class Unit:
         self.state = UnitState.UNSHARDING
 
     def unshard(self) -> bool:
-        """Fill the full parameters unless they are full, and show them; from any state. Collective if it has to fill them, which it returns."""
+        """Fill the full parameters unless they are full, and show them; from any state. Returns whether it filled them (collective)."""
         filled = [flat.fill() for flat in self.flats]
         for flat in self.flats:
             flat.show_full()

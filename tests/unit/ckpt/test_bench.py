@@ -118,7 +118,7 @@ def test_a_goal_is_a_ratio_within_a_launch_and_its_median_over_them() -> None:
     assert against_posix.ratio(launches) == pytest.approx(1.9)
     assert against_posix.ratio(launches[:1]) == pytest.approx(0.95)
     assert found["load against POSIX"].ratio(launches[:1]) == pytest.approx(0.5)
-    pause = found["in the background: standing still, against a memcpy"]
+    pause = found["in the background: blocked time, against a memcpy"]
     assert pause.ratio(launches) == pytest.approx(1.3)
     assert found["save 2,000 tensors, against 8 of the same bytes"].ratio(launches) == pytest.approx(1.5)
     # nobody measured DCP, but another driver, of which nothing is asked
@@ -149,7 +149,7 @@ def test_tables() -> None:
     )
     assert "ckpt rank 2.000 0.50 0.500 2.00" in text
     assert "save, one file, against POSIX 4 s 1.9 s 0.47x at least 0.85x missed" in text
-    assert "standing still, against a memcpy 260 ms 200 ms 1.30x at most 1.3x reached" in text
+    assert "blocked time, against a memcpy 260 ms 200 ms 1.30x at most 1.3x reached" in text
     assert "skipped DCP: torch is not installed" in text
 
 

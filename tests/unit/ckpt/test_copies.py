@@ -232,7 +232,7 @@ def test_one_rank_that_cannot_copy_speaks_for_all(tmp_path, monkeypatch):
     [
         ("/scratch", TypeError, "expected a list of folders and URLs"),
         ([1], TypeError, "expected a list of folders and URLs"),
-        (["HOME"], ValueError, "where the checkpoint or another copy is to lie"),
+        (["HOME"], ValueError, "which is named twice, or is the checkpoint's folder"),
         (["HOME/../other", "HOME/../other"], ValueError, "expected further places"),
         (["memory://"], ValueError, "memory://, which has no path"),
         (["nonsense://bucket"], ValueError, "nonsense://bucket cannot be reached: Protocol not known"),

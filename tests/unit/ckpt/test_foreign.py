@@ -80,11 +80,11 @@ def test_only_checkpoints_are_replaced(tmp_path, make, capsys):
         lambda: ckpt.reshard(source, tmp_path / "a", files=1, overwrite=True),
         lambda: ckpt.import_file(tmp_path / "x.safetensors", tmp_path / "a", overwrite=True),
     ):
-        with pytest.raises(FileExistsError, match=r"what lies there (is|holds|has) .*; a checkpoint replaces none but"):
+        with pytest.raises(FileExistsError, match=r"this path (is|holds|has) .*; a save replaces only"):
             act()
     assert main(["reshard", str(source), str(tmp_path / "a"), "--files", "1", "--overwrite"]) == 2
     assert main(["import", str(tmp_path / "x.safetensors"), str(tmp_path / "a"), "--overwrite"]) == 2
-    assert capsys.readouterr().err.count("a checkpoint replaces none but a checkpoint, with nothing else in it") == 2
+    assert capsys.readouterr().err.count("a save replaces only a checkpoint without foreign files") == 2
     assert tree(tmp_path) == before and os.lstat(tmp_path / "a").st_ino == status.st_ino
 
 
@@ -94,7 +94,7 @@ def test_nor_in_further_places(tmp_path, make, scheme):
     (tmp_path / "copy").mkdir()
     make(tmp_path / "copy" / "a")
     before = tree(tmp_path / "copy" / "a")
-    with pytest.warns(RuntimeWarning, match="copy/a was not made: .*what lies there"):
+    with pytest.warns(RuntimeWarning, match="copy/a was not made: .*this path"):
         save(tmp_path / "home" / "a", copies=[f"{scheme}{tmp_path}/copy"], overwrite=True)
     assert tree(tmp_path / "copy" / "a") == before
 
@@ -205,7 +205,7 @@ def test_what_is_write_protected_stays_and_stands_in_no_way(ordinary, capsys):
     path.chmod(0o555)
     before = tree(ordinary)
     for _ in range(3):
-        with pytest.raises(FileExistsError, match=r"what lies there is write-protected; .*step-1"):
+        with pytest.raises(FileExistsError, match=r"this path is write-protected; .*step-1"):
             save(path, 2, overwrite=True)
         assert tree(ordinary) == before
     with pytest.warns(RuntimeWarning, match="step-1 could not be removed: .*it is write-protected"):

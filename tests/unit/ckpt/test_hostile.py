@@ -219,7 +219,7 @@ def test_a_part_of_a_sparse_tensor_can_be_read(tmp_path):
 
 def test_what_no_reader_takes_is_not_saved(tmp_path):
     for meta in ({"a": "x" * MAX_LINE_BYTES}, {"a": [0] * (1 << 19)}):
-        with pytest.raises(ValueError, match=r"meta is a line of .*save what is large as tensors"):
+        with pytest.raises(ValueError, match=r"meta is a line of .*save large values as tensors"):
             ckpt.save(tmp_path / "a", {}, comm=None, meta=meta)
     with pytest.raises(ValueError, match="has 1025 characters; expected at most 1024"):
         ckpt.save(tmp_path / "a", {"x" * 1025: np.zeros(2)}, comm=None)

@@ -170,7 +170,7 @@ def _file(**changes):
         (_block(offset=[1, 0]), "overlap"),
         (_block(shape=[0, 2]), "is empty"),
         (_block(xxh3="00"), "has checksums of the wrong number or length"),
-        (_block(xxh3="x" * 16), "or what is no checksum"),
+        (_block(xxh3="x" * 16), "or a value that is no checksum"),
         (lambda header, meta, tensors: tensors[0].pop("blocks"), "missing required field `blocks`"),
         (
             lambda header, meta, tensors: tensors[0]["blocks"].append(7),

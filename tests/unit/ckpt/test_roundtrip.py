@@ -186,7 +186,9 @@ def test_only_counts_for_what_is_asked_as_for_what_is_stored(tmp_path):
 
 def test_the_latest_of_no_checkpoints(tmp_path):
     for read in (lambda path: ckpt.load(path, {}), ckpt.open):
-        with pytest.raises(ckpt.CheckpointError, match=r"^there is no checkpoint: the path is None, as ckpt\.latest"):
+        with pytest.raises(
+            ckpt.CheckpointError, match=r"^there is no checkpoint: the path is None, the result of ckpt\.latest"
+        ):
             read(ckpt.latest(tmp_path))
 
 
