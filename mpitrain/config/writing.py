@@ -58,8 +58,8 @@ def _docs() -> dict[tuple[str, str], str]:
     for owner in ast.parse(inspect.getsource(settings)).body:
         for field, doc in pairwise(owner.body if isinstance(owner, ast.ClassDef) else ()):
             if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
-                text = ast.literal_eval(doc.value)  # type: ignore[attr-defined]
-                docs[owner.name, ast.unparse(field.target)] = " ".join(text.split())
+                text = " ".join(ast.literal_eval(doc.value).split())
+                docs[owner.name, ast.unparse(field.target)] = text  # type: ignore[attr-defined]
     return docs
 
 

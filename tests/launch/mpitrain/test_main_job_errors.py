@@ -42,7 +42,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--run", "{tmp}/tiny/run"], "run: the folder {tmp}/tiny/run cannot be written: {tmp}/tiny is no folder"),
     (["--train.eval-only"], "train.eval_only: run {tmp}/run has no checkpoint to evaluate"),
     (["--checkpoint.copies", "nonsense://x"], "checkpoint.copies: nonsense://x cannot be reached"),
-    (["--checkpoint.copies", "{tmp}/run/checkpoints"], "checkpoint.copies: copies names {tmp}/run/checkpoints, where"),
+    (["--checkpoint.copies", "{tmp}/run/checkpoints"], "checkpoint.copies: copies names {tmp}/run/checkpoints, which"),
     (
         ["--checkpoint.driver", "mpio", "--checkpoint.background"],
         "checkpoint.driver: mpio cannot write in the background",
