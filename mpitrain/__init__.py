@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpitrain.full_state import full_state_dict, load_full_state_dict
+    from mpitrain.axes import mesh
     from mpitrain.init import initialize
     from mpitrain.sharding import (
         EMA,
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
         sync_buffers,
         unshard,
     )
-    from mpitrain.state import load, save
+    from mpitrain.tensor import tensor_parallel
     from mpitrain.weights import export_weights, load_weights
+    from mpitrain.weights.full_state import full_state_dict, load_full_state_dict
+    from mpitrain.weights.state import load, save
 
 __all__ = [
     "EMA",
@@ -43,21 +45,25 @@ __all__ = [
     "load",
     "load_full_state_dict",
     "load_weights",
+    "mesh",
     "num_parameters",
     "save",
     "summary",
     "sync_buffers",
+    "tensor_parallel",
     "unshard",
 ]
 
 _MODULES = {
     "export_weights": "weights",
-    "full_state_dict": "full_state",
+    "full_state_dict": "weights.full_state",
     "initialize": "init",
-    "load": "state",
-    "load_full_state_dict": "full_state",
+    "load": "weights.state",
+    "load_full_state_dict": "weights.full_state",
     "load_weights": "weights",
-    "save": "state",
+    "mesh": "axes",
+    "save": "weights.state",
+    "tensor_parallel": "tensor",
 }
 """The modules that define public names. The other names are defined in `sharding`."""
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mpitrain.parts import part_of
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.unit.marks import box_of
 
@@ -132,9 +133,16 @@ def initialize(model: nn.Module, rule: Callable[[str], Init] | None = None, *, s
     if rule is None:
         raise TypeError(f"{type(model).__name__} has no init_rule(name); pass rule=, a function of a parameter's name")
     for name, parameter in model.named_parameters():
-        box = box_of(parameter)
-        shape, offset = (None, None) if box is None else (box.full_shape, box.offset)
-        fill_(parameter, rule(name), seed=seed, name=name, shape=shape, offset=offset)
+        box, part = box_of(parameter), part_of(parameter)
+        if part is None or not part.full_shape:
+            shape, offset = (None, None) if box is None else (box.full_shape, box.offset)
+            fill_(parameter, rule(name), seed=seed, name=name, shape=shape, offset=offset)
+            continue
+        offset = (0,) * parameter.ndim if box is None else box.offset
+        for place, piece in part.within(offset, parameter.shape):
+            _fill_box(
+                parameter.detach()[place], rule(name), seed=seed, name=name, shape=part.full_shape, offset=piece.offset
+            )
     for path, module in model.named_modules():
         reset = getattr(module, "reset_running_stats", None)
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
@@ -142,6 +150,26 @@ def initialize(model: nn.Module, rule: Callable[[str], Init] | None = None, *, s
             for name in names:
                 with_memory(model, f"{path}.{name}" if path else name)
             reset()
+
+
+def _fill_box(
+    tensor: torch.Tensor, init: Init, *, seed: int, name: str, shape: Sequence[int], offset: Sequence[int]
+) -> None:
+    """As `fill_`, for any box of the parameter: draws the rows that the box touches, some at a time, and keeps its part of them."""
+    dim = next((d for d, length in enumerate(shape) if length > 1), 0)
+    if tuple(tensor.shape[dim + 1 :]) == tuple(shape[dim + 1 :]):
+        return fill_(tensor, init, seed=seed, name=name, shape=shape, offset=offset)
+    within = tuple(
+        slice(o, o + n) if d > dim else slice(None) for d, (o, n) in enumerate(zip(offset, tensor.shape, strict=True))
+    )
+    count = max(BLOCK // math.prod(shape[dim + 1 :]), 1)
+    for start in range(0, tensor.shape[dim], count):
+        some = tensor.narrow(dim, start, min(count, tensor.shape[dim] - start))
+        rows = some.new_empty(tuple(n if d <= dim else shape[d] for d, n in enumerate(some.shape)))
+        first = tuple(o + start if d == dim else o * (d < dim) for d, o in enumerate(offset))
+        fill_(rows, init, seed=seed, name=name, shape=shape, offset=first)
+        with torch.no_grad():
+            some.copy_(rows[within])
 
 
 def _first_element(box: tuple[int, ...], shape: Sequence[int] | None, offset: Sequence[int] | None, name: str) -> int:

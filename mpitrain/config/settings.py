@@ -79,6 +79,10 @@ class ParallelConfig:
     reduces gradients at the end of the backward; 0 shards nothing."""
     copies: int = 1
     """Number of copies of the shards. One copy is spread over (ranks / copies) ranks; gradients are averaged over the copies."""
+    tensor: int = 1
+    """Ranks that hold each layer together (tensor parallelism), neighbours of one node where possible. The others share the batch."""
+    sequence: bool = True
+    """With `tensor`: between the matrices of a block each of these ranks has its own tokens, so activations take less memory."""
     storage: Literal["auto", "resident", "private"] = "auto"
     """Memory of full parameters. resident: one copy per node, shared by its ranks; private: each rank's (stage 3: gathered for use)."""
     param_dtype: Dtype = "float32"
@@ -101,6 +105,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _expect("parallel.threads", self.threads, 1)
         _expect("parallel.copies", self.copies, 1)
+        _expect("parallel.tensor", self.tensor, 1)
         if self.stage == 0 and self.storage == "resident":
             raise ConfigError("parallel.storage: in stage 0 each rank has its own copy; choose auto, or stage 1 to 3")
 
@@ -253,19 +258,34 @@ def check_ranks(config: Config, num_ranks: int) -> None:
     """Check the settings that depend on the number of ranks.
 
     Raises:
-        ConfigError: the global batch is not a multiple of ranks x micro-batches, or the ranks are not a multiple of the copies.
+        ConfigError: the global batch is not a multiple of data-parallel ranks x micro-batches; the ranks are not a multiple of copies x
+            tensor; or the model's heads or context cannot be shared by `tensor` ranks.
     """
-    copies = config.parallel.copies
-    if num_ranks % copies:
+    copies, tensor = config.parallel.copies, config.parallel.tensor
+    if tensor == 1 and num_ranks % copies:
         raise ConfigError(
             f"parallel.copies: {num_ranks} ranks do not make {copies} copies; take a divisor of {num_ranks}"
         )
+    if num_ranks % (copies * tensor):
+        raise ConfigError(
+            f"parallel.tensor: {copies} (parallel.copies) x {tensor} (parallel.tensor) = {copies * tensor} does not "
+            f"divide {num_ranks} ranks"
+        )
+    sizes = config.model.resolve()
+    if sizes.heads % tensor:
+        raise ConfigError(f"parallel.tensor: {tensor} ranks cannot share {sizes.heads} heads (model.heads) equally")
+    if config.parallel.sequence and sizes.context % tensor:
+        raise ConfigError(
+            f"parallel.tensor: {tensor} ranks cannot share {sizes.context} tokens (model.context) equally; take a multiple, or "
+            "--parallel.sequence false"
+        )
     batch, accumulate = config.train.batch, config.train.accumulate
-    factor = num_ranks * accumulate
+    factor = num_ranks // tensor * accumulate
     if batch % factor:
         fitting = [str(n) for n in (batch // factor * factor, (batch // factor + 1) * factor) if n]
+        ranks = f"{num_ranks} ranks" if tensor == 1 else f"{num_ranks} ranks / {tensor} (parallel.tensor)"
         raise ConfigError(
-            f"train.batch: expected a multiple of {factor} = {num_ranks} ranks x {accumulate} (train.accumulate), "
+            f"train.batch: expected a multiple of {factor} = {ranks} x {accumulate} (train.accumulate), "
             f"got {batch}; nearest multiples: {' or '.join(fitting)}"
         )
 

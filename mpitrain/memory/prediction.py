@@ -67,6 +67,8 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
         raise ConfigError(f"memory: {num_ranks} ranks cannot be spread evenly over {num_nodes} nodes")
     check_ranks(config, num_ranks)
     parallel = config.parallel
+    if parallel.tensor > 1:
+        raise ConfigError("memory: the prediction does not know parallel.tensor yet; take --parallel.tensor 1")
     if parallel.device == "cuda":
         raise ConfigError("memory: no prediction for GPUs yet; pass --parallel.device cpu")
     with torch.device("meta"):

@@ -14,6 +14,7 @@ from torch import nn
 
 from mpitrain.init import Constant, Init, Normal
 from mpitrain.models.sizes import GPTConfig
+from mpitrain.tensor.plan import Style
 
 
 class Attention(nn.Module):
@@ -28,10 +29,10 @@ class Attention(nn.Module):
     def forward(self, x_BLC: torch.Tensor) -> torch.Tensor:  # noqa: N803
         """(B, L, C) -> (B, L, C)."""
         b, l, c = x_BLC.shape  # noqa: E741
-        qkv = self.qkv(x_BLC).view(b, l, 3, self.heads, c // self.heads)
+        qkv = self.qkv(x_BLC).view(b, l, 3, -1, c // self.heads)  # H may be a rank's part of the heads
         q_BHLD, k_BHLD, v_BHLD = qkv.permute(2, 0, 3, 1, 4).unbind()  # noqa: N806
         y_BHLD = F.scaled_dot_product_attention(q_BHLD, k_BHLD, v_BHLD, is_causal=True)  # noqa: N806
-        return self.proj(y_BHLD.transpose(1, 2).reshape(b, l, c))
+        return self.proj(y_BHLD.transpose(1, 2).reshape(b, l, -1))
 
 
 class MLP(nn.Module):
@@ -80,6 +81,8 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, config.vocab, bias=False, device="meta" if config.tied else None)
         if config.tied:
             self.head.weight = self.wte.weight
+        self.logits = nn.Identity()
+        self.loss = nn.CrossEntropyLoss(ignore_index=-100)
 
     def forward(self, tokens_BL: torch.Tensor, targets_BL: torch.Tensor | None = None) -> torch.Tensor:  # noqa: N803
         """The logits of the next token, or the loss.
@@ -103,8 +106,23 @@ class GPT(nn.Module):
             x_BLC = block(x_BLC)  # noqa: N806
         logits_BLV = self.head(self.ln_f(x_BLC))  # noqa: N806
         if targets_BL is None:
-            return logits_BLV
-        return F.cross_entropy(logits_BLV.float().flatten(0, 1), targets_BL.flatten(), ignore_index=-100)
+            return self.logits(logits_BLV)
+        return self.loss(logits_BLV.float().flatten(0, 1), targets_BL.flatten())
+
+    @property
+    def tensor_plan(self) -> dict[str, Style]:
+        """How `tensor_parallel` cuts the model."""
+        heads = self.config.heads
+        return {
+            "wte": Style("vocabulary"),
+            "blocks.*.attn.qkv": Style("column", parts=3, blocks=heads),
+            "blocks.*.attn.proj": Style("row", blocks=heads),
+            "blocks.*.mlp.fc": Style("column"),
+            "blocks.*.mlp.proj": Style("row"),
+            "head": Style("column"),
+            "logits": Style("gather"),
+            "loss": Style("loss"),
+        }
 
     def init_rule(self, name: str) -> Init:
         """GPT-2's initial values: weights normal with std 0.02 (projections 0.02 / sqrt(2 * layers)), norms 1, biases 0."""

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from collectives import Communicator, Mesh, launched_rank
-from mpitrain.heap import keep_freed_memory
+from mpitrain.sharding.heap import keep_freed_memory
 from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.optim.optimizer_checks import watch_optimizers
 from mpitrain.sharding.optim.torch_calls import watch_calls
 from mpitrain.sharding.setup.agreement import check_alike
 from mpitrain.sharding.setup.blocks import stacked_blocks
 from mpitrain.sharding.setup.foreign import refuse_methods
-from mpitrain.sharding.setup.options import Options, check_dense, check_dtypes, check_module
+from mpitrain.sharding.setup.options import Options, check_dense, check_dtypes, check_module, check_parts
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.setup.readiness import check_names
 from mpitrain.sharding.unit.flat import FlatParameters
@@ -95,6 +95,7 @@ def fully_shard(
     )  # fmt: skip
     check_dtypes(module, options)
     ranks = data_parallel_ranks(mesh, whole=stage == 0)
+    check_parts(module, ranks)
     check_alike(module, options, ranks.data_parallel)
     if ranks.data_parallel.size > 1:
         check_dense(module, options)

@@ -2,22 +2,23 @@
 
 import torch
 
-from collectives import Communicator, Mesh
+from collectives import Mesh
 from mpitrain.config import Config, OptimConfig
 from mpitrain.init import initialize
 from mpitrain.models import GPT, decay_groups
 from mpitrain.sharding import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint_activations, fully_shard
+from mpitrain.tensor import tensor_parallel
 
 
-def make_model(config: Config, comm: Communicator, device: torch.device) -> GPT:
-    """The GPT with its initial values, sharded over all ranks. Each block is a unit; the rest is one more unit. Collective."""
+def make_model(config: Config, mesh: Mesh, device: torch.device) -> GPT:
+    """The GPT with its initial values, spread over all ranks. Each block is a unit; the rest is one more unit. Collective."""
     with torch.device("meta"):
         model = GPT(config.model.resolve())
     parallel = config.parallel
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, parallel.param_dtype), reduce_dtype=getattr(torch, parallel.reduce_dtype)
     )
-    mesh = comm if parallel.copies == 1 else Mesh(comm, {"dp_replicate": parallel.copies, "dp_shard": -1})
+    tensor_parallel(model, mesh["tp"], sequence=parallel.sequence)
     for module in (*model.blocks, model):
         fully_shard(
             module,

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import torch
 
 import ckpt
-from mpitrain import state
 from mpitrain.config import from_text
 from mpitrain.models import GPT, sample_tokens
 from mpitrain.train.saving import read_meta
+from mpitrain.weights import state
 
 
 def sample(path: str, prompt: str, *, num: int, temperature: float, seed: int) -> Iterator[str]:

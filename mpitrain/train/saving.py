@@ -10,11 +10,11 @@ import torch
 
 import ckpt
 from collectives import Communicator
-from mpitrain import state
 from mpitrain.config import Config, ConfigError, differences, from_text, to_toml
 from mpitrain.models import GPT
 from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states
+from mpitrain.weights import state
 
 _RANDOM = "random/states"
 _EXPECTED = ("step", "config", "num_ranks", "data")
@@ -69,12 +69,13 @@ def load(
     config: Config,
     comm: Communicator,
     fingerprint: str,
+    seed_of: int,
     copies: Sequence[str] = (),
 ) -> Resumed:
     """Load a state that `save` wrote on any number of ranks. Collective.
 
     The optimizer's settings, such as the learning rate, come from `config`. Random states are loaded only on the same number of ranks.
-    `copies`: the places where copies of the checkpoint may be.
+    `seed_of`: a number with which this rank's generators are seeded if they get no state. `copies`: places of copies of the checkpoint.
     ckpt.CheckpointError on all ranks if it is missing, damaged or not of the main job; ConfigError if it has another model.
     """
     meta = on_rank0(comm, lambda: read_meta(path, copies))
@@ -85,14 +86,16 @@ def load(
     step, device = meta["step"], _device(model)
     rows = random_states.pack(device)
     tensors = {}
-    if meta["num_ranks"] == comm.size:
+    if (meta["num_ranks"], saved.parallel.tensor) == (comm.size, config.parallel.tensor):
         tensors[_RANDOM] = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
     state.load(path, model, optimizer, tensors=tensors, hyperparameters=False, copies=copies)
     if tensors:
         random_states.unpack(rows, device)
     else:
-        random_states.seed_all(config.train.seed + step, comm.rank)
-        remarks.append(f"it was saved by {meta['num_ranks']} ranks, now {comm.size}: random generators get new seeds")
+        random_states.seed_all(config.train.seed + step, seed_of)
+        then, now = (f"{n} ranks" + f", {c.parallel.tensor} a layer" * (c.parallel.tensor > 1)
+                     for n, c in ((meta["num_ranks"], saved), (comm.size, config)))  # fmt: skip
+        remarks.append(f"it was saved by {then}, now {now}: random generators get new seeds")
     if meta["data"]["fingerprint"] != fingerprint:
         remarks.append("the data have changed since it was saved: the order of the samples differs from now on")
     for line in differences(saved, config):

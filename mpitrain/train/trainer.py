@@ -12,6 +12,7 @@ import ckpt
 import collectives
 from ckpt.saving.mpio import mpio_error
 from collectives import Communicator
+from mpitrain.axes import mesh
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data import Batches, HeldoutBatches
 from mpitrain.data.loading import load_corpus
@@ -65,13 +66,16 @@ class Trainer:
             self.heldout = HeldoutBatches(
                 self.corpus.heldout, context=sizes.context, batch=batch, num_batches=config.train.eval_batches
             )
-        self.model = make_model(config, comm, self.hardware.device)
+        self.mesh = mesh(comm, tp=config.parallel.tensor, dp_replicate=config.parallel.copies)
+        self.data = self.mesh["dp_replicate", "dp_shard", "cp"]
+        """The ranks that share a global batch."""
+        self.model = make_model(config, self.mesh, self.hardware.device)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.stepper = Stepper(self.model, self.optimizer, config)
         self.step = 0
         self.metrics: MetricsFile | None = None  # on rank 0, while it trains
         self._own_comm_s = 0.0
-        random_states.seed_all(config.train.seed, comm.rank)
+        random_states.seed_all(config.train.seed, self.data.rank)
 
     def _begin(self) -> None:
         """Find the checkpoint from which the run continues, if there is one."""
@@ -81,8 +85,8 @@ class Trainer:
 
     def _rows(self, micro: int) -> tuple[int, int]:
         """This rank's rows of micro-batch `micro`. The rows of all ranks, in order, are the global batch."""
-        count = self.config.train.batch // (self.comm.size * self.config.train.accumulate)
-        first = (self.comm.rank * self.config.train.accumulate + micro) * count
+        count = self.config.train.batch // (self.data.size * self.config.train.accumulate)
+        first = (self.data.rank * self.config.train.accumulate + micro) * count
         return first, first + count
 
     def _loss(self, rows: np.ndarray) -> torch.Tensor:
@@ -140,9 +144,9 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss over the held-out batches, in nats per byte; for any number of ranks the same, except for rounding."""
         total = 0.0
-        count = self.config.train.batch // self.comm.size
+        count = self.config.train.batch // self.data.size
         for index in range(self.heldout.num_batches):
-            total += self._loss(self.heldout.get(index, self.comm.rank * count, (self.comm.rank + 1) * count)).item()
+            total += self._loss(self.heldout.get(index, self.data.rank * count, (self.data.rank + 1) * count)).item()
         (mean,) = self._sum(total / self.heldout.num_batches / self.comm.size)
         return mean
 
@@ -184,6 +188,7 @@ class Trainer:
                 config=self.config,
                 comm=self.comm,
                 fingerprint=self.corpus.fingerprint,
+                seed_of=self.data.rank,
                 # A checkpoint of another run may have the name of one of this run's copies.
                 copies=self.config.checkpoint.copies if self.config.resume == "auto" else (),
             )

@@ -1,4 +1,4 @@
-"""Pretrained weights: loads safetensors files into the shards of a model, and exports them. No rank ever holds the whole model."""
+"""A model's values in and out: checkpoints, full state dicts, safetensors files. No rank ever holds the whole model."""
 
 from mpitrain.weights.exporting import export_weights
 from mpitrain.weights.loading import Loaded, load_weights

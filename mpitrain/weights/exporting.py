@@ -1,7 +1,6 @@
 """Exports the weights of a model to files: rank 0 writes the pieces that the other ranks send."""
 
 import os
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -11,14 +10,11 @@ import torch
 from torch import nn
 
 from ckpt.convert.formats.safetensors import INDEX, FileTensor, exported, file_names, header, index_text, split
-from ckpt.ranks import Ranks
 from ckpt.storage.catalog import check_outside
 from ckpt.storage.local import Output
 from ckpt.storage.places import local_path
 from collectives.arrays.dtypes import dtype_of
-from mpitrain.weights.targets import Target, begin, targets_of
-
-_PIECE_BYTES = 16 << 20  # sent and written at a time; a multiple of every dtype's size
+from mpitrain.weights.targets import Target, begin, chunks_on_rank0, ranks_of_model, targets_of
 
 
 @torch.no_grad()
@@ -46,7 +42,7 @@ def export_weights(
         OSError: on all ranks: weights exist already, or the disk is full.
         RuntimeError: in the middle of a step or within `unshard`.
     """
-    comm = begin(model, "export_weights")
+    comm, over = begin(model, "export_weights"), ranks_of_model(model)
     rank0 = comm.rank == 0
     targets = {target.names[0]: target for target in targets_of(model)}
     tensors = [_as_written(name, target, dtype) for name, target in targets.items()]
@@ -71,8 +67,9 @@ def export_weights(
         for number, content in enumerate(files.values()):
             if rank0:
                 outputs[number].write(header(content))
-            for piece in _pieces(content, targets, comm):
-                outputs[number].write(piece.numpy())
+            its = [targets[tensor.name] for tensor in content]
+            for chunk in chunks_on_rank0(its, [getattr(torch, tensor.dtype) for tensor in content], over):
+                outputs[number].write(chunk.reshape(-1).view(torch.uint8).numpy())
             with comm.together("export_weights"):
                 if rank0:
                     outputs[number].close()
@@ -94,31 +91,6 @@ def export_weights(
 def _as_written(name: str, target: Target, dtype: torch.dtype | None) -> FileTensor:
     kind = dtype if dtype is not None and target.tensor.is_floating_point() else target.tensor.dtype
     return FileTensor(name, target.shape, dtype_of(kind).name, prod(target.shape) * kind.itemsize)
-
-
-def _pieces(content: Sequence[FileTensor], targets: dict[str, Target], every: Ranks) -> Iterator[torch.Tensor]:
-    """On rank 0 the bytes of these tensors, one after the other. The other ranks send their rows meanwhile and get nothing."""
-    for tensor in content:
-        target, dtype = targets[tensor.name], getattr(torch, tensor.dtype)
-        if target.ranks is not None and target.ranks.replicate.rank > 0:
-            continue  # a copy of rows that other ranks send
-        comm = None if target.ranks is None else target.ranks.shard
-        rank = every.rank if comm is None else comm.rank
-        # In the file, too, a rank's rows follow those of the previous rank: the cut is along the first dimension longer than 1.
-        lengths = [box.numel * dtype.itemsize for box in target.boxes] or [tensor.nbytes]
-        for owner, length in enumerate(lengths):
-            for start in range(0, length, _PIECE_BYTES):
-                count = min(_PIECE_BYTES, length - start)
-                if rank == owner:
-                    begin, end = (at // dtype.itemsize for at in (start, start + count))
-                    values = target.tensor.detach().reshape(-1)[begin:end]
-                    piece = values.to("cpu", dtype).contiguous().view(torch.uint8)
-                    if rank == 0:
-                        yield piece
-                    elif comm is not None:
-                        comm.send(piece, 0)
-                elif rank == 0 and comm is not None:
-                    yield comm.recv(torch.empty(count, dtype=torch.uint8), owner)
 
 
 class _Output(Output):

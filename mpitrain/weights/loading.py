@@ -1,4 +1,4 @@
-"""Loads weights from files into a model: each rank reads its own rows."""
+"""Loads weights from files into a model: each rank reads its own boxes."""
 
 import os
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import nn
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.weights.files import FileTensor, Rename, find, opened, some
-from mpitrain.weights.targets import Target, begin, targets_of
+from mpitrain.weights.targets import Target, begin, fill, targets_of
 
 
 class Loaded(NamedTuple):
@@ -55,7 +55,7 @@ def load_weights(
             contents: dict[str, Any] = {}
             for target, entry in zip(targets, entries, strict=True):
                 views.append(None)
-                if entry is None or (target.box is not None and not target.box.numel):
+                if entry is None or (target.pieces is not None and not target.pieces):
                     continue
                 if target.tensor.is_meta and isinstance(target.tensor, nn.Parameter):
                     raise ValueError(
@@ -103,13 +103,6 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
 
 
 def _fill(target: Target, content: Any, entry: FileTensor, view: Any, model: nn.Module) -> None:
-    """Copy this rank's rows from the pages of the mapped file, without a buffer."""
-    if not entry.shape:
-        values = content.get_tensor(entry.name)
-    elif target.box is None:
-        values = view[:]
-    else:
-        rows = zip(target.box.offset, target.box.shape, strict=True)
-        values = view[tuple(slice(first, first + count) for first, count in rows)]
+    """Copy this rank's boxes from the pages of the mapped file, without a buffer."""
     tensor = with_memory(model, target.names[0]) if target.tensor.is_meta else target.tensor
-    tensor.copy_(values.view(tensor.shape))
+    fill(tensor, target, lambda place: view[place] if place else content.get_tensor(entry.name))

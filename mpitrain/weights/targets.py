@@ -1,53 +1,151 @@
-"""The tensors of a model that hold weights: parameters and persistent buffers, whole or as this rank's rows."""
+"""The tensors of a model that hold weights: parameters and persistent buffers, whole or as this rank's boxes of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ckpt.ranks import Ranks, ranks_of
+from collectives import Communicator
+from mpitrain.parts import Box, Piece, part_of
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.step.step import Phase
-from mpitrain.sharding.unit.layout import ShardBox
-from mpitrain.sharding.unit.ranks import DataParallelRanks
-from mpitrain.sharding.unit.registry import sharded_over, units_of
+from mpitrain.sharding.unit.registry import params_by_shard, sharded_over, units_of
+
+_CHUNK_BYTES = 16 << 20  # sent at a time
 
 
 class Target(NamedTuple):
-    """A parameter or buffer of a model. Only a sharded parameter has the last three fields."""
+    """A parameter or buffer of a model."""
 
     names: list[str]  # several names if the tensor is tied
-    tensor: torch.Tensor  # the shard of a sharded parameter
+    tensor: torch.Tensor  # this rank's part
     shape: tuple[int, ...]  # shape of the whole tensor
-    box: ShardBox | None = None  # this rank's rows
-    boxes: Sequence[ShardBox] = ()  # the rows of each rank of this copy, in order
-    ranks: DataParallelRanks | None = None
+    pieces: Sequence[Piece] | None = None  # the boxes of the whole in this rank's part; None if each rank has the whole
+    is_copy: bool = False  # another rank has the same pieces, and sends them
 
 
 def targets_of(model: nn.Module) -> list[Target]:
     """All tensors in the order of the model's state dict, each once. Other values (a module's extra state) are left out."""
-    sharded = {
-        id(param.shard): Target(
-            [],
-            param.shard,
-            tuple(param.full.shape),
-            param.box,
-            [flat.layout.box(index, rank) for rank in range(param.ranks.shard.size)],
-            param.ranks,
-        )
-        for unit in units_of(model)
-        for flat in unit.flats
-        for index, param in enumerate(flat.params)
-    }
+    sharded = params_by_shard(model)
     params = dict(model.named_parameters(remove_duplicate=False))
     found: dict[int, Target] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         tensor = params.get(name, value)
-        if torch.is_tensor(tensor):
-            whole = sharded.get(id(tensor)) or Target([], tensor, tuple(tensor.shape))
-            found.setdefault(id(tensor), whole).names.append(name)
+        if not torch.is_tensor(tensor):
+            continue
+        if id(tensor) not in found:
+            owner, part = sharded.get(tensor), part_of(tensor)
+            shape, pieces = tuple(tensor.shape), None
+            is_copy = (owner is not None and owner.ranks.replicate.rank > 0) or (part is not None and not part.is_first)
+            if part is not None:
+                shape = part.full_shape
+                pieces = (
+                    part.within((0,) * len(shape) if owner is None else owner.box.offset, tensor.shape)
+                    if shape
+                    else None
+                )
+            elif owner is not None:
+                shape = tuple(owner.full.shape)
+                pieces = [
+                    Piece(
+                        (slice(None),) * len(shape), Box(owner.box.offset[: len(shape)], owner.box.shape[: len(shape)])
+                    )
+                ]
+            if owner is not None and not shape:  # a scalar's shard is a vector of one element, or of none
+                pieces = [Piece((), Box((), ()))]
+            if pieces is not None and not tensor.numel():
+                pieces = []
+            found[id(tensor)] = Target([], tensor, shape, pieces, is_copy)
+        found[id(tensor)].names.append(name)
     return list(found.values())
+
+
+def chunks_on_rank0(
+    targets: Sequence[Target], dtypes: Sequence[torch.dtype], comm: Communicator | None
+) -> Iterator[torch.Tensor]:
+    """On rank 0 the whole tensors, one after the other, in chunks of at most 16 MiB (or one row), in host memory. Collective.
+
+    The other ranks send their boxes meanwhile, and get nothing. `dtypes`: those of the chunks. `comm`: the ranks of the model, or None.
+    """
+    mine = [[piece.box for piece in target.pieces or () if not target.is_copy] for target in targets]
+    held, me = ([mine], 0) if comm is None else (comm.all_gather_object(mine), comm.rank)
+    for index, (target, dtype) in enumerate(zip(targets, dtypes, strict=True)):
+        dim = next((d for d, length in enumerate(target.shape) if length > 1), 0)
+        num_rows = target.shape[dim] if target.shape else 1
+        count = max(_CHUNK_BYTES // max(prod(target.shape) // max(num_rows, 1) * dtype.itemsize, 1), 1)
+        for start in range(0, num_rows, count):
+            stop = min(start + count, num_rows)
+            if target.pieces is None:
+                if me == 0:
+                    rows = (
+                        target.tensor.detach().narrow(dim, start, stop - start)
+                        if target.shape
+                        else target.tensor.detach()
+                    )
+                    yield rows.to("cpu", dtype).contiguous()
+                continue
+            shape = tuple(stop - start if d == dim else n for d, n in enumerate(target.shape))
+            chunk = torch.empty(shape if me == 0 else 0, dtype=dtype)
+            for owner, of_rank in enumerate(held):
+                for number, box in enumerate(of_rank[index]):
+                    places = _rows(box, dim, start, stop)
+                    if places is None:
+                        continue
+                    within, in_chunk = places
+                    if me == owner:
+                        part = target.tensor.detach()[target.pieces[number].place]
+                        values = (part[within] if target.shape else part).to("cpu", dtype).contiguous()
+                        if owner and comm is not None:
+                            comm.send(_bytes(values), 0)
+                    elif me == 0 and comm is not None:
+                        values = torch.empty(chunk[in_chunk].shape, dtype=dtype)
+                        comm.recv(_bytes(values), owner)
+                    if me == 0:
+                        chunk[in_chunk].copy_(values.view(chunk[in_chunk].shape))
+            if me == 0:
+                yield chunk
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.view(-1).view(torch.uint8)
+
+
+def _rows(box: Box, dim: int, start: int, stop: int) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """The rows `start` to `stop - 1` of a whole tensor in a box: their place in the box, and in the chunk of these rows."""
+    if not box.shape:
+        return (), ()
+    begin, end = max(box.offset[dim], start), min(box.offset[dim] + box.shape[dim], stop)
+    if begin >= end:
+        return None
+    within = tuple(
+        slice(begin - box.offset[d], end - box.offset[d]) if d == dim else slice(None) for d in range(len(box.shape))
+    )
+    in_chunk = tuple(
+        slice(begin - start, end - start) if d == dim else slice(o, o + n)
+        for d, (o, n) in enumerate(zip(box.offset, box.shape, strict=True))
+    )
+    return within, in_chunk
+
+
+def fill(tensor: torch.Tensor, target: Target, read: Callable[[tuple[slice, ...]], torch.Tensor]) -> None:
+    """Fill this rank's part. `read(place)`: the values at these indices of the whole tensor."""
+    if target.pieces is None:
+        tensor.detach().copy_(read((slice(None),) * len(target.shape)).view(tensor.shape))
+        return
+    for place, box in target.pieces:
+        there = tensor.detach()[place]
+        there.copy_(read(tuple(slice(o, o + n) for o, n in zip(*box, strict=True))).view(there.shape))
+
+
+def ranks_of_model(model: nn.Module) -> Communicator | None:
+    """The ranks that hold a model together; None for a plain model."""
+    over = sharded_over(model)
+    if over is not None:
+        return over.everyone
+    return next((part.over for param in model.parameters() if (part := part_of(param)) is not None), None)
 
 
 def begin(model: nn.Module, doing: str) -> Ranks:
@@ -55,8 +153,7 @@ def begin(model: nn.Module, doing: str) -> Ranks:
 
     RuntimeError on all ranks in the middle of a step. A model that is not sharded has one rank.
     """
-    over = sharded_over(model)
-    comm = ranks_of(None if over is None else over.data_parallel)
+    comm = ranks_of(ranks_of_model(model))
     with comm.together(doing):
         for step in steps_of(model):
             step.tidy()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator
+from mpitrain.parts import part_of
 from mpitrain.sharding.step.step import living_steps
 from mpitrain.sharding.unit.registry import params_by_shard
 
@@ -19,20 +20,34 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     is the same for any number of ranks, up to rounding. Parameters that are the same on every rank (`ignored_params`) count once. A
     plain model works, too. The norm is a float64 scalar on the host. If it is not finite, the gradients are not scaled.
     """
-    over = {shard: param.ranks.shard for shard, param in params_by_shard(model).items()}
     params = list(model.parameters())
+    over = _over(model)
     spread: dict[Communicator | None, list[torch.Tensor]] = {comm: [] for comm in (*over.values(), None)}
     for param in params:
-        if param.grad is not None:
+        if param.grad is not None and counts_in_norms(param):
             spread[over.get(param)].append(param.grad)
     for step in living_steps():
         step.reducer.check_reduced(params, "clip_grad_norm_")
     norm = norm_of(spread)
     scale = max_norm / (norm.item() + 1e-6)
-    grads = [grad for of_comm in spread.values() for grad in of_comm]
+    grads = [param.grad for param in params if param.grad is not None]
     if grads and norm.isfinite() and scale < 1:
         torch._foreach_mul_(grads, scale)
     return norm
+
+
+def _over(model: nn.Module) -> dict[torch.Tensor, Communicator]:
+    """For each parameter that is spread over ranks, the ranks that hold one copy of the model."""
+    cut: dict[torch.Tensor, Communicator] = {
+        param: part.over for param in model.parameters() if (part := part_of(param)) is not None
+    }
+    return {**cut, **{shard: param.ranks.copy for shard, param in params_by_shard(model).items()}}
+
+
+def counts_in_norms(param: torch.Tensor) -> bool:
+    """Whether this rank counts its part of a parameter: of ranks that hold the same part only the first does."""
+    part = part_of(param)
+    return part is None or part.is_first
 
 
 def norm_of(spread: Mapping[Communicator | None, Sequence[torch.Tensor]], order: float = 2.0) -> torch.Tensor:
@@ -98,11 +113,12 @@ def grad_norms(model: nn.Module) -> dict[str, float]:
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     names = [name for name, _ in trained]
     grads = {name: param.grad for name, param in trained if param.grad is not None}
-    found = {name: norm * norm for name, norm in zip(grads, _norms(list(grads.values())), strict=True)}
+    counts = {name: counts_in_norms(param) for name, param in trained}
+    found = {n: norm * norm * counts[n] for n, norm in zip(grads, _norms(list(grads.values())), strict=True)}
     total = torch.tensor(
         [[found.get(name, 0.0) for name in names], [float(name in grads) for name in names]], dtype=torch.float64
     )
-    over = {shard: param.ranks.shard for shard, param in params_by_shard(model).items()}
+    over = _over(model)
     for comm in dict.fromkeys(over.values()):
         columns = torch.tensor([over.get(param) is comm for _, param in trained])
         part = total[:, columns]

@@ -94,7 +94,7 @@ class GradScaler:
             flags = torch.tensor([not all_finite(grads), bool(grads)])
             over = sharded_over(self._model)
             if over is not None:
-                over.data_parallel.all_reduce(flags, "max")
+                over.everyone.all_reduce(flags, "max")
             is_wrong, is_any = flags.tolist()
             if not is_any and len(new) == len(params):
                 raise RuntimeError(

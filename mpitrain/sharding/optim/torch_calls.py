@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from collectives import Communicator
-from mpitrain.sharding.optim.clip import norm_of
+from mpitrain.sharding.optim.clip import counts_in_norms, norm_of
 from mpitrain.sharding.unit import rows
 from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.registry import all_sharded
@@ -59,10 +59,13 @@ def _total_norm(
 ) -> torch.Tensor:
     """`get_total_norm` of `torch.nn.utils`, and so `clip_grad_norm_`, over all rows. Collective if some gradients are sharded."""
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    over = {id(param.shard.grad): param.ranks.shard for param in all_sharded() if param.ranks.shard.size > 1}
+    over = {id(param.shard.grad): param for param in all_sharded() if param.ranks.copy.size > 1}
     spread: dict[Communicator | None, list[torch.Tensor]] = {}
     for grad in grads:
-        spread.setdefault(over.get(id(grad)), []).append(grad)
+        param = over.get(id(grad))
+        counted = spread.setdefault(None if param is None else param.ranks.copy, [])
+        if param is None or counts_in_norms(param.shard):
+            counted.append(grad)
     if not grads or list(spread) == [None]:
         return original(grads, norm_type, error_if_nonfinite, foreach)
     norm = norm_of(spread, float(norm_type))
@@ -84,7 +87,7 @@ def _unscale(
 ) -> dict[torch.device, torch.Tensor]:
     """The overflows that `torch.amp.GradScaler` finds in gradients: an overflow on one rank counts on all ranks. Collective."""
     found = original(scaler, optimizer, inv_scale, found_inf, *more)
-    over = {id(param.shard): param.ranks.data_parallel for param in all_sharded() if param.ranks.data_parallel.size > 1}
+    over = {id(param.shard): param.ranks.everyone for param in all_sharded() if param.ranks.everyone.size > 1}
     params = [id(param) for group in optimizer.param_groups for param in group["params"]]
     for comm in dict.fromkeys(over[param] for param in params if param in over):  # in the same order on all ranks
         flag = torch.tensor([max((value.item() for value in found.values()), default=-1.0)])

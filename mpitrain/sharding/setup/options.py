@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from collectives import Communicator, Mesh
+from mpitrain.parts import part_of
 from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.unit.marks import box_of, name_before
+from mpitrain.sharding.unit.ranks import DataParallelRanks, is_within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,4 +166,15 @@ def check_dense(module: nn.Module, options: Options) -> None:
             raise ValueError(
                 f"fully_shard: the gradient of {weight} is sparse ({type(part).__name__}(sparse=True)), and sparse gradients are not "
                 "reduced over ranks; pass sparse=False, or keep the parameter whole on each rank by ignored_params"
+            )
+
+
+def check_parts(module: nn.Module, ranks: DataParallelRanks) -> None:
+    """ValueError if a parameter is cut over ranks that the mesh does not know as ranks of one copy."""
+    for name, param in module.named_parameters():
+        part = part_of(param)
+        if part is not None and not is_within(part.over, ranks.copy):
+            raise ValueError(
+                f"fully_shard: {name} is cut over {part.over.size} ranks, which do not hold one copy of the model in the mesh of "
+                "fully_shard; pass the mesh whose axis tensor_parallel got: mesh = mpitrain.mesh(comm, tp=...)"
             )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator
+from mpitrain.parts import mark_part, part_of, watch_gradient
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.torch_internals import hooks_on, restore, with_own_counter, withdraw
 from mpitrain.sharding.unit.gradients import Gradients, where_shards_live
@@ -69,6 +70,10 @@ class FlatParameters:
                 _take_rows(shard, original, box, ranks.data_parallel)
             mark_shard(shard, box)
             mark_shard(full, box)
+            if (part := part_of(original)) is not None:
+                mark_part(shard, part)
+                mark_part(full, part)
+                watch_gradient(full)
             self.params.append(ShardedParameter(name, users, full, shard, box, ranks, original.is_meta))
         # Each place of a module that shows a parameter. One flat list, because each forward and backward changes all of them.
         self._shown = [(module._parameters, name, param) for param in self.params for module, name in param.users]

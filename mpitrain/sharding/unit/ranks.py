@@ -6,8 +6,9 @@ from typing import NamedTuple
 import collectives
 from collectives import Communicator, Mesh
 
-REPLICATE, SHARD = ("dp_replicate",), ("dp_shard", "cp")
-"""The axes of a mesh along which a model has copies, and along which a copy is sharded. Together: the data-parallel group."""
+REPLICATE, SHARD, MODEL = ("dp_replicate",), ("dp_shard", "cp"), ("pp", "tp")
+"""The axes of a mesh along which a model has copies, along which ZeRO shards a copy (together: the data-parallel group), and along
+which other kinds of parallelism cut the model."""
 
 
 class DataParallelRanks(NamedTuple):
@@ -21,6 +22,10 @@ class DataParallelRanks(NamedTuple):
     data_parallel: Communicator
     shard: Communicator
     replicate: Communicator
+    copy: Communicator
+    """The ranks that hold one copy of the model: the shard group, and along other axes (tensors, stages) its counterparts."""
+    everyone: Communicator
+    """All ranks of the mesh."""
 
     @property
     def has_replicas(self) -> bool:
@@ -51,20 +56,24 @@ def group_of(shard: Communicator, size: int) -> Communicator:
 def data_parallel_ranks(mesh: Mesh | Communicator | None, *, whole: bool = False) -> DataParallelRanks:
     """The groups of a mesh, or of a communicator (None: the world), over which one copy is sharded. Collective.
 
-    `whole`: each rank holds its own whole copy. ValueError if the mesh has other axes longer than 1.
+    `whole`: each rank holds its own whole copy. ValueError if the mesh has unknown axes longer than 1.
     """
     if isinstance(mesh, Mesh):
-        others = [f"{name}={size}" for name, size in mesh.axes.items() if size > 1 and name not in REPLICATE + SHARD]
+        known = REPLICATE + SHARD + MODEL
+        others = [f"{name}={size}" for name, size in mesh.axes.items() if size > 1 and name not in known]
         if others:
             raise ValueError(
-                f"fully_shard: mesh axes {', '.join(others)} are not available yet; only dp_replicate and dp_shard x cp "
-                "may be longer than 1"
+                f"fully_shard: mesh axes {', '.join(others)} are unknown; expected axes among {', '.join(known)}"
             )
-        everyone, replicate, shard, alone = (_along(mesh, role) for role in (REPLICATE + SHARD, REPLICATE, SHARD, ()))
-    else:
-        everyone = shard = mesh or collectives.world()
-        replicate = alone = group_of(everyone, 1)
-    return DataParallelRanks(everyone, alone, everyone) if whole else DataParallelRanks(everyone, shard, replicate)
+        data, replicate, shard, alone = (_along(mesh, role) for role in (REPLICATE + SHARD, REPLICATE, SHARD, ()))
+        if whole:
+            return DataParallelRanks(data, alone, data, _along(mesh, MODEL), mesh.comm)
+        return DataParallelRanks(data, shard, replicate, _along(mesh, SHARD + MODEL), mesh.comm)
+    data = mesh or collectives.world()
+    alone = group_of(data, 1)
+    return (
+        DataParallelRanks(data, alone, data, alone, data) if whole else DataParallelRanks(data, data, alone, data, data)
+    )
 
 
 def _along(mesh: Mesh, role: tuple[str, ...]) -> Communicator:

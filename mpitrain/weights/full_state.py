@@ -8,29 +8,31 @@ from torch import nn
 
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding.buffers import with_memory
-from mpitrain.sharding.unit.layout import rows_of
-from mpitrain.sharding.unit.registry import sharded_over
 from mpitrain.weights.files import some
-from mpitrain.weights.targets import Target, begin, targets_of
+from mpitrain.weights.targets import Target, begin, chunks_on_rank0, fill, ranks_of_model, targets_of
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The unsharded state dict of a sharded model: in host memory on rank 0, an empty dict on the other ranks. Collective.
 
-    Tensors are gathered one after the other: a rank other than 0 needs memory for the largest parameter only.
+    Tensors come in chunks, one after the other: a rank other than 0 needs memory for 16 MiB only.
     """
-    over = sharded_over(model)
-    if over is None:
+    comm = ranks_of_model(model)
+    if comm is None:
         return {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    targets = targets_of(model)
+    chunks = chunks_on_rank0(targets, [target.tensor.dtype for target in targets], comm)
     full: dict[str, torch.Tensor] = {}
-    for target in targets_of(model):
-        whole = target.tensor.detach().cpu().contiguous()
-        if target.ranks is not None:
-            rows, counts = whole.view(-1), [box.numel for box in target.boxes]
-            whole = torch.empty(target.shape, dtype=rows.dtype)
-            target.ranks.shard.all_gather(whole.view(-1), rows, counts=counts)
-        if over.data_parallel.rank == 0:
-            full |= dict.fromkeys(target.names, whole)
+    for target in targets if comm.rank == 0 else ():
+        whole = torch.empty(target.shape, dtype=target.tensor.dtype)
+        filled, flat = 0, whole.view(-1)
+        while filled < whole.numel():
+            chunk = next(chunks).reshape(-1)
+            flat[filled : filled + chunk.numel()] = chunk
+            filled += chunk.numel()
+        full |= dict.fromkeys(target.names, whole)
+    for _ in chunks:
+        raise AssertionError("rank 0 has read all chunks, and other ranks get none")
     return full
 
 
@@ -43,7 +45,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, str
     Raises, on all ranks and before any change: ValueError for wrong names or shapes, RuntimeError in the middle of a step.
     """
     comm = begin(model, "load_full_state_dict")
-    over = sharded_over(model)
+    over = ranks_of_model(model)
     if over is None:
         model.load_state_dict(state_dict, strict=strict)
         return
@@ -54,10 +56,10 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, str
         whole = torch.empty(target.shape, dtype=dtype)
         if comm.rank == 0:
             whole.copy_(state_dict[name])
-        over.data_parallel.broadcast(whole)
+        over.broadcast(whole)
         is_meta_buffer = target.tensor.is_meta and not isinstance(target.tensor, nn.Parameter)
         tensor = with_memory(model, name) if is_meta_buffer else target.tensor
-        tensor.detach().copy_(whole if target.box is None else rows_of(whole, target.box))
+        fill(tensor, target, lambda place, whole=whole: whole[place])  # type: ignore[misc]
 
 
 def _found(targets: Mapping[str, Target], given: Mapping[str, Any], strict: bool) -> dict[str, torch.dtype]:

@@ -18,11 +18,10 @@ from torch import nn
 import ckpt
 from ckpt.ranks import ranks_of
 from collectives import Communicator
+from mpitrain.parts import Part, part_of
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import with_memory
-from mpitrain.sharding.unit.layout import ShardBox
-from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import SHARD
 from mpitrain.sharding.unit.registry import params_by_shard, sharded_over
@@ -49,7 +48,7 @@ def save(
     `background`, `copies`, `keep`, `keep_every`, `overwrite`) and the errors are those of `ckpt.save`.
     """
     over = sharded_over(model)
-    comm = comm if over is None else over.data_parallel
+    comm = _ranks_of(model, comm) if over is None else over.everyone
     sharded = params_by_shard(model)
     everything = {
         **_model_tensors(model, ema, sharded, is_saved=True),
@@ -93,7 +92,7 @@ def load(
     Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model.
     """
     over = sharded_over(model)
-    comm = comm if over is None else over.data_parallel
+    comm = _ranks_of(model, comm) if over is None else over.everyone
     sharded = params_by_shard(model)
     wanted = {**_model_tensors(model, ema, sharded), **(tensors or {})}
     only = ["model/*", *(name for name in wanted if not name.startswith("model/"))]
@@ -109,8 +108,7 @@ def load(
             _check_optimizer(path, there, optimizer, hyperparameters)
         for param, name in names.items():
             for key, shape, dtype, has_rows in there.state.get(name, ()):
-                box: ShardBox | None = box_of(param) if has_rows else None
-                value = torch.zeros(shape if box is None else box.shape, dtype=getattr(torch, dtype))
+                value = torch.zeros(param.shape if has_rows else shape, dtype=getattr(torch, dtype))
                 state.setdefault(param, {})[key] = value
                 wanted[f"optimizer/{key}/{name}"] = _held(value, param, sharded)
     arrays = _on_host(wanted)
@@ -178,18 +176,41 @@ def _held(value: torch.Tensor, param: nn.Parameter | None, sharded: Sharded, *, 
 
     `is_saved`: boxes that another rank saves, because it holds a copy of this shard, are empty.
     """
-    owner = None if param is None else sharded.get(param)
     data = value.detach()
-    if owner is None or tuple(value.shape) != owner.box.shape:
+    owner, part = (None, None) if param is None else (sharded.get(param), part_of(param))
+    if (owner is None and part is None) or param is None or value.shape != param.shape:
         return data
-    box = owner.box
-    if is_saved and owner.ranks.replicate.rank > 0:
-        data = data[:0]
-    if not owner.full.shape:
-        return ckpt.Shard(data.view(()) if data.numel() else data, (), ())
-    rows = next((dim for dim, n in enumerate(box.full_shape) if n > 1), 0)
-    axes = [SHARD[0] if dim == rows else None for dim in range(len(box.full_shape))]
-    return ckpt.Shard(data, box.full_shape, box.offset, axes)
+    is_copy = (owner is not None and owner.ranks.replicate.rank > 0) or (part is not None and not part.is_first)
+    if owner is not None and not owner.full.shape:
+        return ckpt.Shard(data.view(()) if data.numel() and not (is_saved and is_copy) else data[:0], (), ())
+    if part is None:
+        assert owner is not None
+        return ckpt.Shard(
+            data[:0] if is_saved and is_copy else data, owner.box.full_shape, owner.box.offset, _axes(owner, part)
+        )
+    if not part.full_shape:
+        return data
+    offset = (0,) * data.ndim if owner is None else owner.box.offset
+    found = [] if is_saved and is_copy else part.within(offset, data.shape)
+    axes = _axes(owner, part)
+    if not found:
+        return ckpt.Shard(data.new_empty((0,) * data.ndim), part.full_shape, (0,) * data.ndim, axes)
+    return [ckpt.Shard(data[place], part.full_shape, box.offset, axes) for place, box in found]
+
+
+def _axes(owner: ShardedParameter | None, part: Part | None) -> list[str | None]:
+    """The axes of the mesh along which each dimension of a parameter is cut."""
+    shape = owner.box.full_shape if owner is not None else part.shape  # type: ignore[union-attr]
+    rows = next((dim for dim, n in enumerate(shape) if n > 1), 0)
+    axes: list[str | None] = [SHARD[0] if dim == rows and owner is not None else None for dim in range(len(shape))]
+    if part is not None and part.copies is not part.over:
+        axes[part.dim] = "tp" if axes[part.dim] is None else f"tp,{axes[part.dim]}"
+    return axes
+
+
+def _ranks_of(model: nn.Module, comm: Communicator | None) -> Communicator | None:
+    """The ranks that save or load a model that is not sharded: those over which it is cut, or the caller's `comm`."""
+    return next((part.over for param in model.parameters() if (part := part_of(param)) is not None), comm)
 
 
 def _data(value: Any) -> list[Any]:

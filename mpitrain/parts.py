@@ -1,0 +1,142 @@
+"""Which boxes of a whole parameter a rank holds. Pure arithmetic on shapes, and one mark on the parameter itself.
+
+A kind of parallelism that cuts a parameter (tensor, experts) replaces it by a smaller one and marks the new parameter with a `Part`.
+Sharding, initial values, norms and checkpoints read the mark, so each of them works on any layout and knows no kind of parallelism.
+A parameter without a mark is whole, and belongs to one data-parallel group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from collectives import Communicator
+
+
+class Box(NamedTuple):
+    """`shape` elements at `offset` of a whole parameter."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class Piece(NamedTuple):
+    """`box` of a whole parameter, which is at the indices `place` of the tensor that has it."""
+
+    place: tuple[slice, ...]
+    box: Box
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a parameter: `boxes` of the whole of `full_shape`, end to end along dimension `dim`.
+
+    The boxes differ along `dim` alone. `over`: the ranks whose parts make the whole. `copies`: the ranks of `over` that hold these same
+    boxes, None if only this rank does. `is_partial`: each of the `copies` computes a part of the gradient, and the gradient is the sum.
+    """
+
+    full_shape: tuple[int, ...]
+    dim: int
+    boxes: tuple[Box, ...]
+    over: Communicator
+    copies: Communicator | None = None
+    is_partial: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter on this rank."""
+        length = sum(box.shape[self.dim] for box in self.boxes) if self.full_shape else 0
+        return tuple(length if d == self.dim else n for d, n in enumerate(self.full_shape))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one among the `copies` that saves the part and counts in norms."""
+        return self.copies is None or self.copies.rank == 0
+
+    def add_gradients(self, grad: Any) -> Any:
+        """The sum of the copies' gradients. Collective over `copies`."""
+        assert self.copies is not None
+        return self.copies.all_reduce(grad.contiguous().clone())
+
+    def take(self, whole: Any) -> Any:
+        """The part of a whole tensor (torch). A view if the part is one box."""
+        import torch
+
+        boxes = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] for box in self.boxes]
+        return boxes[0] if len(boxes) == 1 else torch.cat(boxes, self.dim)
+
+    def within(self, offset: Sequence[int], shape: Sequence[int]) -> list[Piece]:
+        """The pieces of a box of the part (such as ZeRO's rows of it), with places in this box. Empty pieces are left out."""
+        found: list[Piece] = []
+        at = 0  # of the part, along `dim`
+        for box in self.boxes if self.full_shape else ():
+            length = box.shape[self.dim]
+            begin = min(max(offset[self.dim] - at, 0), length)
+            end = min(max(offset[self.dim] + shape[self.dim] - at, begin), length)
+            if end > begin and all(n for d, n in enumerate(shape) if d != self.dim):
+                first = at + begin - offset[self.dim]
+                place = tuple(
+                    slice(first, first + end - begin) if d == self.dim else slice(None) for d in range(len(shape))
+                )
+                where = tuple(box.offset[d] + (begin if d == self.dim else offset[d]) for d in range(len(shape)))
+                size = tuple(end - begin if d == self.dim else n for d, n in enumerate(shape))
+                found.append(Piece(place, Box(where, size)))
+            at += length
+        return found
+
+
+def whole(shape: Sequence[int], over: Communicator, *, is_partial: bool) -> Part:
+    """The part of a parameter that all ranks of `over` hold whole. `is_partial`: see `Part`."""
+    box = Box((0,) * len(shape), tuple(shape))
+    return Part(tuple(shape), 0, (box,), over, copies=over, is_partial=is_partial)
+
+
+def cut(
+    shape: Sequence[int],
+    dim: int,
+    over: Communicator,
+    *,
+    lengths: Sequence[int] | None = None,
+    copies: Communicator | None = None,
+) -> Part:
+    """This rank's part of a parameter that is cut along `dim` over the ranks of `over`, as equally as possible.
+
+    `lengths`: of several matrices that lie end to end along `dim` (query, key and value of one product), each of which is cut.
+    `copies`: neighbouring ranks of `over` that get the same part, and each compute a part of its gradient.
+    """
+    shape, boxes, at = tuple(shape), [], 0
+    count = 1 if copies is None else copies.size
+    number, size = over.rank // count, over.size // count
+    for length in (shape[dim],) if lengths is None else lengths:
+        begin, end = length * number // size, length * (number + 1) // size
+        offset = tuple(at + begin if d == dim else 0 for d in range(len(shape)))
+        boxes.append(Box(offset, tuple(end - begin if d == dim else n for d, n in enumerate(shape))))
+        at += length
+    return Part(shape, dim, tuple(boxes), over, copies, is_partial=copies is not None)
+
+
+def mark_part(param: Any, part: Part) -> None:
+    """`param` is this rank's part of a whole parameter."""
+    param.part_of_whole = part
+
+
+def part_of(param: Any) -> Part | None:
+    """This rank's part; None for a parameter that is whole on a rank of its data-parallel group."""
+    return getattr(param, "part_of_whole", None)
+
+
+def watch_gradient(param: Any) -> None:
+    """Add up the copies' gradients of a marked parameter, if each is a part of a sum: when autograd has computed one, and before it is
+    accumulated. `fully_shard` does the same for the full parameter that it puts in place of this one."""
+    part = part_of(param)
+    if part is not None and part.is_partial and part.copies is not None and part.copies.size > 1:
+        is_trained = param.requires_grad
+        param.requires_grad_(
+            True
+        )  # torch takes hooks of trained parameters alone, and keeps them while a parameter is frozen
+        param.register_hook(part.add_gradients)
+        param.requires_grad_(is_trained)

@@ -1,0 +1,173 @@
+"""The modules that compute with parts of matrices. `tensor_parallel` changes the class of a plain module to one of these."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from collectives import Communicator
+from mpitrain.tensor import regions
+from mpitrain.tensor.vocabulary import cross_entropy
+
+
+class TensorRanks:
+    """The ranks that hold a model together, and how its stream of activations enters and leaves a region.
+
+    `sequence`: between the regions of a stack of blocks each rank has its own tokens. `cuts_tokens`: whether the stream that passes
+    now is cut, which a forward without gradients can do without: see `split`.
+    """
+
+    def __init__(self, comm: Communicator, *, sequence: bool) -> None:
+        self.comm = comm
+        self.sequence = self.cuts_tokens = sequence
+
+    def enter(self, x: torch.Tensor, *, is_cut: bool) -> torch.Tensor:
+        """The stream at the beginning of a region: all tokens. `is_cut`: in a stack whose tokens are cut, if any are."""
+        if is_cut and self.cuts_tokens:
+            return regions.gather_tokens(x, self.comm, x.shape[-2] * self.comm.size)
+        return regions.copy(x, self.comm)
+
+    def leave(self, x: torch.Tensor, *, is_cut: bool) -> torch.Tensor:
+        """The sum of the ranks' `x` at the end of a region."""
+        return regions.scatter_tokens(x, self.comm) if is_cut and self.cuts_tokens else regions.add(x, self.comm)
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens, before the first block of a stack.
+
+        If the tokens cannot be shared equally, a forward without gradients leaves them whole, and one with gradients is an error.
+        """
+        length, size = x.shape[-2], self.comm.size
+        self.cuts_tokens = length % size == 0
+        if self.cuts_tokens:
+            return regions.own_tokens(x, self.comm)
+        if torch.is_grad_enabled():
+            self.cuts_tokens = True
+            raise ValueError(
+                f"sequence parallelism: {length} tokens cannot be shared equally by {size} ranks; pad the sequences to a multiple "
+                f"of {size}, or pass sequence=False to tensor_parallel"
+            )
+        return x
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        """All tokens, after the last block of a stack."""
+        cut, self.cuts_tokens = self.cuts_tokens, self.sequence
+        return regions.all_tokens(x, self.comm, x.shape[-2] * self.comm.size) if cut else x
+
+
+class RowLayer(nn.Module):
+    """A linear layer with this rank's part of the input features. The bias is added to the sum over the ranks."""
+
+    ranks: TensorRanks
+    is_cut: bool
+    is_transposed: bool
+    """Whether the weight has the shape (input features, output features)."""
+    splits: bool
+    """Whether the input has all features."""
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., L, this rank's input features) -> (..., L, all output features), of this rank's tokens if tokens are cut."""
+        if self.splits:
+            input = regions.own_features(input, self.ranks.comm)
+        weight = self.weight.t() if self.is_transposed else self.weight
+        y = self.ranks.leave(F.linear(input, weight), is_cut=self.is_cut)
+        return y if self.bias is None else y + self.bias
+
+
+@functools.cache
+def row_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of a row layer in place of `kind`, of which it is a subclass."""
+    return type(f"Row{kind.__name__}", (RowLayer, kind), {})
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """An embedding with this rank's rows. A token of another rank contributes zeros to the sum over the ranks."""
+
+    ranks: TensorRanks
+    first: int
+    """The token of the first row."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(...) int64 -> (..., C), the same on all ranks."""
+        at = input - self.first
+        mine = (at >= 0) & (at < len(self.weight))
+        padding = None if self.padding_idx is None else self.padding_idx - self.first
+        if padding is not None and not 0 <= padding < len(self.weight):
+            padding = None
+        if not len(self.weight):  # more ranks than rows: a sum of no rows, through which the gradient still flows
+            found = self.weight.sum() + self.weight.new_zeros(*input.shape, self.embedding_dim)
+        else:
+            found = F.embedding(at.masked_fill(~mine, 0), self.weight, padding).masked_fill(~mine[..., None], 0)
+        return regions.add(found, self.ranks.comm)
+
+
+class VocabularyCrossEntropy(nn.CrossEntropyLoss):
+    """A cross-entropy of logits with this rank's classes."""
+
+    ranks: TensorRanks
+    num_classes: int
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """(rows, this rank's classes), (rows,) int64 -> the loss, the same on all ranks."""
+        return cross_entropy(
+            input,
+            target,
+            self.ranks.comm,
+            num_classes=self.num_classes,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            reduction=self.reduction,  # type: ignore[arg-type]  # torch checks it when the loss is called
+        )
+
+
+def enter_region(ranks: TensorRanks, is_cut: bool, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A forward pre-hook: the first floating-point tensor is the stream; states of an encoder are whole on all ranks."""
+    found_stream = False
+
+    def entered(name: str, value: Any) -> Any:
+        nonlocal found_stream
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        if not found_stream:
+            found_stream = True
+            return ranks.enter(value, is_cut=is_cut)
+        return regions.copy(value, ranks.comm) if value.requires_grad and name in _OTHER_STREAMS else value
+
+    args = tuple(entered("", value) for value in args)
+    return args, {name: entered(name, value) for name, value in kwargs.items()}
+
+
+_OTHER_STREAMS = ("key_value_states", "encoder_hidden_states")
+"""Arguments by which a transformers model passes the states of its encoder into a region. Other tensors are this rank's own."""
+
+
+def leave_region(ranks: TensorRanks, is_cut: bool, module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook of a region whose output is a part of the sum over the ranks."""
+    if isinstance(output, torch.Tensor):
+        return ranks.leave(output, is_cut=is_cut)
+    return type(output)([ranks.leave(output[0], is_cut=is_cut), *output[1:]])
+
+
+def split_stream(ranks: TensorRanks, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A forward pre-hook of the first block of a stack."""
+    if args and isinstance(args[0], torch.Tensor):
+        return (ranks.split(args[0]), *args[1:]), kwargs
+    name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.is_floating_point())
+    return args, {**kwargs, name: ranks.split(kwargs[name])}
+
+
+def join_stream(ranks: TensorRanks, module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook of the last block of a stack."""
+    if isinstance(output, torch.Tensor):
+        return ranks.join(output)
+    return type(output)([ranks.join(output[0]), *output[1:]])
+
+
+def gather_output(
+    ranks: TensorRanks, length: int, is_partial: bool, module: nn.Module, args: Any, output: torch.Tensor
+) -> torch.Tensor:
+    """A forward hook: all `length` features of the output. `is_partial`: the ranks' gradients are parts of a sum, as in a region."""
+    return regions.gather_features(output, ranks.comm, length, is_partial=is_partial)

@@ -1,0 +1,96 @@
+"""An embedding and a cross-entropy whose vocabulary is cut over ranks. The logits of a token are never gathered."""
+
+from typing import Any, Literal
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from collectives import Communicator
+from mpitrain.tensor.regions import bounds
+
+_CHUNK_ELEMENTS = 1 << 22  # of logits that are converted to float32 at once
+
+
+class _CrossEntropy(Function):
+    """The loss of each row. One message holds four numbers of each row and rank: see `cross_entropy`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        comm: Communicator,
+        num_classes: int,
+        ignore_index: int,
+        smoothing: float,
+    ) -> torch.Tensor:
+        rows, first = len(logits), bounds(num_classes, comm.size)[comm.rank]
+        mine = (targets >= first) & (targets < first + logits.shape[1])
+        at = (targets - first).masked_fill(~mine, 0)
+        # Of each row, over this rank's classes: the largest logit, the sum of exp(logit - largest), the target's logit, the sum.
+        own = torch.zeros(4, rows, dtype=torch.float32, device=logits.device)
+        for part in _chunks(logits):
+            x = logits[part].to(torch.float32, copy=True)
+            own[0, part] = largest = x.amax(1) if x.shape[1] else own.new_full((len(x),), -torch.inf)
+            own[3, part] = x.sum(1)
+            if x.shape[1]:
+                own[2, part] = x.gather(1, at[part, None])[:, 0]
+                own[1, part] = x.sub_(largest[:, None]).exp_().sum(1)
+        own[2].masked_fill_(~mine, 0)
+        everywhere = torch.empty(comm.size, 4, rows, dtype=torch.float32, device=logits.device)
+        comm.all_gather(everywhere, own)
+        largest = everywhere[:, 0].amax(0)
+        log_sum = (everywhere[:, 1] * (everywhere[:, 0] - largest).exp()).sum(0).log() + largest
+        counts = targets != ignore_index
+        loss = log_sum - (1 - smoothing) * everywhere[:, 2].sum(0)
+        if smoothing:
+            loss -= smoothing / num_classes * everywhere[:, 3].sum(0)
+        ctx.save_for_backward(logits, log_sum, at, mine, counts)
+        ctx.smoothing, ctx.num_classes = smoothing, num_classes
+        return loss.masked_fill_(~counts, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        logits, log_sum, at, mine, counts = ctx.saved_tensors
+        grad = grad * counts
+        out = torch.empty_like(logits)
+        for part in _chunks(logits):
+            x = logits[part].to(torch.float32, copy=True).sub_(log_sum[part, None]).exp_()
+            if ctx.smoothing:
+                x -= ctx.smoothing / ctx.num_classes
+            if x.shape[1]:
+                x[torch.arange(len(x), device=x.device), at[part]] -= mine[part] * (1 - ctx.smoothing)
+            out[part] = x.mul_(grad[part, None])
+        return out, None, None, None, None, None
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    comm: Communicator,
+    *,
+    num_classes: int,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> torch.Tensor:
+    """`torch.nn.functional.cross_entropy` of logits whose classes are cut over the ranks of `comm`. Collective.
+
+    Args: logits: (rows, this rank's classes), floating-point. targets: (rows,) int64, the same on all ranks. num_classes: of all ranks
+    together; rank r has classes `num_classes * r // N` to `num_classes * (r + 1) // N - 1`. Rows with the target `ignore_index` count
+    nothing. The loss is in float32, the same on all ranks, and with "mean" NaN if no row counts.
+
+    The ranks exchange four numbers for each row, after Megatron-LM (1909.08053, section 3). The backward computes the probabilities
+    again from the logits, some rows at a time, so it keeps nothing but the logits.
+    """
+    loss: torch.Tensor = _CrossEntropy.apply(logits, targets, comm, num_classes, ignore_index, label_smoothing)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / (targets != ignore_index).sum()
+
+
+def _chunks(logits: torch.Tensor) -> list[slice]:
+    rows = max(_CHUNK_ELEMENTS // max(logits.shape[1], 1), 1)
+    return [slice(start, min(start + rows, len(logits))) for start in range(0, len(logits), rows)]

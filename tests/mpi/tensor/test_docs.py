@@ -1,0 +1,27 @@
+"""The programs in docs/parallel.md run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from collectives import Communicator
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/parallel.md"
+PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+def test_a_program_runs(comm: Communicator, number: int) -> None:
+    if "transformers" in PROGRAMS[number]:
+        pytest.importorskip("transformers", minversion="5")
+    names: dict[str, object] = {}
+    exec(compile(PROGRAMS[number], str(PAGE), "exec"), names)
+    loss = names["loss"]
+    assert loss.isfinite(), loss  # type: ignore[attr-defined]
+    names["mesh"].free()  # type: ignore[attr-defined]
+
+
+def test_there_are_programs() -> None:
+    assert len(PROGRAMS) == 2

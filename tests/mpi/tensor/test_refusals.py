@@ -1,0 +1,107 @@
+"""What cannot be cut is one clear error on all ranks, and leaves the model as it was."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import mpitrain
+from collectives import Communicator
+from mpitrain.models import GPT, GPTConfig
+from mpitrain.parts import part_of
+from mpitrain.tensor import Style
+
+COLUMN, ROW = Style("column"), Style("row")
+
+
+def gpt(heads: int = 2) -> GPT:
+    return GPT(GPTConfig(vocab=50, context=8, width=12, layers=1, heads=heads, tied=False))
+
+
+def changed(**styles: Style) -> dict[str, Style]:
+    return {**{name.replace("__", "."): style for name, style in styles.items()}, **gpt().tensor_plan}
+
+
+class Mixer(nn.Module):
+    """Mixes tokens between two regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), nn.Conv1d(4, 4, 3))]
+        )
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Style] | None, str]] = {
+    "no plan": (lambda: nn.Linear(2, 2), None, "Linear brings no plan along"),
+    "nothing of the name": (gpt, {"blocks.*.mlp.gate": COLUMN}, r"no module of the model matches 'blocks\.\*\.mlp\.gate'"),
+    "heads": (lambda: gpt(3), None, r"2 ranks cannot share the 3 blocks \(heads\) of blocks\.0\.attn\.qkv\.weight equally"),
+    "features": (gpt, changed(blocks__0__mlp__fc=Style("column", parts=5)), r"blocks\.0\.mlp\.fc\.weight has 48 output features"),
+    "class": (gpt, changed(ln_f=COLUMN), r"cuts ln_f as 'column', which needs Linear; it is LayerNorm"),
+    "loss": (gpt, {"loss": Style("loss")}, "needs one column layer outside of regions"),
+    "tokens": (Mixer, {"blocks.0.0.0": COLUMN, "blocks.0.0.1": ROW}, r"blocks\.0\.1 \(Conv1d\) .* may mix tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit(comm: Communicator, case: str) -> None:
+    make, plan, message = REFUSED[case]
+    model = make()
+    before = [(name, type(module), id(module)) for name, module in model.named_modules()]
+    params = list(map(id, model.parameters()))
+    with pytest.raises(ValueError, match=message):
+        mpitrain.tensor_parallel(model, comm, plan)
+    assert [(name, type(module), id(module)) for name, module in model.named_modules()] == before
+    assert list(map(id, model.parameters())) == params
+    assert all(part_of(param) is None for param in model.parameters())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.ranks(2)
+def test_twice(comm: Communicator) -> None:
+    model = mpitrain.tensor_parallel(gpt(), comm)
+    with pytest.raises(ValueError, match="the model is cut already"):
+        mpitrain.tensor_parallel(model, comm)
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_mesh_without_the_ranks_that_hold_the_parts(comm: Communicator) -> None:
+    mesh = mpitrain.mesh(comm, tp=2)
+    model = mpitrain.tensor_parallel(gpt(), mesh["tp"])
+    with pytest.raises(ValueError, match=r"wte\.weight is cut over 2 ranks, which do not hold one copy"):
+        mpitrain.fully_shard(model, mesh["dp_shard"])
+    mpitrain.fully_shard(model, mesh)
+    mesh.free()
+
+
+@pytest.mark.ranks(4)
+def test_sizes_that_do_not_fit(comm: Communicator) -> None:
+    with pytest.raises(
+        ValueError, match=r"pp 1 x dp_replicate 1 x cp 1 x tp 3 = 3 must divide the number of ranks.*: 4"
+    ):
+        mpitrain.mesh(comm, tp=3)
+    with pytest.raises(ValueError, match=r"= 8 must be the number of ranks: 4"):
+        mpitrain.mesh(comm, tp=4, dp_shard=2)
+    with pytest.raises(ValueError, match="expected sizes of at least 1, and -1 for dp_shard alone"):
+        mpitrain.mesh(comm, tp=0)
+
+
+@pytest.mark.ranks(2)
+def test_on_one_rank_nothing_is_cut(comm: Communicator) -> None:
+    mesh = mpitrain.mesh(comm)
+    model = gpt()
+    assert mpitrain.tensor_parallel(model, mesh["tp"]) is model
+    assert model(torch.zeros(1, 8, dtype=torch.long)).shape == (1, 8, 50)
+    mesh.free()
+
+
+@pytest.mark.ranks(2)
+def test_second_derivatives(comm: Communicator) -> None:
+    model = mpitrain.tensor_parallel(gpt(), comm)
+    x = torch.zeros(1, 8, dtype=torch.long)
+    loss = model(x, x)
+    (grad,) = torch.autograd.grad(loss, model.get_parameter("blocks.0.mlp.fc.weight"), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
