@@ -1,6 +1,7 @@
 """The units of a sharded model as a table."""
 
 from io import StringIO
+from math import prod
 
 import torch
 from rich.console import Console
@@ -8,6 +9,7 @@ from rich.table import Table
 from torch import nn
 
 from collectives.bench.units import show_bytes
+from mpitrain.parts import part_of
 from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.registry import kind_of, params_by_shard, unit_of
 
@@ -16,7 +18,13 @@ def num_parameters(model: nn.Module, *, trained_only: bool = False) -> int:
     """Elements of all parameters of the model, sharded or not; tied ones count once. `trained_only`: those that require gradients."""
     sharded = params_by_shard(model)
     counted = [param for param in model.parameters() if param.requires_grad or not trained_only]
-    return sum(sharded[param].full.numel() if param in sharded else param.numel() for param in counted)
+    return sum(_numel(sharded[param].full if param in sharded else param) for param in counted)
+
+
+def _numel(param: nn.Parameter) -> int:
+    """Elements of the whole parameter, of which this one may be a part."""
+    part = part_of(param)
+    return param.numel() if part is None else prod(part.full_shape)
 
 
 def summary(model: nn.Module) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collectives import launched_rank
+from mpitrain.parts import part_of
 from mpitrain.sharding.setup.foreign import check_caller
 from mpitrain.sharding.step.step import living_steps
 from mpitrain.sharding.unit.layout import ShardBox
@@ -43,12 +44,14 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step.before_writes(params, f"{type(optimizer).__name__}.step")
     cut: ShardBox | None = None
     for param in params:
-        box = box_of(param)
+        box, part = box_of(param), part_of(param)
         if box is None and name_before(param) is not None:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} holds {name_before(param)} from before fully_shard, so it would train nothing; "
                 "make the optimizer after fully_shard, from model.parameters()"
             )
+        if box is not None and part is not None and part.full_shape:
+            box = box._replace(full_shape=part.full_shape)
         if cut is None and box is not None and box.shape != box.full_shape:
             cut = box
             check_caller(param)
@@ -64,7 +67,7 @@ def _check_kind(optimizer: torch.optim.Optimizer, cut: ShardBox) -> None:
     if is_elementwise is False:
         raise TypeError(
             f"{kind.__name__} needs whole matrices, or all parameters at once, but this rank holds {cut.shape} of a parameter of "
-            f"shape {cut.full_shape}; use an element-wise optimizer (SGD, Adam, AdamW), or stage=0, which shards nothing"
+            f"shape {cut.full_shape}; use an element-wise optimizer (SGD, Adam, AdamW), or stage=0 without tensor parallelism"
         )
     if is_elementwise is None:
         _warn_of(kind.__name__)

@@ -276,3 +276,15 @@ def test_weights_come_and_go_whole(comm: Communicator, shared_tmp: Path, stage: 
                 assert torch.equal(param, part.take(expected[name])), name
         near(Figures([model(*next(batches(2))).item()], []), Figures([reference(*next(batches(2))).item()], []))
     mesh.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_optimizers_and_counts_know_the_parts(comm: Communicator, stage: int) -> None:
+    reference, (model, mesh) = plain(tied=False), Layout(2, True, stage).make(comm, tied=False)
+    assert mpitrain.num_parameters(model) == sum(param.numel() for param in reference.parameters())
+    model(*next(batches(2))).backward()
+    whole_matrices = type("Muon", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="Muon needs whole matrices"):
+        whole_matrices.step()
+    mesh.free()
