@@ -214,7 +214,7 @@ def test_wrong_use_is_refused_with_the_way_out(comm) -> None:
         fully_shard(nn.Linear(2, 2), comm, stage=0, storage="resident")
     if comm.size > 1:
         with pytest.raises(
-            ValueError, match="mesh axes model=.* are unknown; expected axes among dp_replicate, dp_shard, cp, pp, tp"
+            ValueError, match=r"mesh axes model=.* are unknown; expected axes among dp_replicate, dp_shard, cp, pp, tp"
         ):
             fully_shard(nn.Linear(2, 2), Mesh(comm, {"dp_shard": 1, "model": -1}))
     with pytest.raises(ValueError, match="expected 'auto', 'resident' or 'private'"):
