@@ -101,18 +101,21 @@ def cut(
     over: Communicator,
     *,
     lengths: Sequence[int] | None = None,
+    blocks: int | None = None,
     copies: Communicator | None = None,
 ) -> Part:
     """This rank's part of a parameter that is cut along `dim` over the ranks of `over`, as equally as possible.
 
     `lengths`: of several matrices that lie end to end along `dim` (query, key and value of one product), each of which is cut.
-    `copies`: neighbouring ranks of `over` that get the same part, and each compute a part of its gradient.
+    `blocks`: the number of equal blocks of each matrix (heads) that stay whole; None: single elements. `copies`: neighbouring ranks of
+    `over` that get the same part, and each compute a part of its gradient.
     """
     shape, boxes, at = tuple(shape), [], 0
-    count = 1 if copies is None else copies.size
-    number, size = over.rank // count, over.size // count
+    num_sharing = 1 if copies is None else copies.size
+    number, size = over.rank // num_sharing, over.size // num_sharing
     for length in (shape[dim],) if lengths is None else lengths:
-        begin, end = length * number // size, length * (number + 1) // size
+        count = blocks or max(length, 1)
+        begin, end = (count * n // size * (length // count) for n in (number, number + 1))
         offset = tuple(at + begin if d == dim else 0 for d in range(len(shape)))
         boxes.append(Box(offset, tuple(end - begin if d == dim else n for d, n in enumerate(shape))))
         at += length

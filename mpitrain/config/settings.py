@@ -259,7 +259,7 @@ def check_ranks(config: Config, num_ranks: int) -> None:
 
     Raises:
         ConfigError: the global batch is not a multiple of data-parallel ranks x micro-batches; the ranks are not a multiple of copies x
-            tensor; or the model's heads or context cannot be shared by `tensor` ranks.
+            tensor; or `tensor` ranks cannot share the model's heads or context.
     """
     copies, tensor = config.parallel.copies, config.parallel.tensor
     if tensor == 1 and num_ranks % copies:
@@ -272,8 +272,8 @@ def check_ranks(config: Config, num_ranks: int) -> None:
             f"divide {num_ranks} ranks"
         )
     sizes = config.model.resolve()
-    if sizes.heads % tensor:
-        raise ConfigError(f"parallel.tensor: {tensor} ranks cannot share {sizes.heads} heads (model.heads) equally")
+    if sizes.heads < tensor:
+        raise ConfigError(f"parallel.tensor: {tensor} ranks cannot share {sizes.heads} heads (model.heads)")
     if config.parallel.sequence and sizes.context % tensor:
         raise ConfigError(
             f"parallel.tensor: {tensor} ranks cannot share {sizes.context} tokens (model.context) equally; take a multiple, or "

@@ -115,8 +115,8 @@ class GPT(nn.Module):
         heads = self.config.heads
         return {
             "wte": Style("vocabulary"),
-            "blocks.*.attn.qkv": Style("column", parts=3, blocks=heads),
-            "blocks.*.attn.proj": Style("row", blocks=heads),
+            "blocks.*.attn.qkv": Style("column", parts=3, blocks=heads, is_even=False),
+            "blocks.*.attn.proj": Style("row", blocks=heads, is_even=False),
             "blocks.*.mlp.fc": Style("column"),
             "blocks.*.mlp.proj": Style("row"),
             "head": Style("column"),

@@ -63,8 +63,8 @@ class _Cutter:
         """Column layers outside of regions: their outputs stay cut."""
         self.stacks = self._stacks() if sequence else {}
         self.ranks = layers.TensorRanks(comm, sequence=bool(self.stacks))
-        self.cuts: dict[int, tuple[int, list[int], int]] = {}
-        """For the `id` of each parameter that is cut: the dimension, the lengths of its matrices, and how many ranks share a part."""
+        self.cuts: dict[int, tuple[int, list[int], int | None, int]] = {}
+        """For the `id` of each parameter that is cut: the dimension, the lengths of its matrices, their blocks, and the ranks that share a part."""
         for name, style in self.styles.items():
             self._check(name, self.modules[name], style)
         if sequence:
@@ -156,10 +156,11 @@ class _Cutter:
             )
         num_sharing = 1
         if style.blocks is not None and blocks % size:
-            if not style.is_shared or size % blocks:
+            if style.is_shared and size % blocks == 0:
+                num_sharing = size // blocks
+            elif style.is_even or blocks < size:
                 raise ValueError(f"{size} ranks cannot share the {blocks} blocks (heads) of {name} equally")
-            num_sharing = size // blocks
-        found = dim, [length // style.parts] * style.parts, num_sharing
+        found = dim, [length // style.parts] * style.parts, style.blocks, num_sharing
         if self.cuts.setdefault(id(param), found) != found:
             raise ValueError(f"{name} is tied to a parameter that the plan cuts in another way")
 
@@ -179,7 +180,7 @@ class _Cutter:
 
     def apply(self) -> None:
         """Change the model. Collective."""
-        counts = sorted({num_sharing for _, _, num_sharing in self.cuts.values()} - {1})
+        counts = sorted({num_sharing for *_, num_sharing in self.cuts.values()} - {1})
         sharing = {count: self.comm.split(self.comm.rank // count) for count in counts}
         made: dict[int, nn.Parameter] = {}
         for name, module in self.modules.items():
@@ -203,8 +204,9 @@ class _Cutter:
         """The parameter of this rank's part, with its mark. `made`: those that were made before, by the old one's `id`."""
         if id(param) not in made:
             if id(param) in self.cuts:
-                dim, lengths, num_sharing = self.cuts[id(param)]
-                part = parts.cut(param.shape, dim, self.comm, lengths=lengths, copies=sharing.get(num_sharing))
+                dim, lengths, blocks, num_sharing = self.cuts[id(param)]
+                copies = sharing.get(num_sharing)
+                part = parts.cut(param.shape, dim, self.comm, lengths=lengths, blocks=blocks, copies=copies)
             else:
                 part = parts.whole(param.shape, self.comm, is_partial=self._is_partial(name))
             new = _with_values(param, part, self.comm)

@@ -25,15 +25,17 @@ class Style:
 
     parts: the matrices that lie end to end in the weight (3 for query, key and value), each of which is cut. blocks: the indivisible
     blocks of each of these matrices, such as attention heads; None: single features. is_shared: the blocks may be fewer than the ranks;
-    then several ranks have each block (the key and value heads of grouped queries). gathers: all output features of a column layer are
-    gathered. splits: the input of a row layer has all features. names: of "divide" the attributes, of "experts" the parameters: first
-    those cut by output features (`parts` matrices each), last one cut by input features.
+    then several ranks have each block (the key and value heads of grouped queries). is_even: all ranks must have the same number of
+    blocks. gathers: all output features of a column layer are gathered. splits: the input of a row layer has all features. names: of
+    "divide" the attributes, of "experts" the parameters: first those cut by output features (`parts` matrices each), last one cut by
+    input features.
     """
 
     kind: Kind
     parts: int = 1
     blocks: int | None = None
     is_shared: bool = False
+    is_even: bool = True
     gathers: bool = False
     splits: bool = False
     names: tuple[str, ...] = ()

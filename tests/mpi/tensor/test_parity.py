@@ -288,3 +288,18 @@ def test_optimizers_and_counts_know_the_parts(comm: Communicator, stage: int) ->
     with pytest.raises(TypeError, match="Muon needs whole matrices"):
         whole_matrices.step()
     mesh.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_heads_that_the_ranks_cannot_share_equally(comm: Communicator, sequence: bool) -> None:
+    """One rank has one head, the other two."""
+    sizes = GPTConfig(vocab=101, context=LENGTH, width=48, layers=2, heads=3, tied=False)
+    reference, model = GPT(sizes), GPT(sizes)
+    initialize(reference, seed=1)
+    mesh = mpitrain.mesh(comm, tp=2)
+    mpitrain.tensor_parallel(model, mesh["tp"], sequence=sequence)
+    mpitrain.fully_shard(model, mesh)
+    initialize(model, seed=1)
+    near(train(model, optimizer_of(model), 2, mesh["dp_shard"]), train(reference, optimizer_of(reference), 2))
+    mesh.free()

@@ -36,7 +36,12 @@ class Mixer(nn.Module):
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Style] | None, str]] = {
     "no plan": (lambda: nn.Linear(2, 2), None, "Linear brings no plan along"),
     "nothing of the name": (gpt, {"blocks.*.mlp.gate": COLUMN}, r"no module of the model matches 'blocks\.\*\.mlp\.gate'"),
-    "heads": (lambda: gpt(3), None, r"2 ranks cannot share the 3 blocks \(heads\) of blocks\.0\.attn\.qkv\.weight equally"),
+    "heads": (
+        lambda: gpt(3),
+        changed(blocks__0__attn__qkv=Style("column", parts=3, blocks=3)),
+        r"2 ranks cannot share the 3 blocks \(heads\) of blocks\.0\.attn\.qkv\.weight equally",
+    ),
+    "few heads": (lambda: gpt(1), None, r"2 ranks cannot share the 1 blocks \(heads\) of blocks\.0\.attn\.qkv\.weight equally"),
     "features": (gpt, changed(blocks__0__mlp__fc=Style("column", parts=5)), r"blocks\.0\.mlp\.fc\.weight has 48 output features"),
     "class": (gpt, changed(ln_f=COLUMN), r"cuts ln_f as 'column', which needs Linear; it is LayerNorm"),
     "loss": (gpt, {"loss": Style("loss")}, "needs one column layer outside of regions"),
