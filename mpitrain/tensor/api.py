@@ -64,7 +64,7 @@ class _Cutter:
         self.stacks = self._stacks() if sequence else {}
         self.ranks = layers.TensorRanks(comm, sequence=bool(self.stacks))
         self.cuts: dict[int, tuple[int, list[int], int | None, int]] = {}
-        """By the `id` of a cut parameter: the dimension, the lengths of its matrices, their blocks, the number of ranks that share a part."""
+        """By the `id` of a cut parameter: the dimension, the lengths of its matrices, their blocks, and how many ranks share a part."""
         for name, style in self.styles.items():
             self._check(name, self.modules[name], style)
         if sequence:
