@@ -6,9 +6,6 @@ from math import prod
 import collectives
 from collectives import Communicator, Mesh
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The axes, from the slowest to the fastest: ranks of one `tp` group are neighbours, so they share a node where nodes allow it."""
-
 
 def mesh(
     comm: Communicator | None = None,
@@ -28,6 +25,7 @@ def mesh(
     The gradient is the mean over dp_replicate x dp_shard x cp. ValueError on all ranks, with both products, if the sizes do not fit.
     """
     comm = comm or collectives.world()
+    # From the slowest axis to the fastest: ranks of one `tp` group are neighbours, so they share a node where nodes allow it.
     sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     with comm.together():
         _check(sizes, comm.size)
@@ -37,7 +35,7 @@ def mesh(
 def _check(sizes: Mapping[str, int], num_ranks: int) -> None:
     given = {name: size for name, size in sizes.items() if size != -1}
     product = prod(given.values())
-    if any(size < 1 for size in given.values()) or set(sizes) - set(given) > {"dp_shard"}:
+    if any(size < 1 for size in given.values()) or not set(sizes) - set(given) <= {"dp_shard"}:
         raise ValueError(f"mesh: expected sizes of at least 1, and -1 for dp_shard alone; got {_shown(sizes)}")
     if len(given) < len(sizes) and num_ranks % product == 0:
         return

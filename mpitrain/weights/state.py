@@ -24,7 +24,8 @@ from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import SHARD
-from mpitrain.sharding.unit.registry import params_by_shard, sharded_over
+from mpitrain.sharding.unit.registry import params_by_shard
+from mpitrain.weights.targets import ranks_of_model
 
 Sharded = Mapping[torch.Tensor, ShardedParameter]
 """The sharded parameters of a model by their shards."""
@@ -47,8 +48,7 @@ def save(
     `meta`: a JSON-like dict of the user. `tensors`: further tensors in the form of `ckpt.save`. The options (`files`, `driver`,
     `background`, `copies`, `keep`, `keep_every`, `overwrite`) and the errors are those of `ckpt.save`.
     """
-    over = sharded_over(model)
-    comm = _ranks_of(model, comm) if over is None else over.everyone
+    comm = ranks_of_model(model) or comm
     sharded = params_by_shard(model)
     everything = {
         **_model_tensors(model, ema, sharded, is_saved=True),
@@ -91,8 +91,7 @@ def load(
     tensors that the checkpoint lacks, such as a new head, keep their values. `cast`, `verify`, `copies`: see `ckpt.load`.
     Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model.
     """
-    over = sharded_over(model)
-    comm = _ranks_of(model, comm) if over is None else over.everyone
+    comm = ranks_of_model(model) or comm
     sharded = params_by_shard(model)
     wanted = {**_model_tensors(model, ema, sharded), **(tensors or {})}
     only = ["model/*", *(name for name in wanted if not name.startswith("model/"))]
@@ -206,11 +205,6 @@ def _axes(owner: ShardedParameter | None, part: Part | None) -> list[str | None]
     if part is not None and part.copies is not part.over:
         axes[part.dim] = "tp" if axes[part.dim] is None else f"tp,{axes[part.dim]}"
     return axes
-
-
-def _ranks_of(model: nn.Module, comm: Communicator | None) -> Communicator | None:
-    """The ranks that save or load a model that is not sharded: those over which it is cut, or the caller's `comm`."""
-    return next((part.over for param in model.parameters() if (part := part_of(param)) is not None), comm)
 
 
 def _data(value: Any) -> list[Any]:

@@ -91,6 +91,8 @@ def test_sizes_that_do_not_fit(comm: Communicator) -> None:
         mpitrain.mesh(comm, tp=4, dp_shard=2)
     with pytest.raises(ValueError, match="expected sizes of at least 1, and -1 for dp_shard alone"):
         mpitrain.mesh(comm, tp=0)
+    with pytest.raises(ValueError, match="expected sizes of at least 1, and -1 for dp_shard alone"):
+        mpitrain.mesh(comm, tp=-1, dp_shard=1)
 
 
 @pytest.mark.ranks(2)
