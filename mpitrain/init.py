@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mpitrain.parts import part_of
+from mpitrain.parts import mark_part, part_of, watch_gradient
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.unit.marks import box_of
 
@@ -115,12 +115,13 @@ def fill_(
 def initialize(model: nn.Module, rule: Callable[[str], Init] | None = None, *, seed: int = 0) -> None:
     """Give every parameter of a model its initial values, in place; each rank fills its own rows, without communication.
 
-    Running statistics (BatchNorm's) on the meta device get memory and their initial values, too; other buffers are left to the
-    caller. Tied parameters are drawn once, under the first of their names. A shard has an attribute `shard_box` with the full
-    parameter's `full_shape` and the shard's `offset` in it.
+    Parameters on the meta device get memory on the CPU first; `fully_shard` has given it to the parameters that it shards. Running
+    statistics (BatchNorm's) on the meta device get memory and their initial values, too; other buffers are left to the caller. Tied
+    parameters are drawn once, under the first of their names. A shard has an attribute `shard_box` with the full parameter's
+    `full_shape` and the shard's `offset` in it.
 
     Args:
-        model: a module, plain or sharded, its parameters not on the meta device.
+        model: a module, plain, cut by `tensor_parallel`, or sharded.
         rule: the distribution for a parameter's name; default: the model's own `init_rule`.
         seed: the run's seed.
 
@@ -132,6 +133,7 @@ def initialize(model: nn.Module, rule: Callable[[str], Init] | None = None, *, s
         rule = getattr(model, "init_rule", None)
     if rule is None:
         raise TypeError(f"{type(model).__name__} has no init_rule(name); pass rule=, a function of a parameter's name")
+    _give_memory(model)
     for name, parameter in model.named_parameters():
         box, part = box_of(parameter), part_of(parameter)
         if part is None or not part.full_shape:
@@ -150,6 +152,21 @@ def initialize(model: nn.Module, rule: Callable[[str], Init] | None = None, *, s
             for name in names:
                 with_memory(model, f"{path}.{name}" if path else name)
             reset()
+
+
+def _give_memory(model: nn.Module) -> None:
+    """Replace parameters on the meta device by parameters on the CPU. Tied parameters stay tied, and parts keep their marks."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is None or not param.is_meta:
+                continue
+            if id(param) not in made:
+                made[id(param)] = new = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
+                if (part := part_of(param)) is not None:
+                    mark_part(new, part)
+                    watch_gradient(new)
+            module._parameters[key] = made[id(param)]
 
 
 def _fill_box(

@@ -25,6 +25,9 @@ class TrainingSetup(NamedTuple):
 class TrainedModel:
     """A model with its optimizer. A step calls `forward`, `backward`, `update` and `clear` in this order."""
 
+    takes_whole_batch = False
+    """Whether each rank takes the sequences of all ranks."""
+
     def __init__(self, model: nn.Module, *, autocast: AbstractContextManager[Any] | None = None) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -53,7 +56,7 @@ class TrainedModel:
 
     def held(self) -> Iterator[torch.Tensor]:
         """The tensors of a rank between two steps. For gradients, which have the size of the parameters, it yields meta tensors."""
-        for param in self.model.parameters():
+        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
             yield param.data
             yield torch.empty_like(local(param.data), device="meta")
             yield from (value for value in self.optimizer.state.get(param, {}).values() if torch.is_tensor(value))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 from collectives.bench.kit.torch_group import torch_group
 from collectives.bench.kit.turns import CannotTakePart
 from mpitrain.bench.model import TrainedModel, TrainingSetup
-from mpitrain.bench.options import NO_DEEPSPEED, OURS, has_deepspeed
+from mpitrain.bench.options import NO_DEEPSPEED, OURS, SEQUENCE, TENSOR, has_deepspeed
+from mpitrain.bench.tensor import TensorParallel, TorchTensorParallel
 from mpitrain.init import fill_, initialize
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.sharding import MixedPrecisionPolicy, communication_s, fully_shard
@@ -80,10 +82,32 @@ def deepspeed(config: GPTConfig, setup: TrainingSetup) -> TrainedModel:
     return DeepSpeed(_plain(config, setup), setup)
 
 
+def tensor(config: GPTConfig, setup: TrainingSetup, *, sequence: bool = False) -> TrainedModel:
+    """Our `tensor_parallel` over all ranks."""
+    _check_heads(config, setup)
+    return TensorParallel(config, setup, sequence=sequence)
+
+
+def torch_tensor(config: GPTConfig, setup: TrainingSetup, *, sequence: bool = False) -> TrainedModel:
+    """torch's `parallelize_module` over all ranks."""
+    _check_heads(config, setup)
+    _need_torch_distributed(setup)
+    return TorchTensorParallel(config, setup, sequence=sequence)
+
+
 MAKERS: dict[str, Callable[[GPTConfig, TrainingSetup], TrainedModel]] = {
-    OURS: ours, "none": none, "ddp": ddp, "fsdp": fsdp, "deepspeed": deepspeed,
+    OURS: ours, "none": none, "ddp": ddp, "fsdp": fsdp, "deepspeed": deepspeed, TENSOR: tensor,
+    SEQUENCE: partial(tensor, sequence=True), "torch-tensor": torch_tensor,
+    "torch-sequence": partial(torch_tensor, sequence=True),
 }  # fmt: skip
 """The makers of models by their names on the command line (options.py). All are collective; CannotTakePart comes on all ranks."""
+
+
+def _check_heads(config: GPTConfig, setup: TrainingSetup) -> None:
+    if config.heads % setup.comm.size or config.context % setup.comm.size:
+        raise CannotTakePart(
+            f"{setup.comm.size} ranks cannot share {config.heads} heads and {config.context} tokens equally"
+        )
 
 
 def _need_torch_distributed(setup: TrainingSetup) -> None:

@@ -9,8 +9,8 @@ from collectives.bench.kit.arguments import add_json, add_plot, add_report, name
 from collectives.commands.terminal import positive
 from mpitrain.bench.results import Case
 
-PEERS = ("none", "ddp", "fsdp", "deepspeed")
-OURS = "mpitrain"
+OURS, TENSOR, SEQUENCE = "mpitrain", "tensor", "sequence"
+PEERS = ("none", "ddp", "fsdp", "deepspeed", TENSOR, SEQUENCE, "torch-tensor", "torch-sequence")
 NO_DEEPSPEED = "it is not installed (pip install deepspeed)"
 STEPS, OVERHEAD_STEPS = 8, 50
 
@@ -55,7 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--peers", type=names_of(PEERS, or_none=True), default=list(PEERS[:3]), metavar="NAME,..",
         help="none: each rank alone on an unsharded copy; ddp, fsdp: of torch, with Gloo or NCCL; deepspeed: ZeRO stage 3, if it is "
-        "installed (default: none,ddp,fsdp)",
+        "installed; tensor, sequence: our tensor parallelism over all ranks, without and with sequence parallelism; torch-tensor, "
+        "torch-sequence: torch's (default: none,ddp,fsdp)",
     )  # fmt: skip
     what.add_argument("--only", choices=(OURS, *PEERS), help="measure only this one, and the peak of its memory")
     what.add_argument(

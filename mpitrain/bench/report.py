@@ -16,7 +16,7 @@ from rich.text import Text
 
 from collectives.bench.kit.launches import alike, median_known, median_ratio
 from collectives.bench.kit.tables import new_table, plural
-from mpitrain.bench.options import OURS, PEERS
+from mpitrain.bench.options import OURS, PEERS, SEQUENCE, TENSOR
 from mpitrain.bench.results import Case, HookOverhead, Phases, StepRow, TrainingLaunch
 
 PHASES = {
@@ -41,10 +41,10 @@ def merged(launches: Sequence[TrainingLaunch], case: Case) -> list[StepRow]:
     return [_median_row(everything, name) for name in (*order, *(name for name in names if name not in order))]
 
 
-def ratio(launches: Sequence[TrainingLaunch], case: Case, name: str) -> float | None:
-    """The median over the launches of the ratio of our step's time to the step's time of `name`; None if no launch has both."""
+def ratio(launches: Sequence[TrainingLaunch], case: Case, name: str, ours: str = OURS) -> float | None:
+    """The median over the launches of the ratio of the step's time of `ours` to that of `name`; None if no launch has both."""
     measured = (part for launch in launches for part in launch.measured if part.case == case)
-    return median_ratio([{row.name: row.step_s for row in part.rows} for part in measured], OURS, name)
+    return median_ratio([{row.name: row.step_s for row in part.rows} for part in measured], ours, name)
 
 
 def _median_row(everything: Sequence[Sequence[StepRow]], name: str) -> StepRow:
@@ -110,7 +110,10 @@ def _table(group: Sequence[TrainingLaunch], case: Case) -> Table:
         ("", lambda row: row.name),
         ("step ms", lambda row: _ms(row.step_s)),
         ("fastest .. slowest", lambda row: f"{_ms(row.fastest_s)} .. {_ms(row.slowest_s)}"),
-        (f"{OURS} / this", lambda row: _shown(ratio(group, case, row.name), 1, ".2f")),
+        *(
+            (f"{ours} / this", lambda row, ours=ours: _shown(ratio(group, case, row.name, ours), 1, ".2f"))
+            for ours in (OURS, TENSOR, SEQUENCE)
+        ),
         *((name, lambda row, of=of: _ms(getattr(row.phases, of))) for name, of in PHASES.items()),
         ("tokens/s", lambda row: f"{row.tokens_per_s:,.0f}"),
         ("MFU", lambda row: f"{row.mfu:.0%}"),

@@ -57,11 +57,13 @@ class TimedSteps:
         self.model, self.setup = model, setup
         self.loss = 0.0
         self._shape, self._vocab = (case.batch, case.context + 1), case.config().vocab
-        self._generator = torch.Generator().manual_seed(setup.comm.rank)  # each rank has other tokens
+        ranks = range(setup.comm.size) if model.takes_whole_batch else [setup.comm.rank]
+        self._generators = [torch.Generator().manual_seed(rank) for rank in ranks]  # each rank has other tokens
 
     def turn(self, round_: int) -> Seconds:
         """Take a step after a barrier, so that no rank waits for earlier work. "forward" and "backward" include their communication."""
-        tokens = torch.randint(0, self._vocab, self._shape, generator=self._generator).to(self.setup.device)
+        of_ranks = [torch.randint(0, self._vocab, self._shape, generator=each) for each in self._generators]
+        tokens = torch.cat(of_ranks).to(self.setup.device)
         model = self.model
         self.setup.comm.barrier()
         clock = StepClock(self.setup.device)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator, Mesh, launched_rank
-from mpitrain.sharding.heap import keep_freed_memory
+from mpitrain.heap import keep_freed_memory
 from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.optim.optimizer_checks import watch_optimizers
 from mpitrain.sharding.optim.torch_calls import watch_calls

@@ -8,6 +8,7 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain import parts
+from mpitrain.heap import keep_freed_memory
 from mpitrain.parts import Part
 from mpitrain.tensor import layers
 from mpitrain.tensor.plan import Plan, Style, region_of, styles_of
@@ -25,7 +26,8 @@ def tensor_parallel(
     """Cut a model over the ranks of `comm`, in place, before `fully_shard`; returns the model. Collective.
 
     Every module stays in its place and keeps its name. Each rank keeps its part of the cut matrices, with the values of rank 0's model.
-    Parameters on the meta device stay there. Ranks of `comm` must pass the same inputs, and get the same outputs.
+    Parameters on the meta device stay there until `fully_shard` or `initialize` gives them memory. Ranks of `comm` must pass the same
+    inputs, and get the same outputs.
 
     Args: plan: names modules and how each is cut; None: the model's attribute `tensor_plan`, or the plan of a transformers model.
     sequence: also sequence parallelism: in each stack of blocks (an `nn.ModuleList` whose modules have cut matrices) the stream between
@@ -36,6 +38,8 @@ def tensor_parallel(
     """
     with comm.together("tensor_parallel"):
         cutter = _Cutter(model, comm, plan, sequence=sequence)
+    if any(param.device.type in ("cpu", "meta") for param in model.parameters()):
+        keep_freed_memory()
     if comm.size > 1:
         cutter.apply()
     return model

@@ -231,6 +231,19 @@ def test_a_training_step_is_measured_beside_its_peers(tmp_path: Path) -> None:
     assert f"{row['peak_pss_bytes'] / 1e6:,.0f}" in shown.stdout and "mpitrain / this" in shown.stdout
 
 
+def test_tensor_parallelism_is_measured_beside_torchs(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    cut = ["tensor", "sequence", "torch-tensor", "torch-sequence"]
+    result = step_bench(2, *TINY, "--peers", ",".join(["none", *cut]), "--json", str(file))
+    assert result.returncode == 0, str(result)
+    for name in ("mpitrain", "tensor", "sequence"):
+        assert f"{name} / this" in result.stdout
+    rows = {row["name"]: row for row in json.loads(file.read_text())["measured"][0]["rows"]}
+    assert [rows[name]["loss"] for name in cut] == pytest.approx([rows["mpitrain"]["loss"]] * 4, rel=1e-5)
+    for name in cut:
+        assert rows[name]["state_bytes"] < 0.7 * rows["none"]["state_bytes"]
+
+
 def test_the_overhead_of_hooks_is_that_of_each_rank_alone(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     result = step_bench(2, "--overhead", "--steps", "2", "--json", str(file))

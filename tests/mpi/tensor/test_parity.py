@@ -102,7 +102,11 @@ class Layout(NamedTuple):
 
 
 def layouts(num_ranks: int) -> list[Layout]:
-    found = [Layout(num_ranks, sequence, stage) for sequence in (False, True) for stage in (None, 3)]
+    found = [
+        Layout(num_ranks, sequence, stage, meta=sequence and stage is None)
+        for sequence in (False, True)
+        for stage in (None, 3)
+    ]
     if num_ranks == 4:
         found += [
             *(Layout(2, True, stage, storage) for stage in (0, 1, 2, 3) for storage in ("auto", "private")),

@@ -43,7 +43,7 @@ def test_arguments() -> None:
         (["--shapes", "64x2"], "'64x2'; expected width x layers x batch, such as 1024x8x1,512x6x4"),
         (["--shapes", "64x0x1"], "'64x0x1'; expected width"),
         (["--steps", "0"], "'0'; expected a whole number of at least 1"),
-        (["--peers", "none,horovod"], "invalid choice: 'horovod'; expected of none, ddp, fsdp, deepspeed"),
+        (["--peers", "none,horovod"], "invalid choice: 'horovod'; expected of none, ddp, fsdp, deepspeed, tensor"),
         (["--only", "fsdp", "--peers", "ddp"], "argument --peers: not allowed with argument --only"),
         (["--only", "fsdp", "--shapes", "64x2x1,32x2x1"], "--only measures the peak memory of the process"),
         (["--heads", "3"], "model.width: expected a multiple of model.heads = 3, got 1024"),
