@@ -65,6 +65,7 @@ class _Cutter:
             name for name, style in self.styles.items() if style.kind == "column" and self._region(name) is None
         ]
         """Column layers outside of regions: their outputs stay cut."""
+        self.only_columns = self._only_columns()
         self.stacks = self._stacks() if sequence else {}
         self.ranks = layers.TensorRanks(comm, sequence=bool(self.stacks))
         self.cuts: dict[int, tuple[int, list[int], int | None, int]] = {}
@@ -81,6 +82,14 @@ class _Cutter:
             if name in self.regions:
                 return name
         return None
+
+    def _only_columns(self) -> set[str]:
+        """The column layers that are the only ones of their regions."""
+        columns: dict[str | None, list[str]] = {}
+        for name, style in self.styles.items():
+            if style.kind == "column" and not isinstance(self.modules[name], nn.Embedding):
+                columns.setdefault(self._region(name), []).append(name)
+        return {names[0] for region, names in columns.items() if region is not None and len(names) == 1}
 
     def _stacks(self) -> dict[str, list[str]]:
         """The outermost lists of blocks around regions, each with the names of its blocks."""
@@ -231,9 +240,12 @@ class _Cutter:
         """Let one module compute with its part."""
         changed: Any = module
         if style.kind == "row":
-            changed.__class__ = layers.row_class(type(module))  # type: ignore[arg-type]  # a class is hashable
+            changed.__class__ = layers.cut_class(layers.RowLayer, type(module))  # type: ignore[arg-type]  # a class is hashable
             changed.ranks, changed.is_cut, changed.splits = self.ranks, self._is_in_stack(name), style.splits
             changed.is_transposed = not isinstance(module, nn.Linear)
+        elif name in self.only_columns:
+            changed.__class__ = layers.cut_class(layers.ColumnLayer, type(module))  # type: ignore[arg-type]
+            changed.ranks, changed.is_transposed = self.ranks, not isinstance(module, nn.Linear)
         elif style.kind == "vocabulary":
             changed.__class__ = layers.VocabularyEmbedding
             changed.ranks, changed.first = self.ranks, _part(changed.weight).boxes[0].offset[0]
@@ -292,7 +304,7 @@ def _features_of(module: nn.Module) -> tuple[int, int] | None:
     """The dimensions of the weight that are input and output features; None for a module without them."""
     if isinstance(module, nn.Linear):
         return 1, 0
-    if isinstance(module, nn.Embedding) or type(module).__name__.removeprefix("Row") == "Conv1D":  # of transformers
+    if isinstance(module, nn.Embedding) or type(module).__name__ in ("Conv1D", "RowConv1D", "ColumnConv1D"):
         return 0, 1
     return None
 
