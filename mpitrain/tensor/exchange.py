@@ -4,15 +4,20 @@ A rank computes its contribution to a sum in a *room*. If the ranks are on one n
 all-gather collects is one array of all ranks. No message is sent. Between nodes and on GPUs the collectives do the same.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import pairwise
 from math import prod
+from typing import ParamSpec
 
 import torch
 
 from collectives import Communicator, Work
 from mpitrain.tensor.node_arrays import NodeArrays
+
+P = ParamSpec("P")
 
 
 def bounds(length: int, size: int) -> list[int]:
@@ -24,6 +29,19 @@ def own_part(x: torch.Tensor, comm: Communicator, dim: int) -> torch.Tensor:
     """This rank's part of dimension `dim`: a view."""
     edges = bounds(x.shape[dim], comm.size)
     return x.narrow(dim, edges[comm.rank], edges[comm.rank + 1] - edges[comm.rank])
+
+
+def _timed(exchange: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
+    """A method of Exchange that counts its time."""
+
+    @wraps(exchange)
+    def timed(*args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
+        began = time.perf_counter()
+        result = exchange(*args, **kwargs)
+        args[0].seconds += time.perf_counter() - began  # type: ignore[attr-defined]
+        return result
+
+    return timed
 
 
 @dataclass
@@ -46,7 +64,10 @@ class Exchange:
         self.comm = comm
         self._arrays = NodeArrays(comm) if comm.num_nodes == 1 else None
         self._posted: Room | None = None
+        self.seconds = 0.0
+        """The time of all exchanges so far, with the waits for other ranks. On GPUs it is the time to start them."""
 
+    @_timed
     def gather(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         """All ranks' parts of dimension `dim`, of `length` in all. No rank may write to the result: the ranks may share it."""
         shape = list(x.shape)
@@ -78,6 +99,7 @@ class Exchange:
         if self._arrays is not None and room.all is not None:
             room.fence = self._arrays.fence()
 
+    @_timed
     def own_sum(self, room: Room, dim: int) -> torch.Tensor:
         """This rank's part, along `dim`, of the sum of all rooms. The caller may write to it."""
         if room.all is None:
@@ -85,6 +107,7 @@ class Exchange:
         self._wait(room)
         return _added(own_part(room.all, self.comm, dim))
 
+    @_timed
     def whole_sum(self, room: Room) -> torch.Tensor:
         """The sum of all rooms. The caller may write to it."""
         if room.all is None or self._arrays is None:

@@ -81,6 +81,12 @@ class TensorRanks:
         return regions.all_tokens(x, self.exchange, x.shape[-2] * self.comm.size) if cut else x
 
 
+def communication_s(model: nn.Module) -> float:
+    """Seconds that this rank has spent in exchanges of a model's cut modules, with the waits for other ranks."""
+    found = {getattr(module, "ranks", None) for module in model.modules()}
+    return sum(ranks.exchange.seconds for ranks in found if isinstance(ranks, TensorRanks))
+
+
 class RowLayer(nn.Module):
     """A linear layer with this rank's part of the input features. The bias is added to the sum over the ranks."""
 
