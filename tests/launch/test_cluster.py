@@ -115,7 +115,7 @@ def test_tensor_parallelism_sends_what_the_formula_says(sequence: bool) -> None:
 import sys, torch, collectives, mpitrain
 from mpitrain.init import initialize
 from mpitrain.models import GPT, GPTConfig
-sequences, length, width, layers, sequence = 2, 256, 512, 2, sys.argv[1] == "True"
+sequences, length, width, layers, sequence = 4, 256, 512, 2, sys.argv[1] == "True"
 comm = collectives.world()
 torch.set_num_threads(1)
 with torch.device("meta"):
