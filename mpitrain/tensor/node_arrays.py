@@ -9,6 +9,7 @@ has no array that another rank is about to take for this fence: rank 0 holds it,
 only after the next fence, when all ranks have chosen from it.
 """
 
+import os
 import weakref
 from collections.abc import Sequence
 from math import prod
@@ -45,7 +46,7 @@ class NodeArrays:
             return None
         self._is_let_go[self._comm.rank, number] = False
         memory = self._arrays[number][:nbytes]  # a new object, which lives as long as the tensors on it
-        weakref.finalize(memory, self._is_let_go.__setitem__, (self._comm.rank, number), True).atexit = False
+        weakref.finalize(memory, _let_go, os.getpid(), self._is_let_go, (self._comm.rank, number)).atexit = False
         return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
     def fence(self) -> Work:
@@ -91,3 +92,8 @@ class NodeArrays:
             self._arrays[number] = array
         self._sizes[number] = len(array)
         return number
+
+
+def _let_go(process: int, is_let_go: np.ndarray, place: tuple[int, int]) -> None:
+    if os.getpid() == process:  # a forked process, such as a worker that loads data, has copies of the tensors
+        is_let_go[place] = True
