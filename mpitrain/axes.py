@@ -6,21 +6,61 @@ from math import prod
 import collectives
 from collectives import Communicator, Mesh
 
+EXPERTS = ("efsdp", "ep")
+"""The axes of the second mesh that stand in the place of dp_shard and cp."""
+
+
+class ModelMesh(Mesh):
+    """A mesh of a model, and `experts`, a second mesh of the same ranks, in which `efsdp` x `ep` is in the place of dp_shard x cp.
+
+    `ep`: the ranks that hold the experts of one layer together, neighbours within dp_shard x cp. `efsdp`: the ranks that hold the same
+    experts, over which ZeRO shards them. (The names are torchtitan's; Megatron-LM's EDP is dp_replicate x efsdp.) A look-up may name
+    axes of either mesh: `mesh["ep"]`, `mesh["dp_replicate", "efsdp"]`, `mesh["dp_shard", "cp"]`. Groups of the same ranks are one
+    communicator.
+    """
+
+    def __init__(self, comm: Communicator, axes: Mapping[str, int], *, ep: int) -> None:
+        self._ep = ep
+        super().__init__(comm, axes)
+        pp, dp_replicate, dp_shard, cp, tp = self.axes.values()
+        axes = {"pp": pp, "dp_replicate": dp_replicate, "efsdp": dp_shard * cp // ep, "ep": ep, "tp": tp}
+        self.experts = Mesh(comm, axes, beside=self)
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Communicator:
+        asked = names if isinstance(names, tuple) else (names,)
+        if not any(name in EXPERTS for name in asked):
+            return super().__getitem__(names)
+        if "dp_shard" in asked or "cp" in asked:
+            raise KeyError(
+                f"mesh axes {names}: efsdp x ep divide the ranks of dp_shard x cp in another way; expected axes of one mesh: "
+                f"{', '.join(self.experts.axes)}; or {', '.join(self.axes)}"
+            )
+        return self.experts[names]
+
+    def free(self) -> None:
+        self.experts.free()
+        super().free()
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._ep == 1 else f"{super().__repr__()[:-1]}, ep={self._ep})"
+
 
 def mesh(
     comm: Communicator | None = None,
     *,
     tp: int = 1,
     cp: int = 1,
+    ep: int = 1,
     pp: int = 1,
     dp_replicate: int = 1,
     dp_shard: int = -1,
-) -> Mesh:
+) -> ModelMesh:
     """The mesh of a model: pp x dp_replicate x dp_shard x cp x tp = the ranks of `comm` (None: the world). Collective.
 
     Args: tp: the ranks that hold one layer together (tensor and sequence parallelism). cp: the ranks that hold one sequence together.
-    pp: the stages of a pipeline. dp_replicate: the copies of the model (HSDP). dp_shard: the ranks over which ZeRO shards a copy; -1:
-    all ranks that are left.
+    ep: the ranks that hold the experts of one layer together; a divisor of dp_shard x cp, see `ModelMesh`. pp: the stages of a
+    pipeline. dp_replicate: the copies of the model (HSDP). dp_shard: the ranks over which ZeRO shards a copy; -1: all ranks that are
+    left.
 
     The gradient is the mean over dp_replicate x dp_shard x cp. ValueError on all ranks, with both products, if the sizes do not fit.
     """
@@ -28,22 +68,28 @@ def mesh(
     # From the slowest axis to the fastest: ranks of one `tp` group are neighbours, so they share a node where nodes allow it.
     sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     with comm.together():
-        _check(sizes, comm.size)
-    return Mesh(comm, sizes)
+        _check(sizes, ep, comm.size)
+    return ModelMesh(comm, sizes, ep=ep)
 
 
-def _check(sizes: Mapping[str, int], num_ranks: int) -> None:
+def _check(sizes: Mapping[str, int], ep: int, num_ranks: int) -> None:
     given = {name: size for name, size in sizes.items() if size != -1}
     product = prod(given.values())
-    if any(size < 1 for size in given.values()) or not set(sizes) - set(given) <= {"dp_shard"}:
-        raise ValueError(f"mesh: expected sizes of at least 1, and -1 for dp_shard alone; got {_shown(sizes)}")
-    if len(given) < len(sizes) and num_ranks % product == 0:
-        return
-    if product != num_ranks:
-        rest = "the number of ranks, with dp_shard as the rest" if len(given) < len(sizes) else "the number of ranks"
+    if any(size < 1 for size in (*given.values(), ep)) or not set(sizes) - set(given) <= {"dp_shard"}:
         raise ValueError(
-            f"mesh: {_shown(given)} = {product} must {'divide' if rest != 'the number of ranks' else 'be'} {rest}: {num_ranks}"
+            f"mesh: expected sizes of at least 1, and -1 for dp_shard alone; got {_shown({**sizes, 'ep': ep})}"
         )
+    rest = num_ranks // product
+    if num_ranks % product or (len(given) == len(sizes) and rest != 1):
+        expected = (
+            "divide the number of ranks, with dp_shard as the rest"
+            if len(given) < len(sizes)
+            else "be the number of ranks"
+        )
+        raise ValueError(f"mesh: {_shown(given)} = {product} must {expected}: {num_ranks}")
+    data = {"dp_shard": given.get("dp_shard", rest), "cp": sizes["cp"]}
+    if prod(data.values()) % ep:
+        raise ValueError(f"mesh: ep {ep} must divide {_shown(data)} = {prod(data.values())}")
 
 
 def _shown(sizes: Mapping[str, int]) -> str:

@@ -18,14 +18,18 @@ class Mesh:
     Sizes are in order from the slowest to the fastest axis: ranks along the last axis are consecutive. One size may be -1, which stands
     for the remaining factor. Collective: all ranks of `comm` create the mesh with the same sizes in the same order. For k axes longer
     than 1 it makes 2^k - 1 communicators, one for each set of these axes except the full set, whose communicator is `comm` itself.
-    Axes of size 1 add no communicator. Several meshes of the same ranks may exist.
+    Axes of size 1 add no communicator. Several meshes of the same ranks may exist. `beside`: one of them, to be freed last; for groups
+    that it has this mesh uses its communicators.
 
     ValueError on all ranks if the sizes do not fit the number of ranks or differ between the ranks.
     """
 
-    def __init__(self, comm: Communicator, axes: Mapping[str, int]) -> None:
+    def __init__(self, comm: Communicator, axes: Mapping[str, int], *, beside: "Mesh | None" = None) -> None:
+        self.comm = comm
         with comm.together():
             self.axes = _fit(dict(axes), comm.size)
+            if beside is not None and beside.comm is not comm:
+                raise ValueError(f"{beside!r} has another communicator; expected a mesh of the same one")
         # Ranks with different axes would split in different orders and wait for each other forever.
         meshes = comm.all_gather_object(repr(self))
         for rank, other in enumerate(meshes):
@@ -34,15 +38,23 @@ class Mesh:
                     raise ValueError(
                         f"rank 0 has {meshes[0]}, rank {rank} has {other}; expected the same axes in the same order"
                     )
-        self.comm = comm
-        place = np.unravel_index(comm.rank, tuple(self.axes.values()))
+        grid = np.arange(comm.size).reshape(tuple(self.axes.values()))
+        place = np.unravel_index(comm.rank, grid.shape)
         self.coordinates: dict[str, int] = {name: int(i) for name, i in zip(self.axes, place, strict=True)}
         self._groups: dict[tuple[str, ...], Communicator] = {}
+        self._made: list[Communicator] = []
+        # By the first rank of each rank's group.
+        self._known: dict[bytes, Communicator] = (
+            {np.zeros_like(grid).tobytes(): comm} if beside is None else dict(beside._known)
+        )
         long = self._long(self.axes)
-        for names in (some for count in range(len(long)) for some in combinations(long, count)):
-            first = [0 if name in names else i for name, i in self.coordinates.items()]
-            self._groups[names] = comm.split(np.ravel_multi_index(first, tuple(self.axes.values())))
-        self._groups[long] = comm
+        for names in (some for count in range(len(long) + 1) for some in combinations(long, count)):
+            firsts = grid[tuple(slice(0, 1) if name in names else slice(None) for name in self.axes)]
+            firsts = np.broadcast_to(firsts, grid.shape)
+            if (key := firsts.tobytes()) not in self._known:
+                self._known[key] = comm.split(firsts[place])
+                self._made.append(self._known[key])
+            self._groups[names] = self._known[key]
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Communicator:
         names = names if isinstance(names, tuple) else (names,)
@@ -56,10 +68,9 @@ class Mesh:
         return self._groups[self._long(names)]
 
     def free(self) -> None:
-        """Free the communicators that the mesh made; `comm` stays as it is. Collective."""
-        for group in self._groups.values():
-            if group is not self.comm:
-                group.free()
+        """Free the communicators that the mesh made; `comm`, and those of `beside`, stay as they are. Collective."""
+        for group in self._made:
+            group.free()
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes.items())})"

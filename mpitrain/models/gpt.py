@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from mpitrain.init import Constant, Init, Normal
+from mpitrain.models.loss import Reduction, loss_of, make_loss
 from mpitrain.models.sizes import GPTConfig
 from mpitrain.tensor.plan import Style
 
@@ -82,21 +83,28 @@ class GPT(nn.Module):
         if config.tied:
             self.head.weight = self.wte.weight
         self.logits = nn.Identity()
-        self.loss = nn.CrossEntropyLoss(ignore_index=-100)
+        self.loss = make_loss()
 
-    def forward(self, tokens_BL: torch.Tensor, targets_BL: torch.Tensor | None = None) -> torch.Tensor:  # noqa: N803
+    def forward(
+        self,
+        tokens_BL: torch.Tensor,  # noqa: N803
+        targets_BL: torch.Tensor | None = None,  # noqa: N803
+        *,
+        reduction: Reduction = "mean",
+    ) -> torch.Tensor:
         """The logits of the next token, or the loss.
 
         Args:
             tokens_BL: (B, L) int64, L at most the context.
-            targets_BL: (B, L) int64, for each token the next token; the loss ignores positions with -100.
+            targets_BL: (B, L) int64, for each token the next token; positions with -100 (`loss.IGNORED`) do not count.
+            reduction: the loss is the "mean" or the "sum" over the positions that count.
 
         Returns:
-            Without targets: logits (B, L, V) in the parameters' dtype. With targets: the mean cross-entropy in nats per
-            counted token, a float32 scalar (NaN if all targets are -100).
+            Without targets: logits (B, L, V) in the parameters' dtype. With targets: the cross-entropy in nats, a float32
+            scalar (the mean is NaN, and the sum 0, if no position counts).
 
         Raises:
-            ValueError: more tokens than the context.
+            ValueError: more tokens than the context, or another reduction.
         """
         length = tokens_BL.shape[1]
         if length > self.config.context:
@@ -107,7 +115,7 @@ class GPT(nn.Module):
         logits_BLV = self.head(self.ln_f(x_BLC))  # noqa: N806
         if targets_BL is None:
             return self.logits(logits_BLV)
-        return self.loss(logits_BLV.float().flatten(0, 1), targets_BL.flatten())
+        return loss_of(self.loss, logits_BLV, targets_BL, reduction)
 
     @property
     def tensor_plan(self) -> dict[str, Style]:

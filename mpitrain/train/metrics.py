@@ -31,9 +31,8 @@ class StepMetrics(NamedTuple):
     skipped: bool = False  # the optimizer did not step, because loss or gradients are not finite
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields for JSON: without fields that do not apply, and with null for values that are not finite."""
-        entry = {name: value for name, value in self._asdict().items() if value is not None and value is not False}
-        return {name: value if math.isfinite(value) else None for name, value in entry.items()}
+        """The fields for `MetricsFile.write`, without fields that do not apply."""
+        return {name: value for name, value in self._asdict().items() if value is not None and value is not False}
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -62,9 +61,11 @@ class MetricsFile:
         # In place: if a kill interrupted the rewriting of the whole file, its lines would be lost.
         self._file.truncate(kept)
 
-    def write(self, entry: Mapping[str, Any]) -> None:
-        """Add a line; readers see it at once. A line that cannot be written (full disk) is written with the next one; see `check`."""
-        self._unwritten += json.dumps(entry).encode() + b"\n"
+    def write(self, entry: Mapping[str, float]) -> None:
+        """Add a line, with null for values that are not finite; readers see it at once. A line that cannot be written (full disk) is
+        written with the next one; see `check`."""
+        finite = {name: value if math.isfinite(value) else None for name, value in entry.items()}
+        self._unwritten += json.dumps(finite).encode() + b"\n"
         self._failure = None
         try:
             while self._unwritten:

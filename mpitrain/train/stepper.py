@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mpitrain.config import Config
+from mpitrain.models.loss import IGNORED
 from mpitrain.sharding import GradScaler, clip_grad_norm_
 
 MIN_LOSS_SCALE = 1e-4
@@ -46,10 +47,11 @@ class Stepper:
             self._scaler.unscale_()
         return clip_grad_norm_(self._model, self._clip_norm).item()
 
-    def step(self, loss: float, grad_norm: float, *, number: int) -> bool:
-        """Take step `number`, or skip it; returns whether it was taken. `loss`, `grad_norm`: the same on all ranks.
+    def step(self, loss: float, grad_norm: float, *, number: int, is_empty: bool = False) -> bool:
+        """Take step `number`, or skip it; returns whether it was taken. All arguments are the same on all ranks.
 
-        FloatingPointError, before the optimizer steps, if too many steps were skipped.
+        `is_empty`: no target of the global batch counts. The loss, a mean over nothing, is NaN, and the step counts as one that is not
+        finite. FloatingPointError, before the optimizer steps, if too many steps were skipped.
         """
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self._in_a_row = 0
@@ -60,11 +62,15 @@ class Stepper:
                 self._scaler.update()
             return True
         said = f"step {number}: loss {loss}, gradient norm {grad_norm}"
+        remedy = "Go on from the last checkpoint with a lower optim.lr or optim.clip_norm"
+        if is_empty:
+            said = f"step {number}: no target of the global batch counts (all are {IGNORED}), so the step has no loss"
+            remedy = "Take data with targets in each batch, or a larger train.batch"
         if self._scaler is not None and math.isfinite(loss):
             if self._scaler.value < MIN_LOSS_SCALE:
                 raise FloatingPointError(
                     f"{said} in float16, even with the loss scaled by {self._scaler.value:.2g}; no step was taken. "
-                    "Go on from the last checkpoint with a lower optim.lr or optim.clip_norm, or in bfloat16"
+                    f"{remedy}, or in bfloat16"
                 )
         elif self._in_a_row < self._max_skipped:
             self._in_a_row += 1
@@ -74,11 +80,12 @@ class Stepper:
                 if self._in_a_row
                 else ""
             )
-            raise FloatingPointError(
-                f"{said}{many}; no step was taken. Go on from the last checkpoint with a lower optim.lr or optim.clip_norm"
-            )
+            raise FloatingPointError(f"{said}{many}; no step was taken. {remedy}")
         if self._scaler is not None:
-            self._scaler.skip()
+            if is_empty:
+                self._scaler.update()  # the gradients are zeros: nothing overflowed
+            else:
+                self._scaler.skip()
         self.num_skipped += 1
         return False
 

@@ -14,12 +14,12 @@ from ckpt.saving.mpio import mpio_error
 from collectives import Communicator
 from mpitrain.axes import mesh
 from mpitrain.config import Config, ConfigError, check_ranks
-from mpitrain.data import Batches, HeldoutBatches
 from mpitrain.data.loading import load_corpus
 from mpitrain.models import flops_per_token, num_parameters
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import communication_s
 from mpitrain.train import random_states, saving, stop
+from mpitrain.train.batches import MicroBatch, RankBatches
 from mpitrain.train.hardware import Hardware, matmul_flops_per_s, take_hardware
 from mpitrain.train.lr import learning_rate
 from mpitrain.train.metrics import MetricsFile, StepMetrics, Terminal, is_evaluated, memory_bytes
@@ -59,16 +59,11 @@ class Trainer:
                 raise ConfigError("train.eval_only: train.eval_batches is 0, so there is nothing to do")
 
         self.corpus = load_corpus(config.data, comm)
-        sizes = config.model.resolve()
-        with comm.together():
-            batch, seed = config.train.batch, config.train.seed
-            self.batches = Batches(self.corpus.train, context=sizes.context, batch=batch, seed=seed)
-            self.heldout = HeldoutBatches(
-                self.corpus.heldout, context=sizes.context, batch=batch, num_batches=config.train.eval_batches
-            )
         self.mesh = mesh(comm, tp=config.parallel.tensor, dp_replicate=config.parallel.copies)
         self.data = self.mesh["dp_replicate", "dp_shard", "cp"]
         """The ranks that share a global batch."""
+        with comm.together():
+            self.batches = RankBatches(config, self.corpus, self.data)
         self.model = make_model(config, self.mesh, self.hardware.device)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.stepper = Stepper(self.model, self.optimizer, config)
@@ -81,43 +76,42 @@ class Trainer:
         """Find the checkpoint from which the run continues, if there is one."""
         self.start, self.beginning = on_rank0(self.comm, lambda: self.run.start(self.config))
 
-    # This rank's part of a global batch
-
-    def _rows(self, micro: int) -> tuple[int, int]:
-        """This rank's rows of micro-batch `micro`. The rows of all ranks, in order, are the global batch."""
-        count = self.config.train.batch // (self.data.size * self.config.train.accumulate)
-        first = (self.data.rank * self.config.train.accumulate + micro) * count
-        return first, first + count
-
-    def _loss(self, rows: np.ndarray) -> torch.Tensor:
-        tokens = torch.from_numpy(rows).to(self.hardware.device, non_blocking=True)
-        return self.model(tokens[:, :-1], tokens[:, 1:])
-
     # A step
 
+    def _loss(self, batch: MicroBatch) -> torch.Tensor:
+        """The sum of the losses of a micro-batch."""
+        tokens, targets = (rows.to(self.hardware.device, non_blocking=True) for rows in batch)
+        return self.model(tokens, targets, reduction="sum")
+
     def train_step(self) -> tuple[StepMetrics, bool]:
-        """One step of the optimizer; returns its metrics and whether any rank was asked to stop."""
+        """One step of the optimizer; returns its metrics and whether any rank was asked to stop.
+
+        The loss is the sum over the targets of the global batch that count, divided by their number. Ranks and micro-batches may have
+        different numbers of them.
+        """
         config, began, comm_before = self.config, time.perf_counter(), self._comm_s()
-        data_s = 0.0
+        batches = self.batches.of_step(self.step)
+        data_s = time.perf_counter() - began
+        # The ranks of `tp` have the same targets: the sum of targets and the sum of losses both count each target tp times.
+        (num_counted,) = self._sum(sum(batch.num_counted for batch in batches))
+        weight = self.comm.size / max(num_counted, 1)  # of a loss: the gradient is the mean over the data ranks
         lr = learning_rate(config.optim, self.step, config.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.hardware.device)
-        for micro in range(config.train.accumulate):
-            at = time.perf_counter()
-            rows = self.batches.get(self.step, *self._rows(micro))
-            data_s += time.perf_counter() - at
-            loss = self._loss(rows) / config.train.accumulate
-            self.stepper.scale(loss).backward()
+        for batch in batches:
+            loss = self._loss(batch)
+            self.stepper.scale(loss * weight).backward()
             total += loss.detach()
         grad_norm, loss_scale = self.stepper.clip(), self.stepper.loss_scale
-        # One message sums the loss of the global batch, the requests to stop, and whether rank 0 lost the folder.
-        mean, asked, lost = self._sum(total.item() / self.comm.size, float(stop.requested()), float(self.run.is_lost()))
+        # One message sums the losses of the global batch, the requests to stop, and whether rank 0 lost the folder.
+        total_loss, asked, lost = self._sum(total.item(), stop.requested(), self.run.is_lost())
+        mean = total_loss / num_counted if num_counted else math.nan
         if lost:
             self._check_lock()
         try:
-            taken = self.stepper.step(mean, grad_norm, number=self.step + 1)
+            taken = self.stepper.step(mean, grad_norm, number=self.step + 1, is_empty=not num_counted)
         except FloatingPointError as error:
             with self.comm.together():  # every rank has the same numbers
                 raise error from None
@@ -142,13 +136,15 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the held-out batches, in nats per byte; for any number of ranks the same, except for rounding."""
-        total = 0.0
-        count = self.config.train.batch // self.data.size
-        for index in range(self.heldout.num_batches):
-            total += self._loss(self.heldout.get(index, self.data.rank * count, (self.data.rank + 1) * count)).item()
-        (mean,) = self._sum(total / self.heldout.num_batches / self.comm.size)
-        return mean
+        """Mean loss over the targets of the held-out batches that count, in nats; NaN if none counts. For any number of ranks the same,
+        except for rounding."""
+        total, num_counted = 0.0, 0
+        for index in range(self.batches.heldout.num_batches):
+            batch = self.batches.of_evaluation(index)
+            total += self._loss(batch).item()
+            num_counted += batch.num_counted
+        total_loss, counted = self._sum(total, num_counted)
+        return total_loss / counted if counted else math.nan
 
     def sample(self) -> str:
         """The text that the model generates after the prompt."""
@@ -169,7 +165,7 @@ class Trainer:
             config=self.config,
             comm=self.comm,
             step=self.step,
-            next_sample=self.batches.next_sample(self.step),
+            next_sample=self.batches.train.next_sample(self.step),
             stepper=self.stepper.state_dict(),
             fingerprint=self.corpus.fingerprint,
         )
@@ -196,7 +192,7 @@ class Trainer:
             error.add_note(f"--resume PATH takes another checkpoint (python -m ckpt ls {path.parent} shows them)")
             raise
         self.step = resumed.step
-        self.batches.go_on(resumed.step, resumed.next_sample)
+        self.batches.train.go_on(resumed.step, resumed.next_sample)
         self.stepper.load_state_dict(resumed.stepper)
         return resumed.remarks
 
@@ -293,7 +289,7 @@ class Trainer:
     def _evaluation_due(self) -> bool:
         every = self.config.train.eval_every
         at_this_step = self.step == self.config.train.steps or (every and self.step % every == 0)
-        return bool(self.heldout.num_batches and at_this_step)
+        return bool(self.batches.heldout.num_batches and at_this_step)
 
     def _evaluate_and_report(self) -> None:
         loss = self.evaluate()
@@ -320,12 +316,12 @@ class Trainer:
         )
 
     def _evaluation(self, loss: float) -> str:
-        return f"held-out {loss:.4f} nats, {loss * BITS_PER_NAT:.4f} bits per byte, {self.heldout.num_batches} batches"
+        return f"held-out {loss:.4f} nats, {loss * BITS_PER_NAT:.4f} bits per byte, {self.batches.heldout.num_batches} batches"
 
     def _sum(self, *values: float) -> list[float]:
         """The sum of each value over the ranks, bit for bit the same on all ranks."""
         began = time.perf_counter()
-        total = self.comm.all_reduce(np.array(values)).tolist()
+        total = self.comm.all_reduce(np.array(values, np.float64)).tolist()
         self._own_comm_s += time.perf_counter() - began
         return total
 

@@ -144,6 +144,14 @@ def test_loss_is_the_mean_over_the_targets_that_count() -> None:
     kept = y != -100
     expected = F.cross_entropy(model(x)[kept], y[kept])
     torch.testing.assert_close(model(x, y), expected, rtol=1e-6, atol=0)
+    total = model(x, y, reduction="sum")
+    torch.testing.assert_close(total, expected * kept.sum(), rtol=1e-6, atol=0)
+    of_mean, of_sum = (torch.autograd.grad(loss, model.wte.weight)[0] for loss in (model(x, y), total))
+    torch.testing.assert_close(of_sum, of_mean * kept.sum(), rtol=1e-5, atol=1e-7)
+    nothing = torch.full_like(y, -100)
+    assert model(x, nothing).isnan() and model(x, nothing, reduction="sum") == 0
+    with pytest.raises(ValueError, match="reduction: expected 'mean' or 'sum', got 'none'"):
+        model(x, y, reduction="none")  # type: ignore[arg-type]
 
 
 def test_bfloat16_gives_a_float32_loss() -> None:

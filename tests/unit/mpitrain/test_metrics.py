@@ -84,13 +84,18 @@ def test_a_step_in_one_line() -> None:
     assert describe(METRICS) == "loss 2.5000  12,346 tokens/s  200 ms  comm 25%  250 MB a rank"
 
 
-def test_a_skipped_step_is_said_and_no_number_is_null() -> None:
+def test_a_skipped_step_is_said_and_no_number_is_null(tmp_path: Path) -> None:
     skipped = METRICS._replace(loss=math.nan, grad_norm=math.inf, skipped=True)
     assert describe(skipped).endswith("250 MB a rank  skipped: gradient norm inf")
     scaled = skipped._replace(loss=2.5, loss_scale=2.0**20)
     assert describe(scaled).endswith("skipped: gradient norm inf at loss scale 1.04858e+06")
-    assert skipped.to_dict() == {**METRICS.to_dict(), "loss": None, "grad_norm": None, "skipped": True}
-    assert scaled.to_dict() == {**METRICS.to_dict(), "grad_norm": None, "loss_scale": 2.0**20, "skipped": True}
+    file = MetricsFile(tmp_path / "metrics.jsonl", steps_done=0)
+    for each in (skipped, scaled):
+        file.write(each.to_dict())
+    file.close()
+    of_skipped, of_scaled = entries(tmp_path / "metrics.jsonl")
+    assert of_skipped == {**METRICS.to_dict(), "loss": None, "grad_norm": None, "skipped": True}
+    assert of_scaled == {**METRICS.to_dict(), "grad_norm": None, "loss_scale": 2.0**20, "skipped": True}
     assert list(METRICS.to_dict()) == list(METRICS._fields[:-2])
 
 

@@ -1,4 +1,4 @@
-"""The main job's steps that are left out, and fp16: on all ranks alike, in the log, and over a stop and a resume."""
+"""The main job's steps: their loss, steps that are left out, and fp16; on all ranks alike, in the log, and over a stop and a resume."""
 
 import json
 import math
@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from checkpoints import tensors
 
 import ckpt
 from collectives import Communicator
 from mpitrain.config import parse
+from mpitrain.init import initialize
+from mpitrain.models import GPT
+from mpitrain.models.loss import IGNORED
+from mpitrain.train.batches import MicroBatch
+from mpitrain.train.lr import learning_rate
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.ranks(1, 2)
@@ -64,11 +70,126 @@ def poison(trainer: Trainer, steps: set[int], *, value: float = math.nan, rank: 
     """The loss of one rank, in those steps (the first is 0), is not finite."""
     loss = trainer._loss
 
-    def poisoned(rows: np.ndarray) -> torch.Tensor:
+    def poisoned(batch: MicroBatch) -> torch.Tensor:
         here = trainer.step in steps and trainer.comm.rank == rank % trainer.comm.size
-        return loss(rows) * value if here else loss(rows)
+        return loss(batch) * value if here else loss(batch)
 
     trainer._loss = poisoned  # type: ignore[method-assign]
+
+
+# The loss
+
+
+def masked(batch: MicroBatch) -> MicroBatch:
+    """Of each row another number of targets counts, of some rows none."""
+    length = batch.targets.shape[1]
+    num_kept = batch.tokens.sum(1, keepdim=True) % (length + 1) * (batch.tokens[:, :1] % 3 > 0)
+    return MicroBatch(batch.tokens, batch.targets.masked_fill(torch.arange(length) >= num_kept, IGNORED))
+
+
+def mask(trainer: Trainer) -> list[int]:
+    """Mask the trainer's targets; returns a list that gets the number of targets that count on this rank, for each step."""
+    batches, counts = trainer.batches, []
+    of_step, of_evaluation = batches.of_step, batches.of_evaluation
+
+    def masked_step(step: int) -> list[MicroBatch]:
+        found = [masked(batch) for batch in of_step(step)]
+        counts.append(sum(batch.num_counted for batch in found))
+        return found
+
+    batches.of_step = masked_step  # type: ignore[method-assign]
+    batches.of_evaluation = lambda index: masked(of_evaluation(index))  # type: ignore[method-assign]
+    return counts
+
+
+def plain_figures(trainer: Trainer) -> tuple[list[float], list[float], float]:
+    """Losses and norms of the steps, and the last held-out loss, of one process with torch's own mean over the global batch."""
+    config = trainer.config
+    model = GPT(config.model.resolve())
+    initialize(model, seed=config.train.seed)
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if (p.ndim > 1) == is_matrix], "weight_decay": 0.1 * is_matrix}
+        for is_matrix in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=config.optim.betas)
+
+    def logits_and_targets(*batches: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        some = [masked(batch) for batch in batches]
+        return torch.cat([model(b.tokens).flatten(0, 1) for b in some]), torch.cat([b.targets.flatten() for b in some])
+
+    def micro(rows: np.ndarray) -> MicroBatch:
+        return MicroBatch(torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:]))
+
+    losses, norms = [], []
+    for step in range(config.train.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.optim, step, config.train.steps)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(*logits_and_targets(micro(trainer.batches.train.get(step, 0, BATCH))))
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(params, config.optim.clip_norm).item())
+        optimizer.step()
+        losses.append(loss.item())
+    heldout = trainer.batches.heldout
+    with torch.no_grad():
+        evaluated = [micro(heldout.get(index, 0, BATCH)) for index in range(heldout.num_batches)]
+        return losses, norms, F.cross_entropy(*logits_and_targets(*evaluated)).item()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(), ("--train.accumulate", "3"), pytest.param(("--parallel.tensor", "2"), marks=pytest.mark.ranks(4))],
+    ids=" ".join,
+)
+def test_each_token_that_counts_has_the_same_weight(comm: Communicator, make: Make, args: tuple[str, ...]) -> None:
+    """However many of them a rank or a micro-batch has: the loss is the mean over the whole batch."""
+    trainer = make("run", 5, "--train.eval-batches", "2", *args)
+    counts = mask(trainer)
+    trainer.fit()
+    of_ranks = comm.all_gather_object(counts)
+    if comm.size > 1:
+        assert all(len(set(of_step)) > 1 for of_step in zip(*of_ranks, strict=True)), of_ranks
+    entries = lines(trainer)
+    losses, norms, heldout = plain_figures(trainer)
+    np.testing.assert_allclose([e["loss"] for e in entries if "loss" in e], losses, rtol=1e-6)
+    np.testing.assert_allclose([e["grad_norm"] for e in entries if "loss" in e], norms, rtol=1e-4)
+    np.testing.assert_allclose([e["heldout_loss"] for e in entries if "heldout_loss" in e], [heldout], rtol=1e-6)
+
+
+def ignore_all(trainer: Trainer, steps: set[int]) -> None:
+    """No target counts in those steps (the first is 0), nor in an evaluation."""
+    of_step, of_evaluation = trainer.batches.of_step, trainer.batches.of_evaluation
+
+    def ignored(batch: MicroBatch) -> MicroBatch:
+        return batch._replace(targets=torch.full_like(batch.targets, IGNORED))
+
+    trainer.batches.of_step = lambda step: [  # type: ignore[method-assign]
+        ignored(batch) if step in steps else batch for batch in of_step(step)
+    ]
+    trainer.batches.of_evaluation = lambda index: ignored(of_evaluation(index))  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("args", [[], FP16], ids=["fp32", "fp16"])
+def test_a_step_in_which_no_token_counts(make: Make, args: list[str]) -> None:
+    args = ["--train.eval-batches", "1", *args]
+    strict = make("strict", 4, *args)
+    ignore_all(strict, {2})
+    with pytest.raises(
+        FloatingPointError, match=r"step 3: no target of the global batch counts \(all are -100\).*no step"
+    ):
+        strict.fit()
+    trainer = make("run", 4, "--train.max-skipped-steps", "1", *args)
+    ignore_all(trainer, {2})
+    trainer.fit()
+    entries = lines(trainer)
+    assert [entry.get("skipped") for entry in entries] == [None, None, True, None, None]
+    assert [entry.get("loss", 0.0) is None for entry in entries] == [False, False, True, False, False]
+    assert entries[2]["grad_norm"] == 0.0 and entries[-1]["heldout_loss"] is None
+    assert all(entry.get("loss_scale", 65536.0) == 65536.0 for entry in entries), "nothing overflowed"
+
+
+# Steps that are left out
 
 
 @pytest.mark.parametrize(
@@ -183,7 +304,7 @@ def test_overflows_halve_the_scale_and_a_resume_knows_of_it(
 def test_a_scale_that_comes_to_nothing_is_an_error(make: Make) -> None:
     trainer = make("run", 40, *FP16)
     loss = trainer._loss
-    trainer._loss = lambda rows: _infinite(loss(rows))  # type: ignore[method-assign]
+    trainer._loss = lambda batch: _infinite(loss(batch))  # type: ignore[method-assign]
     with pytest.raises(
         FloatingPointError, match=r"step 31: loss 5\.\d+, .* in float16, even with the loss scaled by 6.1e-05"
     ):
