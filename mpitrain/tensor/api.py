@@ -272,7 +272,9 @@ class _Cutter:
     def _regroup(self, name: str, module: nn.Module, style: Style) -> None:
         """If several ranks have one head of keys, a transformers attention repeats the head for fewer heads of queries."""
         owner: Any = self.modules[region_of(name)]
-        if style.is_shared and (count := self.cuts_of(module)) > 1 and not hasattr(owner, "_key_value_groups"):
+        if not hasattr(owner, "num_key_value_groups") or hasattr(owner, "_key_value_groups"):
+            return  # it counts its heads itself; or it is changed already
+        if style.is_shared and (count := self.cuts_of(module)) > 1:
             owner._key_value_groups = owner.num_key_value_groups
             owner.num_key_value_groups //= count
 
