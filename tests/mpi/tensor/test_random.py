@@ -61,15 +61,42 @@ class MLP(nn.Module):
         return y + self.down2(self.second(F.silu(self.up2(x))))
 
 
+class Experts(nn.Module):
+    """Stacked matrices of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 2 * WIDTH, WIDTH) / 5)
+        self.down = nn.Parameter(torch.randn(2, WIDTH, 2 * WIDTH) / 5)
+        self.hidden = Drop()
+
+    def forward(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        hidden = self.hidden(F.silu(torch.einsum("blc,ehc->bleh", x, self.up)))
+        return torch.einsum("bleh,ech,ble->blc", hidden, self.down, gates)
+
+
+class Mixture(nn.Module):
+    """A region with a router: all ranks must route a token to the same experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts, self.before = nn.Linear(WIDTH, 2), Experts(), Drop()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(x, self.router(self.before(x)).softmax(-1))
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.attention, self.stream = nn.LayerNorm(WIDTH), Attention(), Drop()
-        self.norm2, self.mlp = nn.LayerNorm(WIDTH), MLP()
+        self.norm2, self.mlp, self.mixture = nn.LayerNorm(WIDTH), MLP(), Mixture()
+        self.stream2 = Drop()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stream(x + self.attention(self.norm(x)))
-        return x + F.dropout(self.mlp(self.norm2(x)), 0.1, self.training)
+        y = self.norm2(x)
+        return x + self.stream2(self.mlp(y) + self.mixture(y))
 
 
 PLAN = {
@@ -78,6 +105,7 @@ PLAN = {
     "blocks.*.attention.proj": Style("row", blocks=HEADS),
     **{f"blocks.*.mlp.{name}": Style("column") for name in ("up", "up2")},
     **{f"blocks.*.mlp.{name}": Style("row") for name in ("down", "down2")},
+    "blocks.*.mixture.experts": Style("experts", names=("up", "down")),
 }
 
 
@@ -151,14 +179,14 @@ def test_masks(comm: Communicator, sequence: bool, device: str) -> None:
     assert are_the_same(comm, output, state)
     for name, mask in model.masks().items():
         *_, key = name.split(".")
-        is_whole = key in ("start", "end", "before") or (key in ("after", "stream") and not sequence)
+        is_whole = key in ("start", "end", "before") or (key in ("after", "stream", "stream2") and not sequence)
         assert are_the_same(comm, mask) == is_whole, name
         assert len({found.numpy().tobytes() for found in of_all(comm, mask)}) == (1 if is_whole else comm.size), name
         assert 0.4 < mask.float().mean() < 0.6
     seen = [mask.flatten()[:100].numpy().tobytes() for mask in model.masks().values()]
     step(model, 6)
     seen += [mask.flatten()[:100].numpy().tobytes() for mask in model.masks().values()]
-    assert len(set(seen)) == len(seen) == 2 * (2 + 2 * 6)  # each place of each step has other numbers
+    assert len(set(seen)) == len(seen) == 2 * (2 + 2 * 9)  # each place of each step has other numbers
 
 
 def test_the_same_seed_or_state_gives_the_same_bits(comm: Communicator, sequence: bool) -> None:
