@@ -43,7 +43,7 @@ def separate(
     for name in (*sorted(blocks - regions), *sorted(regions)):
         scope = _Scope(ranks, modules[name], is_block=name not in regions)
         modules[name].register_forward_pre_hook(scope.begin, with_kwargs=True)
-        modules[name].register_forward_hook(scope.end, with_kwargs=True, always_call=True)
+        modules[name].register_forward_hook(scope.end, always_call=True)
     for name, style in styles.items():
         if not _is_within(name, regions):
             continue
@@ -77,13 +77,11 @@ class _Scope:
             self._common = generator, generator.get_state()
             generator.manual_seed(_seed(number, who))
 
-    def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward hook, also called after an exception."""
         if self._common is not None:
             (generator, state), self._common = self._common, None
             generator.set_state(state)
-        elif not self._is_block:
-            _switch(_generator((*args, *kwargs.values())), _me(self._ranks), self._ranks)
 
 
 def _draw_own(ranks: _Ranks, module: nn.Module, args: Any) -> None:
