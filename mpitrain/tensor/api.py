@@ -10,7 +10,7 @@ from collectives import Communicator
 from mpitrain import parts
 from mpitrain.heap import keep_freed_memory
 from mpitrain.parts import Part
-from mpitrain.tensor import layers
+from mpitrain.tensor import layers, random
 from mpitrain.tensor.plan import Plan, Style, region_of, styles_of
 from mpitrain.tensor.transformers_plans import plan_of_transformers
 
@@ -202,14 +202,14 @@ class _Cutter:
                     module._parameters[key] = self._replaced(f"{name}.{key}" if name else key, param, made, sharing)
         for name, style in self.styles.items():
             self._change(name, self.modules[name], style)
-        for name in (*sorted(self.regions), *self.heads):
+        for stack in self.stacks.values():
+            self.modules[stack[0]].register_forward_pre_hook(partial(layers.split_stream, self.ranks), with_kwargs=True)
+            self.modules[stack[-1]].register_forward_hook(partial(layers.join_stream, self.ranks))
+        for name in (*sorted(self.regions), *self.heads):  # a region may be the first block of a stack
             hook = partial(layers.enter_region, self.ranks, self._is_in_stack(name))
             self.modules[name].register_forward_pre_hook(hook, with_kwargs=True)
-        for blocks in self.stacks.values():
-            self.modules[blocks[0]].register_forward_pre_hook(
-                partial(layers.split_stream, self.ranks), with_kwargs=True
-            )
-            self.modules[blocks[-1]].register_forward_hook(partial(layers.join_stream, self.ranks))
+        blocks = {block for stack in self.stacks.values() for block in stack}
+        random.separate(self.ranks, self.modules, self.styles, regions=self.regions, blocks=blocks)
 
     def _replaced(
         self, name: str, param: nn.Parameter, made: dict[int, nn.Parameter], sharing: dict[int, Communicator]
