@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from mpitrain.parts import mark_part, part_of, watch_gradient
+from mpitrain.optim.spread import mark_cut, mark_replaced
+from mpitrain.parts import part_of
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.unit.marks import box_of
 
@@ -157,15 +158,15 @@ def initialize(model: nn.Module, rule: Callable[[str], Init] | None = None, *, s
 def _give_memory(model: nn.Module) -> None:
     """Replace parameters on the meta device by parameters on the CPU. Tied parameters stay tied, and parts keep their marks."""
     made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
         for key, param in module._parameters.items():
             if param is None or not param.is_meta:
                 continue
             if id(param) not in made:
                 made[id(param)] = new = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
+                mark_replaced(param, f"{path}.{key}" if path else key, "initialize")
                 if (part := part_of(param)) is not None:
-                    mark_part(new, part)
-                    watch_gradient(new)
+                    mark_cut(new, part)
             module._parameters[key] = made[id(param)]
 
 

@@ -16,8 +16,9 @@ from torch import nn
 
 from collectives import Communicator, Mesh, launched_rank
 from mpitrain.heap import keep_freed_memory
+from mpitrain.optim.spread import mark_replaced
 from mpitrain.sharding.module import ShardedModule
-from mpitrain.sharding.optim.optimizer_checks import watch_optimizers
+from mpitrain.sharding.optim.before_step import watch_steps
 from mpitrain.sharding.optim.torch_calls import watch_calls
 from mpitrain.sharding.setup.agreement import check_alike
 from mpitrain.sharding.setup.blocks import stacked_blocks
@@ -26,7 +27,7 @@ from mpitrain.sharding.setup.options import Options, check_dense, check_dtypes, 
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.setup.readiness import check_names
 from mpitrain.sharding.unit.flat import FlatParameters
-from mpitrain.sharding.unit.marks import box_of, is_ignored, mark_ignored, mark_replaced, name_before
+from mpitrain.sharding.unit.marks import box_of, is_ignored, mark_ignored, name_before
 from mpitrain.sharding.unit.ranks import DataParallelRanks, data_parallel_ranks, group_of
 from mpitrain.sharding.unit.registry import enter, kind_of, sharded_params, units_of
 from mpitrain.sharding.unit.rows import guard_shards
@@ -86,7 +87,7 @@ def fully_shard(
         OSError: on all ranks, if the shared memory of a node is full and "resident" was requested. Units made before stay sharded, and
             another call, for instance with storage="private", shards the rest.
     """
-    watch_optimizers()
+    watch_steps()
     watch_calls()
     check_module(module)
     options = Options(
@@ -125,7 +126,7 @@ def fully_shard(
         )  # fmt: skip
         # All checks and allocations have passed. Until here this part of the model is unchanged.
         for name, _, original in (param for params in kinds for param in params):
-            mark_replaced(original, name)
+            mark_replaced(original, name, "fully_shard")
         for param in part.parameters():
             if id(param) in options.ignored:
                 mark_ignored(param)  # the units of modules around this part leave the parameter alone, too

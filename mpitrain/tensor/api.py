@@ -9,6 +9,9 @@ from torch import nn
 from collectives import Communicator
 from mpitrain import parts
 from mpitrain.heap import keep_freed_memory
+from mpitrain.optim.optimizer_checks import watch_optimizers
+from mpitrain.optim.spread import mark_cut, mark_replaced
+from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.parts import Part
 from mpitrain.tensor import layers, random
 from mpitrain.tensor.plan import Plan, Style, region_of, styles_of
@@ -41,6 +44,8 @@ def tensor_parallel(
     if any(param.device.type in ("cpu", "meta") for param in model.parameters()):
         keep_freed_memory()
     if comm.size > 1:
+        watch_optimizers()
+        watch_norms()
         cutter.apply()
     return model
 
@@ -223,8 +228,8 @@ class _Cutter:
             else:
                 part = parts.whole(param.shape, self.comm, is_partial=self._is_partial(name))
             new = _with_values(param, part, self.comm)
-            parts.mark_part(new, part)
-            parts.watch_gradient(new)
+            mark_cut(new, part)
+            mark_replaced(param, name, "tensor_parallel")
             made[id(param)] = made[id(new)] = new
         return made[id(param)]
 

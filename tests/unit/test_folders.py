@@ -49,6 +49,26 @@ def test_no_circle_of_imports() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def test_no_kind_of_parallelism_imports_another() -> None:
+    """What they share is in `axes`, `parts` and `optim`, which import none of them."""
+    kinds, shared = ("mpitrain.sharding", "mpitrain.tensor"), ("mpitrain.axes", "mpitrain.parts", "mpitrain.optim")
+    known = modules()
+
+    def is_of(name: str, folder: str) -> bool:
+        return name == folder or name.startswith(folder + ".")
+
+    wrong = [
+        f"{name} imports {other}"
+        for folder in (*kinds, *shared)
+        for name, path in known.items()
+        if is_of(name, folder)
+        for other in imported(path, known)
+        if any(is_of(other, kind) for kind in kinds if kind != folder)
+    ]
+    assert wrong == []
+    assert any(is_of(other, "mpitrain.parts") for other in imported(known["mpitrain.tensor.api"], known))
+
+
 def test_no_folder_holds_too_many_modules() -> None:
     crowded = {}
     for folder in {path.parent for path in modules().values()}:

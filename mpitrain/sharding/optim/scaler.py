@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mpitrain.sharding.optim.clip import all_finite
-from mpitrain.sharding.unit.registry import sharded_over
+from mpitrain.optim.norms import all_finite
+from mpitrain.optim.spread import everyone_of
 
 
 class _Scale(NamedTuple):
@@ -18,7 +18,7 @@ class _Scale(NamedTuple):
 
 
 class GradScaler:
-    """The `torch.amp.GradScaler` for a sharded model: an overflow on any rank counts on all ranks.
+    """The `torch.amp.GradScaler` for a model that is spread over ranks: an overflow on any rank counts on all ranks.
 
         scaler = mpitrain.GradScaler(model)
         scaler.scale(loss).backward()
@@ -92,9 +92,8 @@ class GradScaler:
             if grads and self._now.value != 1:
                 torch._foreach_div_(grads, self._now.value)
             flags = torch.tensor([not all_finite(grads), bool(grads)])
-            over = sharded_over(self._model)
-            if over is not None:
-                over.everyone.all_reduce(flags, "max")
+            for comm in everyone_of(self._model.parameters()):
+                comm.all_reduce(flags, "max")
             is_wrong, is_any = flags.tolist()
             if not is_any and len(new) == len(params):
                 raise RuntimeError(

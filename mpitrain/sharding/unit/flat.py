@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator
+from mpitrain.optim.spread import mark_spread
 from mpitrain.parts import mark_part, part_of, watch_gradient
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.torch_internals import hooks_on, restore, with_own_counter, withdraw
@@ -74,6 +75,7 @@ class FlatParameters:
                 mark_part(shard, part)
                 mark_part(full, part)
                 watch_gradient(full)
+            mark_spread(shard, box.full_shape, copy=ranks.copy, everyone=ranks.everyone)
             self.params.append(ShardedParameter(name, users, full, shard, box, ranks, original.is_meta))
         # Each place of a module that shows a parameter. One flat list, because each forward and backward changes all of them.
         self._shown = [(module._parameters, name, param) for param in self.params for module, name in param.users]

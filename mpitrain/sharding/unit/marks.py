@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from mpitrain.optim.spread import replaced
 from mpitrain.sharding.unit.layout import ShardBox
 
 
@@ -21,14 +22,10 @@ def box_of(param: Any) -> ShardBox | None:
     return getattr(param, "shard_box", None)
 
 
-def mark_replaced(param: nn.Parameter, name: str) -> None:
-    """Mark a parameter that `fully_shard` has replaced by a shard and a full parameter; its name was `name`."""
-    param._sharded_as = name  # type: ignore[attr-defined]
-
-
 def name_before(param: Any) -> str | None:
-    """The name of a parameter that `fully_shard` has replaced; None for any other."""
-    return getattr(param, "_sharded_as", None)
+    """The name of a parameter that `fully_shard` has replaced by a shard and a full parameter; None for any other."""
+    found = replaced(param)
+    return found.name if found is not None and found.by == "fully_shard" else None
 
 
 def mark_ignored(param: nn.Parameter) -> None:

@@ -232,7 +232,7 @@ def test_optimizers_of_unknown_kinds(comm: Communicator) -> None:
     told = step(Normed)
     assert len(told) == (comm.size > 1 and comm.rank == 0)
     assert all(
-        "each rank updates only its own rows" in text and "Normed.is_elementwise = True" in text for text in told
+        "each rank updates only its own part" in text and "Normed.is_elementwise = True" in text for text in told
     )
     assert step(Normed) == []  # once for a class
     for name in ("Lion", "Declared"):

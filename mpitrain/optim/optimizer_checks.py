@@ -1,4 +1,4 @@
-"""Checks before an optimizer's step: no other rank reads the shards, and the step on shards is correct for whole parameters."""
+"""Checks before an optimizer's step: its parameters are the model's, and a step on this rank's parts is correct for the whole."""
 
 import functools
 import warnings
@@ -9,11 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collectives import launched_rank
-from mpitrain.parts import part_of
-from mpitrain.sharding.setup.foreign import check_caller
-from mpitrain.sharding.step.step import living_steps
-from mpitrain.sharding.unit.layout import ShardBox
-from mpitrain.sharding.unit.marks import box_of, name_before
+from mpitrain.optim.spread import first_cut, replaced, spread_of
 
 # Optimizers, by name because most are in other packages, that take norms, means or products of a whole matrix or of all parameters.
 NOT_ELEMENTWISE = (
@@ -40,34 +36,27 @@ def watch_optimizers() -> None:
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for step in living_steps():
-        step.before_writes(params, f"{type(optimizer).__name__}.step")
-    cut: ShardBox | None = None
     for param in params:
-        box, part = box_of(param), part_of(param)
-        if box is None and name_before(param) is not None:
+        if (found := replaced(param)) is not None:
             raise RuntimeError(
-                f"this {type(optimizer).__name__} holds {name_before(param)} from before fully_shard, so it would train nothing; "
-                "make the optimizer after fully_shard, from model.parameters()"
+                f"this {type(optimizer).__name__} holds {found.name} from before {found.by}, so it would train nothing; "
+                f"make the optimizer after {found.by}, from model.parameters()"
             )
-        if box is not None and part is not None and part.full_shape:
-            box = box._replace(full_shape=part.full_shape)
-        if cut is None and box is not None and box.shape != box.full_shape:
-            cut = box
-            check_caller(param)
+    cut = first_cut(params)
     if cut is not None:
         _check_kind(optimizer, cut)
 
 
-def _check_kind(optimizer: torch.optim.Optimizer, cut: ShardBox) -> None:
-    """TypeError for an optimizer that needs more than this rank's rows, `cut`. A warning, once, for an optimizer that is not known."""
-    kind = type(optimizer)
+def _check_kind(optimizer: torch.optim.Optimizer, cut: torch.Tensor) -> None:
+    """TypeError for an optimizer that needs more than this rank's part, `cut`. A warning, once, for an optimizer that is not known."""
+    kind, spread = type(optimizer), spread_of(cut)
+    assert spread is not None
     stated = getattr(optimizer, "is_elementwise", None)
     is_elementwise = _known(kind.__mro__) if stated is None else bool(stated)
     if is_elementwise is False:
         raise TypeError(
-            f"{kind.__name__} needs whole matrices, or all parameters at once, but this rank holds {cut.shape} of a parameter of "
-            f"shape {cut.full_shape}; use an element-wise optimizer (SGD, Adam, AdamW), or stage=0 without tensor parallelism"
+            f"{kind.__name__} needs whole matrices, or all parameters at once, but this rank holds {tuple(cut.shape)} of a parameter "
+            f"of shape {spread.full_shape}; use an element-wise optimizer (SGD, Adam, AdamW), or stage=0 without tensor parallelism"
         )
     if is_elementwise is None:
         _warn_of(kind.__name__)
@@ -77,7 +66,7 @@ def _check_kind(optimizer: torch.optim.Optimizer, cut: ShardBox) -> None:
 def _warn_of(kind: str) -> None:
     if launched_rank() <= 0:
         warnings.warn(
-            f"each rank updates only its own rows of the parameters: if {kind} takes norms, means or products of whole "
+            f"each rank updates only its own part of the parameters: if {kind} takes norms, means or products of whole "
             f"matrices, or of all parameters, its steps are wrong; if it is element-wise, set {kind}.is_elementwise "
             "= True (False makes it an error)",
             RuntimeWarning,

@@ -1,0 +1,93 @@
+"""The parameters that are spread over ranks, each rank holding a part, and the parameters that these have replaced.
+
+Optimizers and torch's functions get bare parameters or gradients. A mark tells what a parameter is a part of. Each kind of parallelism
+marks the parameters that it makes: a shard of a parameter that `tensor_parallel` has cut has the mark of `fully_shard`.
+"""
+
+from collections.abc import Iterable, MutableMapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from collectives import Communicator
+from mpitrain.parts import Part, mark_part, part_of, watch_gradient
+
+
+class Spread(NamedTuple):
+    """What a parameter of this rank is a part of."""
+
+    full_shape: tuple[int, ...]
+    """The shape of the whole parameter, in the plain model."""
+    copy: Communicator
+    """The ranks that hold one copy of the model."""
+    everyone: Communicator
+    """All ranks that train the model: they take, or skip, each step together."""
+
+
+# Not an attribute of the parameter, because a communicator cannot be pickled.
+_marks: "MutableMapping[torch.Tensor, Spread]" = WeakTensorKeyDictionary()
+
+
+def mark_spread(
+    param: nn.Parameter, full_shape: tuple[int, ...], *, copy: Communicator, everyone: Communicator
+) -> None:
+    """`param` is a part of a parameter of `full_shape`. If `tensor_parallel` has cut it, the shape is that of the uncut parameter."""
+    part = part_of(param)
+    shape = part.full_shape if part is not None and part.full_shape else full_shape
+    _marks[param] = Spread(tuple(shape), copy, everyone)
+
+
+def mark_cut(param: nn.Parameter, part: Part) -> None:
+    """`param` is this rank's `part` of a parameter, not sharded so far. From now on its gradient is a sum if the part says so."""
+    mark_part(param, part)
+    mark_spread(param, part.full_shape, copy=part.over, everyone=part.over)
+    watch_gradient(param)
+
+
+def spread_of(param: torch.Tensor) -> Spread | None:
+    """The mark of a parameter; None for a parameter that is the same on every rank, or of a plain model."""
+    return _marks.get(param)
+
+
+def all_spread() -> list[tuple[torch.Tensor, Spread]]:
+    """Every marked parameter of this process, with its mark."""
+    return list(_marks.items())
+
+
+def first_cut(params: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """The first of the parameters of which this rank does not hold the whole."""
+    return next(
+        (param for param in params if (spread := spread_of(param)) is not None and param.shape != spread.full_shape),
+        None,
+    )
+
+
+def counts_in_norms(param: torch.Tensor) -> bool:
+    """Whether this rank counts its part of a parameter: of ranks that hold the same part only the first does."""
+    part = part_of(param)
+    return part is None or part.is_first
+
+
+def everyone_of(params: Iterable[torch.Tensor]) -> list[Communicator]:
+    """The ranks with which this one takes each step of an optimizer of `params`; the same order on all ranks."""
+    found = [spread.everyone for param in params if (spread := spread_of(param)) is not None]
+    return [comm for comm in dict.fromkeys(found) if comm.size > 1]
+
+
+class Replaced(NamedTuple):
+    """A parameter, called `name`, in whose place function `by` has put another."""
+
+    name: str
+    by: str
+
+
+def mark_replaced(param: nn.Parameter, name: str, by: str) -> None:
+    """The function `by` has put another parameter in the place of `param`, which was called `name`."""
+    param.replaced_in_model = Replaced(name, by)  # type: ignore[attr-defined]
+
+
+def replaced(param: torch.Tensor) -> Replaced | None:
+    """What has replaced a parameter in its model; None for one that is still there."""
+    return getattr(param, "replaced_in_model", None)
