@@ -10,7 +10,7 @@ from torch import nn
 from mpitrain.bench.model import LEARNING_RATE, TrainedModel, TrainingSetup
 from mpitrain.init import fill_, initialize
 from mpitrain.models import GPT, GPTConfig
-from mpitrain.tensor import tensor_parallel
+from mpitrain.tensor import communication_s, tensor_parallel
 
 
 class TensorParallel(TrainedModel):
@@ -24,6 +24,9 @@ class TensorParallel(TrainedModel):
         tensor_parallel(model, setup.comm, sequence=sequence)
         initialize(model)
         super().__init__(model)
+
+    def communication_s(self) -> float | None:
+        return communication_s(self.model) if next(self.model.parameters()).device.type == "cpu" else None
 
 
 class TorchTensorParallel(TrainedModel):

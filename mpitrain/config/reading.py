@@ -56,6 +56,8 @@ def from_text(text: str, source: str) -> Config:
 _SHORT = {"model": "model.size"}
 """Short names of settings."""
 _CONSTANTS = {"true": True, "false": False, "none": None}
+_SWITCHES: dict[Any, tuple[str, ...]] = {bool: ("true", "false"), bool | None: ("true", "false", "none")}
+"""The types of settings whose flags need no value, and the words that are a value."""
 
 
 def _build(base: Config, changes: Mapping[str, Any]) -> Config:
@@ -80,7 +82,7 @@ def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
         name, on = flag[2:].replace("-", "_"), True
         name = _SHORT.get(name, name)
         positive = name.replace("no_", "", 1)
-        if name not in types and types.get(positive) is bool:
+        if name not in types and types.get(positive) in _SWITCHES:
             name, on = positive, False
         if name not in types:
             raise ConfigError(f"unknown setting {flag}: {_hint(name, types, '--{}')}")
@@ -88,12 +90,12 @@ def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
         many = get_origin(kind) is tuple
         given = [word] if equals else []
         while not equals and words and not words[0].startswith("--") and (many or not given):
-            if kind is bool and (not on or words[0].lower() not in ("true", "false")):
+            if kind in _SWITCHES and (not on or words[0].lower() not in _SWITCHES[kind]):
                 break
             given.append(words.pop(0))
         if not on and given:
             raise ConfigError(f"{flag}: expected no value, got {given[0]!r}")
-        if kind is bool and not given:
+        if kind in _SWITCHES and not given:
             values[name] = on
         elif many:
             values[name] = _checked([_value(w, get_args(kind)[0]) for w in given], kind, flag)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from operator import attrgetter
 from typing import Any, Literal, get_type_hints
 
-from mpitrain.models.sizes import GPTConfig, resolve
+from mpitrain.models.sizes import LlamaConfig, TransformerConfig, resolve
 
 
 class ConfigError(ValueError):
@@ -19,36 +19,42 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model: a named size. Each of its numbers can be replaced."""
+    """The model: a named size of a family. Each of its numbers can be replaced."""
 
+    family: Literal["gpt", "llama"] = "gpt"
+    """gpt: like GPT-2. llama: like Llama 2 and 3, with RMS norms, rotary positions, SwiGLU and grouped queries."""
     size: str = "tiny"
-    """A named size: tiny, small (GPT-2's 124 M), medium, large, xl."""
+    """A named size. gpt: tiny, small (GPT-2's 124 M), medium, large, xl. llama: tiny, 1b (Llama 3.2's), 7b (Llama 2's), 8b and 70b
+    (Llama 3.1's)."""
     width: int | None = None
     """Length of a token's vector, instead of the named size's."""
     layers: int | None = None
     """Number of blocks, instead of the named size's."""
     heads: int | None = None
     """Attention heads per block, instead of the named size's."""
+    kv_heads: int | None = None
+    """Heads of keys and values, instead of the named size's; a divisor of the heads. Of llama alone: a gpt has as many as heads."""
     context: int | None = None
     """Tokens in a sequence, instead of the named size's."""
     vocab: int | None = None
     """Number of different tokens, instead of the named size's; tokens are bytes, so 256 is enough."""
-    tied: bool = True
-    """The head shares the embedding's weight."""
+    tied: bool | None = None
+    """The head shares the embedding's weight, instead of the named size's choice: all of gpt are tied, and 1b of llama."""
 
     def __post_init__(self) -> None:
+        _expect("model.kv_heads", self.kv_heads, 1)
         if self.resolve().vocab < 256:
             raise ConfigError(f"model.vocab: expected at least 256, because tokens are bytes, got {self.vocab}")
 
-    def resolve(self) -> GPTConfig:
+    def resolve(self) -> TransformerConfig:
         """The model's numbers.
 
         Raises:
             ConfigError: an unknown size, or numbers that do not fit together.
         """
-        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "size"}
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("family", "size")}
         try:
-            return resolve(self.size, **numbers)
+            return resolve(self.size, self.family, **numbers)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -259,7 +265,7 @@ def check_ranks(config: Config, num_ranks: int) -> None:
 
     Raises:
         ConfigError: the global batch is not a multiple of data-parallel ranks x micro-batches; the ranks are not a multiple of copies x
-            tensor; or `tensor` ranks cannot share the model's heads or context.
+            tensor; or `tensor` ranks cannot share the model's heads, key and value heads, or context.
     """
     copies, tensor = config.parallel.copies, config.parallel.tensor
     if tensor == 1 and num_ranks % copies:
@@ -274,6 +280,17 @@ def check_ranks(config: Config, num_ranks: int) -> None:
     sizes = config.model.resolve()
     if sizes.heads < tensor:
         raise ConfigError(f"parallel.tensor: {tensor} ranks cannot share {sizes.heads} heads (model.heads)")
+    if isinstance(sizes, LlamaConfig) and (count := sizes.kv_heads) < sizes.heads:
+        if sizes.heads % tensor:
+            raise ConfigError(
+                f"parallel.tensor: {tensor} ranks cannot share {sizes.heads} heads (model.heads) equally, which grouped queries "
+                f"(model.kv_heads = {count}) need; take a divisor of {sizes.heads}"
+            )
+        if count % tensor and tensor % count:
+            raise ConfigError(
+                f"parallel.tensor: {tensor} ranks cannot share {count} key and value heads (model.kv_heads) equally; take a "
+                f"divisor or a multiple of {count}"
+            )
     if config.parallel.sequence and sizes.context % tensor:
         raise ConfigError(
             f"parallel.tensor: {tensor} ranks cannot share {sizes.context} tokens (model.context) equally; take a multiple, or "

@@ -7,7 +7,7 @@ import torch
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data import scan
 from mpitrain.memory.step import measure, takes_grads_over, units_of
-from mpitrain.models import GPT
+from mpitrain.models import build
 from mpitrain.sharding.unit.layout import lay_out
 
 MASTER_BYTES = 4  # bytes per element of the shards, of their gradients and of each of Adam's two moments
@@ -72,7 +72,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     if parallel.device == "cuda":
         raise ConfigError("memory: no prediction for GPUs yet; pass --parallel.device cpu")
     with torch.device("meta"):
-        model = GPT(config.model.resolve())
+        model = build(config.model.resolve())
     group = 1 if parallel.stage == 0 else num_ranks // parallel.copies  # ranks that share one copy
     storage = "kept"
     if parallel.stage > 0 and parallel.storage != "private":

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from collectives.environment import switch
 from mpitrain.config import Config
-from mpitrain.models import GPT, GPTConfig
+from mpitrain.models import LanguageModel, TransformerConfig, build
 from mpitrain.sharding import checkpoint_activations
 
 HEAP_BYTES = 32 << 20  # glibc returns longer pieces to the system at once; shorter pieces may stay in its heap
@@ -88,7 +88,7 @@ def total(counts: Counter[str]) -> int:
     return sum(nbytes for kind, nbytes in counts.items() if kind != "heap")
 
 
-def units_of(model: GPT) -> list[list[nn.Parameter]]:
+def units_of(model: LanguageModel) -> list[list[nn.Parameter]]:
     """The parameters of each unit that `make_model` makes: the blocks, then the rest."""
     units = [list(block.parameters()) for block in model.blocks]
     inside = {id(param) for unit in units for param in unit}
@@ -134,16 +134,16 @@ def _run(config: Config, rows: int, num_ranks: int, held: list[int], *, gathered
     return tracker.peak
 
 
-def _fake_model(sizes: GPTConfig, dtype: torch.dtype) -> GPT:
+def _fake_model(sizes: TransformerConfig, dtype: torch.dtype) -> LanguageModel:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # the parameters of a fake model cannot be cast later
     try:
-        return GPT(sizes)
+        return build(sizes)
     finally:
         torch.set_default_dtype(before)
 
 
-def _gather(model: GPT, tracker: Tracker, *, again: bool) -> None:
+def _gather(model: LanguageModel, tracker: Tracker, *, again: bool) -> None:
     """Count full parameters as `Gathered` in storage.py holds them. `again`: a block frees them after its forward, and its backward
     fills them again. With a progress thread the next block is prefetched: see `prefetch_bytes` of fully_shard.
     """
@@ -170,7 +170,7 @@ def _gather(model: GPT, tracker: Tracker, *, again: bool) -> None:
         block.register_full_backward_hook(partial(free, index=index))
 
 
-def _reduce(model: GPT, tracker: Tracker, config: Config, num_ranks: int, held: list[int]) -> None:
+def _reduce(model: LanguageModel, tracker: Tracker, config: Config, num_ranks: int, held: list[int]) -> None:
     """Free full gradients when they are reduced, and count the gradients of the shards from then on: see [Note: order] and
     [Note: gradient buffers] in sharding/step/reducer.py."""
     is_first = config.train.accumulate == 1  # later micro-batches add to the gradients of the first

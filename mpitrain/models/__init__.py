@@ -1,21 +1,40 @@
-"""The GPT, its named sizes, and sampling. The import of this package does not import torch; the use of `GPT` does."""
+"""The families of models, GPT and Llama, their named sizes, and sampling.
+
+The import of this package does not import torch; the use of a model does.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.models.sizes import SIZES, GPTConfig, flops_per_token, num_parameters, resolve
+from mpitrain.models.sizes import (
+    SIZES,
+    GPTConfig,
+    LlamaConfig,
+    TransformerConfig,
+    flops_per_token,
+    num_parameters,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from mpitrain.models.decay import decay_groups
+    from mpitrain.models.families import build
     from mpitrain.models.gpt import GPT
+    from mpitrain.models.language_model import LanguageModel
+    from mpitrain.models.llama import Llama
     from mpitrain.models.sampling import generate, sample_tokens
 
 __all__ = [
     "GPT",
     "SIZES",
     "GPTConfig",
+    "LanguageModel",
+    "Llama",
+    "LlamaConfig",
+    "TransformerConfig",
+    "build",
     "decay_groups",
     "flops_per_token",
     "generate",
@@ -25,7 +44,15 @@ __all__ = [
 ]
 
 # Settings are checked against the named sizes before torch is loaded, which takes seconds on a cold file system.
-_WITH_TORCH = {"GPT": "gpt", "decay_groups": "decay", "generate": "sampling", "sample_tokens": "sampling"}
+_WITH_TORCH = {
+    "GPT": "gpt",
+    "LanguageModel": "language_model",
+    "Llama": "llama",
+    "build": "families",
+    "decay_groups": "decay",
+    "generate": "sampling",
+    "sample_tokens": "sampling",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,4 @@
-"""The GPT: a decoder-only transformer like GPT-2 (Radford et al. 2019), pre-norm, with learned positions.
-
-The module is plain torch without sharding or ranks, so any training loop can use it. Shapes in the code:
-B sequences, L tokens per sequence, C width, H heads, V vocabulary. The numbers and named sizes are in `sizes`.
-"""
+"""The GPT: a decoder-only transformer like GPT-2 (Radford et al. 2019), pre-norm, with learned positions."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from mpitrain.init import Constant, Init, Normal
-from mpitrain.models.loss import Reduction, loss_of, make_loss
+from mpitrain.models.language_model import LanguageModel
 from mpitrain.models.sizes import GPTConfig
 from mpitrain.tensor.plan import Style
 
@@ -65,57 +61,23 @@ class Block(nn.Module):
         return x + self.mlp(self.ln2(x))
 
 
-class GPT(nn.Module):
-    """The model. It has torch's default values until `mpitrain.init.initialize` sets the values of `init_rule`.
-
-    Under `torch.device("meta")` its construction needs neither memory nor time.
-    """
+class GPT(LanguageModel):
+    """The GPT: learned positions, layer norms, feed-forward layers with GELU."""
 
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.wte = nn.Embedding(config.vocab, config.width)
         self.wpe = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.ln_f = nn.LayerNorm(config.width)
-        # Tied: the next lines replace the weight made here, so it is on the meta device and needs no memory.
-        self.head = nn.Linear(config.width, config.vocab, bias=False, device="meta" if config.tied else None)
-        if config.tied:
-            self.head.weight = self.wte.weight
-        self.logits = nn.Identity()
-        self.loss = make_loss()
+        self.end()
 
-    def forward(
-        self,
-        tokens_BL: torch.Tensor,  # noqa: N803
-        targets_BL: torch.Tensor | None = None,  # noqa: N803
-        *,
-        reduction: Reduction = "mean",
-    ) -> torch.Tensor:
-        """The logits of the next token, or the loss.
-
-        Args:
-            tokens_BL: (B, L) int64, L at most the context.
-            targets_BL: (B, L) int64, for each token the next token; positions with -100 (`loss.IGNORED`) do not count.
-            reduction: the loss is the "mean" or the "sum" over the positions that count.
-
-        Returns:
-            Without targets: logits (B, L, V) in the parameters' dtype. With targets: the cross-entropy in nats, a float32
-            scalar (the mean is NaN, and the sum 0, if no position counts).
-
-        Raises:
-            ValueError: more tokens than the context, or another reduction.
-        """
-        length = tokens_BL.shape[1]
-        if length > self.config.context:
-            raise ValueError(f"expected at most model.context = {self.config.context} tokens, got {length}")
-        x_BLC = self.wte(tokens_BL) + self.wpe(torch.arange(length, device=tokens_BL.device))  # noqa: N806
+    def body(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
+        """(B, L) int64 -> (B, L, C)."""
+        x_BLC = self.wte(tokens_BL) + self.wpe(torch.arange(tokens_BL.shape[1], device=tokens_BL.device))  # noqa: N806
         for block in self.blocks:
             x_BLC = block(x_BLC)  # noqa: N806
-        logits_BLV = self.head(self.ln_f(x_BLC))  # noqa: N806
-        if targets_BL is None:
-            return self.logits(logits_BLV)
-        return loss_of(self.loss, logits_BLV, targets_BL, reduction)
+        return self.ln_f(x_BLC)
 
     @property
     def tensor_plan(self) -> dict[str, Style]:

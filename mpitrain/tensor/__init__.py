@@ -6,7 +6,8 @@ each rank has all features: of all tokens, or, with sequence parallelism, of its
 """
 
 from mpitrain.tensor.api import tensor_parallel
+from mpitrain.tensor.layers import communication_s
 from mpitrain.tensor.plan import Plan, Style
 from mpitrain.tensor.vocabulary import cross_entropy
 
-__all__ = ["Plan", "Style", "cross_entropy", "tensor_parallel"]
+__all__ = ["Plan", "Style", "communication_s", "cross_entropy", "tensor_parallel"]

@@ -13,7 +13,7 @@ from mpitrain.optim.optimizer_checks import watch_optimizers
 from mpitrain.optim.spread import mark_cut, mark_replaced
 from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.parts import Part
-from mpitrain.tensor import layers
+from mpitrain.tensor import layers, random
 from mpitrain.tensor.plan import Plan, Style, region_of, styles_of
 from mpitrain.tensor.transformers_plans import plan_of_transformers
 
@@ -70,6 +70,7 @@ class _Cutter:
             name for name, style in self.styles.items() if style.kind == "column" and self._region(name) is None
         ]
         """Column layers outside of regions: their outputs stay cut."""
+        self.only_columns = self._only_columns()
         self.stacks = self._stacks() if sequence else {}
         self.ranks = layers.TensorRanks(comm, sequence=bool(self.stacks))
         self.cuts: dict[int, tuple[int, list[int], int | None, int]] = {}
@@ -86,6 +87,14 @@ class _Cutter:
             if name in self.regions:
                 return name
         return None
+
+    def _only_columns(self) -> set[str]:
+        """The column layers that are the only ones of their regions."""
+        columns: dict[str | None, list[str]] = {}
+        for name, style in self.styles.items():
+            if style.kind == "column" and not isinstance(self.modules[name], nn.Embedding):
+                columns.setdefault(self._region(name), []).append(name)
+        return {names[0] for region, names in columns.items() if region is not None and len(names) == 1}
 
     def _stacks(self) -> dict[str, list[str]]:
         """The outermost lists of blocks around regions, each with the names of its blocks."""
@@ -198,14 +207,14 @@ class _Cutter:
                     module._parameters[key] = self._replaced(f"{name}.{key}" if name else key, param, made, sharing)
         for name, style in self.styles.items():
             self._change(name, self.modules[name], style)
-        for name in (*sorted(self.regions), *self.heads):
+        for stack in self.stacks.values():
+            self.modules[stack[0]].register_forward_pre_hook(partial(layers.split_stream, self.ranks), with_kwargs=True)
+            self.modules[stack[-1]].register_forward_hook(partial(layers.join_stream, self.ranks))
+        for name in (*sorted(self.regions), *self.heads):  # a region may be the first block of a stack
             hook = partial(layers.enter_region, self.ranks, self._is_in_stack(name))
             self.modules[name].register_forward_pre_hook(hook, with_kwargs=True)
-        for blocks in self.stacks.values():
-            self.modules[blocks[0]].register_forward_pre_hook(
-                partial(layers.split_stream, self.ranks), with_kwargs=True
-            )
-            self.modules[blocks[-1]].register_forward_hook(partial(layers.join_stream, self.ranks))
+        blocks = {block for stack in self.stacks.values() for block in stack}
+        random.separate(self.ranks, self.modules, self.styles, regions=self.regions, blocks=blocks)
 
     def _replaced(
         self, name: str, param: nn.Parameter, made: dict[int, nn.Parameter], sharing: dict[int, Communicator]
@@ -236,9 +245,12 @@ class _Cutter:
         """Let one module compute with its part."""
         changed: Any = module
         if style.kind == "row":
-            changed.__class__ = layers.row_class(type(module))  # type: ignore[arg-type]  # a class is hashable
+            changed.__class__ = layers.cut_class(layers.RowLayer, type(module))  # type: ignore[arg-type]  # a class is hashable
             changed.ranks, changed.is_cut, changed.splits = self.ranks, self._is_in_stack(name), style.splits
             changed.is_transposed = not isinstance(module, nn.Linear)
+        elif name in self.only_columns:
+            changed.__class__ = layers.cut_class(layers.ColumnLayer, type(module))  # type: ignore[arg-type]
+            changed.ranks, changed.is_transposed = self.ranks, not isinstance(module, nn.Linear)
         elif style.kind == "vocabulary":
             changed.__class__ = layers.VocabularyEmbedding
             changed.ranks, changed.first = self.ranks, _part(changed.weight).boxes[0].offset[0]
@@ -265,7 +277,9 @@ class _Cutter:
     def _regroup(self, name: str, module: nn.Module, style: Style) -> None:
         """If several ranks have one head of keys, a transformers attention repeats the head for fewer heads of queries."""
         owner: Any = self.modules[region_of(name)]
-        if style.is_shared and (count := self.cuts_of(module)) > 1 and not hasattr(owner, "_key_value_groups"):
+        if not hasattr(owner, "num_key_value_groups") or hasattr(owner, "_key_value_groups"):
+            return  # it counts its heads itself; or it is changed already
+        if style.is_shared and (count := self.cuts_of(module)) > 1:
             owner._key_value_groups = owner.num_key_value_groups
             owner.num_key_value_groups //= count
 
@@ -297,7 +311,7 @@ def _features_of(module: nn.Module) -> tuple[int, int] | None:
     """The dimensions of the weight that are input and output features; None for a module without them."""
     if isinstance(module, nn.Linear):
         return 1, 0
-    if isinstance(module, nn.Embedding) or type(module).__name__.removeprefix("Row") == "Conv1D":  # of transformers
+    if isinstance(module, nn.Embedding) or type(module).__name__ in ("Conv1D", "RowConv1D", "ColumnConv1D"):
         return 0, 1
     return None
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain.tensor import regions
+from mpitrain.tensor.exchange import Exchange
 from mpitrain.tensor.vocabulary import cross_entropy
 
 
@@ -20,18 +21,42 @@ class TensorRanks:
     """
 
     def __init__(self, comm: Communicator, *, sequence: bool) -> None:
-        self.comm = comm
+        self.comm, self.exchange = comm, Exchange(comm)
         self.sequence = self.cuts_tokens = sequence
+        self._entered: tuple[torch.Tensor, int] | None = (
+            None  # the last region's input that ranks may share, and its version
+        )
 
     def enter(self, x: torch.Tensor, *, is_cut: bool) -> torch.Tensor:
         """The stream at the beginning of a region: all tokens. `is_cut`: in a stack whose tokens are cut, if any are."""
         if is_cut and self.cuts_tokens:
-            return regions.gather_tokens(x, self.comm, x.shape[-2] * self.comm.size)
-        return regions.copy(x, self.comm)
+            whole = regions.gather_tokens(x, self.exchange, x.shape[-2] * self.comm.size)
+            self._entered = whole, whole._version
+            return whole
+        return regions.copy(x, self.exchange)
 
     def leave(self, x: torch.Tensor, *, is_cut: bool) -> torch.Tensor:
         """The sum of the ranks' `x` at the end of a region."""
-        return regions.scatter_tokens(x, self.comm) if is_cut and self.cuts_tokens else regions.add(x, self.comm)
+        self._check_input()
+        if is_cut and self.cuts_tokens:
+            return regions.scatter_tokens(x, self.exchange)
+        return regions.add(x, self.exchange)
+
+    def leave_with_product(self, x: torch.Tensor, weight: torch.Tensor, *, is_cut: bool) -> torch.Tensor:
+        """The sum of the ranks' products `x @ weight.t()` at the end of a region."""
+        if torch.is_autocast_enabled(x.device.type):  # it casts the operands of torch's own functions
+            return self.leave(F.linear(x, weight), is_cut=is_cut)
+        self._check_input()
+        return regions.row_product(x, weight, self.exchange, cuts_tokens=is_cut and self.cuts_tokens)
+
+    def _check_input(self) -> None:
+        """ValueError if the region has written to its input. The other ranks compute with it, too."""
+        entered, self._entered = self._entered, None
+        if entered is not None and entered[0]._version != entered[1]:
+            raise ValueError(
+                "a module whose matrices are cut writes to its input in place, but the ranks of a node share this input; use "
+                "operations that are not in place there, or pass sequence=False to tensor_parallel"
+            )
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's tokens, before the first block of a stack.
@@ -41,7 +66,7 @@ class TensorRanks:
         length, size = x.shape[-2], self.comm.size
         self.cuts_tokens = length % size == 0
         if self.cuts_tokens:
-            return regions.own_tokens(x, self.comm)
+            return regions.own_tokens(x, self.exchange)
         if torch.is_grad_enabled():
             self.cuts_tokens = True
             raise ValueError(
@@ -53,7 +78,13 @@ class TensorRanks:
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """All tokens, after the last block of a stack."""
         cut, self.cuts_tokens = self.cuts_tokens, self.sequence
-        return regions.all_tokens(x, self.comm, x.shape[-2] * self.comm.size) if cut else x
+        return regions.all_tokens(x, self.exchange, x.shape[-2] * self.comm.size) if cut else x
+
+
+def communication_s(model: nn.Module) -> float:
+    """Seconds that this rank has spent in exchanges of a model's cut modules, with the waits for other ranks."""
+    found = {getattr(module, "ranks", None) for module in model.modules()}
+    return sum(ranks.exchange.seconds for ranks in found if isinstance(ranks, TensorRanks))
 
 
 class RowLayer(nn.Module):
@@ -71,16 +102,33 @@ class RowLayer(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., L, this rank's input features) -> (..., L, all output features), of this rank's tokens if tokens are cut."""
         if self.splits:
-            input = regions.own_features(input, self.ranks.comm)
+            input = regions.own_features(input, self.ranks.exchange)
         weight = self.weight.t() if self.is_transposed else self.weight
-        y = self.ranks.leave(F.linear(input, weight), is_cut=self.is_cut)
+        y = self.ranks.leave_with_product(input, weight, is_cut=self.is_cut)
         return y if self.bias is None else y + self.bias
 
 
+class ColumnLayer(nn.Module):
+    """A linear layer with this rank's part of the output features: the only one that takes the input of its region."""
+
+    ranks: TensorRanks
+    is_transposed: bool
+    """Whether the weight has the shape (input features, output features)."""
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., L, all input features) -> (..., L, this rank's output features)."""
+        weight = self.weight.t() if self.is_transposed else self.weight
+        if torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, weight, self.bias)
+        return regions.column_product(input, weight, self.bias, self.ranks.exchange)
+
+
 @functools.cache
-def row_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of a row layer in place of `kind`, of which it is a subclass."""
-    return type(f"Row{kind.__name__}", (RowLayer, kind), {})
+def cut_class(layer: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of a `layer` in place of `kind`, of which it is a subclass."""
+    return type(f"{layer.__name__.removesuffix('Layer')}{kind.__name__}", (layer, kind), {})
 
 
 class VocabularyEmbedding(nn.Embedding):
@@ -101,7 +149,7 @@ class VocabularyEmbedding(nn.Embedding):
             found = self.weight.sum() + self.weight.new_zeros(*input.shape, self.embedding_dim)
         else:
             found = F.embedding(at.masked_fill(~mine, 0), self.weight, padding).masked_fill(~mine[..., None], 0)
-        return regions.add(found, self.ranks.comm)
+        return regions.add(found, self.ranks.exchange)
 
 
 class VocabularyCrossEntropy(nn.CrossEntropyLoss):
@@ -134,7 +182,7 @@ def enter_region(ranks: TensorRanks, is_cut: bool, module: nn.Module, args: Any,
         if not found_stream:
             found_stream = True
             return ranks.enter(value, is_cut=is_cut)
-        return regions.copy(value, ranks.comm) if value.requires_grad and name in _OTHER_STREAMS else value
+        return regions.copy(value, ranks.exchange) if value.requires_grad and name in _OTHER_STREAMS else value
 
     args = tuple(entered("", value) for value in args)
     return args, {name: entered(name, value) for name, value in kwargs.items()}
@@ -170,4 +218,4 @@ def gather_output(
     ranks: TensorRanks, length: int, is_partial: bool, module: nn.Module, args: Any, output: torch.Tensor
 ) -> torch.Tensor:
     """A forward hook: all `length` features of the output. `is_partial`: the ranks' gradients are parts of a sum, as in a region."""
-    return regions.gather_features(output, ranks.comm, length, is_partial=is_partial)
+    return regions.gather_features(output, ranks.exchange, length, is_partial=is_partial)

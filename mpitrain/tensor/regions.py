@@ -13,64 +13,39 @@
 
 The first two are f and g of Megatron-LM, the next two its g-bar of sequence parallelism. Shapes: (..., L, C) with L tokens and C
 features. All ranks of a group call each function in the same order.
+
+`row_product` and `column_product` are the products of a region's last and first matrix. They compute what the ranks will add up where
+the other ranks can read it, and the exchange goes on while a rank computes the gradient of its weight.
 """
 
-from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from collectives import Communicator
+from mpitrain.tensor.exchange import Exchange, own_part
 
 Context = Any
 
 
-def bounds(length: int, size: int) -> list[int]:
-    """Where each rank's tokens, or features, begin, and the end."""
-    return [length * rank // size for rank in range(size + 1)]
-
-
-def _gathered(x: torch.Tensor, comm: Communicator, length: int, dim: int = -2) -> torch.Tensor:
-    """All ranks' parts of dimension `dim`, of `length` in all."""
-    first = x.movedim(dim, 0).contiguous()
-    out = first.new_empty(length, *first.shape[1:])
-    edges, row = bounds(length, comm.size), first[:1].numel() if len(first) else out[:1].numel()
-    comm.all_gather(out, first, counts=[(end - begin) * row for begin, end in pairwise(edges)])
-    return out.movedim(0, dim).contiguous()
-
-
-def _scattered(x: torch.Tensor, comm: Communicator, dim: int = -2) -> torch.Tensor:
-    """This rank's part of dimension `dim` of the sum over the ranks."""
-    first = x.movedim(dim, 0).contiguous()
-    edges, row = bounds(len(first), comm.size), first[:1].numel()
-    out = first.new_empty(edges[comm.rank + 1] - edges[comm.rank], *first.shape[1:])
-    comm.reduce_scatter(out, first, counts=[(end - begin) * row for begin, end in pairwise(edges)])
-    return out.movedim(0, dim)
-
-
-def _own(x: torch.Tensor, comm: Communicator, dim: int = -2) -> torch.Tensor:
-    edges = bounds(x.shape[dim], comm.size)
-    return x.narrow(dim, edges[comm.rank], edges[comm.rank + 1] - edges[comm.rank])
-
-
 class _Copy(Function):
     @staticmethod
-    def forward(ctx: Context, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        ctx.comm = comm
+    def forward(ctx: Context, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: torch.Tensor) -> Any:
-        return ctx.comm.all_reduce(grad.clone(memory_format=torch.contiguous_format)), None
+        return ctx.exchange.whole_sum(ctx.exchange.room_with(grad)), None
 
 
 class _Add(Function):
     @staticmethod
-    def forward(ctx: Context, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        return comm.all_reduce(x.clone(memory_format=torch.contiguous_format))
+    def forward(ctx: Context, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        return exchange.whole_sum(exchange.room_with(x))
 
     @staticmethod
     @once_differentiable
@@ -80,38 +55,38 @@ class _Add(Function):
 
 class _GatherTokens(Function):
     @staticmethod
-    def forward(ctx: Context, x: torch.Tensor, comm: Communicator, length: int) -> torch.Tensor:
-        ctx.comm = comm
-        return _gathered(x, comm, length)
+    def forward(ctx: Context, x: torch.Tensor, exchange: Exchange, length: int) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange.gather(x, -2, length)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: torch.Tensor) -> Any:
-        return _scattered(grad, ctx.comm), None, None
+        return ctx.exchange.own_sum(ctx.exchange.room_with(grad), -2), None, None
 
 
 class _ScatterTokens(Function):
     @staticmethod
-    def forward(ctx: Context, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        ctx.comm, ctx.length = comm, x.shape[-2]
-        return _scattered(x, comm)
+    def forward(ctx: Context, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange, ctx.length = exchange, x.shape[-2]
+        return exchange.own_sum(exchange.room_with(x), -2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: torch.Tensor) -> Any:
-        return _gathered(grad, ctx.comm, ctx.length), None
+        return ctx.exchange.gather(grad, -2, ctx.length).clone(), None
 
 
 class _OwnTokens(Function):
     @staticmethod
-    def forward(ctx: Context, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        ctx.comm, ctx.length = comm, x.shape[-2]
-        return _own(x, comm).contiguous()
+    def forward(ctx: Context, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange, ctx.length = exchange, x.shape[-2]
+        return own_part(x, exchange.comm, -2).contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: torch.Tensor) -> Any:
-        return _gathered(grad, ctx.comm, ctx.length), None
+        return ctx.exchange.gather(grad, -2, ctx.length).clone(), None
 
 
 class _AllOf(Function):
@@ -122,53 +97,120 @@ class _AllOf(Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, comm: Communicator, length: int, dim: int, is_partial: bool
+        ctx: Context, x: torch.Tensor, exchange: Exchange, length: int, dim: int, is_partial: bool
     ) -> torch.Tensor:
-        ctx.comm, ctx.dim, ctx.is_partial = comm, dim, is_partial
-        return _gathered(x, comm, length, dim)
+        ctx.exchange, ctx.dim, ctx.is_partial = exchange, dim, is_partial
+        return exchange.gather(x, dim, length).clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, grad: torch.Tensor) -> Any:
-        own = _scattered(grad, ctx.comm, ctx.dim) if ctx.is_partial else _own(grad, ctx.comm, ctx.dim)
-        return own, None, None, None, None
+        exchange: Exchange = ctx.exchange
+        if ctx.is_partial:
+            grad = exchange.own_sum(exchange.room_with(grad), ctx.dim)
+        else:
+            grad = own_part(grad, exchange.comm, ctx.dim)
+        return grad, None, None, None, None
 
 
-def copy(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+class _RowProduct(Function):
+    @staticmethod
+    def forward(
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor, exchange: Exchange, cuts_tokens: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.exchange, ctx.cuts_tokens = exchange, cuts_tokens
+        room = exchange.room((*x.shape[:-1], len(weight)), x)
+        torch.mm(_rows(x), weight.t(), out=_rows(room.own))
+        return exchange.own_sum(room, -2) if cuts_tokens else exchange.whole_sum(room)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        if ctx.cuts_tokens:
+            grad = ctx.exchange.gather(grad, -2, x.shape[-2])
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        grad_x = grad @ weight if needs_x else None
+        return grad_x, _rows(grad).t() @ _rows(x) if needs_weight else None, None, None
+
+
+class _ColumnProduct(Function):
+    @staticmethod
+    def forward(
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.exchange = exchange
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_x = None
+        if needs_x:
+            room = ctx.exchange.room(tuple(x.shape), x)
+            torch.mm(_rows(grad), weight, out=_rows(room.own))
+            ctx.exchange.post(room)
+            grad_x = room.own
+        grad_weight = _rows(grad).t() @ _rows(x) if needs_weight else None
+        return grad_x, grad_weight, _rows(grad).sum(0) if needs_bias else None, None
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """(..., C) as (rows, C)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def copy(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """`x`, whose gradient is the sum of the ranks' gradients."""
-    return _Copy.apply(x, comm)
+    return _Copy.apply(x, exchange)
 
 
-def add(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+def add(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """The sum of the ranks' `x`."""
-    return _Add.apply(x, comm)
+    return _Add.apply(x, exchange)
 
 
-def gather_tokens(x: torch.Tensor, comm: Communicator, length: int) -> torch.Tensor:
+def gather_tokens(x: torch.Tensor, exchange: Exchange, length: int) -> torch.Tensor:
     """All `length` tokens; the gradient of this rank's tokens is the sum of the ranks' gradients."""
-    return _GatherTokens.apply(x, comm, length)
+    return _GatherTokens.apply(x, exchange, length)
 
 
-def scatter_tokens(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+def scatter_tokens(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """This rank's tokens of the sum of the ranks' `x`."""
-    return _ScatterTokens.apply(x, comm)
+    return _ScatterTokens.apply(x, exchange)
 
 
-def own_tokens(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+def own_tokens(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """This rank's tokens of `x`, which is the same on all ranks."""
-    return _OwnTokens.apply(x, comm)
+    return _OwnTokens.apply(x, exchange)
 
 
-def all_tokens(x: torch.Tensor, comm: Communicator, length: int) -> torch.Tensor:
+def all_tokens(x: torch.Tensor, exchange: Exchange, length: int) -> torch.Tensor:
     """All `length` tokens, the same on all ranks."""
-    return _AllOf.apply(x, comm, length, -2, False)
+    return _AllOf.apply(x, exchange, length, -2, False)
 
 
-def gather_features(x: torch.Tensor, comm: Communicator, length: int, *, is_partial: bool = False) -> torch.Tensor:
+def gather_features(x: torch.Tensor, exchange: Exchange, length: int, *, is_partial: bool = False) -> torch.Tensor:
     """All `length` features of the last dimension, the same on all ranks. `is_partial`: each rank computes a part of the gradient."""
-    return _AllOf.apply(x, comm, length, -1, is_partial)
+    return _AllOf.apply(x, exchange, length, -1, is_partial)
 
 
-def own_features(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+def own_features(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """This rank's features of the last dimension of `x`, which is the same on all ranks. Each rank then has a part of the gradient."""
-    return _own(x, comm, -1)
+    return own_part(x, exchange.comm, -1)
+
+
+def row_product(x: torch.Tensor, weight: torch.Tensor, exchange: Exchange, *, cuts_tokens: bool) -> torch.Tensor:
+    """(..., L, C) -> (..., L, D): the sum of the ranks' `x @ weight.t()`. `cuts_tokens`: of this rank's tokens. `weight`: (D, C)."""
+    return _RowProduct.apply(x, weight, exchange, cuts_tokens)
+
+
+def column_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange
+) -> torch.Tensor:
+    """`F.linear(x, weight, bias)` for an `x` from `copy` or `gather_tokens` that no other layer takes."""
+    return _ColumnProduct.apply(x, weight, bias, exchange)

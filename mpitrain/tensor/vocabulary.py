@@ -7,7 +7,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from collectives import Communicator
-from mpitrain.tensor.regions import bounds
+from mpitrain.tensor.exchange import bounds
 
 _CHUNK_ELEMENTS = 1 << 22  # of logits that are converted to float32 at once
 

@@ -5,15 +5,15 @@ import torch
 from collectives import Mesh
 from mpitrain.config import Config, OptimConfig
 from mpitrain.init import initialize
-from mpitrain.models import GPT, decay_groups
+from mpitrain.models import LanguageModel, build, decay_groups
 from mpitrain.sharding import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint_activations, fully_shard
 from mpitrain.tensor import tensor_parallel
 
 
-def make_model(config: Config, mesh: Mesh, device: torch.device) -> GPT:
-    """The GPT with its initial values, spread over all ranks. Each block is a unit; the rest is one more unit. Collective."""
+def make_model(config: Config, mesh: Mesh, device: torch.device) -> LanguageModel:
+    """The model with its initial values, spread over all ranks. Each block is a unit; the rest is one more unit. Collective."""
     with torch.device("meta"):
-        model = GPT(config.model.resolve())
+        model = build(config.model.resolve())
     parallel = config.parallel
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, parallel.param_dtype), reduce_dtype=getattr(torch, parallel.reduce_dtype)
@@ -36,7 +36,7 @@ def make_model(config: Config, mesh: Mesh, device: torch.device) -> GPT:
     return model
 
 
-def make_optimizer(model: GPT, optim: OptimConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: LanguageModel, optim: OptimConfig) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019) on this rank's shards, without decay on norms and biases."""
     groups = decay_groups(model, optim.weight_decay)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)

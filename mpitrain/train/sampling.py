@@ -7,7 +7,7 @@ import torch
 
 import ckpt
 from mpitrain.config import from_text
-from mpitrain.models import GPT, sample_tokens
+from mpitrain.models import LanguageModel, build, sample_tokens
 from mpitrain.train.saving import read_meta
 from mpitrain.weights import state
 
@@ -21,12 +21,14 @@ def sample(path: str, prompt: str, *, num: int, temperature: float, seed: int) -
     if not prompt or num < 0:
         raise ValueError(f"expected a prompt and a number of bytes of at least 0, got {prompt!r} and {num}")
     folder = ckpt.find(path)
-    model = GPT(from_text(read_meta(folder)["config"], str(folder)).model.resolve())
+    model = build(from_text(read_meta(folder)["config"], str(folder)).model.resolve())
     state.load(folder, model)
     yield from write(model, prompt, num=num, temperature=temperature, seed=seed, device=torch.device("cpu"))
 
 
-def write(model: GPT, prompt: str, *, num: int, temperature: float, seed: int, device: torch.device) -> Iterator[str]:
+def write(
+    model: LanguageModel, prompt: str, *, num: int, temperature: float, seed: int, device: torch.device
+) -> Iterator[str]:
     """The prompt and the text of `num` bytes after it, piece by piece. Collective if the model, on `device`, is sharded."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     yield prompt

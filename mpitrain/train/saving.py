@@ -11,7 +11,7 @@ import torch
 import ckpt
 from collectives import Communicator
 from mpitrain.config import Config, ConfigError, differences, from_text, to_toml
-from mpitrain.models import GPT
+from mpitrain.models import LanguageModel
 from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states
 from mpitrain.weights import state
@@ -31,7 +31,7 @@ class Resumed(NamedTuple):
 
 def save(
     path: Path,
-    model: GPT,
+    model: LanguageModel,
     optimizer: torch.optim.Optimizer,
     *,
     config: Config,
@@ -63,7 +63,7 @@ def save(
 
 def load(
     path: Path | ckpt.Url,
-    model: GPT,
+    model: LanguageModel,
     optimizer: torch.optim.Optimizer | None,
     *,
     config: Config,
@@ -127,12 +127,14 @@ def read_meta(path: str | os.PathLike[str], copies: Sequence[str] = ()) -> dict[
     return meta
 
 
-def _device(model: GPT) -> torch.device:
+def _device(model: LanguageModel) -> torch.device:
     return next(model.parameters()).device
 
 
 def _check_model(saved: Config, config: Config, path: Path | ckpt.Url) -> None:
-    there, here = asdict(saved.model.resolve()), asdict(config.model.resolve())
+    there, here = ({"family": each.model.family} for each in (saved, config))
+    if there == here:
+        there, here = (asdict(each.model.resolve()) for each in (saved, config))
     if different := [f"model.{key} is {there[key]} there, {here[key]} here" for key in here if there[key] != here[key]]:
         raise ConfigError(
             f"{path} is of another model: {', '.join(different)}; continue with its settings, or start another run with --run"

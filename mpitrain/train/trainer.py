@@ -1,4 +1,4 @@
-"""The main job: trains a GPT on bytes, sharded over all ranks; saves checkpoints, stops when asked, and continues later."""
+"""The main job: trains a model on bytes, sharded over all ranks; saves checkpoints, stops when asked, and continues later."""
 
 import math
 import os
@@ -305,11 +305,11 @@ class Trainer:
             if hardware.device.type == "cuda"
             else f"CPU, {hardware.threads} thread{'s' * (hardware.threads > 1)} each"
         )
-        held = sum(p.numel() for p in self.model.parameters())
+        model, held = self.config.model, sum(p.numel() for p in self.model.parameters())
         return (
             f"{self.comm.size} rank{'s' * (self.comm.size > 1)} on {self.comm.num_nodes} node{'s' * (self.comm.num_nodes > 1)}, "
             f"{where}\n"
-            f"model {self.config.model.size}: {num_parameters(sizes) / 1e6:.2f} M parameters, {held / 1e6:.2f} M on rank 0\n"
+            f"model {model.family} {model.size}: {num_parameters(sizes) / 1e6:.2f} M parameters, {held / 1e6:.2f} M on rank 0\n"
             f"data: {self.corpus.num_files} files, {len(self.corpus.train) / 1e6:.1f} MB to train on, "
             f"{len(self.corpus.heldout) / 1e6:.2f} MB held out\n"
             f"run {self.run.folder} {self.beginning}"

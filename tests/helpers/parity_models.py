@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from mpitrain.models import GPT, GPTConfig
+from mpitrain.models import GPT, GPTConfig, Llama, LlamaConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # transformers makes models from configurations here and downloads nothing
 
@@ -54,6 +54,11 @@ def mlp() -> nn.Module:
 
 def gpt(*, tied: bool) -> nn.Module:
     return GPT(GPTConfig(vocab=VOCAB, context=8, width=12, layers=2, heads=3, tied=tied))
+
+
+def our_llama() -> nn.Module:
+    """Its blocks take an object that is no tensor, the rotation of positions."""
+    return Llama(LlamaConfig(vocab=VOCAB, context=8, width=12, layers=2, heads=3, kv_heads=1))
 
 
 class Odd(nn.Module):
@@ -353,4 +358,5 @@ CASES = {
     ),
     "GPT-2": Case(gpt2, transformers_loss, lambda model: [*model.transformer.h]),
     "T5": Case(t5, t5_loss, lambda model: [*model.encoder.block, *model.decoder.block]),
+    "our Llama": Case(our_llama, language_loss, lambda model: [*model.blocks]),
 }  # fmt: skip

@@ -107,6 +107,50 @@ if comm.rank == 1:
     assert min(seconds) < 0.8, "the link stands idle"
 
 
+@pytest.mark.parametrize("sequence", [True, False])
+def test_tensor_parallelism_sends_what_the_formula_says(sequence: bool) -> None:
+    """Tensor parallelism over all ranks of two hosts. A gather or a scatter of S bytes sends half of them to the other host, a sum
+    for all ranks sends S."""
+    script = """
+import sys, torch, collectives, mpitrain
+from mpitrain.init import initialize
+from mpitrain.models import GPT, GPTConfig
+sequences, length, width, layers, sequence = 4, 256, 512, 2, sys.argv[1] == "True"
+comm = collectives.world()
+torch.set_num_threads(1)
+with torch.device("meta"):
+    model = GPT(GPTConfig(vocab=256, context=length, width=width, layers=layers, heads=8, tied=False))
+mpitrain.tensor_parallel(model, comm, sequence=sequence)
+initialize(model)
+
+def sent():
+    comm.barrier()
+    line = next(line for line in open("/proc/self/net/dev") if line.strip().startswith("eth0:"))
+    comm.barrier()
+    return int(line.split(":")[1].split()[8])
+
+stream = 4 * sequences * length * width  # S
+a_sum = stream  # of the embedding in the forward, of the head's input in the backward
+of_loss = 4 * 4 * sequences * length * comm.node.size
+in_blocks = 4 * layers * (stream if sequence else a_sum)  # two of each: with sequence, a gather and a scatter
+of_stack = stream if sequence else 0  # joined in the forward, split in the backward
+expected = 2 * a_sum + of_loss + in_blocks + of_stack
+for step in range(2):
+    tokens = torch.randint(0, 256, (sequences, length + 1), generator=torch.Generator().manual_seed(step))
+    before = sent()
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    if comm.node.rank == 0:
+        print("of the formula", (sent() - before) / expected, flush=True)
+    else:
+        sent()
+"""
+    result = cluster("-H", "2x2", "python", "-c", script, str(sequence))
+    assert result.returncode == 0, str(result)
+    ratios = [float(line.split()[-1]) for line in result.stdout.splitlines() if line.startswith("of the formula")]
+    assert len(ratios) == 4, str(result)
+    assert all(0.99 < ratio < 1.02 for ratio in ratios), ratios
+
+
 # How a job ends
 
 # Says in which networks the ranks are, then does what its argument says on the last rank, and waits for SIGUSR1.

@@ -37,7 +37,7 @@ from mpitrain import cli
 from mpitrain.config import from_toml, parse
 from mpitrain.data import Batches, HeldoutBatches, read_into, scan
 from mpitrain.init import initialize
-from mpitrain.models import GPT, GPTConfig
+from mpitrain.models import TransformerConfig, build, resolve
 
 pytestmark = pytest.mark.timeout_s(300)
 
@@ -60,13 +60,19 @@ def tokens_of(corpus: Path) -> tuple[np.ndarray, np.ndarray]:
     return parts[0], parts[1]
 
 
-def plain_loop(corpus: Path, *, clip_norm: float = 1.0) -> tuple[list[float], list[float]]:
+SMALL: dict[str, Any] = {"context": CONTEXT, "width": 32, "layers": 2, "heads": 2}
+GPT, GROUPED = resolve("tiny", **SMALL), resolve("tiny", "llama", **SMALL, kv_heads=1)
+
+
+def plain_loop(
+    corpus: Path, *, clip_norm: float = 1.0, config: TransformerConfig = GPT
+) -> tuple[list[float], list[float]]:
     """Losses of the steps and of the evaluations (after steps 25, 50 and 60) of one process that knows nothing of sharding."""
     torch.set_num_threads(1)
     tokens, heldout_tokens = tokens_of(corpus)
     batches = Batches(tokens, context=CONTEXT, batch=BATCH, seed=0)
     heldout = HeldoutBatches(heldout_tokens, context=CONTEXT, batch=BATCH, num_batches=2)
-    model = GPT(GPTConfig(vocab=256, context=CONTEXT, width=32, layers=2, heads=2))
+    model = build(config)
     initialize(model, seed=0)
     params = list(model.parameters())
     groups = [
@@ -136,6 +142,20 @@ def test_so_they_are_with_other_memory_micro_batches_and_bf16(
     trained(num_ranks, tmp_path / "run", corpus, *args)
     np.testing.assert_allclose(losses(tmp_path / "run"), plain[0], **tolerance)
     np.testing.assert_allclose(heldout_losses(tmp_path / "run"), plain[1], **tolerance)
+
+
+def test_a_llama_is_stopped_and_goes_on_with_its_heads_of_keys_on_both_ranks(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, llama = tmp_path / "run", ("--model.family", "llama", "--model.kv-heads", "1")
+    stopped = trained(2, folder, corpus, *llama, when="step 20/", send=signal.SIGUSR1)
+    assert "model llama tiny: 0.05 M parameters" in stopped.stdout and "as asked" in stopped.stdout, str(stopped)
+    resumed = trained(2, folder, corpus, *llama, "--parallel.tensor", "2")
+    assert "now 2 ranks, 2 a layer" in resumed.stdout, str(resumed)
+    of_steps, of_evaluations = plain_loop(corpus, config=GROUPED)
+    np.testing.assert_allclose(losses(folder), of_steps, **FP32)
+    np.testing.assert_allclose(heldout_losses(folder), of_evaluations, **FP32)
+    assert resumed.stdout.endswith("sample:\n" + sampled_here(capsys, "--checkpoint", str(folder), "--bytes", "8"))
 
 
 def test_the_tolerance_would_notice_a_wrong_clip(corpus: Path, plain: tuple[list[float], list[float]]) -> None:

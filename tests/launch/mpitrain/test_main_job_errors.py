@@ -36,6 +36,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--train.step", "5"], "unknown setting --train.step: did you mean --train.steps?"),
     (["--train.batch", "13"], "train.batch: expected a multiple of 2 = 2 ranks x 1 (train.accumulate), got 13"),
     (["--train.steps", "five"], "--train.steps: expected a whole number, got 'five'"),
+    (
+        ["--model.kv-heads", "1"],
+        "model.kv_heads: a GPT has as many key and value heads as heads, expected 2 or no number, got 1",
+    ),
     (["--resume", "{tmp}/none"], "{tmp}/none does not exist"),
     (["--data.path", "{tmp}/none"], "data.path: {tmp}/none does not exist"),
     (["--data.path", "{tmp}/tiny"], "data.path: a batch of 12 windows of 32 tokens needs 416 training tokens, got"),
@@ -130,8 +134,12 @@ def test_a_checkpoint_of_another_model(corpus: Path, tmp_path: Path, whole_run: 
     folder = tmp_path / "run"
     shutil.copytree(whole_run(2), folder)
     before = (folder / "config.toml").read_text()
-    said = error_line(train(2, folder, corpus, "--model.width", "64", "--train.steps", "70"))
-    assert "step-00000060 is of another model: model.width is 32 there, 64 here" in said
+    for args, difference in (
+        (["--model.width", "64"], "model.width is 32 there, 64 here"),
+        (["--model.family", "llama"], "model.family is gpt there, llama here"),
+    ):
+        said = error_line(train(2, folder, corpus, *args, "--train.steps", "70"))
+        assert f"step-00000060 is of another model: {difference}; continue with its settings" in said
     assert (folder / "config.toml").read_text() == before
 
 

@@ -48,6 +48,7 @@ SETTINGS = {
     "gathered, bf16": [*PRIVATE, "--parallel.param-dtype", "bfloat16"],
     "gathered ahead": PRIVATE,
     "stage 1": ["--parallel.stage", "1"],
+    "llama": ["--model.family", "llama", "--model.kv-heads", "2"],
     "computed again": ["--parallel.checkpoint-activations", "--train.batch", "16"],
 }
 
@@ -75,7 +76,7 @@ def predicted_and_held(tmp_path: Path, which: str, allocator: dict[str, str]) ->
     return predicted, held
 
 
-@pytest.mark.parametrize("which", extent(["resident, fp32", "gathered, bf16"], list(SETTINGS)))
+@pytest.mark.parametrize("which", extent(["resident, fp32", "gathered, bf16", "llama"], list(SETTINGS)))
 def test_a_run_holds_what_was_predicted(tmp_path: Path, which: str) -> None:
     predicted, held = predicted_and_held(tmp_path, which, NO_HEAP)
     counted = predicted["rank_total"] - predicted["rank"]["allocator"]

@@ -11,7 +11,7 @@ import ckpt
 import mpitrain
 from collectives import Communicator, Mesh
 from mpitrain.init import initialize
-from mpitrain.models import GPT, GPTConfig
+from mpitrain.models import GPTConfig, LanguageModel, LlamaConfig, TransformerConfig, build
 from mpitrain.parts import part_of
 
 STEPS = 10
@@ -19,12 +19,18 @@ NUM_HEADS = 12  # which 2, 3 and 4 ranks share equally
 LENGTH = 24
 
 
-def config(*, tied: bool) -> GPTConfig:
-    return GPTConfig(vocab=101, context=LENGTH, width=48, layers=3, heads=NUM_HEADS, tied=tied)
+NUMBERS: dict[str, Any] = {"vocab": 101, "context": LENGTH, "width": 48, "layers": 3, "heads": NUM_HEADS}
+UNTIED = GPTConfig(**NUMBERS, tied=False)
+TIED = GPTConfig(**NUMBERS, tied=True)
 
 
-def plain(*, tied: bool, seed: int = 1) -> GPT:
-    model = GPT(config(tied=tied))
+def grouped(num_ranks: int) -> LlamaConfig:
+    """A Llama in which two or three ranks share each head of keys, if `num_ranks` hold each layer together."""
+    return LlamaConfig(**NUMBERS, kv_heads=num_ranks // 2)
+
+
+def plain(config: TransformerConfig, *, seed: int = 1) -> LanguageModel:
+    model = build(config)
     initialize(model, seed=seed)
     return model
 
@@ -89,10 +95,10 @@ class Layout(NamedTuple):
     copies: int = 1
     meta: bool = False
 
-    def make(self, comm: Communicator, *, tied: bool) -> tuple[GPT, Mesh]:
+    def make(self, comm: Communicator, config: TransformerConfig) -> tuple[LanguageModel, Mesh]:
         mesh = mpitrain.mesh(comm, tp=self.tp, dp_replicate=self.copies)
         with torch.device("meta" if self.meta else "cpu"):
-            model = GPT(config(tied=tied))
+            model = build(config)
         mpitrain.tensor_parallel(model, mesh["tp"], sequence=self.sequence)
         if self.stage is not None:
             for module in (*model.blocks, model):
@@ -117,25 +123,25 @@ def layouts(num_ranks: int) -> list[Layout]:
     return found
 
 
-@pytest.fixture(params=[False, True], ids=["untied", "tied"])
-def tied(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+@pytest.fixture(params=["untied", "tied", "Llama"])
+def config(request: pytest.FixtureRequest, comm: Communicator) -> TransformerConfig:
+    return {"untied": UNTIED, "tied": TIED, "Llama": grouped(comm.size)}[request.param]
 
 
-def whole_model(model: torch.nn.Module, path: Path) -> GPT:
+def whole_model(model: LanguageModel, path: Path) -> LanguageModel:
     """The weights of a cut model in a plain one, through a checkpoint."""
     mpitrain.save(path, model, overwrite=True)
-    found = plain(tied=model.config.tied, seed=7)  # type: ignore[union-attr]
+    found = plain(model.config, seed=7)
     mpitrain.load(path, found)
     return found
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_ten_steps(comm: Communicator, shared_tmp: Path, tied: bool) -> None:
-    reference = plain(tied=tied)
+def test_ten_steps(comm: Communicator, shared_tmp: Path, config: TransformerConfig) -> None:
+    reference = plain(config)
     expected = train(reference, optimizer_of(reference), 4)
-    for layout in layouts(comm.size)[:: 3 if tied else 1]:
-        model, mesh = layout.make(comm, tied=tied)
+    for layout in layouts(comm.size)[:: 1 if config is UNTIED else 3]:
+        model, mesh = layout.make(comm, config)
         near(train(model, optimizer_of(model), 4, mesh["dp_replicate", "dp_shard", "cp"]), expected)
         found = whole_model(model, shared_tmp / "after")
         for (name, left), right in zip(found.named_parameters(), reference.parameters(), strict=True):
@@ -145,9 +151,9 @@ def test_ten_steps(comm: Communicator, shared_tmp: Path, tied: bool) -> None:
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_gradients_and_bytes_of_each_part(comm: Communicator, sequence: bool, tied: bool) -> None:
+def test_gradients_and_bytes_of_each_part(comm: Communicator, sequence: bool, config: TransformerConfig) -> None:
     """Also: each cut matrix takes 1/N of its bytes, and initial values are the plain model's, bit for bit."""
-    reference, (model, mesh) = plain(tied=tied), Layout(comm.size, sequence).make(comm, tied=tied)
+    reference, (model, mesh) = plain(config), Layout(comm.size, sequence).make(comm, config)
     x, y = next(batches(2))
     for each in (reference, model):
         each(x, y).backward()
@@ -159,28 +165,32 @@ def test_gradients_and_bytes_of_each_part(comm: Communicator, sequence: bool, ti
         assert (part.take(whole.grad) - mine.grad).abs().max() <= 1e-5 * whole.grad.abs().max(), name
         if whole.ndim == 2 and name != "wpe.weight":
             num_cut += 1
-            fair = whole.numel() / comm.size
-            assert abs(mine.numel() - fair) <= whole.numel() / whole.shape[part.dim], (
-                name
-            )  # 101 tokens are not divisible
-    assert num_cut == 4 * 3 + (1 if tied else 2)
+            num_sharing = part.copies.size if part.copies is not None else 1
+            assert num_sharing == (comm.size // config.kv_heads if ".kv." in name else 1), name  # type: ignore[attr-defined]
+            fair, row = whole.numel() / comm.size * num_sharing, whole.numel() / whole.shape[part.dim]
+            assert abs(mine.numel() - fair) <= len(part.boxes) * row, name  # 3 ranks do not divide 101 tokens
+    assert num_cut == (4 if isinstance(config, GPTConfig) else 5) * 3 + (1 if config.tied else 2)
     mesh.free()
 
 
 @pytest.mark.ranks(4)
-def test_a_checkpoint_of_each_layout_continues_under_each_other(comm: Communicator, shared_tmp: Path) -> None:
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_a_checkpoint_of_each_layout_continues_under_each_other(
+    comm: Communicator, shared_tmp: Path, family: str
+) -> None:
     some = [
-        Layout(1, False, 3),
         Layout(2, True, 3),
         Layout(4, True),
+        Layout(1, False, 3),
         Layout(2, False, 0),
         Layout(2, True, 2, "private", copies=2),
-    ]
-    reference = plain(tied=False)
+    ][: 2 if family == "llama" else None]
+    config = grouped(comm.size) if family == "llama" else UNTIED
+    reference = plain(config)
     optimizer = optimizer_of(reference)
     train(reference, optimizer, 4, steps=3)
     expected = train(reference, optimizer, 4, steps=3, seed=5)
-    made = [layout.make(comm, tied=False) for layout in some]
+    made = [layout.make(comm, config) for layout in some]
     for model, mesh in made:
         initialize(model, seed=1)
         optimizer = optimizer_of(model)
@@ -190,7 +200,7 @@ def test_a_checkpoint_of_each_layout_continues_under_each_other(comm: Communicat
             loaded = optimizer_of(other)
             mpitrain.load(shared_tmp / "saved", other, loaded)
             near(train(other, loaded, 4, other_mesh["dp_replicate", "dp_shard", "cp"], steps=3, seed=5), expected)
-        alone = plain(tied=False, seed=7)
+        alone = plain(config, seed=7)
         loaded = optimizer_of(alone)
         mpitrain.load(shared_tmp / "saved", alone, loaded)
         near(train(alone, loaded, 4, steps=3, seed=5), expected)
@@ -200,7 +210,7 @@ def test_a_checkpoint_of_each_layout_continues_under_each_other(comm: Communicat
 
 @pytest.mark.ranks(4)
 def test_a_checkpoint_tells_which_axes_cut_a_tensor(comm: Communicator, shared_tmp: Path) -> None:
-    model, mesh = Layout(2, True, 3).make(comm, tied=False)
+    model, mesh = Layout(2, True, 3).make(comm, UNTIED)
     mpitrain.save(shared_tmp / "saved", model)
     there = ckpt.open(shared_tmp / "saved")
     axes = {
@@ -216,9 +226,9 @@ def test_a_checkpoint_tells_which_axes_cut_a_tensor(comm: Communicator, shared_t
 
 
 @pytest.mark.ranks(2)
-def test_logits_of_any_length_are_whole(comm: Communicator, tied: bool) -> None:
+def test_logits_of_any_length_are_whole(comm: Communicator, config: TransformerConfig) -> None:
     """Without gradients the tokens need not divide by the ranks."""
-    reference, (model, mesh) = plain(tied=tied), Layout(2, True, 3).make(comm, tied=tied)
+    reference, (model, mesh) = plain(config), Layout(2, True, 3).make(comm, config)
     x, y = next(batches(2))
     with torch.no_grad():
         for length in (1, 7, LENGTH):
@@ -235,11 +245,11 @@ def test_logits_of_any_length_are_whole(comm: Communicator, tied: bool) -> None:
 @pytest.mark.parametrize("stage", [None, 3])
 def test_a_thawed_parameter_trains(comm: Communicator, stage: int | None) -> None:
     """The gradients of norms between regions are sums over the ranks, of parameters that were frozen first, too."""
-    reference = plain(tied=False)
+    reference = plain(UNTIED)
     for name, param in reference.named_parameters():
         param.requires_grad_("ln" not in name)
     mesh = mpitrain.mesh(comm, tp=2)
-    model = plain(tied=False)
+    model = plain(UNTIED)
     for name, param in model.named_parameters():
         param.requires_grad_("ln" not in name)
     mpitrain.tensor_parallel(model, mesh["tp"])
@@ -256,11 +266,13 @@ def test_a_thawed_parameter_trains(comm: Communicator, stage: int | None) -> Non
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("stage", [None, 3])
-def test_weights_come_and_go_whole(comm: Communicator, shared_tmp: Path, stage: int | None, tied: bool) -> None:
+def test_weights_come_and_go_whole(
+    comm: Communicator, shared_tmp: Path, stage: int | None, config: TransformerConfig
+) -> None:
     """Full state dicts, and safetensors files, of a cut model are those of the plain one, bit for bit."""
     reference, (model, mesh) = (
-        plain(tied=tied),
-        Layout(comm.size if stage is None else 2, True, stage).make(comm, tied=tied),
+        plain(config),
+        Layout(comm.size if stage is None else 2, True, stage).make(comm, config),
     )
     expected = reference.state_dict()
     found = mpitrain.full_state_dict(model)
@@ -284,8 +296,8 @@ def test_weights_come_and_go_whole(comm: Communicator, shared_tmp: Path, stage: 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_optimizers_and_counts_know_the_parts(comm: Communicator, stage: int) -> None:
-    reference, (model, mesh) = plain(tied=False), Layout(2, True, stage).make(comm, tied=False)
+def test_optimizers_and_counts_know_the_parts(comm: Communicator, stage: int, config: TransformerConfig) -> None:
+    reference, (model, mesh) = plain(config), Layout(2, True, stage).make(comm, config)
     assert mpitrain.num_parameters(model) == sum(param.numel() for param in reference.parameters())
     model(*next(batches(2))).backward()
     whole_matrices = type("Muon", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
@@ -296,11 +308,13 @@ def test_optimizers_and_counts_know_the_parts(comm: Communicator, stage: int) ->
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_heads_that_the_ranks_cannot_share_equally(comm: Communicator, sequence: bool) -> None:
+@pytest.mark.parametrize("kind", [GPTConfig, LlamaConfig])
+def test_heads_that_the_ranks_cannot_share_equally(
+    comm: Communicator, sequence: bool, kind: type[TransformerConfig]
+) -> None:
     """One rank has one head, the other two."""
-    sizes = GPTConfig(vocab=101, context=LENGTH, width=48, layers=2, heads=3, tied=False)
-    reference, model = GPT(sizes), GPT(sizes)
-    initialize(reference, seed=1)
+    sizes = kind(vocab=101, context=LENGTH, width=48, layers=2, heads=3, tied=False)
+    reference, model = plain(sizes), build(sizes)
     mesh = mpitrain.mesh(comm, tp=2)
     mpitrain.tensor_parallel(model, mesh["tp"], sequence=sequence)
     mpitrain.fully_shard(model, mesh)

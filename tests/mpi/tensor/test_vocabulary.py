@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from collectives import Communicator
 from mpitrain.tensor import cross_entropy, vocabulary
-from mpitrain.tensor.regions import bounds
+from mpitrain.tensor.exchange import bounds
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -51,6 +52,10 @@ def test_flags_go_before_the_file_and_the_file_before_the_defaults(tmp_path: Pat
         (["--train.eval-only", "false"], Config()),
         (["--train.eval-only", "--train.no-eval-only"], Config()),
         (["--model.no-tied"], replace(Config(), model=ModelConfig(tied=False))),
+        (["--model.tied"], replace(Config(), model=ModelConfig(tied=True))),
+        (["--model.tied", "false", "--model.tied", "none"], Config()),
+        (["--model.family", "llama"], replace(Config(), model=ModelConfig(family="llama"))),
+        (["--model.kv-heads", "3"], replace(Config(), model=ModelConfig(kv_heads=3))),
         (["--train.steps", "3", "--train.steps=4"], replace(Config(), train=TrainConfig(steps=4))),
         (["--data.path", "a", "b c", "--run=x"], replace(Config(), run="x", data=DataConfig(path=("a", "b c")))),
         (["--data.path"], Config()),
@@ -92,6 +97,15 @@ def test_forms_of_flags(argv: list[str], expected: Config) -> None:
             "parallel.storage: in stage 0 each rank has its own copy; choose auto, or stage 1 to 3",
         ),
         (["--train.eval-only=maybe"], "--train.eval-only: expected true or false, got 'maybe'"),
+        (["--train.eval-only", "none"], "unexpected 'none': settings are given as --section.name value"),
+        (["--model.family", "lama"], "--model.family: expected one of gpt, llama, got 'lama'"),
+        (["--model.kv-head", "1"], "unknown setting --model.kv-head: did you mean --model.kv-heads?"),
+        (["--model.kv-heads", "0", "--model.family", "llama"], "model.kv_heads: expected at least 1, got 0"),
+        (
+            ["--model.kv-heads", "1"],
+            "model.kv_heads: a GPT has as many key and value heads as heads, expected 3 or no number, got 1; "
+            "choose --model.family llama for grouped queries",
+        ),
         (["--train.no-eval-only=true"], "--train.no-eval-only: expected no value, got 'true'"),
         (["--train.no-eval-only", "true"], "unexpected 'true': settings are given as --section.name value"),
         (["--train.steps", "0"], "train.steps: expected at least 1, got 0"),
@@ -158,8 +172,9 @@ def test_toml_round_trip_of_the_defaults(tmp_path: Path) -> None:
     prompt=TEXT,
     path=st.lists(TEXT, max_size=3).map(tuple),
     lr=st.floats(min_value=0, allow_infinity=False),
-    width=st.none() | st.integers(1, 2**40).map(lambda n: 6 * n),
-    tied=st.booleans(),
+    width=st.none() | st.integers(1, 2**40).map(lambda n: 12 * n),
+    tied=st.none() | st.booleans(),
+    family=st.sampled_from(["gpt", "llama"]),
 )
 def test_toml_round_trip_is_exact(
     tmp_path_factory: pytest.TempPathFactory,
@@ -168,11 +183,12 @@ def test_toml_round_trip_is_exact(
     path: tuple[str, ...],
     lr: float,
     width: int | None,
-    tied: bool,
+    tied: bool | None,
+    family: Literal["gpt", "llama"],
 ) -> None:
     config = Config(
         run=run,
-        model=ModelConfig(width=width, heads=6, tied=tied),
+        model=ModelConfig(family=family, width=width, heads=6, tied=tied),
         data=DataConfig(path=path),
         optim=OptimConfig(lr=lr),
         train=TrainConfig(sample_prompt=prompt),
@@ -208,6 +224,27 @@ def test_check_ranks_names_the_factors_and_the_nearest_that_fit() -> None:
         check_ranks(config, 20)
     with pytest.raises(ConfigError, match=r"parallel.copies: 4 ranks do not make 3 copies; take a divisor of 4"):
         check_ranks(parse(["--parallel.copies", "3"]), 4)
+
+
+def test_check_ranks_knows_the_heads_that_tensor_parallelism_shares() -> None:
+    def check(num_ranks: int, *settings: str) -> None:
+        check_ranks(parse(["--parallel.tensor", str(num_ranks), "--parallel.no-sequence", *settings]), num_ranks)
+
+    llama = ["--model.family", "llama", "--model.heads", "12"]
+    check(2)  # one rank has one head of the GPT, the other two
+    check(5, *llama)
+    for num_ranks, kv_heads in ((2, 1), (2, 4), (4, 4), (6, 3), (12, 1)):
+        check(num_ranks, *llama, "--model.kv-heads", str(kv_heads))
+    with pytest.raises(ConfigError, match=r"parallel.tensor: 4 ranks cannot share 3 heads \(model.heads\)$"):
+        check(4)
+    with pytest.raises(
+        ConfigError, match=r"5 ranks cannot share 12 heads .* equally, which .* \(model.kv_heads = 4\) need"
+    ):
+        check(5, *llama, "--model.kv-heads", "4")
+    with pytest.raises(
+        ConfigError, match=r"parallel.tensor: 4 ranks cannot share 6 key and value heads \(model.kv_heads\) equally"
+    ):
+        check(4, *llama, "--model.kv-heads", "6")
 
 
 def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,99 @@
+"""Arrays for activations in the memory that the ranks of a node share. An array is used again when no rank needs it any more.
+
+A new array takes milliseconds, and a step needs many, so the arrays stay. All ranks must take the same array for the same activation,
+without a message about it. A rank notes in shared memory when the last tensor on an array is gone. Rank 0 lists the arrays that all
+ranks have let go, before it enters a fence. After the fence all ranks choose from this list by one rule.
+
+[Note: when an array is free] A rank holds each array from before a fence until after it. So the list that rank 0 makes before the fence
+has no array that another rank is about to take for this fence: rank 0 holds it, too. There are two lists in turn: rank 0 changes a list
+only after the next fence, when all ranks have chosen from it.
+"""
+
+import os
+import weakref
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+
+from collectives import Communicator, Work
+
+_MAX_ARRAYS = 1 << 14
+
+
+class NodeArrays:
+    """The arrays of the ranks of `comm`, all on one node. Collective."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._arrays: list[np.ndarray] = []
+        self._sizes = np.zeros(_MAX_ARRAYS, np.int64)
+        self._is_let_go: np.ndarray = comm.shared((comm.size, _MAX_ARRAYS), np.bool_)
+        self._lists: np.ndarray = comm.shared((2, _MAX_ARRAYS), np.bool_)
+        self._num_fences = 0
+        self._fence: Work | None = None  # the last one
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor in memory that all ranks share, with any values. Collective; waits for the last fence.
+
+        The ranks must pass a fence before one reads what another has written. None on all ranks if there is no memory.
+        """
+        self._wait()
+        nbytes = prod(shape) * dtype.itemsize
+        number = self._choose(nbytes)
+        if number is None:
+            return None
+        self._is_let_go[self._comm.rank, number] = False
+        memory = self._arrays[number][:nbytes]  # a new object, which lives as long as the tensors on it
+        weakref.finalize(memory, _let_go, os.getpid(), self._is_let_go, (self._comm.rank, number)).atexit = False
+        return torch.from_numpy(memory).view(dtype).view(tuple(shape))
+
+    def fence(self) -> Work:
+        """Enter a fence; `wait()` returns when all ranks have entered it. Collective; waits for the fence before it."""
+        self._wait()
+        self._num_fences += 1
+        count = len(self._arrays)
+        if self._comm.rank == 0:
+            self._list[:count] = self._is_let_go[:, :count].all(0)
+        self._fence = self._comm.barrier(async_op=True)
+        return self._fence
+
+    def _wait(self) -> None:
+        if self._fence is not None:
+            self._fence.wait()
+            self._fence = None
+
+    @property
+    def _list(self) -> np.ndarray:
+        """Which arrays all ranks had let go before the last fence."""
+        return self._lists[self._num_fences % 2]
+
+    def _choose(self, nbytes: int) -> int | None:
+        """The number of the smallest free array that is large enough; if there is none, of a new one."""
+        count = len(self._arrays)
+        if count == _MAX_ARRAYS:
+            return None
+        free, sizes = self._list[:count] & self._is_let_go[self._comm.rank, :count], self._sizes[:count]
+        fitting = np.flatnonzero(free & (sizes >= nbytes))
+        if len(fitting):
+            return int(fitting[sizes[fitting].argmin()])
+        # The largest free array makes room for the new one: then sequences of many lengths do not need memory for all of them.
+        others = np.flatnonzero(free)
+        number = int(others[sizes[others].argmax()]) if len(others) else count
+        step = max(1 << max(nbytes.bit_length() - 3, 0), 4096)
+        try:
+            array = self._comm.shared(-(-nbytes // step) * step, np.uint8)
+        except OSError:
+            return None
+        if number == count:
+            self._arrays.append(array)
+        else:
+            self._arrays[number] = array
+        self._sizes[number] = len(array)
+        return number
+
+
+def _let_go(process: int, is_let_go: np.ndarray, place: tuple[int, int]) -> None:
+    if os.getpid() == process:  # a forked process, such as a worker that loads data, has copies of the tensors
+        is_let_go[place] = True
