@@ -92,7 +92,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     held_grads = [MASTER_BYTES * max(layout.counts) for layout in layouts]
     step = measure(config, num_ranks, held_grads, gathered=storage == "gathered")
 
-    heap_share = HEAP_SHARE_AGAIN if parallel.checkpoint_activations else HEAP_SHARE
+    heap_share = HEAP_SHARE_AGAIN if parallel.checkpoint_activations != "none" else HEAP_SHARE
 
     on_node = num_ranks // num_nodes
     corpus = scan(config.data.path, config.data.suffixes, config.data.heldout)

@@ -118,8 +118,8 @@ def _run(config: Config, rows: int, num_ranks: int, held: list[int], *, gathered
         tracker = Tracker()
         for param in model.parameters():
             tracker.ignore(param)
-        if config.parallel.checkpoint_activations:
-            checkpoint_activations(model, model.blocks)
+        if (what := config.parallel.checkpoint_activations) != "none":
+            checkpoint_activations(model, model.blocks, what=what)
         if gathered:
             _gather(model, tracker, again=config.parallel.reshard_after_forward)
         if train:

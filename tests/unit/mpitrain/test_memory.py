@@ -83,6 +83,8 @@ def test_checkpointed_blocks_keep_their_inputs(text: list[str]) -> None:
     stream = 4 * 128 * 64 * 4  # bytes: 4 sequences of 128 tokens, fp32
     assert activations(12, *again) - activations(4, *again) == pytest.approx(8 * stream, rel=0.01)
     assert activations(12) - activations(4) > 8 * 12 * stream
+    saved = activations(12) - activations(12, *again, "attention")
+    assert 12 * 4 * stream < saved < 12 * 7 * stream  # query, key, value, the result twice, and its sums
 
 
 def test_nodes_share_what_lies_in_their_memory(text: list[str]) -> None:
