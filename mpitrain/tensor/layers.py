@@ -23,9 +23,8 @@ class TensorRanks:
     def __init__(self, comm: Communicator, *, sequence: bool) -> None:
         self.comm, self.exchange = comm, Exchange(comm)
         self.sequence = self.cuts_tokens = sequence
-        self._entered: tuple[torch.Tensor, int] | None = (
-            None  # the last region's input that ranks may share, and its version
-        )
+        # The input of the region that runs now, if ranks may share it, and its version.
+        self._entered: tuple[torch.Tensor, int] | None = None
 
     def enter(self, x: torch.Tensor, *, is_cut: bool) -> torch.Tensor:
         """The stream at the beginning of a region: all tokens. `is_cut`: in a stack whose tokens are cut, if any are."""
