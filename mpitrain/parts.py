@@ -143,3 +143,13 @@ def watch_gradient(param: Any) -> None:
         )  # torch takes hooks of trained parameters alone, and keeps them while a parameter is frozen
         param.register_hook(part.add_gradients)
         param.requires_grad_(is_trained)
+
+
+def mark_input(module: Any, comm: Communicator) -> None:
+    """All ranks of `comm` call `module` with the same stream of activations."""
+    module.ranks_with_input = comm
+
+
+def ranks_with_input(module: Any) -> Communicator | None:
+    """The ranks that call a module with the same stream of activations; None if this rank alone has it, as far as is known."""
+    return getattr(module, "ranks_with_input", None)

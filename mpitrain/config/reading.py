@@ -58,6 +58,8 @@ _SHORT = {"model": "model.size"}
 _CONSTANTS = {"true": True, "false": False, "none": None}
 _SWITCHES: dict[Any, tuple[str, ...]] = {bool: ("true", "false"), bool | None: ("true", "false", "none")}
 """The types of settings whose flags need no value, and the words that are a value."""
+_WERE_BOOLS = {"parallel.checkpoint_activations": ("none", "block")}
+"""Settings that were bools, with what false and true mean now. Checkpoints of version 0.1 contain such values, and flags may."""
 
 
 def _build(base: Config, changes: Mapping[str, Any]) -> Config:
@@ -82,7 +84,7 @@ def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
         name, on = flag[2:].replace("-", "_"), True
         name = _SHORT.get(name, name)
         positive = name.replace("no_", "", 1)
-        if name not in types and types.get(positive) in _SWITCHES:
+        if name not in types and (types.get(positive) in _SWITCHES or positive in _WERE_BOOLS):
             name, on = positive, False
         if name not in types:
             raise ConfigError(f"unknown setting {flag}: {_hint(name, types, '--{}')}")
@@ -95,12 +97,12 @@ def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
             given.append(words.pop(0))
         if not on and given:
             raise ConfigError(f"{flag}: expected no value, got {given[0]!r}")
-        if kind in _SWITCHES and not given:
-            values[name] = on
+        if not given and (kind in _SWITCHES or name in _WERE_BOOLS):
+            values[name] = _present(name, on)
         elif many:
             values[name] = _checked([_value(w, get_args(kind)[0]) for w in given], kind, flag)
         elif given:
-            values[name] = _checked(_value(given[0], kind), kind, flag)
+            values[name] = _checked(_present(name, _value(given[0], kind)), kind, flag)
         else:
             raise ConfigError(f"{flag}: expected {wanted(kind)} after it, got nothing")
     return values
@@ -139,8 +141,14 @@ def _read_text(text: str, source: str) -> dict[str, Any]:
         for name, value in entries.items():
             if name not in types:
                 raise ConfigError(f"unknown setting {name} in {source}: {_hint(name, types, '{}')}")
-            values[name] = _checked(value, types[name], f"{name} in {source}")
+            values[name] = _checked(_present(name, value), types[name], f"{name} in {source}")
     return values
+
+
+def _present(name: str, value: Any) -> Any:
+    """The value of a setting, in place of one that it had in an earlier version."""
+    word = str(value).lower()
+    return _WERE_BOOLS[name][word == "true"] if name in _WERE_BOOLS and word in ("true", "false") else value
 
 
 def _value(word: str, kind: Any) -> Any:

@@ -97,8 +97,14 @@ class ParallelConfig:
     """Dtype in which gradients are reduced over ranks. With float16 the loss is scaled."""
     reshard_after_forward: bool = True
     """Free gathered parameters after forward and gather them again for backward: less memory, more traffic."""
-    checkpoint_activations: bool = False
-    """Compute each block's activations again in the backward: less memory, about a third more time."""
+    checkpoint_activations: Literal["none", "block", "attention"] = "none"
+    """Compute activations again in the backward: those of each block (less memory, about a third more time), or of each block's
+    attention alone."""
+    partition_activations: bool = False
+    """With `checkpoint_activations` and `tensor`: if these ranks have the same input of a block or its attention, each keeps a part of
+    it. With `sequence` the inputs of blocks are in parts anyway."""
+    offload_activations: bool = False
+    """With `checkpoint_activations`, if the ranks compute on GPUs: keep the inputs of blocks or of their attention in host memory."""
     threads: int | None = None
     """Torch's threads per rank; default: the number of the node's cores divided by the number of its ranks."""
     bind: bool = True
@@ -114,6 +120,9 @@ class ParallelConfig:
         _expect("parallel.tensor", self.tensor, 1)
         if self.stage == 0 and self.storage == "resident":
             raise ConfigError("parallel.storage: in stage 0 each rank has its own copy; choose auto, or stage 1 to 3")
+        for name in ("partition_activations", "offload_activations"):
+            if getattr(self, name) and self.checkpoint_activations == "none":
+                raise ConfigError(f"parallel.{name}: needs parallel.checkpoint_activations; choose block or attention")
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     adopted = takes_grads_over(config, num_data)
     # The mean gradient of a unit (with one rank: the gradient of a parameter) has separate memory until it is added to the shards'.
     is_apart = not adopted and (config.train.accumulate > 1 or parallel.reduce_dtype != "float32")
-    heap_share = HEAP_SHARE_AGAIN if parallel.checkpoint_activations else HEAP_SHARE
+    heap_share = HEAP_SHARE_AGAIN if parallel.checkpoint_activations != "none" else HEAP_SHARE
 
     on_node = num_ranks // num_nodes
     corpus = scan(config.data.path, config.data.suffixes, config.data.heldout)

@@ -67,8 +67,8 @@ def _run(config: Config, rank: StepRank, shared: SharedActivations, rows: int, *
             shared.take_part(ranks, tracker)
         for param in model.parameters():
             tracker.ignore(param)
-        if config.parallel.checkpoint_activations:
-            checkpoint_activations(model, model.blocks)
+        if (what := config.parallel.checkpoint_activations) != "none":
+            checkpoint_activations(model, model.blocks, what=what, partition=config.parallel.partition_activations)
         if rank.is_gathered:
             _gather(model, tracker, again=config.parallel.reshard_after_forward)
         if train:

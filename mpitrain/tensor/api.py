@@ -213,6 +213,10 @@ class _Cutter:
         for name in (*sorted(self.regions), *self.heads):  # a region may be the first block of a stack
             hook = partial(layers.enter_region, self.ranks, self._is_in_stack(name))
             self.modules[name].register_forward_pre_hook(hook, with_kwargs=True)
+        for name, module in self.modules.items():
+            holds_region = any(region.startswith(f"{name}." if name else "") for region in self.regions)
+            if name in self.regions or (holds_region and not self._is_in_stack(name)):
+                parts.mark_input(module, self.comm)
         blocks = {block for stack in self.stacks.values() for block in stack}
         random.separate(self.ranks, self.modules, self.styles, regions=self.regions, blocks=blocks)
 

@@ -30,8 +30,9 @@ def make_model(config: Config, mesh: Mesh, device: torch.device) -> LanguageMode
             offload_policy=CPUOffloadPolicy() if parallel.offload else None,
             device=device,
         )
-    if parallel.checkpoint_activations:
-        checkpoint_activations(model, model.blocks)
+    if (what := parallel.checkpoint_activations) != "none":
+        partition, offload = parallel.partition_activations, parallel.offload_activations
+        checkpoint_activations(model, model.blocks, what=what, partition=partition, offload=offload)
     initialize(model, seed=config.train.seed)
     return model
 

@@ -180,6 +180,29 @@ def test_hooks_run_once_and_without_gradients_nothing_is_kept(comm: Communicator
     assert calls == [True] * 4 + [False] * 4
 
 
+def test_attention_alone(comm: Communicator) -> None:
+    def results(first: int) -> tuple[int, list[torch.Tensor]]:
+        """The bytes between forward and backward, and loss and gradients. `first`: of the layers whose attention is checkpointed."""
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.3, batch_first=True)
+        model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        mpitrain.fully_shard(model, comm)
+        if first < 3:
+            mpitrain.checkpoint_activations(model, model.layers[first:] if first else None, what="attention")
+        with Tracker() as tracker:
+            loss = model(torch.randn(2, 50, WIDTH)).square().mean()
+            held = tracker.now["activations"]
+        loss.backward()
+        return held, [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    (none, expected), (all_three, got), (two, others) = results(3), results(0), results(1)
+    assert len(expected) > 1
+    for each in (got, others):
+        assert all(torch.equal(a, b) for a, b in zip(each, expected, strict=True))
+    assert all_three < 0.5 * none  # with dropout, an attention keeps the weights of each token for each
+    assert 2 * (none - all_three) == 3 * (none - two)
+
+
 def test_a_copy_of_a_model_runs_its_own_parameters() -> None:
     model = mpitrain.checkpoint_activations(Model())
     twin = copy.deepcopy(model)
@@ -202,6 +225,14 @@ def test_a_copy_of_a_model_runs_its_own_parameters() -> None:
         (
             lambda: mpitrain.checkpoint_activations(mpitrain.checkpoint_activations(Model())),
             "this Block is checkpointed already",
+        ),
+        (
+            lambda: mpitrain.checkpoint_activations(Model(), what="attention"),
+            "this Block has no module whose class name ends with Attention",
+        ),
+        (
+            lambda: mpitrain.checkpoint_activations(Model(), what="attn"),
+            "expected what='block' or 'attention', got 'attn'",
         ),
     ],
 )

@@ -219,11 +219,19 @@ def _within_regions(model: Model) -> None:
     )
 
 
+def _parts_of_inputs(model: Model) -> None:
+    mpitrain.checkpoint_activations(model, partition=True)
+
+
+def _attention(model: Model) -> None:
+    mpitrain.checkpoint_activations(model, what="attention", partition=True)
+
+
 def _calls(model: Model) -> None:
     model.call = _by_torch
 
 
-@pytest.mark.parametrize("change", [_whole_blocks, _regions, _within_regions, _calls])
+@pytest.mark.parametrize("change", [_whole_blocks, _parts_of_inputs, _attention, _regions, _within_regions, _calls])
 def test_activation_checkpointing_repeats_the_masks(
     comm: Communicator, sequence: bool, change: Callable[[Model], None]
 ) -> None:

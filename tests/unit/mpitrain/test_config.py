@@ -63,6 +63,20 @@ def test_flags_go_before_the_file_and_the_file_before_the_defaults(tmp_path: Pat
         (["--model.width", "60", "--model.heads", "6"], replace(Config(), model=ModelConfig(width=60, heads=6))),
         (["--model.width", "60", "--model.width", "none"], Config()),
         (["--parallel.stage", "2"], replace(Config(), parallel=ParallelConfig(stage=2))),
+        *(
+            (
+                ["--parallel.checkpoint-activations", *words],
+                replace(Config(), parallel=ParallelConfig(checkpoint_activations=what)),
+            )
+            for words, what in [
+                (["attention"], "attention"),
+                (["block"], "block"),
+                ([], "block"),  # as a bool, which it was in version 0.1
+                (["true"], "block"),
+                (["false"], "none"),
+                (["block", "--parallel.no-checkpoint-activations"], "none"),
+            ]
+        ),
         (["--model", "small"], replace(Config(), model=ModelConfig(size="small"))),
         (["--model=xl", "--model.width", "800"], replace(Config(), model=ModelConfig(size="xl", width=800))),
         (["--run", "-x"], replace(Config(), run="-x")),
@@ -90,6 +104,18 @@ def test_forms_of_flags(argv: list[str], expected: Config) -> None:
         (["--optim.lr", "x"], "--optim.lr: expected a number, got 'x'"),
         (["--optim.betas", "0.9"], "--optim.betas: expected 2 values, each a number, got [0.9]"),
         (["--parallel.device", "gpu"], "--parallel.device: expected one of auto, cpu, cuda, got 'gpu'"),
+        (
+            ["--parallel.checkpoint-activations", "1"],
+            "--parallel.checkpoint-activations: expected one of none, block, attention, got '1'",
+        ),
+        (
+            ["--parallel.partition-activations"],
+            "parallel.partition_activations: needs parallel.checkpoint_activations; choose block or attention",
+        ),
+        (
+            ["--parallel.offload-activations"],
+            "parallel.offload_activations: needs parallel.checkpoint_activations; choose block or attention",
+        ),
         (["--parallel.stage", "4"], "--parallel.stage: expected one of 0, 1, 2, 3, got 4"),
         (["--parallel.stage", "x"], "--parallel.stage: expected one of 0, 1, 2, 3, got 'x'"),
         (
@@ -127,6 +153,13 @@ def test_mistakes_in_flags(argv: list[str], message: str) -> None:
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(("before", "now"), [("false", "none"), ("true", "block"), ('"attention"', "attention")])
+def test_a_file_of_an_earlier_version(tmp_path: Path, before: str, now: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f"[parallel]\ncheckpoint_activations = {before}\n")
+    assert from_toml(file).parallel.checkpoint_activations == now
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -137,6 +170,10 @@ def test_mistakes_in_flags(argv: list[str], message: str) -> None:
         ("[run]\nx = 3", "run in FILE: expected text, got {'x': 3}"),
         ("[train]\nsteps = 1.0", "train.steps in FILE: expected a whole number, got 1.0"),
         ("[train]\nsteps = true", "train.steps in FILE: expected a whole number, got True"),
+        (
+            "[parallel]\ncheckpoint_activations = 1",
+            "parallel.checkpoint_activations in FILE: expected one of none, block, attention, got 1",
+        ),
         ("[parallel]\nstage = true", "parallel.stage in FILE: expected one of 0, 1, 2, 3, got True"),
         ("[optim]\nlr = true", "optim.lr in FILE: expected a number, got True"),
         ("[data]\npath = 'a'", "data.path in FILE: expected any number of values, each text, got 'a'"),

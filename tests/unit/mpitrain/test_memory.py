@@ -83,6 +83,12 @@ def test_checkpointed_blocks_keep_their_inputs(text: list[str]) -> None:
     stream = 4 * 128 * 64 * 4  # bytes: 4 sequences of 128 tokens, fp32
     assert activations(12, *again) - activations(4, *again) == pytest.approx(8 * stream, rel=0.01)
     assert activations(12) - activations(4) > 8 * 12 * stream
+    saved = activations(12) - activations(12, *again, "attention")
+    assert 12 * 4 * stream < saved < 12 * 7 * stream  # query, key, value, the result twice, and its sums
+    again += ["block", "--parallel.tensor", "2", "--parallel.sequence", "false"]  # and so on 2 data ranks
+    assert activations(12, *again) - activations(4, *again) == pytest.approx(8 * 2 * stream, rel=0.01)
+    again += ["--parallel.partition-activations"]
+    assert activations(12, *again) - activations(4, *again) == pytest.approx(8 * stream, rel=0.01)
 
 
 def test_tensor_ranks_hold_parts(text: list[str]) -> None:
