@@ -1,14 +1,20 @@
 """Bytes of a run by kind, from its settings and the number of ranks."""
 
+from collections import Counter
+from math import prod
 from typing import NamedTuple
 
 import torch
 
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data import scan
-from mpitrain.memory.step import measure, takes_grads_over, units_of
-from mpitrain.models import build
-from mpitrain.sharding.unit.layout import lay_out
+from mpitrain.memory.step import StepRank, measure, takes_grads_over, units_of
+from mpitrain.memory.tensor_ranks import TensorRank, cut
+from mpitrain.models import build, num_parameters
+from mpitrain.sharding.unit.layout import Layout, lay_out
+
+Shapes = tuple[tuple[tuple[int, ...], ...], ...]
+"""The shapes of the parameters of each unit."""
 
 MASTER_BYTES = 4  # bytes per element of the shards, of their gradients and of each of Adam's two moments
 
@@ -33,6 +39,7 @@ KINDS = {
     "full parameters": "the parameters that forward and backward use",
     "gradient buffers": "the gradients of two units during their reduction",
     "activations": "tensors kept for the backward, and temporary tensors",
+    "shared activations": "tensors that tensor-parallel ranks share: inputs of regions, and parts of sums",
     "allocator": "freed memory that the allocator keeps, at most",
     "data": "the files, one copy per node",
     "checkpoint": "the copy from which a background save writes",
@@ -66,78 +73,114 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     if num_ranks < 1 or num_nodes < 1 or num_ranks % num_nodes:
         raise ConfigError(f"memory: {num_ranks} ranks cannot be spread evenly over {num_nodes} nodes")
     check_ranks(config, num_ranks)
-    parallel = config.parallel
-    if parallel.tensor > 1:
-        raise ConfigError("memory: the prediction does not know parallel.tensor yet; take --parallel.tensor 1")
+    parallel, reduce_bytes = config.parallel, getattr(torch, config.parallel.reduce_dtype).itemsize
     if parallel.device == "cuda":
         raise ConfigError("memory: no prediction for GPUs yet; pass --parallel.device cpu")
-    with torch.device("meta"):
-        model = build(config.model.resolve())
-    group = 1 if parallel.stage == 0 else num_ranks // parallel.copies  # ranks that share one copy
+    num_data = num_ranks // parallel.tensor
+    group = (
+        1 if parallel.stage == 0 else num_data // parallel.copies
+    )  # ranks that share one copy of a tensor rank's part
     storage = "kept"
     if parallel.stage > 0 and parallel.storage != "private":
         storage = "resident"
     elif parallel.stage == 3 and group > 1:
         storage = "gathered"
-    equal = storage != "resident"
-    layouts = [lay_out([tuple(param.shape) for param in unit], group, equal=equal) for unit in units_of(model)]
-    numel = sum(layout.numel for layout in layouts)
-    full_bytes = numel * getattr(torch, parallel.param_dtype).itemsize
     in_place = storage != "gathered" and parallel.param_dtype == "float32"
-    adopted = takes_grads_over(config, num_ranks)
-    reduce_bytes = getattr(torch, parallel.reduce_dtype).itemsize
+    adopted = takes_grads_over(config, num_data)
     # The mean gradient of a unit (with one rank: the gradient of a parameter) has separate memory until it is added to the shards'.
     is_apart = not adopted and (config.train.accumulate > 1 or parallel.reduce_dtype != "float32")
-    longest = max(param.numel() for param in model.parameters())
-    held_grads = [MASTER_BYTES * max(layout.counts) for layout in layouts]
-    step = measure(config, num_ranks, held_grads, gathered=storage == "gathered")
-
     heap_share = HEAP_SHARE_AGAIN if parallel.checkpoint_activations != "none" else HEAP_SHARE
 
     on_node = num_ranks // num_nodes
     corpus = scan(config.data.path, config.data.suffixes, config.data.heldout)
     data_bytes = corpus.train.num_tokens + corpus.heldout.num_tokens
-    buffer_bytes = (
-        0 if num_ranks == 1 else min(len(layouts), 2) * max(layout.numel for layout in layouts) * reduce_bytes
-    )
+    ring_bytes = RING_BYTES if on_node > 1 else 0
+    parts = _Parts(config, num_data, group, storage)
 
     def of_rank(rank: int) -> dict[str, int]:
-        index = rank % group
-        counts = [layout.counts[index] for layout in layouts]
-        held = MASTER_BYTES * sum(counts)
-        lasting = {"resident": full_bytes // _num_beside(rank, group, on_node), "kept": full_bytes, "gathered": 0}[
-            storage
-        ]
+        data_rank = rank // parallel.tensor
+        part = parts.of(
+            TensorRank(rank % parallel.tensor, parallel.tensor, _is_group_on_one_node(rank, parallel.tensor, on_node))
+        )
+        counts = [layout.counts[data_rank % group] for layout in part.layouts]
+        held, step = MASTER_BYTES * sum(counts), part.step
+        full_bytes = sum(layout.numel for layout in part.layouts) * getattr(torch, parallel.param_dtype).itemsize
+        num_beside = _num_beside(rank, parallel.tensor, group, on_node)
+        lasting = {"resident": full_bytes // num_beside, "kept": full_bytes, "gathered": 0}[storage]
+        num_buffers = 0 if num_data == 1 else min(len(counts), 2)
         return {
             "parameters": 0 if in_place else held,
-            "gradients": step["gradients"] + is_apart * reduce_bytes * (max(counts) if num_ranks > 1 else longest),
+            "gradients": step["gradients"] + is_apart * reduce_bytes * (max(counts) if num_data > 1 else part.longest),
             "optimizer": 2 * held,
             "full parameters": lasting + step["full parameters"],
-            "gradient buffers": buffer_bytes,
+            "gradient buffers": num_buffers * max(layout.numel for layout in part.layouts) * reduce_bytes,
             "activations": step["activations"],
+            "shared activations": step["shared activations"],
             "allocator": int(heap_share * step["heap"]),
             "data": data_bytes // on_node,
-            "checkpoint": 3 * held if config.checkpoint.background and rank < group else 0,
-            "process": PROCESS_BYTES + LIBRARY_BYTES // on_node + (RING_BYTES if on_node > 1 else 0),
+            "checkpoint": 3 * held if config.checkpoint.background and data_rank < group else 0,
+            "process": PROCESS_BYTES + LIBRARY_BYTES // on_node + ring_bytes,
         }
 
     ranks = [of_rank(rank) for rank in range(num_ranks)]
     nodes = [ranks[first : first + on_node] for first in range(0, num_ranks, on_node)]
     sums = [{kind: sum(rank[kind] for rank in node) for kind in KINDS} for node in nodes]
     most = max(sums, key=lambda node: sum(node.values()))
-    in_shared = most["data"] + most["gradient buffers"] + (most["full parameters"] if storage == "resident" else 0)
+    in_shared = most["data"] + most["gradient buffers"] + most["shared activations"] + ring_bytes * on_node
     return Prediction(
         num_ranks=num_ranks,
         num_nodes=num_nodes,
-        num_parameters=sum(param.numel() for param in model.parameters()),
+        num_parameters=num_parameters(config.model.resolve()),
         storage=storage,
         rank=max(ranks, key=lambda rank: sum(rank.values())),
         node=most,
-        shared=in_shared + (RING_BYTES * on_node if on_node > 1 else 0),
+        shared=in_shared + (most["full parameters"] if storage == "resident" else 0),
     )
 
 
-def _num_beside(rank: int, group: int, on_node: int) -> int:
-    """The number of ranks, including this one, that are on its node and hold shards of the same copy."""
-    first = max(rank // group * group, rank // on_node * on_node)
-    return min((rank // group + 1) * group, (rank // on_node + 1) * on_node) - first
+class _Part(NamedTuple):
+    """The part of the model that one rank of a tensor-parallel group computes with."""
+
+    layouts: list[Layout]  # of its units
+    longest: int  # elements of the longest parameter
+    step: Counter[str]  # the peak of a step
+
+
+class _Parts:
+    """The parts of all tensor ranks. Parts of the same shapes are measured once."""
+
+    def __init__(self, config: Config, num_data: int, group: int, storage: str) -> None:
+        self._config, self._num_data, self._group, self._storage = config, num_data, group, storage
+        self._shapes: dict[TensorRank, Shapes] = {}
+        self._made: dict[tuple[Shapes, bool], _Part] = {}
+
+    def of(self, rank: TensorRank) -> _Part:
+        """The part of a rank."""
+        if rank not in self._shapes:
+            with torch.device("meta"):
+                model = build(self._config.model.resolve())
+            cut(model, rank, sequence=self._config.parallel.sequence)
+            self._shapes[rank] = tuple(tuple(tuple(param.shape) for param in unit) for unit in units_of(model))
+        shapes = self._shapes[rank]
+        if (key := (shapes, rank.is_on_one_node)) not in self._made:
+            layouts = [lay_out(unit, self._group, equal=self._storage != "resident") for unit in shapes]
+            held = tuple(MASTER_BYTES * max(layout.counts) for layout in layouts)
+            step = measure(self._config, StepRank(self._num_data, rank, held, self._storage == "gathered"))
+            self._made[key] = _Part(layouts, max(prod(shape) for unit in shapes for shape in unit), step)
+        return self._made[key]
+
+
+def _is_group_on_one_node(rank: int, size: int, on_node: int) -> bool:
+    """Whether the group of `size` neighbours that has `rank` is on one node."""
+    first = rank // size * size
+    return first // on_node == (first + size - 1) // on_node
+
+
+def _num_beside(rank: int, tensor: int, group: int, on_node: int) -> int:
+    """The number of ranks, including this one, that are on its node and hold shards of the same copy of the same part."""
+
+    def holds(of: int) -> tuple[int, int]:
+        return of % tensor, of // tensor // group
+
+    first = rank // on_node * on_node
+    return sum(holds(other) == holds(rank) for other in range(first, first + on_node))

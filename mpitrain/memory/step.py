@@ -4,88 +4,20 @@ Fake tensors go through the same operations of forward and backward as real tens
 count is exact, except for the temporary memory of kernels and the free memory that the allocator keeps.
 """
 
-import weakref
 from collections import Counter
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from collectives.environment import switch
 from mpitrain.config import Config
+from mpitrain.memory.tensor_ranks import SharedActivations, TensorRank, cut
+from mpitrain.memory.tracker import Tracker, total
 from mpitrain.models import LanguageModel, TransformerConfig, build
 from mpitrain.sharding import checkpoint_activations
-
-HEAP_BYTES = 32 << 20  # glibc returns longer pieces to the system at once; shorter pieces may stay in its heap
-
-
-class Tracker(TorchDispatchMode):
-    """Counts the storages that operations make, by kind, until they are freed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()
-        """The bytes of each kind when their sum was largest; "heap": the part of this sum in the allocator's heap."""
-        self._kinds: dict[int, str] = {}  # the kind of each living storage
-        self._alive: dict[int, Any] = {}
-
-    def ignore(self, tensor: torch.Tensor) -> None:
-        """Do not count this tensor: another part of the prediction does."""
-        self._alive[id(tensor.untyped_storage())] = weakref.ref(tensor.untyped_storage())
-
-    def is_of(self, tensor: torch.Tensor, kind: str) -> None:
-        """Count a tensor under `kind` from now on."""
-        key = id(tensor.untyped_storage())
-        if key in self._kinds:
-            self.now[self._kinds[key]] -= tensor.untyped_storage().nbytes()
-            self.now[kind] += tensor.untyped_storage().nbytes()
-            self._kinds[key] = kind
-
-    def add(self, kind: str, nbytes: int) -> None:
-        """Count memory that no operation allocates."""
-        self.now[kind] += nbytes
-        self._note()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count its results."""
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        self._note()
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key in self._alive and self._alive[key]() is storage:
-            return
-        nbytes = storage.nbytes()
-
-        def freed(_: Any) -> None:
-            self._alive.pop(key, None)
-            self.now[self._kinds.pop(key)] -= nbytes
-            if nbytes <= HEAP_BYTES:
-                self.now["heap"] -= nbytes
-
-        self._alive[key] = weakref.ref(storage, freed)
-        self._kinds[key] = "activations"
-        self.now["activations"] += nbytes
-        if nbytes <= HEAP_BYTES:
-            self.now["heap"] += nbytes
-
-    def _note(self) -> None:
-        if total(self.now) > total(self.peak):
-            self.peak = self.now.copy()
-
-
-def total(counts: Counter[str]) -> int:
-    """The sum of all kinds."""
-    return sum(nbytes for kind, nbytes in counts.items() if kind != "heap")
 
 
 def units_of(model: LanguageModel) -> list[list[nn.Parameter]]:
@@ -95,40 +27,57 @@ def units_of(model: LanguageModel) -> list[list[nn.Parameter]]:
     return [*units, [param for param in model.parameters() if id(param) not in inside]]
 
 
-def takes_grads_over(config: Config, num_ranks: int) -> bool:
-    """Whether the full gradients become the gradients of the shards without a copy: only with one rank, in fp32."""
-    return num_ranks == 1 and config.parallel.param_dtype == config.parallel.reduce_dtype == "float32"
+def takes_grads_over(config: Config, num_data: int) -> bool:
+    """Whether the full gradients become the gradients of the shards without a copy: only with one data rank, in fp32."""
+    return num_data == 1 and config.parallel.param_dtype == config.parallel.reduce_dtype == "float32"
 
 
-def measure(config: Config, num_ranks: int, held: list[int], *, gathered: bool) -> Counter[str]:
-    """The peak of a step, or of an evaluation if it needs more, on one of `num_ranks` ranks: "activations", "gradients",
-    "full parameters" if they are `gathered`, "heap". `held`: the bytes of the shards' gradients, in the order of `units_of`."""
-    micro_batch = config.train.batch // num_ranks // config.train.accumulate
-    trained = _run(config, micro_batch, num_ranks, held, gathered=gathered, train=True)
-    if not config.train.eval_batches:
-        return trained
-    evaluated = _run(config, config.train.batch // num_ranks, num_ranks, held, gathered=gathered, train=False)
-    return max(trained, evaluated, key=total)
+class StepRank(NamedTuple):
+    """The rank whose step is measured."""
+
+    num_data: int
+    """The number of ranks that share a global batch."""
+    tensor: TensorRank
+    held: tuple[int, ...]
+    """The bytes of the shards' gradients, in the order of `units_of`."""
+    is_gathered: bool
+    """Whether full parameters are gathered for use."""
 
 
-def _run(config: Config, rows: int, num_ranks: int, held: list[int], *, gathered: bool, train: bool) -> Counter[str]:
-    sizes = config.model.resolve()
+def measure(config: Config, rank: StepRank) -> Counter[str]:
+    """The peak of a step, or of an evaluation if it needs more: "activations", "gradients", "full parameters" if they are gathered,
+    "heap". And the arrays of both for "shared activations", which stay."""
+    shared = SharedActivations(rank.tensor)
+    micro_batch = config.train.batch // rank.num_data // config.train.accumulate
+    peak = _run(config, rank, shared, micro_batch, train=True)
+    if config.train.eval_batches:
+        evaluated = _run(config, rank, shared, config.train.batch // rank.num_data, train=False)
+        peak = max(peak, evaluated, key=total)
+    peak["shared activations"] = shared.nbytes
+    return peak
+
+
+def _run(config: Config, rank: StepRank, shared: SharedActivations, rows: int, *, train: bool) -> Counter[str]:
+    sizes, num_micro = config.model.resolve(), config.train.accumulate if train else 1
     with FakeTensorMode():
         model = _fake_model(sizes, getattr(torch, config.parallel.param_dtype))
         tracker = Tracker()
+        ranks = cut(model, rank.tensor, sequence=config.parallel.sequence)
+        if ranks is not None:
+            shared.take_part(ranks, tracker)
         for param in model.parameters():
             tracker.ignore(param)
         if (what := config.parallel.checkpoint_activations) != "none":
-            checkpoint_activations(model, model.blocks, what=what)
-        if gathered:
+            checkpoint_activations(model, model.blocks, what=what, partition=config.parallel.partition_activations)
+        if rank.is_gathered:
             _gather(model, tracker, again=config.parallel.reshard_after_forward)
         if train:
-            _reduce(model, tracker, config, num_ranks, held)
-        if not train or (config.train.accumulate > 1 and not takes_grads_over(config, num_ranks)):
-            tracker.add("gradients", sum(held))  # until the next step begins
+            _reduce(model, tracker, config, rank)
+        if not train or (config.train.accumulate > 1 and not takes_grads_over(config, rank.num_data)):
+            tracker.add("gradients", sum(rank.held))  # until the next step begins
         with tracker, torch.set_grad_enabled(train):
-            tokens = torch.empty(rows, sizes.context + 1, dtype=torch.int64)
-            loss = model(tokens[:, :-1], tokens[:, 1:])
+            tokens = torch.empty(num_micro, rows, sizes.context + 1, dtype=torch.int64)
+            loss = model(tokens[0, :, :-1], tokens[0, :, 1:], reduction="sum")
             if train:
                 loss.backward()
     return tracker.peak
@@ -170,15 +119,15 @@ def _gather(model: LanguageModel, tracker: Tracker, *, again: bool) -> None:
         block.register_full_backward_hook(partial(free, index=index))
 
 
-def _reduce(model: LanguageModel, tracker: Tracker, config: Config, num_ranks: int, held: list[int]) -> None:
+def _reduce(model: LanguageModel, tracker: Tracker, config: Config, rank: StepRank) -> None:
     """Free full gradients when they are reduced, and count the gradients of the shards from then on: see [Note: order] and
     [Note: gradient buffers] in sharding/step/reducer.py."""
     is_first = config.train.accumulate == 1  # later micro-batches add to the gradients of the first
-    reduced = [*reversed(held[:-1]), held[-1]]
+    reduced = [*reversed(rank.held[:-1]), rank.held[-1]]
     *blocks, root = units_of(model)
     order = [*reversed(blocks), root]
     missing = [len(unit) for unit in order]
-    adopted = takes_grads_over(config, num_ranks)
+    adopted = takes_grads_over(config, rank.num_data)
     at = 0  # in the order: the unit to reduce next
 
     def on_grad(param: torch.Tensor, index: int) -> None:
@@ -188,7 +137,7 @@ def _reduce(model: LanguageModel, tracker: Tracker, config: Config, num_ranks: i
         missing[index] -= 1
         if adopted:
             return
-        if index == at and num_ranks > 1:
+        if index == at and rank.num_data > 1:
             param.grad = None  # moved to a gradient buffer
         while at < len(order) and not missing[at] and config.parallel.stage != 1:
             if is_first:

@@ -132,7 +132,13 @@ def _keeping(comm: Communicator | None, offload: bool, inputs: tuple[Any, ...]) 
 
 def _mark(x: torch.Tensor) -> tuple[Any, ...]:
     """What tells a tensor from others. torch keeps `pack`, which must not keep the tensor."""
-    return x.data_ptr(), x.shape, x.stride(), x.dtype
+    return (
+        x.untyped_storage()._cdata,
+        x.storage_offset(),
+        x.shape,
+        x.stride(),
+        x.dtype,
+    )  # also of a tensor without memory
 
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,9 @@ SETTINGS = {
     "gathered ahead": PRIVATE,
     "stage 1": ["--parallel.stage", "1"],
     "llama": ["--model.family", "llama", "--model.kv-heads", "2"],
+    "tensor": ["--parallel.tensor", "2"],
+    "tensor, whole tokens": ["--parallel.tensor", "2", "--parallel.sequence", "false"],
+    "tensor, computed again": ["--parallel.tensor", "2", "--parallel.checkpoint-activations", "--train.batch", "16"],
     "computed again": ["--parallel.checkpoint-activations", "--train.batch", "16"],
 }
 
@@ -76,7 +79,7 @@ def predicted_and_held(tmp_path: Path, which: str, allocator: dict[str, str]) ->
     return predicted, held
 
 
-@pytest.mark.parametrize("which", extent(["resident, fp32", "gathered, bf16", "llama"], list(SETTINGS)))
+@pytest.mark.parametrize("which", extent(["resident, fp32", "gathered, bf16", "llama", "tensor"], list(SETTINGS)))
 def test_a_run_holds_what_was_predicted(tmp_path: Path, which: str) -> None:
     predicted, held = predicted_and_held(tmp_path, which, NO_HEAP)
     counted = predicted["rank_total"] - predicted["rank"]["allocator"]

@@ -85,6 +85,59 @@ def test_checkpointed_blocks_keep_their_inputs(text: list[str]) -> None:
     assert activations(12) - activations(4) > 8 * 12 * stream
     saved = activations(12) - activations(12, *again, "attention")
     assert 12 * 4 * stream < saved < 12 * 7 * stream  # query, key, value, the result twice, and its sums
+    again += ["block", "--parallel.tensor", "2", "--parallel.sequence", "false"]  # and so on 2 data ranks
+    assert activations(12, *again) - activations(4, *again) == pytest.approx(8 * 2 * stream, rel=0.01)
+    again += ["--parallel.partition-activations"]
+    assert activations(12, *again) - activations(4, *again) == pytest.approx(8 * stream, rel=0.01)
+
+
+def test_tensor_ranks_hold_parts(text: list[str]) -> None:
+    whole, cut = predicted(text, np=2), predicted(text, "--parallel.tensor", "2", np=4)
+    width, layers = 64, 4
+    # positions, norms, and the biases behind the sums
+    uncut = 128 * width + (4 * layers + 2) * width + 2 * layers * width
+    assert cut.num_parameters == whole.num_parameters
+    for kind, each in {"full parameters": 4, "optimizer": 8}.items():
+        assert cut.node[kind] == pytest.approx(each * (cut.num_parameters + uncut), rel=0.02), kind
+    assert cut.rank["gradient buffers"] == pytest.approx(whole.rank["gradient buffers"] / 2, rel=0.1)
+    alone = predicted(text, "--parallel.tensor", "2", np=2)
+    assert alone.rank["gradient buffers"] == 0  # nothing is reduced over data ranks
+    apart = predicted(text, "--parallel.tensor", "2", np=4, nodes=2)  # each node has the ranks of one data rank
+    assert apart.rank["full parameters"] == pytest.approx(2 * cut.rank["full parameters"], rel=1e-3)
+
+
+def test_activations_of_tensor_ranks(text: list[str]) -> None:
+    """Of a micro-batch: half of one rank's with two ranks and their own tokens, more with whole tokens."""
+
+    def of_layers(*settings: str, np: int, nodes: int = 1) -> tuple[float, float]:
+        """What 8 layers more keep: a rank's own, and its share of what ranks share."""
+        first, second = (
+            predicted(text, "--train.eval-batches", "0", *settings, "--model.layers", layers, np=np, nodes=nodes).rank
+            for layers in ("4", "12")
+        )
+        own, shared = (second[kind] - first[kind] for kind in ("activations", "shared activations"))
+        return own, shared
+
+    tensor = ["--parallel.tensor", "2"]
+    whole, none = of_layers(np=2)
+    own, shared = of_layers(*tensor, np=4)
+    assert none == 0
+    assert own + shared == pytest.approx(whole / 2, rel=0.02)
+    stream = 8 * 128 * 64 * 4  # bytes: 8 sequences of 128 tokens, fp32
+    assert shared == pytest.approx(8 * 2 * stream / 2, rel=0.05)  # of each layer the inputs of its two regions
+    whole_tokens, little = of_layers(*tensor, "--parallel.sequence", "false", np=4)
+    assert little < 0.1 * stream
+    assert own + shared < 0.8 * whole_tokens < 0.8 * whole
+    # On different nodes each rank has the inputs of regions for itself.
+    alone, nothing = of_layers(*tensor, np=4, nodes=4)
+    assert nothing == 0 and alone - own == pytest.approx(8 * 2 * stream, rel=0.05)
+
+
+def test_an_odd_number_of_heads_makes_ranks_differ(text: list[str]) -> None:
+    odd = predicted(text, "--parallel.tensor", "2", "--model.heads", "3", "--model.width", "96", np=2)
+    assert odd.rank["optimizer"] > 1.02 * odd.node["optimizer"] / 2
+    assert odd.rank["shared activations"] == odd.node["shared activations"] // 2
+    assert odd.shared > odd.node["shared activations"] + odd.node["full parameters"]
 
 
 def test_nodes_share_what_lies_in_their_memory(text: list[str]) -> None:
@@ -152,7 +205,7 @@ def test_the_command_starts_no_mpi(text: list[str]) -> None:
     script = (
         "import sys; from mpitrain.cli import main; assert main(sys.argv[1:]) == 0; print('mpi4py.MPI' in sys.modules)"
     )
-    command = [sys.executable, "-c", script, "memory", "--np", "2", *text]
+    command = [sys.executable, "-c", script, "memory", "--np", "2", "--parallel.tensor", "2", *text]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.stdout.endswith("False\n"), result.stderr
     assert "1.4 M parameters, resident, 2 ranks on 1 node" in result.stdout

@@ -1,0 +1,143 @@
+"""One rank of a tensor-parallel group, without the others: cuts a model, and counts the memory that the ranks of the group share.
+
+The cut model runs the real code of `tensor/` on tensors without memory. Here are stand-ins for what this code needs of other ranks.
+"""
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from collectives import Communicator
+from mpitrain.memory.tracker import Tracker
+from mpitrain.models import LanguageModel
+from mpitrain.tensor import tensor_parallel
+from mpitrain.tensor.exchange import Exchange, Room
+from mpitrain.tensor.layers import TensorRanks
+from mpitrain.tensor.node_arrays import NodeArrays
+
+
+class TensorRank(NamedTuple):
+    """A rank of a tensor-parallel group: its number, the size of the group, and whether the group is on one node."""
+
+    rank: int
+    size: int
+    is_on_one_node: bool
+
+
+def cut(model: LanguageModel, of: TensorRank, *, sequence: bool) -> TensorRanks | None:
+    """Cut a model as the main job does on one rank of a group; returns the group as the model's modules see it, None for one rank.
+
+    Parameters on the meta device, or of a `FakeTensorMode`. The model computes as in evaluation, without random numbers.
+    """
+    if of.size == 1:
+        return None
+    plan = model.tensor_plan.values()
+    sharing = {of.size // style.blocks for style in plan if style.is_shared and style.blocks} - {0, 1}
+    comm = _Alone(of.rank, of.size, num_sharing=next(iter(sharing), 1))
+    tensor_parallel(model, cast(Communicator, comm), sequence=sequence)
+    model.eval()
+    found = (getattr(module, "ranks", None) for module in model.modules())
+    return next(ranks for ranks in found if isinstance(ranks, TensorRanks))
+
+
+class SharedActivations:
+    """The node arrays of one rank's exchanges, over several runs of the model: arrays stay until the end of the job."""
+
+    def __init__(self, of: TensorRank) -> None:
+        self._of = of
+        self._arrays = _Arrays(cast(Communicator, _Alone(0, of.size))) if of.is_on_one_node else None
+
+    def take_part(self, ranks: TensorRanks, tracker: Tracker) -> None:
+        """Let a model's exchanges use these arrays, and count other memory in `tracker`."""
+        ranks.exchange = _Exchange(ranks.comm, self._arrays)
+        if self._arrays is not None:
+            self._arrays.tracker = tracker
+
+    @property
+    def nbytes(self) -> int:
+        """This rank's share of the arrays: of memory that N ranks share 1/N."""
+        return 0 if self._arrays is None else int(self._arrays.used.sum()) // self._of.size
+
+
+class _Alone:
+    """What `tensor_parallel` and the exchanges need of a Communicator. Collectives return at once: only shapes count."""
+
+    num_nodes = 2  # so that an Exchange makes no arrays itself
+
+    def __init__(self, rank: int, size: int, *, num_sharing: int = 1) -> None:
+        self.rank, self.size, self._num_sharing = rank, size, num_sharing
+
+    def together(self, doing: str = "") -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def split(self, color: int) -> "_Alone":
+        """The neighbours that have one block together, such as a head of keys: the only groups within a group."""
+        return _Alone(self.rank % self._num_sharing, self._num_sharing)
+
+    def all_reduce(self, x: Any) -> Any:
+        return x
+
+    def broadcast(self, x: Any) -> Any:
+        return x
+
+    def all_gather(self, out: Any, x: Any, counts: Any = None) -> Any:
+        return out
+
+    def reduce_scatter(self, out: Any, x: Any, counts: Any = None) -> Any:
+        return out
+
+    def barrier(self, async_op: bool) -> Any:
+        return _Ended()
+
+    def shared(self, shape: Any, dtype: Any) -> np.ndarray:
+        """Notes have memory. Activations have none: all their elements are one."""
+        return np.zeros(shape, dtype) if dtype is np.bool_ else np.broadcast_to(np.zeros((), dtype), shape)
+
+
+class _Ended:
+    def wait(self) -> None:
+        pass
+
+
+class _Arrays(NodeArrays):
+    """Chooses arrays as rank 0's `NodeArrays` do, and gives tensors without memory. All ranks let go of an array at the same time."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm)
+        self.used = np.zeros_like(self._sizes)
+        """The most bytes of each array that tensors have used."""
+        self.tracker: Tracker | None = None
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        nbytes = prod(shape) * dtype.itemsize
+        number = self._choose(nbytes)
+        if number is None or self.tracker is None:
+            return None
+        self._is_let_go[:, number] = False
+        self.used[number] = min(max(self.used[number], nbytes), self._sizes[number])
+        tensor = self.tracker.uncounted(lambda: torch.empty(tuple(shape), dtype=dtype))
+        weakref.finalize(tensor.untyped_storage(), self._let_go, number)
+        return tensor
+
+    def _let_go(self, number: int) -> None:
+        self._is_let_go[:, number] = True
+
+
+class _Exchange(Exchange):
+    def __init__(self, comm: Communicator, arrays: _Arrays | None) -> None:
+        super().__init__(comm)
+        self._arrays = arrays
+
+    def room_with(self, x: torch.Tensor) -> Room:
+        """As in `Exchange`, which compares addresses. A tensor without memory has none."""
+        posted = self._posted
+        if posted is not None and posted.own.untyped_storage() is x.untyped_storage() and posted.own.shape == x.shape:
+            self._posted = None
+            return posted
+        self._posted = None
+        return super().room_with(x)
