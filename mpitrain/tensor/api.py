@@ -1,5 +1,6 @@
 """`tensor_parallel`: a plain model, cut over ranks by a plan, in place."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,12 @@ class _Cutter:
         for name, style in self.styles.items():
             self._check(name, self.modules.get(name), style)
         self.only_columns = self._only_columns()
+        if self.is_library and not self.layout.regions and comm.rank == 0:
+            warnings.warn(
+                f"transformers has no plan for the layers of {type(model).__name__}: tensor_parallel cuts its embedding and head alone; "
+                "pass plan= to cut more",
+                stacklevel=4,
+            )
         self.heads_of_losses = {name for style in self.styles.values() if style.kind == "loss" for name in style.names}
 
     def _only_columns(self) -> set[str]:
@@ -146,7 +153,9 @@ class _Cutter:
             if style.is_shared and size % blocks == 0:
                 num_sharing = size // blocks
             elif style.is_even or blocks < size:
-                raise ValueError(f"{size} ranks cannot share the {blocks} blocks (heads) of {name} equally")
+                raise ValueError(
+                    f"{size} ranks cannot share the {blocks} blocks (heads) of {name} equally; use a number of ranks that divides them"
+                )
         found = dim, [length // style.parts] * style.parts, style.blocks, num_sharing
         if self.cuts.setdefault(id(param), found) != found:
             raise ValueError(f"{name} is tied to a parameter that the plan cuts in another way")
@@ -246,25 +255,24 @@ class _Cutter:
         """The layer whose outputs are the logits."""
         return style.names[0] if style.names else self.layout.heads[0]
 
-    def _change_loss(self, module: Any, style: Style) -> None:
-        head = self._head(style)
-        if isinstance(module, nn.CrossEntropyLoss):
-            module.__class__ = layers.VocabularyCrossEntropy
-            module.ranks, module.num_classes = self.ranks, self._num_outputs(head)
+    def _change_loss(self, changed: Any, style: Style) -> None:
+        num_classes = self._num_outputs(self._head(style))
+        if issubclass(type(changed), nn.CrossEntropyLoss):
+            changed.__class__ = layers.VocabularyCrossEntropy
+            changed.ranks, changed.num_classes = self.ranks, num_classes
         else:
-            cut_loss(module, self.ranks, self._num_outputs(head))
+            cut_loss(changed, self.ranks, num_classes)
 
     def _change_once(self) -> None:
         """Let modules compute with 1/N of parameters that count once in a sum over N ranks."""
         keys: dict[str, list[str]] = {}
         for name, style in self.styles.items():
             if style.kind == "once" and name not in self.modules:
-                module, _, key = name.rpartition(".")
-                keys.setdefault(module, []).append(key)
+                keys.setdefault(parent_of(name), []).append(name.rpartition(".")[2])
         for name, once in keys.items():
-            module: Any = self.modules[name]
-            module.__class__ = layers.cut_class(layers.PartOnce, module.__class__)
-            module.ranks, module.once = self.ranks, tuple(once)
+            changed = self.modules[name]
+            changed.__class__ = layers.cut_class(layers.PartOnce, changed.__class__)
+            changed.ranks, changed.once = self.ranks, tuple(once)
 
     def _regroup(self, name: str, module: nn.Module, style: Style) -> None:
         """If several ranks have one head of keys, a transformers attention repeats the head for fewer heads of queries."""
