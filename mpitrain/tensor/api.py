@@ -1,5 +1,6 @@
 """`tensor_parallel`: a plain model, cut over ranks by a plan, in place."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -67,6 +68,12 @@ class _Cutter:
         for name, style in self.styles.items():
             self._check(name, self.modules.get(name), style)
         self.only_columns = self._only_columns()
+        if self.is_library and not self.layout.regions and comm.rank == 0:
+            warnings.warn(
+                f"transformers has no plan for the layers of {type(model).__name__}: tensor_parallel cuts its embedding and head alone; "
+                "pass plan= to cut more",
+                stacklevel=4,
+            )
         self.heads_of_losses = {name for style in self.styles.values() if style.kind == "loss" for name in style.names}
 
     def _only_columns(self) -> set[str]:
@@ -151,7 +158,9 @@ class _Cutter:
             if style.is_shared and size % blocks == 0:
                 num_sharing = size // blocks
             elif style.is_even or blocks < size:
-                raise ValueError(f"{size} ranks cannot share the {blocks} blocks (heads) of {name} equally")
+                raise ValueError(
+                    f"{size} ranks cannot share the {blocks} blocks (heads) of {name} equally; use a number of ranks that divides them"
+                )
         found = dim, [length // style.parts] * style.parts, style.blocks, num_sharing
         if self.cuts.setdefault(id(param), found) != found:
             raise ValueError(f"{name} is tied to a parameter that the plan cuts in another way")

@@ -12,7 +12,7 @@ from torch import nn
 
 from mpitrain.tensor.plan import Plan, Style, is_within, parent_of
 from mpitrain.tensor.transformers_loss import computes_loss
-from mpitrain.tensor.transformers_tables import OUR_PLANS
+from mpitrain.tensor.transformers_tables import OUR_PLANS, missing_styles
 
 COLUMN_STYLES = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_colwise"})
 ROW_STYLES = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise"})
@@ -58,11 +58,13 @@ def _ends(model: Any) -> dict[str, Style]:
 
 def _shipped(model: Any, size: int) -> dict[str, Style]:
     """The library's own plan. Its patterns may match nothing, such as those of experts in a model without them."""
+    prefix = model.base_model_prefix + "." if model.base_model is not model else ""
+    rules = {prefix + name: style for name, style in missing_styles(model.config).items()} | (model.tp_plan or {})
     found: dict[str, Style] = {}
     modules = dict(model.named_modules())
     for names, is_module in ((modules, True), (dict(model.named_parameters()), False)):
         for name, module in names.items():
-            style = (model.tp_plan or {}).get(_pattern(name))
+            style = rules.get(_pattern(name))
             if style is None or style in UNCUT_STYLES:
                 continue
             if style not in COLUMN_STYLES | ROW_STYLES | OTHER_STYLES.keys():
@@ -75,7 +77,8 @@ def _shipped(model: Any, size: int) -> dict[str, Style]:
             elif is_module:
                 found[name] = _layer(owner, name, module, style)
             else:
-                found[name] = _parameter(owner, name, module, style, size)
+                is_expert = rules.get(_pattern(parent_of(name))) == "moe_tp_experts"
+                found[name] = _parameter(owner, name, module, style, size, is_expert=is_expert)
     _check_rows(model, found)
     return _leave_out(model, found)
 
@@ -96,21 +99,13 @@ def _layer(owner: nn.Module, name: str, layer: Any, style: str) -> Style:
     return Style(kind, parts=parts, blocks=blocks, is_shared=key in _KEYS_AND_VALUES)  # type: ignore[arg-type]
 
 
-def _parameter(owner: nn.Module, name: str, param: nn.Parameter, style: str, size: int) -> Style:
+def _parameter(owner: Any, name: str, param: nn.Parameter, style: str, size: int, *, is_expert: bool) -> Style:
     """The style of a parameter that its module uses itself."""
     dim = param.ndim - 1 if style in ROW_STYLES else max(param.ndim - 2, 0)
-    if param.ndim < 3:
+    if not is_expert:
         parts = 2 if style in _PACKED and param.ndim > 1 else 1
         return Style("parameter", dim=dim, parts=parts, blocks=_heads(owner, name, name, param.shape[dim]))
-    return expert_style(owner, name, param, dim, size)
-
-
-def expert_style(owner: Any, name: str, param: nn.Parameter, dim: int, size: int) -> Style:
-    """The style of the stacked matrices of experts, or of their biases, for a cut of the inner features, which are dimension `dim`.
-
-    Two matrices in one parameter lie end to end, or their rows alternate. The styles of the library do not always tell it, but the
-    class of the experts does.
-    """
+    # Two matrices in one parameter lie end to end, or their rows alternate. The library's style does not always tell it.
     is_double = "gate_up" in name
     parts = 2 if is_double and getattr(owner, "is_concatenated", True) else 1
     length = param.shape[dim] // (2 if is_double else 1)

@@ -37,5 +37,53 @@ def _t5(model: Any) -> dict[str, Style]:
     return found
 
 
-OUR_PLANS: dict[str, Callable[[Any], dict[str, Style]]] = {"gpt2": _gpt2, "t5": _t5}
+def _stablelm(model: Any) -> dict[str, Style]:
+    """The attention counts its heads itself. With `qk_layernorm` each head has a norm of its own, so heads are not cut."""
+    prefix = "model." if model.base_model is not model else ""
+    heads, key_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    attention = {
+        "q_proj": Style("column", blocks=heads),
+        "k_proj": Style("column", blocks=key_heads),
+        "v_proj": Style("column", blocks=key_heads),
+        "o_proj": Style("row", blocks=heads),
+    }
+    found = {
+        f"{prefix}layers.*.mlp.{key}_proj": Style("row" if key == "down" else "column")
+        for key in ("gate", "up", "down")
+    }
+    if not model.config.qk_layernorm:
+        found |= {f"{prefix}layers.*.self_attn.{key}": style for key, style in attention.items()}
+        counts = ("num_heads", "num_key_value_heads", "hidden_size")
+        found[f"{prefix}layers.*.self_attn"] = Style("divide", names=counts)
+    return found
+
+
+OUR_PLANS: dict[str, Callable[[Any], dict[str, Style]]] = {"gpt2": _gpt2, "t5": _t5, "stablelm": _stablelm}
 """By `model_type`."""
+
+_ATTENTION = {
+    **dict.fromkeys((f"layers.*.self_attn.{key}_proj" for key in "qkv"), "colwise"),
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+_LAYERS: dict[str, dict[str, str]] = {
+    "gpt_oss": {
+        **_ATTENTION,
+        "layers.*.self_attn.sinks": "colwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.experts.gate_up_proj": "rowwise",  # its matrices are stored with the inner features last
+        "layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
+        "layers.*.mlp.experts.down_proj": "colwise",
+        "layers.*.mlp.experts.down_proj_bias": "moe_identity_expert",
+    },
+    "hunyuan_v1_dense": {
+        **_ATTENTION,
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    },
+}
+
+
+def missing_styles(config: Any) -> dict[str, str]:
+    """Styles of the library for the layers of a model whose configuration has none, in the form of `base_model_tp_plan`."""
+    return _LAYERS.get(config.model_type, {})
