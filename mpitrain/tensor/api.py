@@ -15,10 +15,11 @@ from mpitrain.optim.spread import mark_cut, mark_replaced
 from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.parts import Part
 from mpitrain.tensor import hooks, layers, random
+from mpitrain.tensor.cuts import Cuts
 from mpitrain.tensor.layers import features_of, has_own_product
 from mpitrain.tensor.layout import Layout
-from mpitrain.tensor.plan import Plan, Style, is_within, parent_of, styles_of
-from mpitrain.tensor.transformers_loss import computes_loss, cut_loss
+from mpitrain.tensor.plan import Plan, Style, parent_of, styles_of
+from mpitrain.tensor.transformers_loss import cut_loss
 from mpitrain.tensor.transformers_plans import plan_of_transformers
 
 
@@ -63,15 +64,12 @@ class _Cutter:
         self.styles = styles_of(self.modules, plan, self.params)
         self.layout = Layout(self.modules, self.styles, sequence=sequence, completes=self.is_library)
         self.ranks = layers.TensorRanks(comm, sequence=bool(self.layout.stacks))
-        self.cuts: dict[int, tuple[int, list[int], int | None, int]] = {}
-        """By the `id` of a cut parameter: the dimension, the lengths of its matrices, their blocks, and how many ranks share a part."""
-        for name, style in self.styles.items():
-            self._check(name, self.modules.get(name), style)
+        self.cuts = Cuts(self.modules, self.params, self.styles, self.layout, comm.size, is_library=self.is_library)
         self.only_columns = self._only_columns()
         if self.is_library and not self.layout.regions and comm.rank == 0:
             warnings.warn(
-                f"transformers has no plan for the layers of {type(model).__name__}: tensor_parallel cuts its embedding and head alone; "
-                "pass plan= to cut more",
+                f"transformers has no plan for the layers of {type(model).__name__}: tensor_parallel cuts its embedding and "
+                "head alone; pass plan= to cut more",
                 stacklevel=4,
             )
         self.heads_of_losses = {name for style in self.styles.values() if style.kind == "loss" for name in style.names}
@@ -90,86 +88,9 @@ class _Cutter:
                 found -= set(columns.get(region, []))
         return {name for name in found if has_own_product(self.modules.get(name))}
 
-    # Checks
-
-    def _check(self, name: str, module: nn.Module | None, style: Style) -> None:
-        """Check one module or parameter, and find where it is cut."""
-        if style.kind == "parameter":
-            self._cut(name, self.params[name], style.dim % max(self.params[name].ndim, 1), style)
-        elif module is None:
-            pass  # a parameter that is not cut
-        elif style.kind in ("loss", "gather"):
-            self._check_logits(name, module, style)
-        elif style.kind == "divide":
-            for key in style.names:
-                if (number := getattr(module, key)) % self.comm.size:
-                    raise ValueError(f"{self.comm.size} ranks cannot share {name}.{key} = {number} equally")
-        elif style.kind == "region":
-            if not any(is_within(other, name) for other, kind in self.styles.items() if kind.kind == "parameter"):
-                raise ValueError(f"{name} ({style.kind}) is a sum over ranks, but the plan cuts no parameter in it")
-        elif style.kind in ("column", "row", "vocabulary"):
-            self._check_layer(name, module, style)
-
-    def _check_layer(self, name: str, module: Any, style: Style) -> None:
-        dims, is_embedding = features_of(module), isinstance(module, nn.Embedding)
-        if dims is None or (style.kind == "vocabulary") > is_embedding or (is_embedding and style.kind == "row"):
-            expected = "Embedding" if style.kind == "vocabulary" else "Linear"
-            raise ValueError(
-                f"the plan cuts {name} as {style.kind!r}, which needs {expected}; it is {type(module).__name__}"
-            )
-        if is_embedding and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
-            raise ValueError(
-                f"{name} has max_norm, scale_grad_by_freq or sparse, which a cut embedding does not support"
-            )
-        if style.kind == "vocabulary":
-            layers.vocabulary_class(module.__class__)
-        elif style.kind == "row" and not has_own_product(module):
-            raise ValueError(
-                f"the plan cuts {name} as 'row'; the forward of its class {type(module).__name__} is not known"
-            )
-        of_input, of_output = dims
-        self._cut(f"{name}.weight", module.weight, of_output if style.kind == "column" else of_input, style)
-        bias = module._parameters.get("bias")
-        if style.kind == "column" and bias is not None:
-            self._cut(f"{name}.bias", bias, 0, style)
-
-    def _check_logits(self, name: str, module: nn.Module, style: Style) -> None:
-        if not style.names and len(self.layout.heads) != 1:
-            raise ValueError(
-                f"{name} ({style.kind}) needs one column layer outside of regions, whose outputs are the logits; the "
-                f"plan has {len(self.layout.heads)}"
-            )
-        if style.kind == "loss" and (
-            not (isinstance(module, nn.CrossEntropyLoss) or computes_loss(module))
-            or getattr(module, "weight", None) is not None
-        ):
-            raise ValueError(f"{name} ({style.kind}) must be an nn.CrossEntropyLoss without weights of classes")
-
-    def _cut(self, name: str, param: nn.Parameter, dim: int, style: Style) -> None:
-        length, size = param.shape[dim], self.comm.size
-        blocks = style.blocks or length // style.parts
-        if length % style.parts or (style.blocks is not None and (length // style.parts) % blocks):
-            raise ValueError(
-                f"{name} has {length} {_FEATURES.get(style.kind, 'elements')}, which are not {style.parts} x {blocks} "
-                "equal blocks"
-            )
-        num_sharing = 1
-        if style.blocks is not None and blocks % size:
-            if style.is_shared and size % blocks == 0:
-                num_sharing = size // blocks
-            elif style.is_even or blocks < size:
-                raise ValueError(
-                    f"{size} ranks cannot share the {blocks} blocks (heads) of {name} equally; use a number of ranks that divides them"
-                )
-        found = dim, [length // style.parts] * style.parts, style.blocks, num_sharing
-        if self.cuts.setdefault(id(param), found) != found:
-            raise ValueError(f"{name} is tied to a parameter that the plan cuts in another way")
-
-    # Changes
-
     def apply(self) -> None:
         """Change the model. Collective."""
-        counts = sorted({num_sharing for *_, num_sharing in self.cuts.values()} - {1})
+        counts = sorted({cut.num_sharing for cut in self.cuts.of.values()} - {1})
         sharing = {count: self.comm.split(self.comm.rank // count) for count in counts}
         made: dict[int, nn.Parameter] = {}
         for name, module in self.modules.items():
@@ -185,7 +106,10 @@ class _Cutter:
             self.modules[name].register_forward_hook(partial(hooks.leave_whole, self.ranks))
         for name in (*sorted(self.layout.regions), *self.layout.heads):
             enters_all = name in self.styles and self.styles[name].kind == "region"
-            self._before(name, partial(hooks.enter_region, self.ranks, self.layout.is_cut(name), enters_all))
+            is_cut = self.layout.is_cut(name)
+            self._before(name, partial(hooks.enter_region, self.ranks, is_cut, enters_all))
+            if name in self.layout.regions and not enters_all:
+                hooks.check_once(self.modules[name], name, is_cut=is_cut)
         for stack in self.layout.stacks.values():
             self._before(stack[0], partial(hooks.split_stream, self.ranks, self.is_library), prepend=True)
             self.modules[stack[-1]].register_forward_hook(partial(hooks.join_stream, self.ranks))
@@ -211,10 +135,9 @@ class _Cutter:
     ) -> nn.Parameter:
         """The parameter of this rank's part, with its mark. `made`: those that were made before, by the old one's `id`."""
         if id(param) not in made:
-            if id(param) in self.cuts:
-                dim, lengths, blocks, num_sharing = self.cuts[id(param)]
-                copies = sharing.get(num_sharing)
-                part = parts.cut(param.shape, dim, self.comm, lengths=lengths, blocks=blocks, copies=copies)
+            if (cut := self.cuts.of.get(id(param))) is not None:
+                copies = sharing.get(cut.num_sharing)
+                part = parts.cut(param.shape, cut.dim, self.comm, lengths=cut.lengths, blocks=cut.blocks, copies=copies)
             else:
                 part = parts.whole(param.shape, self.comm, is_partial=self._is_partial(name))
             new = _with_values(param, part, self.comm)
@@ -311,9 +234,6 @@ class _Cutter:
         features = features_of(self.modules[name])
         assert features is not None
         return _part(self.modules[name].weight).full_shape[features[1]]
-
-
-_FEATURES = {"column": "output features", "row": "input features", "vocabulary": "rows"}
 
 
 def _plan_of(model: nn.Module, size: int) -> Plan:

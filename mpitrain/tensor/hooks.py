@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.parts import part_of
 from mpitrain.tensor import regions
 from mpitrain.tensor.layers import TensorRanks
 
@@ -44,6 +45,50 @@ _OTHER_STREAMS = ("key_value_states", "encoder_hidden_states")
 def leave_region(ranks: TensorRanks, is_cut: bool, module: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook of a region whose output is a part of the sum over the ranks."""
     return _with_first(output, partial(ranks.leave, is_cut=is_cut))
+
+
+def check_once(region: nn.Module, name: str, *, is_cut: bool) -> None:
+    """Check the first output of a region that has a gradient; see `_check_paths`."""
+
+    def check(module: nn.Module, args: Any, output: Any) -> None:
+        first = output if isinstance(output, torch.Tensor) else output[0]
+        if first.grad_fn is not None:
+            handle.remove()
+            _check_paths(first.grad_fn, name, is_cut=is_cut)
+
+    handle = region.register_forward_hook(check)
+
+
+_ENTRIES, _SUMS = (
+    ("_CopyBackward", "_GatherTokensBackward"),
+    ("_AddBackward", "_ScatterTokensBackward", "_RowProductBackward"),
+)
+"""Nodes of the graph of autograd: where a stream enters a region, and where the sum over ranks is."""
+
+
+def _check_paths(output: Any, name: str, *, is_cut: bool) -> None:
+    """ValueError if the output of a region depends on its input, or on an uncut parameter, without the sum over ranks in between.
+
+    Within the region the gradient of each is a part of a sum, so the gradient on such a path would count N times. It does not for
+    a parameter if after the sum each rank has its own tokens, `is_cut`.
+    """
+    nodes, seen = [output], {output}
+    while nodes:
+        node = nodes.pop()
+        kind, param = type(node).__name__, getattr(node, "variable", None)
+        if kind in _SUMS:
+            continue
+        part = None if param is None or is_cut else part_of(param)
+        if kind in _ENTRIES or (part is not None and part.is_partial and part.copies is part.over):
+            what = "its input" if param is None else f"a parameter of shape {tuple(param.shape)}"
+            raise ValueError(
+                f"tensor_parallel: {name or 'the model'} uses {what} after its sum over ranks, or without it, as a residual "
+                "connection does; do this in a module around it"
+            )
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
 
 
 def enter_whole(ranks: TensorRanks, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
