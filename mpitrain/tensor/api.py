@@ -1,5 +1,6 @@
 """`tensor_parallel`: a plain model, cut over ranks by a plan, in place."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -13,14 +14,12 @@ from mpitrain.optim.optimizer_checks import watch_optimizers
 from mpitrain.optim.spread import mark_cut, mark_replaced
 from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.parts import Part
-from mpitrain.tensor import layers, random
-from mpitrain.tensor.plan import Plan, Style, region_of, styles_of
+from mpitrain.tensor import hooks, layers, random
+from mpitrain.tensor.layers import features_of, has_own_product
+from mpitrain.tensor.layout import Layout
+from mpitrain.tensor.plan import Plan, Style, is_within, parent_of, styles_of
+from mpitrain.tensor.transformers_loss import computes_loss, cut_loss
 from mpitrain.tensor.transformers_plans import plan_of_transformers
-
-_TOKENWISE = (
-    nn.Linear, nn.Identity, nn.modules.dropout._DropoutNd, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softmax,
-)  # fmt: skip
-"""Classes of modules that compute each token by itself. So do those whose name ends with "Norm"."""
 
 
 def tensor_parallel(
@@ -58,110 +57,92 @@ class _Cutter:
         self.comm = comm
         if any(parts.part_of(param) is not None for param in model.parameters()):
             raise ValueError("the model is cut already")
-        self.styles = styles_of(self.modules, _plan_of(model) if plan is None else plan)
-        self.regions = {region_of(name) for name, style in self.styles.items() if style.kind in ("row", "experts")}
-        """The names of modules whose outputs are sums over the ranks."""
-        for region in self.regions:
-            if (outer := self._region(region)) is not None:
-                raise ValueError(
-                    f"{region or 'the model'} is within {outer or 'the model'}, and both end with a sum over ranks"
-                )
-        self.heads = [
-            name for name, style in self.styles.items() if style.kind == "column" and self._region(name) is None
-        ]
-        """Column layers outside of regions: their outputs stay cut."""
-        self.only_columns = self._only_columns()
-        self.stacks = self._stacks() if sequence else {}
-        self.ranks = layers.TensorRanks(comm, sequence=bool(self.stacks))
+        self.is_library = plan is None and getattr(model, "tensor_plan", None) is None
+        plan = _plan_of(model, comm.size) if plan is None else plan
+        self.params = dict(model.named_parameters(remove_duplicate=False))
+        self.styles = styles_of(self.modules, plan, self.params)
+        self.layout = Layout(self.modules, self.styles, sequence=sequence, completes=self.is_library)
+        self.ranks = layers.TensorRanks(comm, sequence=bool(self.layout.stacks))
         self.cuts: dict[int, tuple[int, list[int], int | None, int]] = {}
         """By the `id` of a cut parameter: the dimension, the lengths of its matrices, their blocks, and how many ranks share a part."""
         for name, style in self.styles.items():
-            self._check(name, self.modules[name], style)
-        if sequence:
-            self._check_tokenwise()
-
-    def _region(self, name: str) -> str | None:
-        """The innermost region around a module."""
-        while name:
-            name = region_of(name)
-            if name in self.regions:
-                return name
-        return None
+            self._check(name, self.modules.get(name), style)
+        self.only_columns = self._only_columns()
+        if self.is_library and not self.layout.regions and comm.rank == 0:
+            warnings.warn(
+                f"transformers has no plan for the layers of {type(model).__name__}: tensor_parallel cuts its embedding and head alone; "
+                "pass plan= to cut more",
+                stacklevel=4,
+            )
+        self.heads_of_losses = {name for style in self.styles.values() if style.kind == "loss" for name in style.names}
 
     def _only_columns(self) -> set[str]:
-        """The column layers that are the only ones of their regions."""
+        """The column layers that alone take the inputs of their regions."""
         columns: dict[str | None, list[str]] = {}
+        styled = {name for name, style in self.styles.items() if style.kind == "row"}
         for name, style in self.styles.items():
-            if style.kind == "column" and not isinstance(self.modules[name], nn.Embedding):
-                columns.setdefault(self._region(name), []).append(name)
-        return {names[0] for region, names in columns.items() if region is not None and len(names) == 1}
-
-    def _stacks(self) -> dict[str, list[str]]:
-        """The outermost lists of blocks around regions, each with the names of its blocks."""
-        stacks: dict[str, list[str]] = {}
-        for region in sorted(self.regions):
-            names = region.split(".") if region else []
-            for end in range(1, len(names)):
-                path = ".".join(names[:end])
-                if isinstance(self.modules[path], nn.ModuleList):
-                    stacks[path] = [f"{path}.{key}" for key, _ in self.modules[path].named_children()]
-                    break
-        for path, blocks in stacks.items():
-            for block in blocks:
-                if not any(region == block or region.startswith(block + ".") for region in self.regions):
-                    raise ValueError(
-                        f"the plan cuts nothing in {block}, but in other blocks of {path}; cut each, or pass "
-                        "sequence=False"
-                    )
-        return stacks
-
-    def _is_in_stack(self, name: str) -> bool:
-        return any(name.startswith(path + ".") for path in self.stacks)
+            if style.kind in ("column", "parameter") and not isinstance(self.modules.get(name), nn.Embedding):
+                columns.setdefault(self.layout.region(parent_of(name)), []).append(name)
+        found = {names[0] for region, names in columns.items() if region is not None and len(names) == 1}
+        for name, param in self.params.items():  # an uncut matrix may take them, too
+            module = parent_of(name)
+            if param.ndim > 1 and module not in styled | found and (region := self.layout.region(module)) is not None:
+                found -= set(columns.get(region, []))
+        return {name for name in found if has_own_product(self.modules.get(name))}
 
     # Checks
 
-    def _check(self, name: str, module: nn.Module, style: Style) -> None:
-        """Check one module, and find where its parameters are cut."""
-        if style.kind in ("loss", "gather"):
+    def _check(self, name: str, module: nn.Module | None, style: Style) -> None:
+        """Check one module or parameter, and find where it is cut."""
+        if style.kind == "parameter":
+            self._cut(name, self.params[name], style.dim % max(self.params[name].ndim, 1), style)
+        elif module is None:
+            pass  # a parameter that is not cut
+        elif style.kind in ("loss", "gather"):
             self._check_logits(name, module, style)
         elif style.kind == "divide":
             for key in style.names:
                 if (number := getattr(module, key)) % self.comm.size:
                     raise ValueError(f"{self.comm.size} ranks cannot share {name}.{key} = {number} equally")
-        elif style.kind == "experts":
-            *columns, row = style.names
-            for key in columns:
-                self._cut(f"{name}.{key}", getattr(module, key), 1, style)
-            self._cut(f"{name}.{row}", getattr(module, row), 2, Style("row"))
-        else:
-            dims = _features_of(module)
-            if dims is None or (style.kind == "vocabulary") > isinstance(module, nn.Embedding) or (
-                isinstance(module, nn.Embedding) and style.kind == "row"
-            ):  # fmt: skip
-                expected = "Embedding" if style.kind == "vocabulary" else "Linear"
-                raise ValueError(
-                    f"the plan cuts {name} as {style.kind!r}, which needs {expected}; it is {type(module).__name__}"
-                )
-            if isinstance(module, nn.Embedding) and (
-                module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-            ):
-                raise ValueError(
-                    f"{name} has max_norm, scale_grad_by_freq or sparse, which a cut embedding does not support"
-                )
-            of_input, of_output = dims
-            dim = of_output if style.kind == "column" else of_input
-            self._cut(f"{name}.weight", module.get_parameter("weight"), dim, style)
-            bias = module._parameters.get("bias")
-            if style.kind == "column" and bias is not None:
-                self._cut(f"{name}.bias", bias, 0, style)
+        elif style.kind == "region":
+            if not any(is_within(other, name) for other, kind in self.styles.items() if kind.kind == "parameter"):
+                raise ValueError(f"{name} ({style.kind}) is a sum over ranks, but the plan cuts no parameter in it")
+        elif style.kind in ("column", "row", "vocabulary"):
+            self._check_layer(name, module, style)
+
+    def _check_layer(self, name: str, module: Any, style: Style) -> None:
+        dims, is_embedding = features_of(module), isinstance(module, nn.Embedding)
+        if dims is None or (style.kind == "vocabulary") > is_embedding or (is_embedding and style.kind == "row"):
+            expected = "Embedding" if style.kind == "vocabulary" else "Linear"
+            raise ValueError(
+                f"the plan cuts {name} as {style.kind!r}, which needs {expected}; it is {type(module).__name__}"
+            )
+        if is_embedding and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
+            raise ValueError(
+                f"{name} has max_norm, scale_grad_by_freq or sparse, which a cut embedding does not support"
+            )
+        if style.kind == "vocabulary":
+            layers.vocabulary_class(module.__class__)
+        elif style.kind == "row" and not has_own_product(module):
+            raise ValueError(
+                f"the plan cuts {name} as 'row'; the forward of its class {type(module).__name__} is not known"
+            )
+        of_input, of_output = dims
+        self._cut(f"{name}.weight", module.weight, of_output if style.kind == "column" else of_input, style)
+        bias = module._parameters.get("bias")
+        if style.kind == "column" and bias is not None:
+            self._cut(f"{name}.bias", bias, 0, style)
 
     def _check_logits(self, name: str, module: nn.Module, style: Style) -> None:
-        if len(self.heads) != 1:
+        if not style.names and len(self.layout.heads) != 1:
             raise ValueError(
                 f"{name} ({style.kind}) needs one column layer outside of regions, whose outputs are the logits; the "
-                f"plan has {len(self.heads)}"
+                f"plan has {len(self.layout.heads)}"
             )
-        if style.kind == "loss" and (not isinstance(module, nn.CrossEntropyLoss) or module.weight is not None):
+        if style.kind == "loss" and (
+            not (isinstance(module, nn.CrossEntropyLoss) or computes_loss(module))
+            or getattr(module, "weight", None) is not None
+        ):
             raise ValueError(f"{name} ({style.kind}) must be an nn.CrossEntropyLoss without weights of classes")
 
     def _cut(self, name: str, param: nn.Parameter, dim: int, style: Style) -> None:
@@ -169,30 +150,20 @@ class _Cutter:
         blocks = style.blocks or length // style.parts
         if length % style.parts or (style.blocks is not None and (length // style.parts) % blocks):
             raise ValueError(
-                f"{name} has {length} {'output' if style.kind == 'column' else 'input'} features, which are not "
-                f"{style.parts} x {blocks} equal blocks"
+                f"{name} has {length} {_FEATURES.get(style.kind, 'elements')}, which are not {style.parts} x {blocks} "
+                "equal blocks"
             )
         num_sharing = 1
         if style.blocks is not None and blocks % size:
             if style.is_shared and size % blocks == 0:
                 num_sharing = size // blocks
             elif style.is_even or blocks < size:
-                raise ValueError(f"{size} ranks cannot share the {blocks} blocks (heads) of {name} equally")
+                raise ValueError(
+                    f"{size} ranks cannot share the {blocks} blocks (heads) of {name} equally; use a number of ranks that divides them"
+                )
         found = dim, [length // style.parts] * style.parts, style.blocks, num_sharing
         if self.cuts.setdefault(id(param), found) != found:
             raise ValueError(f"{name} is tied to a parameter that the plan cuts in another way")
-
-    def _check_tokenwise(self) -> None:
-        """ValueError if a module between the regions of a stack mixes tokens, as far as its class tells."""
-        for name, module in self.modules.items():
-            is_leaf = next(module.children(), None) is None
-            if not is_leaf or not self._is_in_stack(name) or name in self.regions or self._region(name) is not None:
-                continue
-            if not (isinstance(module, _TOKENWISE) or type(module).__name__.endswith("Norm") or name in self.styles):
-                raise ValueError(
-                    f"{name} ({type(module).__name__}) is in a stack whose tokens are cut, and may mix tokens; cut "
-                    "its matrices by the plan, or pass sequence=False"
-                )
 
     # Changes
 
@@ -206,19 +177,34 @@ class _Cutter:
                 if param is not None:
                     module._parameters[key] = self._replaced(f"{name}.{key}" if name else key, param, made, sharing)
         for name, style in self.styles.items():
-            self._change(name, self.modules[name], style)
-        for stack in self.stacks.values():
-            self.modules[stack[0]].register_forward_pre_hook(partial(layers.split_stream, self.ranks), with_kwargs=True)
-            self.modules[stack[-1]].register_forward_hook(partial(layers.join_stream, self.ranks))
-        for name in (*sorted(self.regions), *self.heads):  # a region may be the first block of a stack
-            hook = partial(layers.enter_region, self.ranks, self._is_in_stack(name))
-            self.modules[name].register_forward_pre_hook(hook, with_kwargs=True)
+            if name in self.modules:
+                self._change(name, self.modules[name], style)
+        self._change_once()
+        for name in sorted(self.layout.wholes):
+            self._before(name, partial(hooks.enter_whole, self.ranks))
+            self.modules[name].register_forward_hook(partial(hooks.leave_whole, self.ranks))
+        for name in (*sorted(self.layout.regions), *self.layout.heads):
+            enters_all = name in self.styles and self.styles[name].kind == "region"
+            self._before(name, partial(hooks.enter_region, self.ranks, self.layout.is_cut(name), enters_all))
+        for stack in self.layout.stacks.values():
+            self._before(stack[0], partial(hooks.split_stream, self.ranks, self.is_library), prepend=True)
+            self.modules[stack[-1]].register_forward_hook(partial(hooks.join_stream, self.ranks))
+        self._mark_inputs()
+        blocks = {block for stack in self.layout.stacks.values() for block in stack}
+        random.separate(
+            self.ranks, self.modules, self.styles, regions=self.layout.regions, blocks=blocks, wholes=self.layout.wholes
+        )
+
+    def _mark_inputs(self) -> None:
+        """Mark the modules that get the same stream on all ranks."""
+        regions = self.layout.regions
         for name, module in self.modules.items():
-            holds_region = any(region.startswith(f"{name}." if name else "") for region in self.regions)
-            if name in self.regions or (holds_region and not self._is_in_stack(name)):
+            holds_region = any(region.startswith(f"{name}." if name else "") for region in regions)
+            if name in regions or (holds_region and not self.layout.is_cut(name)):
                 parts.mark_input(module, self.comm)
-        blocks = {block for stack in self.stacks.values() for block in stack}
-        random.separate(self.ranks, self.modules, self.styles, regions=self.regions, blocks=blocks)
+
+    def _before(self, name: str, hook: Any, *, prepend: bool = False) -> None:
+        self.modules[name].register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend)
 
     def _replaced(
         self, name: str, param: nn.Parameter, made: dict[int, nn.Parameter], sharing: dict[int, Communicator]
@@ -239,10 +225,11 @@ class _Cutter:
 
     def _is_partial(self, name: str) -> bool:
         """Whether each rank computes a part of the gradient of a parameter that is not cut."""
-        module = region_of(name)
-        is_inside = module in self.regions or self._region(module) is not None
-        if not is_inside or (module in self.styles and self.styles[module].kind == "row"):
-            return self._is_in_stack(name)  # its input, or for the bias of a row layer the sum, is this rank's tokens
+        module = parent_of(name)
+        if self.layout.region(module) is None or (module in self.styles and self.styles[module].kind == "row"):
+            return self.layout.is_cut(
+                module
+            )  # its input, or for the bias of a row layer the sum, is this rank's tokens
         return True
 
     def _change(self, name: str, module: nn.Module, style: Style) -> None:
@@ -250,74 +237,95 @@ class _Cutter:
         changed: Any = module
         if style.kind == "row":
             changed.__class__ = layers.cut_class(layers.RowLayer, type(module))  # type: ignore[arg-type]  # a class is hashable
-            changed.ranks, changed.is_cut, changed.splits = self.ranks, self._is_in_stack(name), style.splits
+            changed.ranks, changed.splits = self.ranks, style.splits
+            changed.is_cut = self.layout.is_cut(self.layout.region(name) or "")
             changed.is_transposed = not isinstance(module, nn.Linear)
-        elif name in self.only_columns:
+        elif style.kind == "vocabulary":
+            changed.__class__ = layers.vocabulary_class(changed.__class__)
+            changed.ranks, changed.first = self.ranks, _part(changed.weight).boxes[0].offset[0]
+            changed.is_partial = self.layout.region(name) is not None
+        elif style.kind == "region":
+            changed.register_forward_hook(partial(hooks.leave_region, self.ranks, self.layout.is_cut(name)))
+        elif style.kind == "once":
+            changed.register_forward_hook(partial(hooks.once, self.ranks))
+        elif style.kind == "loss":
+            self._change_loss(changed, style)
+        elif style.kind == "gather" or style.gathers:
+            length = self._num_outputs(self._head(style) if style.kind == "gather" else name)
+            is_partial = self.layout.region(name) is not None
+            hook = partial(hooks.gather_output, self.ranks, length, is_partial)
+            if name in self.heads_of_losses:
+                hook = partial(hooks.gather_logits, self.ranks, length)
+            changed.register_forward_hook(hook)
+        if name in self.only_columns:
             changed.__class__ = layers.cut_class(layers.ColumnLayer, type(module))  # type: ignore[arg-type]
             changed.ranks, changed.is_transposed = self.ranks, not isinstance(module, nn.Linear)
-        elif style.kind == "vocabulary":
-            changed.__class__ = layers.VocabularyEmbedding
-            changed.ranks, changed.first = self.ranks, _part(changed.weight).boxes[0].offset[0]
-        elif style.kind == "experts":
-            region = region_of(name)
-            hook = partial(layers.leave_region, self.ranks, self._is_in_stack(region))
-            self.modules[region].register_forward_hook(hook)
-        elif style.kind == "loss":
-            changed.__class__ = layers.VocabularyCrossEntropy
-            changed.ranks, changed.num_classes = self.ranks, self._num_outputs(self.heads[0])
-        elif style.kind == "gather" or style.gathers:
-            length = self._num_outputs(self.heads[0] if style.kind == "gather" else name)
-            hook = partial(layers.gather_output, self.ranks, length, self._region(name) is not None)
-            changed.register_forward_hook(hook)
-        if style.kind == "divide":
+        elif style.kind == "divide":
             for key in style.names:
                 setattr(changed, key, getattr(changed, key) // self.comm.size)
-        of_input, of_output = _features_of(module) or (0, 0)
+        of_input, of_output = features_of(module) or (0, 0)
         for key, dim in (("in_features", of_input), ("nx", of_input), ("out_features", of_output), ("nf", of_output)):
             if hasattr(changed, key):
                 setattr(changed, key, changed.weight.shape[dim])
         self._regroup(name, changed, style)
 
+    def _head(self, style: Style) -> str:
+        """The layer whose outputs are the logits."""
+        return style.names[0] if style.names else self.layout.heads[0]
+
+    def _change_loss(self, changed: Any, style: Style) -> None:
+        num_classes = self._num_outputs(self._head(style))
+        if issubclass(type(changed), nn.CrossEntropyLoss):
+            changed.__class__ = layers.VocabularyCrossEntropy
+            changed.ranks, changed.num_classes = self.ranks, num_classes
+        else:
+            cut_loss(changed, self.ranks, num_classes)
+
+    def _change_once(self) -> None:
+        """Let modules compute with 1/N of parameters that count once in a sum over N ranks."""
+        keys: dict[str, list[str]] = {}
+        for name, style in self.styles.items():
+            if style.kind == "once" and name not in self.modules:
+                keys.setdefault(parent_of(name), []).append(name.rpartition(".")[2])
+        for name, once in keys.items():
+            changed = self.modules[name]
+            changed.__class__ = layers.cut_class(layers.PartOnce, changed.__class__)
+            changed.ranks, changed.once = self.ranks, tuple(once)
+
     def _regroup(self, name: str, module: nn.Module, style: Style) -> None:
         """If several ranks have one head of keys, a transformers attention repeats the head for fewer heads of queries."""
-        owner: Any = self.modules[region_of(name)]
+        owner: Any = self.modules[parent_of(name)]
         if not hasattr(owner, "num_key_value_groups") or hasattr(owner, "_key_value_groups"):
             return  # it counts its heads itself; or it is changed already
         if style.is_shared and (count := self.cuts_of(module)) > 1:
             owner._key_value_groups = owner.num_key_value_groups
             owner.num_key_value_groups //= count
 
-    def cuts_of(self, module: nn.Module) -> int:
+    def cuts_of(self, module: Any) -> int:
         """How many ranks share each block of a module."""
         part = _part(module.weight)
         return 1 if part.copies is None else part.copies.size
 
     def _num_outputs(self, name: str) -> int:
         """The output features of a layer on all ranks together."""
-        features = _features_of(self.modules[name])
+        features = features_of(self.modules[name])
         assert features is not None
         return _part(self.modules[name].weight).full_shape[features[1]]
 
 
-def _plan_of(model: nn.Module) -> Plan:
+_FEATURES = {"column": "output features", "row": "input features", "vocabulary": "rows"}
+
+
+def _plan_of(model: nn.Module, size: int) -> Plan:
     plan = getattr(model, "tensor_plan", None)
     if plan is None:
-        plan = plan_of_transformers(model)
+        plan = plan_of_transformers(model, size)
     if plan is None:
         raise ValueError(
             f"{type(model).__name__} brings no plan along (an attribute tensor_plan); pass plan=, a dict of patterns "
             "of module names to mpitrain.tensor.Style"
         )
     return plan
-
-
-def _features_of(module: nn.Module) -> tuple[int, int] | None:
-    """The dimensions of the weight that are input and output features; None for a module without them."""
-    if isinstance(module, nn.Linear):
-        return 1, 0
-    if isinstance(module, nn.Embedding) or type(module).__name__ in ("Conv1D", "RowConv1D", "ColumnConv1D"):
-        return 0, 1
-    return None
 
 
 def _part(param: Any) -> Part:

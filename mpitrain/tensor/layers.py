@@ -17,12 +17,16 @@ class TensorRanks:
     """The ranks that hold a model together, and how its stream of activations enters and leaves a region.
 
     `sequence`: between the regions of a stack of blocks each rank has its own tokens. `cuts_tokens`: whether the stream that passes
-    now is cut, which a forward without gradients can do without: see `split`.
+    now is cut, which a forward without gradients can do without: see `split`. `keeps_logits`: whether the logits of this forward stay
+    cut, because the model computes its loss from them.
     """
 
     def __init__(self, comm: Communicator, *, sequence: bool) -> None:
         self.comm, self.exchange = comm, Exchange(comm)
         self.sequence = self.cuts_tokens = sequence
+        self.keeps_logits = False
+        # The shape of the stream in a module that gets all tokens, without the features.
+        self._widened: torch.Size | None = None
         # The input of the region that runs now, if ranks may share it, and its version.
         self._entered: tuple[torch.Tensor, int] | None = None
 
@@ -36,7 +40,7 @@ class TensorRanks:
 
     def leave(self, x: torch.Tensor, *, is_cut: bool) -> torch.Tensor:
         """The sum of the ranks' `x` at the end of a region."""
-        self._check_input()
+        self._check_region(x)
         if is_cut and self.cuts_tokens:
             return regions.scatter_tokens(x, self.exchange)
         return regions.add(x, self.exchange)
@@ -45,12 +49,17 @@ class TensorRanks:
         """The sum of the ranks' products `x @ weight.t()` at the end of a region."""
         if torch.is_autocast_enabled(x.device.type):  # it casts the operands of torch's own functions
             return self.leave(F.linear(x, weight), is_cut=is_cut)
-        self._check_input()
+        self._check_region(x)
         return regions.row_product(x, weight, self.exchange, cuts_tokens=is_cut and self.cuts_tokens)
 
-    def _check_input(self) -> None:
-        """ValueError if the region has written to its input. The other ranks compute with it, too."""
+    def _check_region(self, output: torch.Tensor) -> None:
+        """ValueError if the region has written to its input, with which the other ranks compute, too; or if it mixes its dimensions."""
         entered, self._entered = self._entered, None
+        if entered is not None and entered[0].shape[:-1] != output.shape[:-1]:
+            raise ValueError(
+                f"sequence parallelism: a module whose matrices are cut makes an output of shape {tuple(output.shape)} from an input "
+                f"of shape {tuple(entered[0].shape)}, so its tokens cannot be told apart; pass sequence=False to tensor_parallel"
+            )
         if entered is not None and entered[0]._version != entered[1]:
             raise ValueError(
                 "a module whose matrices are cut writes to its input in place, but the ranks of a node share this input; use "
@@ -63,6 +72,11 @@ class TensorRanks:
         If the tokens cannot be shared equally, a forward without gradients leaves them whole, and one with gradients is an error.
         """
         length, size = x.shape[-2], self.comm.size
+        if x.ndim > 3:
+            raise ValueError(
+                f"sequence parallelism needs a stream of the shape (batch, tokens, features) between the blocks, and this model's "
+                f"has the shape {tuple(x.shape)}; pass sequence=False to tensor_parallel"
+            )
         self.cuts_tokens = length % size == 0
         if self.cuts_tokens:
             return regions.own_tokens(x, self.exchange)
@@ -73,6 +87,32 @@ class TensorRanks:
                 f"of {size}, or pass sequence=False to tensor_parallel"
             )
         return x
+
+    def enter_also(self, x: torch.Tensor, *, is_cut: bool) -> torch.Tensor:
+        """Another tensor at the beginning of a region, such as the experts of each token and their weights."""
+        if is_cut and self.cuts_tokens:
+            length = x.shape[-2] * self.comm.size
+            if not x.is_floating_point():
+                return self.exchange.gather(x, -2, length)
+            return regions.gather_tokens(x, self.exchange, length)
+        return regions.copy(x, self.exchange) if x.requires_grad else x
+
+    def widen(self, x: torch.Tensor) -> torch.Tensor:
+        """All tokens of a stream between regions, for a module that all ranks compute alike."""
+        if not self.cuts_tokens:
+            return x
+        whole = regions.all_tokens(x, self.exchange, x.shape[-2] * self.comm.size)
+        self._widened = whole.shape[:-1]
+        return whole
+
+    def narrow(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of the output of such a module, which may have put the tokens of all sequences in a row."""
+        if not self.cuts_tokens:
+            return x
+        shape, self._widened = self._widened, None
+        if shape is None or shape == x.shape[:-1]:
+            return regions.own_tokens(x, self.exchange)
+        return regions.own_tokens(x.view(*shape, x.shape[-1]), self.exchange).flatten(0, -2)
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """All tokens, after the last block of a stack."""
@@ -124,6 +164,25 @@ class ColumnLayer(nn.Module):
         return regions.column_product(input, weight, self.bias, self.ranks.exchange)
 
 
+def features_of(module: Any) -> tuple[int, int] | None:
+    """The dimensions of the weight that are input and output features; None for a module without them."""
+    if isinstance(module, nn.Linear):
+        return 1, 0
+    if isinstance(module, nn.Embedding) or _is_conv1d(type(module)):
+        return 0, 1
+    return None
+
+
+def has_own_product(module: Any) -> bool:
+    """Whether the forward of a linear layer is the plain product, which a cut layer computes in its own way."""
+    return type(module).forward is nn.Linear.forward or _is_conv1d(type(module))
+
+
+def _is_conv1d(kind: type) -> bool:
+    """Whether a class is transformers' linear layer of GPT-2, or is made from it by `cut_class`."""
+    return any(base.__name__ == "Conv1D" for base in kind.__mro__)
+
+
 @functools.cache
 def cut_class(layer: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
     """The class of a `layer` in place of `kind`, of which it is a subclass."""
@@ -136,6 +195,8 @@ class VocabularyEmbedding(nn.Embedding):
     ranks: TensorRanks
     first: int
     """The token of the first row."""
+    is_partial: bool
+    """Whether each rank computes a part of the gradient of the output, as in a region."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(...) int64 -> (..., C), the same on all ranks."""
@@ -148,7 +209,34 @@ class VocabularyEmbedding(nn.Embedding):
             found = self.weight.sum() + self.weight.new_zeros(*input.shape, self.embedding_dim)
         else:
             found = F.embedding(at.masked_fill(~mine, 0), self.weight, padding).masked_fill(~mine[..., None], 0)
-        return regions.add(found, self.ranks.exchange)
+        found = regions.add(found, self.ranks.exchange)
+        return regions.copy(found, self.ranks.exchange) if self.is_partial else found
+
+
+@functools.cache
+def vocabulary_class(kind: type[nn.Embedding]) -> type[VocabularyEmbedding]:
+    """The class of a `VocabularyEmbedding` in place of `kind`, which may change what `super().forward` returns: by a scale, or a norm.
+
+    ValueError if the forward of `kind` does not call `super().forward`.
+    """
+    if kind.forward is nn.Embedding.forward:
+        return VocabularyEmbedding
+    if "__class__" not in kind.forward.__code__.co_freevars:
+        raise ValueError(
+            f"a cut embedding does not support the forward of {kind.__name__}, which does not call super()"
+        )
+    return type(f"Vocabulary{kind.__name__}", (kind, VocabularyEmbedding), {})
+
+
+class PartOnce(nn.Module):
+    """A module whose output is a part of a sum over N ranks. Of the parameters in `once`, which are not cut, it computes with 1/N."""
+
+    ranks: TensorRanks
+    once: tuple[str, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        found: Any = super().__getattr__(name)
+        return found / self.ranks.comm.size if name in self.__dict__["once"] else found
 
 
 class VocabularyCrossEntropy(nn.CrossEntropyLoss):
@@ -168,53 +256,3 @@ class VocabularyCrossEntropy(nn.CrossEntropyLoss):
             label_smoothing=self.label_smoothing,
             reduction=self.reduction,  # type: ignore[arg-type]  # torch checks it when the loss is called
         )
-
-
-def enter_region(ranks: TensorRanks, is_cut: bool, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """A forward pre-hook: the first floating-point tensor is the stream; states of an encoder are whole on all ranks."""
-    found_stream = False
-
-    def entered(name: str, value: Any) -> Any:
-        nonlocal found_stream
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        if not found_stream:
-            found_stream = True
-            return ranks.enter(value, is_cut=is_cut)
-        return regions.copy(value, ranks.exchange) if value.requires_grad and name in _OTHER_STREAMS else value
-
-    args = tuple(entered("", value) for value in args)
-    return args, {name: entered(name, value) for name, value in kwargs.items()}
-
-
-_OTHER_STREAMS = ("key_value_states", "encoder_hidden_states")
-"""Arguments by which a transformers model passes the states of its encoder into a region. Other tensors are this rank's own."""
-
-
-def leave_region(ranks: TensorRanks, is_cut: bool, module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook of a region whose output is a part of the sum over the ranks."""
-    if isinstance(output, torch.Tensor):
-        return ranks.leave(output, is_cut=is_cut)
-    return type(output)([ranks.leave(output[0], is_cut=is_cut), *output[1:]])
-
-
-def split_stream(ranks: TensorRanks, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """A forward pre-hook of the first block of a stack."""
-    if args and isinstance(args[0], torch.Tensor):
-        return (ranks.split(args[0]), *args[1:]), kwargs
-    name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.is_floating_point())
-    return args, {**kwargs, name: ranks.split(kwargs[name])}
-
-
-def join_stream(ranks: TensorRanks, module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook of the last block of a stack."""
-    if isinstance(output, torch.Tensor):
-        return ranks.join(output)
-    return type(output)([ranks.join(output[0]), *output[1:]])
-
-
-def gather_output(
-    ranks: TensorRanks, length: int, is_partial: bool, module: nn.Module, args: Any, output: torch.Tensor
-) -> torch.Tensor:
-    """A forward hook: all `length` features of the output. `is_partial`: the ranks' gradients are parts of a sum, as in a region."""
-    return regions.gather_features(output, ranks.exchange, length, is_partial=is_partial)

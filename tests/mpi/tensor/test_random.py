@@ -76,7 +76,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A region with a router: all ranks must route a token to the same experts."""
+    """A router and experts: all ranks that have a token must route it to the same experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,9 @@ PLAN = {
     "blocks.*.attention.proj": Style("row", blocks=HEADS),
     **{f"blocks.*.mlp.{name}": Style("column") for name in ("up", "up2")},
     **{f"blocks.*.mlp.{name}": Style("row") for name in ("down", "down2")},
-    "blocks.*.mixture.experts": Style("experts", names=("up", "down")),
+    "blocks.*.mixture.experts": Style("region"),
+    "blocks.*.mixture.experts.up": Style("parameter", dim=1),
+    "blocks.*.mixture.experts.down": Style("parameter", dim=2),
 }
 
 
@@ -179,7 +181,8 @@ def test_masks(comm: Communicator, sequence: bool, device: str) -> None:
     assert are_the_same(comm, output, state)
     for name, mask in model.masks().items():
         *_, key = name.split(".")
-        is_whole = key in ("start", "end", "before") or (key in ("after", "stream", "stream2") and not sequence)
+        is_whole = key in ("start", "end") or name.endswith("attention.before")
+        is_whole |= (key in ("after", "stream", "stream2") or name.endswith("mixture.before")) and not sequence
         assert are_the_same(comm, mask) == is_whole, name
         assert len({found.numpy().tobytes() for found in of_all(comm, mask)}) == (1 if is_whole else comm.size), name
         assert 0.4 < mask.float().mean() < 0.6
@@ -359,7 +362,7 @@ def test_models_of_transformers(comm: Communicator, sequence: bool, name: str) -
             optimizer.zero_grad()
             output = model(input_ids=TOKENS, labels=TOKENS)
             output.loss.backward()
-            assert are_the_same(comm, output.logits.detach(), torch.get_rng_state())
+            assert are_the_same(comm, output.loss.detach(), torch.get_rng_state())
             optimizer.step()
             found.append(output.loss.item())
         return found

@@ -1,0 +1,118 @@
+"""Forward hooks: how a stream of activations enters and leaves the regions, blocks and other modules of a cut model."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.tensor import regions
+from mpitrain.tensor.layers import TensorRanks
+
+
+def enter_region(
+    ranks: TensorRanks, is_cut: bool, enters_all: bool, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """A forward pre-hook: the first floating-point tensor is the stream; states of an encoder are whole on all ranks.
+
+    `enters_all`: all tensors are the same on all ranks, or if `is_cut` those with as many rows as the stream are this rank's tokens.
+    """
+    stream: torch.Tensor | None = None
+
+    def entered(name: str, value: Any) -> Any:
+        nonlocal stream
+        if not isinstance(value, torch.Tensor):
+            return value
+        if stream is None and value.is_floating_point():
+            stream = value
+            return ranks.enter(value, is_cut=is_cut)
+        if enters_all and stream is not None:
+            has_tokens = value.ndim > 1 and value.shape[:-1] == stream.shape[:-1]
+            return ranks.enter_also(value, is_cut=is_cut and has_tokens)
+        return regions.copy(value, ranks.exchange) if value.requires_grad and name in _OTHER_STREAMS else value
+
+    args = tuple(entered("", value) for value in args)
+    return args, {name: entered(name, value) for name, value in kwargs.items()}
+
+
+_OTHER_STREAMS = ("key_value_states", "encoder_hidden_states")
+"""Arguments by which a transformers model passes the states of its encoder into a region. Other tensors are this rank's own."""
+
+
+def leave_region(ranks: TensorRanks, is_cut: bool, module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook of a region whose output is a part of the sum over the ranks."""
+    return _with_first(output, partial(ranks.leave, is_cut=is_cut))
+
+
+def enter_whole(ranks: TensorRanks, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A forward pre-hook of a module that gets all tokens of a stream whose tokens are cut."""
+    return _with_stream(args, kwargs, ranks.widen)
+
+
+def leave_whole(ranks: TensorRanks, module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook of a module that gets all tokens of a stream whose tokens are cut."""
+    return _with_first(output, ranks.narrow)
+
+
+def split_stream(ranks: TensorRanks, is_library: bool, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A forward pre-hook of the first block of a stack. `is_library`: a block of transformers, which must have one stream alone."""
+    split = partial(_split_alone, ranks, module, args, kwargs) if is_library else ranks.split
+    return _with_stream(args, kwargs, split)
+
+
+def _split_alone(ranks: TensorRanks, module: nn.Module, args: Any, kwargs: Any, x: torch.Tensor) -> torch.Tensor:
+    given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    for name, value in {**given, **given.get("kwargs", {})}.items():
+        is_stream = isinstance(value, torch.Tensor) and value is not x and value.is_floating_point() and value.ndim > 2
+        if is_stream and value.shape[:2] == x.shape[:2] and not any(key in name for key in _NOT_OF_TOKENS):
+            raise ValueError(
+                f"sequence parallelism needs one stream of activations between the blocks, and {type(module).__name__} has a second "
+                f"one, {name} of shape {tuple(value.shape)}; pass sequence=False to tensor_parallel"
+            )
+    return ranks.split(x)
+
+
+_NOT_OF_TOKENS = ("mask", "position", "rotary", "freqs", "encoder")
+"""In the names of arguments by which all blocks get something for all tokens, which attention alone uses."""
+
+
+def join_stream(ranks: TensorRanks, module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook of the last block of a stack."""
+    return _with_first(output, ranks.join)
+
+
+def once(ranks: TensorRanks, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook of a module that all ranks compute alike, for a sum over the ranks."""
+    return output / ranks.comm.size
+
+
+def _with_stream(args: Any, kwargs: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, Any]:
+    """The arguments with another stream, which is the first floating-point tensor."""
+    for at, value in enumerate(args):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return (*args[:at], change(value), *args[at + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return args, {**kwargs, name: change(value)}
+    return args, kwargs
+
+
+def _with_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """An output with another stream, which is the first tensor."""
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    return type(output)([change(output[0]), *output[1:]])
+
+
+def gather_output(
+    ranks: TensorRanks, length: int, is_partial: bool, module: nn.Module, args: Any, output: torch.Tensor
+) -> torch.Tensor:
+    """A forward hook: all `length` features of the output. `is_partial`: the ranks' gradients are parts of a sum, as in a region."""
+    return regions.gather_features(output, ranks.exchange, length, is_partial=is_partial)
+
+
+def gather_logits(ranks: TensorRanks, length: int, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook of a head: all `length` logits, or this rank's part if the model computes its loss from them."""
+    return output if ranks.keeps_logits else regions.gather_features(output, ranks.exchange, length)

@@ -1,0 +1,105 @@
+"""The loss of a transformers language model, from logits whose vocabulary is cut over ranks.
+
+Such a model computes `self.loss_function(logits=..., labels=..., vocab_size=...)`, which is a function of the library. If a caller
+passes labels, the logits stay cut, and the function is one that computes the same from each rank's part. Between head and loss a model
+may change each logit by itself, by a scale or a soft cap.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from mpitrain.tensor.layers import TensorRanks
+from mpitrain.tensor.vocabulary import cross_entropy
+
+_SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
+"""The losses that are computed from parts of the logits, and whether each token's label is the next token."""
+
+
+def computes_loss(model: Any) -> bool:
+    """Whether the forward of a model passes the logits of its whole vocabulary to one of the library's losses in `_SHIFTS`.
+
+    The names in the code of the forward tell it. A forward with a cross-entropy of its own, or with another size of a vocabulary, may
+    do something else with the logits.
+    """
+    forward = inspect.unwrap(type(model).forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    others = [
+        name
+        for name in names
+        if name in ("CrossEntropyLoss", "cross_entropy") or ("vocab" in name and name != "vocab_size")
+    ]
+    if "loss_function" not in names or "vocab_size" not in names or others:
+        return False
+    loss: Any = getattr(model, "loss_function", None)
+    return getattr(loss, "__module__", "") == "transformers.loss.loss_utils" and loss.__name__ in _SHIFTS
+
+
+def cut_loss(model: Any, ranks: TensorRanks, num_classes: int) -> None:
+    """Let a model compute its loss from cut logits, if a caller passes labels. The output then has no logits."""
+    has_labels = _finder_of_labels(model)
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        ranks.keeps_logits = has_labels(args, kwargs)
+
+    def end(module: nn.Module, args: Any, output: Any) -> Any:
+        kept, ranks.keeps_logits = ranks.keeps_logits, False
+        return _without_logits(output) if kept else None
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.register_forward_hook(end, always_call=True)
+    model.loss_function = _loss_of(ranks, num_classes, shifts=_SHIFTS[model.loss_function.__name__])
+
+
+def _loss_of(ranks: TensorRanks, num_classes: int, *, shifts: bool) -> Callable[..., torch.Tensor]:
+    def vocabulary_loss(
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """`ForCausalLMLoss`, or `ForMaskedLMLoss`, of (B, L, this rank's classes) logits. Collective."""
+        if vocab_size != num_classes:
+            raise ValueError(
+                f"the loss expects {vocab_size} classes (vocab_size of the config), and the head has {num_classes}"
+            )
+        if not shifts:
+            shift_labels = labels
+        elif shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        loss = cross_entropy(
+            logits.flatten(0, -2),
+            shift_labels.flatten().to(logits.device),
+            ranks.comm,
+            num_classes=num_classes,
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+        return loss if num_items_in_batch is None else loss / torch.as_tensor(num_items_in_batch, device=loss.device)
+
+    return vocabulary_loss
+
+
+def _finder_of_labels(model: Any) -> Callable[[Any, Any], bool]:
+    """A function that tells whether the arguments of a call of the model have labels."""
+    names = list(inspect.signature(model.forward).parameters)
+    at = names.index("labels") if "labels" in names else len(names)
+
+    def has_labels(args: Any, kwargs: Any) -> bool:
+        return (args[at] if at < len(args) else kwargs.get("labels")) is not None
+
+    return has_labels
+
+
+def _without_logits(output: Any) -> Any:
+    """The output of a model without its logits. In a tuple they follow the loss."""
+    if isinstance(output, tuple):
+        return (output[0], None, *output[2:])
+    return type(output)(**{name: value for name, value in output.items() if name != "logits"})
