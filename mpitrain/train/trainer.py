@@ -12,12 +12,12 @@ import ckpt
 import collectives
 from ckpt.saving.mpio import mpio_error
 from collectives import Communicator
+from mpitrain import sharding, tensor
 from mpitrain.axes import mesh
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data.loading import load_corpus
 from mpitrain.models import flops_per_token, num_parameters
 from mpitrain.rank0 import on_rank0
-from mpitrain.sharding import communication_s
 from mpitrain.train import random_states, saving, stop
 from mpitrain.train.batches import MicroBatch, RankBatches
 from mpitrain.train.hardware import Hardware, matmul_flops_per_s, take_hardware
@@ -326,4 +326,5 @@ class Trainer:
         return total
 
     def _comm_s(self) -> float:
-        return communication_s(self.model) + self._own_comm_s
+        """Seconds that this rank has spent in communication, with the waits for other ranks."""
+        return sharding.communication_s(self.model) + tensor.communication_s(self.model) + self._own_comm_s

@@ -14,6 +14,7 @@ from checkpoints import tensors
 
 import ckpt
 from collectives import Communicator
+from mpitrain import tensor
 from mpitrain.config import parse
 from mpitrain.init import initialize
 from mpitrain.models import GPT
@@ -155,6 +156,22 @@ def test_each_token_that_counts_has_the_same_weight(comm: Communicator, make: Ma
     np.testing.assert_allclose([e["loss"] for e in entries if "loss" in e], losses, rtol=1e-6)
     np.testing.assert_allclose([e["grad_norm"] for e in entries if "loss" in e], norms, rtol=1e-4)
     np.testing.assert_allclose([e["heldout_loss"] for e in entries if "heldout_loss" in e], [heldout], rtol=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_seconds_in_regions_are_seconds_in_communication(make: Make) -> None:
+    trainer = make("run", 2, "--parallel.tensor", "2")
+    take, steps = trainer.train_step, []
+
+    def train_step() -> Any:
+        before = tensor.communication_s(trainer.model)
+        taken, stopped = take()
+        steps.append((tensor.communication_s(trainer.model) - before, taken.comm_s, taken.step_s))
+        return taken, stopped
+
+    trainer.train_step = train_step  # type: ignore[method-assign]
+    trainer.fit()
+    assert all(0 < in_regions < comm_s < step_s for in_regions, comm_s, step_s in steps), steps
 
 
 def ignore_all(trainer: Trainer, steps: set[int]) -> None:
