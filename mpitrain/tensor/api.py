@@ -63,7 +63,6 @@ class _Cutter:
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self.styles = styles_of(self.modules, plan, self.params)
         self.layout = Layout(self.modules, self.styles, sequence=sequence, completes=self.is_library)
-        self.ranks = layers.TensorRanks(comm, sequence=bool(self.layout.stacks))
         self.cuts = Cuts(self.modules, self.params, self.styles, self.layout, comm.size, is_library=self.is_library)
         self.only_columns = self._only_columns()
         if self.is_library and not self.layout.regions and comm.rank == 0:
@@ -90,6 +89,7 @@ class _Cutter:
 
     def apply(self) -> None:
         """Change the model. Collective."""
+        self.ranks = layers.TensorRanks(self.comm, sequence=bool(self.layout.stacks))
         counts = sorted({cut.num_sharing for cut in self.cuts.of.values()} - {1})
         sharing = {count: self.comm.split(self.comm.rank // count) for count in counts}
         made: dict[int, nn.Parameter] = {}
@@ -150,9 +150,8 @@ class _Cutter:
         """Whether each rank computes a part of the gradient of a parameter that is not cut."""
         module = parent_of(name)
         if self.layout.region(module) is None or (module in self.styles and self.styles[module].kind == "row"):
-            return self.layout.is_cut(
-                module
-            )  # its input, or for the bias of a row layer the sum, is this rank's tokens
+            # Its input, or for the bias of a row layer the sum, is this rank's tokens.
+            return self.layout.is_cut(module)
         return True
 
     def _change(self, name: str, module: nn.Module, style: Style) -> None:

@@ -6,6 +6,7 @@ all-gather collects is one array of all ranks. No message is sent. Between nodes
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from itertools import pairwise
@@ -62,7 +63,10 @@ class Exchange:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self._arrays = NodeArrays(comm) if comm.num_nodes == 1 else None
+        self._arrays: NodeArrays | None = None
+        if comm.num_nodes == 1:
+            with suppress(OSError):  # on all ranks: the node's shared memory is full, and messages do it
+                self._arrays = NodeArrays(comm)
         self._posted: Room | None = None
         self.seconds = 0.0
         """The time of all exchanges so far, with the waits for other ranks. On GPUs it is the time to start them."""
