@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from collectives import Communicator, Mesh, launched_rank
+from mpitrain.agreement import check_alike
 from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.spread import mark_replaced
 from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.optim.before_step import watch_steps
 from mpitrain.sharding.optim.torch_calls import watch_calls
-from mpitrain.sharding.setup.agreement import check_alike
+from mpitrain.sharding.setup.agreement import REMEDY, described
 from mpitrain.sharding.setup.blocks import stacked_blocks
 from mpitrain.sharding.setup.foreign import refuse_methods
 from mpitrain.sharding.setup.options import Options, check_dense, check_dtypes, check_module, check_parts
@@ -97,7 +98,7 @@ def fully_shard(
     check_dtypes(module, options)
     ranks = data_parallel_ranks(mesh, whole=stage == 0)
     check_parts(module, ranks)
-    check_alike(module, options, ranks.data_parallel)
+    check_alike(ranks.data_parallel, described(module, options), caller="fully_shard", remedy=REMEDY)
     if ranks.data_parallel.size > 1:
         check_dense(module, options)
     reshards, num_group = _resharding(reshard_after_forward, ranks.shard.size if stage == 3 else None)

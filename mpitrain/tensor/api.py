@@ -9,6 +9,7 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain import parts
+from mpitrain.agreement import check_alike
 from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.optimizer_checks import watch_optimizers
 from mpitrain.optim.spread import mark_cut, mark_replaced
@@ -41,6 +42,12 @@ def tensor_parallel(
     """
     with comm.together("tensor_parallel"):
         cutter = _Cutter(model, comm, plan, sequence=sequence)
+    check_alike(
+        comm,
+        cutter.described(),
+        caller="tensor_parallel",
+        remedy="build the same model on all ranks and cut it by the same plan",
+    )
     if any(param.device.type in ("cpu", "meta") for param in model.parameters()):
         keep_freed_memory()
     if comm.size > 1:
@@ -72,6 +79,17 @@ class _Cutter:
                 stacklevel=4,
             )
         self.heads_of_losses = {name for style in self.styles.values() if style.kind == "loss" for name in style.names}
+
+    def described(self) -> list[str]:
+        """One line for each parameter and style, which must be the same on all ranks."""
+        return [
+            f"sequence={bool(self.layout.stacks)}",
+            *(
+                f"parameter {name} of shape {tuple(param.shape)}, {param.dtype}, on {param.device.type}"
+                for name, param in self.params.items()
+            ),
+            *(f"{style} for {name}" for name, style in self.styles.items()),
+        ]
 
     def _only_columns(self) -> set[str]:
         """The column layers that alone take the inputs of their regions."""

@@ -96,6 +96,18 @@ def test_sizes_that_do_not_fit(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_ranks_with_other_models_or_plans(comm: Communicator) -> None:
+    with pytest.raises(ValueError, match="no module of the model matches 'h.*.fc'"):
+        mpitrain.tensor_parallel(gpt(), comm, {"h.*.fc": Style("column")} if comm.rank else None)
+    with pytest.raises(
+        ValueError, match=r"the ranks differ: Style\(.*'row'.* on rank 0, Style\(.*'column'.* on rank 1"
+    ):
+        mpitrain.tensor_parallel(gpt(), comm, {"blocks.*.mlp.proj": Style("column" if comm.rank else "row")})
+    with pytest.raises(ValueError, match=r"the ranks differ: sequence=True on rank 0, sequence=False on rank 1"):
+        mpitrain.tensor_parallel(gpt(), comm, sequence=comm.rank == 0)
+
+
+@pytest.mark.ranks(2)
 def test_on_one_rank_nothing_is_cut(comm: Communicator) -> None:
     mesh = mpitrain.mesh(comm)
     model = gpt()
