@@ -76,13 +76,13 @@ class Layout:
         """
         columns = [other for other, kind in self._styles.items() if kind.kind in ("column", "parameter")]
         region = parent = parent_of(name)
-        while not any(is_within(column, region) and column != name for column in columns):
-            if style.splits:
-                return name
-            if not region or isinstance(self._modules[parent_of(region)], nn.ModuleList):
+        if style.splits:
+            return parent if any(parent_of(column) == parent for column in columns) else name
+        while region and not any(is_within(column, region) for column in columns):
+            if isinstance(self._modules[parent_of(region)], nn.ModuleList):
                 return parent
             region = parent_of(region)
-        return region if region or not parent else parent
+        return region or parent
 
     def _stacks(self) -> dict[str, list[str]]:
         stacks: dict[str, list[str]] = {}

@@ -48,7 +48,7 @@ def cut_loss(model: Any, ranks: TensorRanks, num_classes: int) -> None:
 
     def end(module: nn.Module, args: Any, output: Any) -> Any:
         kept, ranks.keeps_logits = ranks.keeps_logits, False
-        return _without_logits(output) if kept else None
+        return None if output is None or not kept else _without_logits(output)  # None: the forward has raised an error
 
     model.register_forward_pre_hook(begin, with_kwargs=True)
     model.register_forward_hook(end, always_call=True)
