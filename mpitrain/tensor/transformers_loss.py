@@ -41,50 +41,55 @@ def computes_loss(model: Any) -> bool:
 
 def cut_loss(model: Any, ranks: TensorRanks, num_classes: int) -> None:
     """Let a model compute its loss from cut logits, if a caller passes labels. The output then has no logits."""
-    has_labels = _finder_of_labels(model)
+    has_labels, library_loss = _finder_of_labels(model), model.loss_function
 
-    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        ranks.keeps_logits = has_labels(args, kwargs)
+    def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any) -> torch.Tensor:
+        if not ranks.keeps_logits:  # whole logits, from a caller's own code
+            return library_loss(logits, labels, vocab_size, **kwargs)
+        if vocab_size != num_classes:
+            raise ValueError(
+                f"the loss expects {vocab_size} classes (vocab_size of the config), and the head has {num_classes}"
+            )
+        return _vocabulary_loss(logits, labels, ranks, num_classes, shifts=_SHIFTS[library_loss.__name__], **kwargs)
+
+    def begin(module: Any, args: Any, kwargs: Any) -> None:
+        ranks.keeps_logits = module.loss_function is loss and has_labels(args, kwargs)
 
     def end(module: nn.Module, args: Any, output: Any) -> Any:
         kept, ranks.keeps_logits = ranks.keeps_logits, False
         return None if output is None or not kept else _without_logits(output)  # None: the forward has raised an error
 
+    model.loss_function = loss
     model.register_forward_pre_hook(begin, with_kwargs=True)
     model.register_forward_hook(end, always_call=True)
-    model.loss_function = _loss_of(ranks, num_classes, shifts=_SHIFTS[model.loss_function.__name__])
 
 
-def _loss_of(ranks: TensorRanks, num_classes: int, *, shifts: bool) -> Callable[..., torch.Tensor]:
-    def vocabulary_loss(
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        vocab_size: int,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """`ForCausalLMLoss`, or `ForMaskedLMLoss`, of (B, L, this rank's classes) logits. Collective."""
-        if vocab_size != num_classes:
-            raise ValueError(
-                f"the loss expects {vocab_size} classes (vocab_size of the config), and the head has {num_classes}"
-            )
-        if not shifts:
-            shift_labels = labels
-        elif shift_labels is None:
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        loss = cross_entropy(
-            logits.flatten(0, -2),
-            shift_labels.flatten().to(logits.device),
-            ranks.comm,
-            num_classes=num_classes,
-            ignore_index=ignore_index,
-            reduction="mean" if num_items_in_batch is None else "sum",
-        )
-        return loss if num_items_in_batch is None else loss / torch.as_tensor(num_items_in_batch, device=loss.device)
-
-    return vocabulary_loss
+def _vocabulary_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    ranks: TensorRanks,
+    num_classes: int,
+    *,
+    shifts: bool,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """`ForCausalLMLoss`, or `ForMaskedLMLoss`, of (B, L, this rank's classes) logits. Collective. It takes any `kwargs`, as they do."""
+    if not shifts:
+        shift_labels = labels
+    elif shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    loss = cross_entropy(
+        logits.flatten(0, -2),
+        shift_labels.flatten().to(logits.device),
+        ranks.comm,
+        num_classes=num_classes,
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+    )
+    return loss if num_items_in_batch is None else loss / torch.as_tensor(num_items_in_batch, device=loss.device)
 
 
 def _finder_of_labels(model: Any) -> Callable[[Any, Any], bool]:

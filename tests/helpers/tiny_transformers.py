@@ -13,13 +13,28 @@ SIZES: dict[str, Any] = {
     "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "zero_expert_num": 2, "q_lora_rank": 16,
     "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "linear_num_value_heads": 4,
     "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "sliding_window": 8, "mamba_d_state": 8,
-    "attention_dropout": 0.0, "dropout_rate": 0.0, "use_cache": False, "pad_token_id": 0, "eos_token_id": 2,
+    "attention_dropout": 0.0, "residual_dropout": 0.0, "dropout_rate": 0.0, "use_cache": False, "pad_token_id": 0, "eos_token_id": 2,
     "unpadded_vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4,
 }  # fmt: skip
 """By the names of the fields of configurations, which differ."""
 
 _MIXED = {"layer_types": ["linear_attention", "full_attention"]}
+_KEYS_OF_EACH_HEAD = {"num_key_value_heads": 4}
 SPECIAL: dict[str, dict[str, Any]] = {
+    "axk2": _KEYS_OF_EACH_HEAD,
+    "deepseek_v32": _KEYS_OF_EACH_HEAD,
+    "dots3_note_text": _KEYS_OF_EACH_HEAD,
+    "ernie4_5_moe": {"moe_k": 2, "moe_layer_start_index": 1},
+    "glm_moe_dsa": _KEYS_OF_EACH_HEAD,
+    "gpt2": {"n_head": 4, "n_embd": 32, "n_layer": 2, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1},
+    "kimi_linear": {**_MIXED, "linear_head_dim": 8, "linear_num_heads": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "moe", "attention"], "num_hidden_layers": 4, "mamba_num_heads": 4,
+        "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "moe_shared_expert_intermediate_size": 32,
+    },
+    "t5": {"decoder_start_token_id": 0},
     "deepseek_v2": {"topk_method": "greedy"},
     "gemma3n_text": {
         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 0, "laurel_rank": 4,
@@ -49,12 +64,13 @@ def tiny(model_type: str, **more: Any) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = CONFIG_MAPPING[model_type]
-    sizes = {**SIZES, **SPECIAL.get(model_type, {}), **more}
+    special = SPECIAL.get(model_type, {})
+    sizes = {**SIZES, **special, **more}
     inner = getattr(kind, "sub_configs", {})
     if "encoder" in inner:
         config = kind(**{key: _fields(inner[key], sizes) for key in ("encoder", "decoder")})
     else:
-        config = kind(**_fields(kind, sizes))
+        config = kind(**{**special, **_fields(kind, sizes)})
     auto = AutoModelForCausalLM if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForSeq2SeqLM
     torch.manual_seed(0)
     model = auto.from_config(config).train()

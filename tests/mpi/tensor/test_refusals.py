@@ -33,6 +33,11 @@ class Mixer(nn.Module):
         )
 
 
+class Scaled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Style] | None, str]] = {
     "no plan": (lambda: nn.Linear(2, 2), None, "Linear brings no plan along"),
     "nothing of the name": (gpt, {"blocks.*.mlp.gate": COLUMN}, r"no module of the model matches 'blocks\.\*\.mlp\.gate'"),
@@ -45,6 +50,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Style] | None, str]]
     "features": (gpt, changed(blocks__0__mlp__fc=Style("column", parts=5)), r"blocks\.0\.mlp\.fc\.weight has 48 output features"),
     "class": (gpt, changed(ln_f=COLUMN), r"cuts ln_f as 'column', which needs Linear; it is LayerNorm"),
     "loss": (gpt, {"loss": Style("loss")}, "needs one column layer outside of regions"),
+    "no parameter": (gpt, changed(ln_f=Style("region")), r"ln_f \(region\) is a sum over ranks, but the plan cuts no parameter in it"),
+    "forward": (lambda: nn.Sequential(nn.Linear(4, 4), Scaled(4, 4)), {"0": COLUMN, "1": ROW}, "the forward of its class Scaled is"),
     "tokens": (Mixer, {"blocks.0.0.0": COLUMN, "blocks.0.0.1": ROW}, r"blocks\.0\.1 \(Conv1d\) .* may mix tokens"),
 }  # fmt: skip
 
@@ -93,6 +100,29 @@ def test_sizes_that_do_not_fit(comm: Communicator) -> None:
         mpitrain.mesh(comm, tp=0)
     with pytest.raises(ValueError, match="expected sizes of at least 1, and -1 for dp_shard alone"):
         mpitrain.mesh(comm, tp=-1, dp_shard=1)
+
+
+class Residual(nn.Module):
+    """Adds its input, or a parameter, to the sum over ranks."""
+
+    def __init__(self, *, adds_parameter: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.shift = nn.Parameter(torch.ones(4)) if adds_parameter else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return y + (x if self.shift is None else self.shift)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("adds_parameter", [False, True])
+def test_what_goes_around_the_sum_of_a_region(comm: Communicator, adds_parameter: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Residual(adds_parameter=adds_parameter))
+    mpitrain.tensor_parallel(model, comm, {"1.up": COLUMN, "1.down": ROW})
+    what = r"a parameter of shape \(4,\)" if adds_parameter else "its input"
+    with pytest.raises(ValueError, match=f"tensor_parallel: 1 uses {what} after its sum over ranks"):
+        model(torch.ones(2, 4))
 
 
 @pytest.mark.ranks(2)
