@@ -13,7 +13,8 @@ SIZES: dict[str, Any] = {
     "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "zero_expert_num": 2, "q_lora_rank": 16,
     "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "linear_num_value_heads": 4,
     "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "sliding_window": 8, "mamba_d_state": 8,
-    "attention_dropout": 0.0, "residual_dropout": 0.0, "dropout_rate": 0.0, "use_cache": False, "pad_token_id": 0, "eos_token_id": 2,
+    "attention_dropout": 0.0, "residual_dropout": 0.0, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "dropout_rate": 0.0,
+    "use_cache": False, "pad_token_id": 0, "eos_token_id": 2,
     "unpadded_vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4,
 }  # fmt: skip
 """By the names of the fields of configurations, which differ."""
