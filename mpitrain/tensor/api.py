@@ -12,7 +12,7 @@ from mpitrain import parts
 from mpitrain.agreement import check_alike
 from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.optimizer_checks import watch_optimizers
-from mpitrain.optim.spread import mark_cut, mark_replaced
+from mpitrain.optim.spread import mark_cut, mark_replaced, spread_of
 from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.parts import Part
 from mpitrain.tensor import hooks, layers, random
@@ -40,6 +40,8 @@ def tensor_parallel(
 
     Raises ValueError on all ranks, with the model unchanged, for a plan that does not fit the model or the ranks.
     """
+    if not isinstance(comm, Communicator) and hasattr(comm, "axes"):
+        raise TypeError("tensor_parallel: expected a Communicator such as mesh['tp'], got the whole mesh")
     with comm.together("tensor_parallel"):
         cutter = _Cutter(model, comm, plan, sequence=sequence)
     check_alike(
@@ -65,6 +67,8 @@ class _Cutter:
         self.comm = comm
         if any(parts.part_of(param) is not None for param in model.parameters()):
             raise ValueError("the model is cut already")
+        if any(spread_of(param) is not None for param in model.parameters()):
+            raise ValueError("the model is sharded already; call tensor_parallel before fully_shard")
         self.is_library = plan is None and getattr(model, "tensor_plan", None) is None
         plan = _plan_of(model, comm.size) if plan is None else plan
         self.params = dict(model.named_parameters(remove_duplicate=False))
@@ -83,12 +87,12 @@ class _Cutter:
     def described(self) -> list[str]:
         """One line for each parameter and style, which must be the same on all ranks."""
         return [
-            f"sequence={bool(self.layout.stacks)}",
             *(
                 f"parameter {name} of shape {tuple(param.shape)}, {param.dtype}, on {param.device.type}"
                 for name, param in self.params.items()
             ),
             *(f"{style} for {name}" for name, style in self.styles.items()),
+            f"sequence={bool(self.layout.stacks)}",
         ]
 
     def _only_columns(self) -> set[str]:

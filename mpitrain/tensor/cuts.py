@@ -45,18 +45,28 @@ class Cuts:
             self._check(name, modules.get(name), style)
             if is_library:
                 self._check_ends(name, style)
+        for name, param in params.items():
+            if id(param) in self.of and not {name, parent_of(name)} & set(styles):
+                raise ValueError(
+                    f"{name} is tied to a parameter that the plan cuts; the plan must name {parent_of(name)}, too"
+                )
 
     def _check(self, name: str, module: nn.Module | None, style: Style) -> None:
         """Check one module or parameter, and find where it is cut."""
         if style.kind == "parameter":
-            self._cut(name, self._params[name], style.dim % max(self._params[name].ndim, 1), style)
+            ndim = self._params[name].ndim
+            if not -ndim <= style.dim < ndim:
+                raise ValueError(f"the plan cuts {name} along dimension {style.dim}, but it has {ndim} dimensions")
+            self._cut(name, self._params[name], style.dim % ndim, style)
         elif module is None:
             pass  # a parameter that is not cut
         elif style.kind in ("loss", "gather"):
             self._check_logits(name, module, style)
         elif style.kind == "divide":
             for key in style.names:
-                if (number := getattr(module, key)) % self._size:
+                if not isinstance(number := getattr(module, key, None), int):
+                    raise ValueError(f"{name}.{key} is {number!r}; 'divide' needs a whole number")
+                if number % self._size:
                     raise ValueError(f"{self._size} ranks cannot share {name}.{key} = {number} equally")
         elif style.kind == "region":
             if not any(is_within(other, name) for other, kind in self._styles.items() if kind.kind == "parameter"):

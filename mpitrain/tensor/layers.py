@@ -10,7 +10,7 @@ from torch import nn
 from collectives import Communicator
 from mpitrain.tensor import regions
 from mpitrain.tensor.exchange import Exchange
-from mpitrain.tensor.vocabulary import cross_entropy
+from mpitrain.tensor.vocabulary import check_classes, cross_entropy
 
 
 class TensorRanks:
@@ -200,6 +200,7 @@ class VocabularyEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(...) int64 -> (..., C), the same on all ranks."""
+        check_classes(input, self.num_embeddings, "token")
         at = input - self.first
         mine = (at >= 0) & (at < len(self.weight))
         padding = None if self.padding_idx is None else self.padding_idx - self.first

@@ -8,7 +8,7 @@ A `*` in a pattern stands for one part of a name between dots.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal[
     "column", "row", "vocabulary", "parameter", "region", "once", "whole", "loss", "gather", "divide"
@@ -45,6 +45,14 @@ class Style:
     names: tuple[str, ...] = ()
     dim: int = 0
 
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"Style: unknown kind {self.kind!r}; expected one of {', '.join(get_args(Kind))}")
+        if self.parts < 1 or (self.blocks is not None and self.blocks < 1):
+            raise ValueError(f"Style: expected parts and blocks of at least 1, got {self.parts} and {self.blocks}")
+        if self.kind == "divide" and not self.names:
+            raise ValueError("Style: 'divide' needs names, the attributes that are divided")
+
     @property
     def is_of_parameter(self) -> bool:
         """Whether a pattern may name a parameter."""
@@ -60,6 +68,9 @@ def styles_of(modules: Iterable[str], plan: Plan, parameters: Iterable[str] = ()
 
     ValueError for a pattern that matches no name.
     """
+    for pattern, style in plan.items():
+        if not isinstance(style, Style):
+            raise ValueError(f"the plan has {style!r} for {pattern!r}; expected a mpitrain.tensor.Style")
     found: dict[str, Style] = {}
     unused = set(plan)
     for names, is_parameter in ((modules, False), (parameters, True)):

@@ -64,7 +64,8 @@ def separate(
         elif style.kind == "region":
             own.add(name)  # its parameters are cut
         if style.kind in ("row", "region"):
-            modules[name].register_forward_hook(partial(_leave_region, ranks, _is_within(name, blocks)))
+            is_cut = _is_within(name, blocks) and not _is_within(name, wholes)
+            modules[name].register_forward_hook(partial(_leave_region, ranks, is_cut))
     for name in sorted(own & set(modules)):
         modules[name].register_forward_pre_hook(partial(_draw_own, ranks))
 

@@ -21,7 +21,6 @@ the other ranks can read it, and the exchange goes on while a rank computes the 
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -142,7 +141,13 @@ class _ColumnProduct(Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.exchange = exchange
-        return F.linear(x, weight, bias)
+        # F.linear makes a view, which the code after a Function may not change in place.
+        y = x.new_empty(*x.shape[:-1], len(weight))
+        if bias is None:
+            torch.mm(_rows(x), weight.t(), out=_rows(y))
+        else:
+            torch.addmm(bias, _rows(x), weight.t(), out=_rows(y))
+        return y
 
     @staticmethod
     @once_differentiable

@@ -79,16 +79,26 @@ def cross_entropy(
     """`torch.nn.functional.cross_entropy` of logits whose classes are cut over the ranks of `comm`. Collective.
 
     Args: logits: (rows, this rank's classes), floating-point. targets: (rows,) int64, the same on all ranks. num_classes: of all ranks
-    together; rank r has classes `num_classes * r // N` to `num_classes * (r + 1) // N - 1`. Rows with the target `ignore_index` count
+    together; rank r has classes `num_classes * r // N` to `num_classes * (r + 1) // N - 1`. IndexError for other targets (on CPUs). Rows with the target `ignore_index` count
     nothing. The loss is in float32, the same on all ranks, and with "mean" NaN if no row counts.
 
     The ranks exchange four numbers for each row, after Megatron-LM (1909.08053, section 3). The backward computes the probabilities
     again from the logits, some rows at a time, so it keeps nothing but the logits.
     """
+    check_classes(targets[targets != ignore_index], num_classes, "target")
     loss: torch.Tensor = _CrossEntropy.apply(logits, targets, comm, num_classes, ignore_index, label_smoothing)
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / (targets != ignore_index).sum()
+
+
+def check_classes(values: torch.Tensor, num_classes: int, what: str) -> None:
+    """IndexError for a token or target out of range, as in torch. On GPUs the host would have to wait for the check."""
+    if type(values) is not torch.Tensor or values.device.type != "cpu" or not values.numel():
+        return
+    least, most = int(values.min()), int(values.max())
+    if least < 0 or most >= num_classes:
+        raise IndexError(f"{what} {least if least < 0 else most} is out of range; expected 0 to {num_classes - 1}")
 
 
 def _chunks(logits: torch.Tensor) -> list[slice]:

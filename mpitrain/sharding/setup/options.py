@@ -13,7 +13,7 @@ from mpitrain.parts import part_of
 from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.unit.marks import box_of, name_before
-from mpitrain.sharding.unit.ranks import DataParallelRanks, is_within
+from mpitrain.sharding.unit.ranks import DataParallelRanks, are_apart, is_within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +173,10 @@ def check_parts(module: nn.Module, ranks: DataParallelRanks) -> None:
     """ValueError if a parameter is cut over ranks that the mesh does not know as ranks of one copy."""
     for name, param in module.named_parameters():
         part = part_of(param)
-        if part is not None and not is_within(part.over, ranks.copy):
+        if part is not None and not (is_within(part.over, ranks.copy) and are_apart(part.over, ranks.data_parallel)):
             raise ValueError(
                 f"fully_shard: {name} is cut over {part.over.size} ranks, which do not hold one copy of the model in the mesh of "
-                "fully_shard; pass the mesh whose axis tensor_parallel got: mesh = mpitrain.mesh(comm, tp=...)"
+                "fully_shard, or get different data there; pass the mesh whose axis tensor_parallel got: "
+                "mesh = mpitrain.mesh(comm, tp=...)"
+            )"
             )

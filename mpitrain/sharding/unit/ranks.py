@@ -41,6 +41,12 @@ def is_within(inner: Communicator, outer: Communicator) -> bool:
     return bool(type(group).Intersection(group, outer.mpi.Get_group()).size == inner.size)
 
 
+def are_apart(one: Communicator, other: Communicator) -> bool:
+    """Whether the two have no rank in common but this one."""
+    group = one.mpi.Get_group()
+    return bool(type(group).Intersection(group, other.mpi.Get_group()).size == 1)
+
+
 # A split is collective and makes a communicator, so all units of a model share the result. Weak keys free unused communicators.
 _groups: "weakref.WeakKeyDictionary[Communicator, dict[int, Communicator]]" = weakref.WeakKeyDictionary()
 

@@ -155,3 +155,59 @@ def test_second_derivatives(comm: Communicator) -> None:
     (grad,) = torch.autograd.grad(loss, model.get_parameter("blocks.0.mlp.fc.weight"), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.square().sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_sharding_over_the_ranks_that_hold_the_parts(comm: Communicator) -> None:
+    """They get the same data, so they cannot be data-parallel ranks, too."""
+    for mesh in (None, comm, mpitrain.mesh(comm)):
+        model = mpitrain.tensor_parallel(gpt(), comm)
+        with pytest.raises(
+            ValueError, match="or get different data there; pass the mesh whose axis tensor_parallel got"
+        ):
+            mpitrain.fully_shard(model, mesh)
+    with pytest.raises(ValueError, match="the model is sharded already; call tensor_parallel before fully_shard"):
+        mpitrain.tensor_parallel(mpitrain.fully_shard(gpt(), comm), comm)
+
+
+@pytest.mark.ranks(2)
+def test_tokens_and_targets_out_of_range(comm: Communicator) -> None:
+    model, x = mpitrain.tensor_parallel(gpt(), comm), torch.zeros(1, 8, dtype=torch.long)
+    with pytest.raises(IndexError, match="token 50 is out of range; expected 0 to 49"):
+        model(x + 50)
+    with pytest.raises(IndexError, match="target -1 is out of range; expected 0 to 49"):
+        model(x, x - 1)
+
+
+@pytest.mark.ranks(2)
+def test_a_tied_parameter_needs_a_style_for_each_user(comm: Communicator) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wte, self.head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+            self.head.weight = self.wte.weight
+
+    with pytest.raises(ValueError, match=r"head\.weight is tied to a parameter that the plan cuts"):
+        mpitrain.tensor_parallel(Tied(), comm, {"wte": Style("vocabulary")})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_write_in_place_behind_a_column_layer(comm: Communicator, sequence: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleList([nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4))])
+    x = torch.randn(2, 6, 4)
+    expected = plain[0](x)
+    plan = {"0.0": Style("column"), "0.2": Style("row")}
+    cut = mpitrain.tensor_parallel(plain, comm, plan, sequence=sequence)
+    torch.testing.assert_close(cut[0](x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_styles_that_are_none() -> None:
+    for wrong, message in (
+        ({"kind": "colum"}, "unknown kind 'colum'; expected one of column, row"),
+        ({"kind": "column", "blocks": 0}, "parts and blocks of at least 1, got 1 and 0"),
+        ({"kind": "divide"}, "'divide' needs names"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Style(**wrong)  # type: ignore[arg-type]
