@@ -178,5 +178,4 @@ def check_parts(module: nn.Module, ranks: DataParallelRanks) -> None:
                 f"fully_shard: {name} is cut over {part.over.size} ranks, which do not hold one copy of the model in the mesh of "
                 "fully_shard, or get different data there; pass the mesh whose axis tensor_parallel got: "
                 "mesh = mpitrain.mesh(comm, tp=...)"
-            )"
             )
