@@ -79,8 +79,9 @@ def cross_entropy(
     """`torch.nn.functional.cross_entropy` of logits whose classes are cut over the ranks of `comm`. Collective.
 
     Args: logits: (rows, this rank's classes), floating-point. targets: (rows,) int64, the same on all ranks. num_classes: of all ranks
-    together; rank r has classes `num_classes * r // N` to `num_classes * (r + 1) // N - 1`. Rows with the target
-    `ignore_index` count nothing; on CPUs any other target out of range is an IndexError. The loss is in float32, the same on all ranks, and with "mean" NaN if no row counts.
+    together; rank r has classes `num_classes * r // N` to `num_classes * (r + 1) // N - 1`. Rows with the target `ignore_index` count
+    nothing; on CPUs any other target out of range is an IndexError. The loss is in float32, the same on all ranks, and with "mean" NaN
+    if no row counts.
 
     The ranks exchange four numbers for each row, after Megatron-LM (1909.08053, section 3). The backward computes the probabilities
     again from the logits, some rows at a time, so it keeps nothing but the logits.
