@@ -86,16 +86,19 @@ def cross_entropy(
     The ranks exchange four numbers for each row, after Megatron-LM (1909.08053, section 3). The backward computes the probabilities
     again from the logits, some rows at a time, so it keeps nothing but the logits.
     """
-    check_classes(targets[targets != ignore_index], num_classes, "target")
+    check_classes(targets, num_classes, "target", ignored=ignore_index)
     loss: torch.Tensor = _CrossEntropy.apply(logits, targets, comm, num_classes, ignore_index, label_smoothing)
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / (targets != ignore_index).sum()
 
 
-def check_classes(values: torch.Tensor, num_classes: int, what: str) -> None:
+def check_classes(values: torch.Tensor, num_classes: int, what: str, *, ignored: int | None = None) -> None:
     """IndexError for a token or target out of range, as in torch. On GPUs the host would have to wait for the check."""
-    if type(values) is not torch.Tensor or values.device.type != "cpu" or not values.numel():
+    if type(values) is not torch.Tensor or values.device.type != "cpu":
+        return
+    values = values if ignored is None else values[values != ignored]
+    if not values.numel():
         return
     least, most = int(values.min()), int(values.max())
     if least < 0 or most >= num_classes:
