@@ -75,7 +75,7 @@ class _Cutter:
         self.styles = styles_of(self.modules, plan, self.params)
         self.layout = Layout(self.modules, self.styles, sequence=sequence, completes=self.is_library)
         self.cuts = Cuts(self.modules, self.params, self.styles, self.layout, comm.size, is_library=self.is_library)
-        self.only_columns = self._only_columns()
+        self.lone_columns = self._lone_columns()
         if self.is_library and not self.layout.regions and comm.rank == 0:
             warnings.warn(
                 f"transformers has no plan for the layers of {type(model).__name__}: tensor_parallel cuts its embedding and "
@@ -95,7 +95,7 @@ class _Cutter:
             f"sequence={bool(self.layout.stacks)}",
         ]
 
-    def _only_columns(self) -> set[str]:
+    def _lone_columns(self) -> set[str]:
         """The column layers that alone take the inputs of their regions."""
         columns: dict[str | None, list[str]] = {}
         styled = {name for name, style in self.styles.items() if style.kind == "row"}
@@ -107,7 +107,7 @@ class _Cutter:
             module = parent_of(name)
             if param.ndim > 1 and module not in styled | found and (region := self.layout.region(module)) is not None:
                 found -= set(columns.get(region, []))
-        return {name for name in found if has_own_product(self.modules.get(name))}
+        return found
 
     def apply(self) -> None:
         """Change the model. Collective."""
@@ -201,9 +201,10 @@ class _Cutter:
             if name in self.heads_of_losses:
                 hook = partial(hooks.gather_logits, self.ranks, length)
             changed.register_forward_hook(hook)
-        if name in self.only_columns:
+        if style.kind == "column" and has_own_product(module):
             changed.__class__ = layers.cut_class(layers.ColumnLayer, type(module))  # type: ignore[arg-type]
-            changed.ranks, changed.is_transposed = self.ranks, not isinstance(module, nn.Linear)
+            changed.ranks, changed.is_alone = self.ranks, name in self.lone_columns
+            changed.is_transposed = not isinstance(module, nn.Linear)
         elif style.kind == "divide":
             for key in style.names:
                 setattr(changed, key, getattr(changed, key) // self.comm.size)

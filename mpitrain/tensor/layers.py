@@ -148,9 +148,11 @@ class RowLayer(nn.Module):
 
 
 class ColumnLayer(nn.Module):
-    """A linear layer with this rank's part of the output features: the only one that takes the input of its region."""
+    """A linear layer with this rank's part of the output features."""
 
     ranks: TensorRanks
+    is_alone: bool
+    """Whether no other layer takes the input of its region."""
     is_transposed: bool
     """Whether the weight has the shape (input features, output features)."""
     weight: torch.Tensor
@@ -161,7 +163,7 @@ class ColumnLayer(nn.Module):
         weight = self.weight.t() if self.is_transposed else self.weight
         if torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, self.bias)
-        return regions.column_product(input, weight, self.bias, self.ranks.exchange)
+        return regions.column_product(input, weight, self.bias, self.ranks.exchange if self.is_alone else None)
 
 
 def features_of(module: Any) -> tuple[int, int] | None:

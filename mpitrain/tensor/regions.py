@@ -25,6 +25,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mpitrain.tensor.exchange import Exchange, own_part
+from mpitrain.tensor.products import product, product_into, rows
 
 Context = Any
 
@@ -120,7 +121,7 @@ class _RowProduct(Function):
         ctx.save_for_backward(x, weight)
         ctx.exchange, ctx.cuts_tokens = exchange, cuts_tokens
         room = exchange.room((*x.shape[:-1], len(weight)), x)
-        torch.mm(_rows(x), weight.t(), out=_rows(room.own))
+        product_into(room.own, x, weight.t())
         return exchange.own_sum(room, -2) if cuts_tokens else exchange.whole_sum(room)
 
     @staticmethod
@@ -130,24 +131,18 @@ class _RowProduct(Function):
         if ctx.cuts_tokens:
             grad = ctx.exchange.gather(grad, -2, x.shape[-2])
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        grad_x = grad @ weight if needs_x else None
-        return grad_x, _rows(grad).t() @ _rows(x) if needs_weight else None, None, None
+        grad_x = product(grad, weight) if needs_x else None
+        return grad_x, product(rows(grad).t(), rows(x)) if needs_weight else None, None, None
 
 
 class _ColumnProduct(Function):
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.exchange = exchange
-        # F.linear makes a view, which the code after a Function may not change in place.
-        y = x.new_empty(*x.shape[:-1], len(weight))
-        if bias is None:
-            torch.mm(_rows(x), weight.t(), out=_rows(y))
-        else:
-            torch.addmm(bias, _rows(x), weight.t(), out=_rows(y))
-        return y
+        return product(x, weight.t(), bias)
 
     @staticmethod
     @once_differentiable
@@ -155,18 +150,15 @@ class _ColumnProduct(Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_x = None
-        if needs_x:
+        if needs_x and ctx.exchange is None:
+            grad_x = product(grad, weight)
+        elif needs_x:
             room = ctx.exchange.room(tuple(x.shape), x)
-            torch.mm(_rows(grad), weight, out=_rows(room.own))
+            product_into(room.own, grad, weight)
             ctx.exchange.post(room)
             grad_x = room.own
-        grad_weight = _rows(grad).t() @ _rows(x) if needs_weight else None
-        return grad_x, grad_weight, _rows(grad).sum(0) if needs_bias else None, None
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """(..., C) as (rows, C)."""
-    return x.reshape(-1, x.shape[-1])
+        grad_weight = product(rows(grad).t(), rows(x)) if needs_weight else None
+        return grad_x, grad_weight, rows(grad).sum(0) if needs_bias else None, None
 
 
 def copy(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
@@ -215,7 +207,7 @@ def row_product(x: torch.Tensor, weight: torch.Tensor, exchange: Exchange, *, cu
 
 
 def column_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None
 ) -> torch.Tensor:
-    """`F.linear(x, weight, bias)` for an `x` from `copy` or `gather_tokens` that no other layer takes."""
+    """`F.linear(x, weight, bias)`. `exchange`: of an `x` from `copy` or `gather_tokens` that no other layer takes, otherwise None."""
     return _ColumnProduct.apply(x, weight, bias, exchange)
