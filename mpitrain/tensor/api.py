@@ -17,11 +17,12 @@ from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.parts import Part
 from mpitrain.tensor import hooks, layers, random
 from mpitrain.tensor.cuts import Cuts
+from mpitrain.tensor.inputs import check_inputs
 from mpitrain.tensor.layers import features_of, has_own_product
 from mpitrain.tensor.layout import Layout
 from mpitrain.tensor.plan import Plan, Style, parent_of, styles_of
-from mpitrain.tensor.transformers_loss import cut_loss
-from mpitrain.tensor.transformers_plans import plan_of_transformers
+from mpitrain.tensor.transformers.loss import cut_loss
+from mpitrain.tensor.transformers.plans import plan_of_transformers
 
 
 def tensor_parallel(
@@ -132,10 +133,17 @@ class _Cutter:
             self._before(name, partial(hooks.enter_region, self.ranks, is_cut, enters_all))
             if name in self.layout.regions and not enters_all:
                 hooks.check_once(self.modules[name], name, is_cut=is_cut)
-        for stack in self.layout.stacks.values():
-            self._before(stack[0], partial(hooks.split_stream, self.ranks, self.is_library), prepend=True)
+                self.modules[name].register_forward_hook(partial(hooks.explain, name), always_call=True)
+        for path, stack in self.layout.stacks.items():
+            self._before(stack[0], partial(hooks.split_stream, self.ranks, stack, self.is_library), prepend=True)
+            for name in stack[1:]:
+                self.modules[name].register_forward_pre_hook(
+                    partial(hooks.check_split, self.ranks, stack, name), prepend=True
+                )
             self.modules[stack[-1]].register_forward_hook(partial(hooks.join_stream, self.ranks))
+            self.modules[parent_of(path)].register_forward_hook(partial(hooks.check_joined, self.ranks, stack))
         self._mark_inputs()
+        self._before("", partial(check_inputs, self.comm), prepend=True)
         blocks = {block for stack in self.layout.stacks.values() for block in stack}
         random.separate(
             self.ranks, self.modules, self.styles, regions=self.layout.regions, blocks=blocks, wholes=self.layout.wholes

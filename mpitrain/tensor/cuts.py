@@ -9,7 +9,7 @@ from mpitrain.tensor import layers
 from mpitrain.tensor.layers import features_of, has_own_product
 from mpitrain.tensor.layout import Layout
 from mpitrain.tensor.plan import Style, is_within, parent_of
-from mpitrain.tensor.transformers_loss import computes_loss
+from mpitrain.tensor.transformers.loss import computes_loss
 
 
 class Cut(NamedTuple):

@@ -1,7 +1,8 @@
 """Forward hooks: how a stream of activations enters and leaves the regions, blocks and other modules of a cut model."""
 
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from mpitrain.parts import part_of
 from mpitrain.tensor import regions
 from mpitrain.tensor.layers import TensorRanks
+from mpitrain.torch_internals import in_backward
 
 
 def enter_region(
@@ -59,6 +61,17 @@ def check_once(region: nn.Module, name: str, *, is_cut: bool) -> None:
     handle = region.register_forward_hook(check)
 
 
+def explain(name: str, module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook of a region, also called after an exception: adds to torch's own error what the rules of a region are."""
+    error = sys.exception()
+    if output is None and isinstance(error, RuntimeError):
+        error.add_note(
+            f"{name or 'The model'} is a region of tensor_parallel. It gets all tokens, and must not write to its input in place. "
+            "After its row layer, with sequence parallelism, it has this rank's tokens alone. A residual connection belongs in a "
+            "module around it."
+        )
+
+
 _ENTRIES, _SUMS = (
     ("_CopyBackward", "_GatherTokensBackward"),
     ("_AddBackward", "_ScatterTokensBackward", "_RowProductBackward"),
@@ -101,10 +114,33 @@ def leave_whole(ranks: TensorRanks, module: nn.Module, args: Any, output: Any) -
     return _with_first(output, ranks.narrow)
 
 
-def split_stream(ranks: TensorRanks, is_library: bool, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """A forward pre-hook of the first block of a stack. `is_library`: a block of transformers, which must have one stream alone."""
+def split_stream(
+    ranks: TensorRanks, blocks: Sequence[str], is_library: bool, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """A forward pre-hook of the first of a stack's blocks. `is_library`: a block of transformers, which must have one stream alone."""
     split = partial(_split_alone, ranks, module, args, kwargs) if is_library else ranks.split
-    return _with_stream(args, kwargs, split)
+    args, kwargs = _with_stream(args, kwargs, split)
+    ranks.stack = blocks
+    return args, kwargs
+
+
+def check_split(ranks: TensorRanks, blocks: Sequence[str], name: str, module: nn.Module, args: Any) -> None:
+    """A forward pre-hook of a stack's other blocks. ValueError if the first one was left out, so the stream is not split."""
+    if ranks.stack is not blocks and not in_backward():  # activation checkpointing may repeat one block alone
+        raise ValueError(
+            f"sequence parallelism splits the tokens before {blocks[0]}, but the model calls {name} without it, as layer dropout "
+            "does; call it always, or pass sequence=False to tensor_parallel"
+        )
+
+
+def check_joined(ranks: TensorRanks, blocks: Sequence[str], module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook of the module around a stack. ValueError if the last block was left out, so the stream is still split."""
+    if ranks.stack is blocks and not in_backward():
+        ranks.stack = None
+        raise ValueError(
+            f"sequence parallelism joins the tokens after {blocks[-1]}, but the model calls {blocks[0]} without it, as layer "
+            "dropout does; call it always, or pass sequence=False to tensor_parallel"
+        )
 
 
 def _split_alone(ranks: TensorRanks, module: nn.Module, args: Any, kwargs: Any, x: torch.Tensor) -> torch.Tensor:
@@ -125,6 +161,7 @@ _NOT_OF_TOKENS = ("mask", "position", "rotary", "freqs", "encoder")
 
 def join_stream(ranks: TensorRanks, module: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook of the last block of a stack."""
+    ranks.stack = None
     return _with_first(output, ranks.join)
 
 

@@ -1,6 +1,7 @@
 """The modules that compute with parts of matrices. `tensor_parallel` changes the class of a plain module to one of these."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,13 +18,15 @@ class TensorRanks:
     """The ranks that hold a model together, and how its stream of activations enters and leaves a region.
 
     `sequence`: between the regions of a stack of blocks each rank has its own tokens. `cuts_tokens`: whether the stream that passes
-    now is cut, which a forward without gradients can do without: see `split`. `keeps_logits`: whether the logits of this forward stay
+    now is cut, which a forward without gradients can do without: see `split`. `stack`: the blocks between which it passes now, by name;
+    None outside of stacks. `keeps_logits`: whether the logits of this forward stay
     cut, because the model computes its loss from them.
     """
 
     def __init__(self, comm: Communicator, *, sequence: bool) -> None:
         self.comm, self.exchange = comm, Exchange(comm)
         self.sequence = self.cuts_tokens = sequence
+        self.stack: Sequence[str] | None = None
         self.keeps_logits = False
         # The shape of the stream in a module that gets all tokens, without the features.
         self._widened: torch.Size | None = None

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from mpitrain.sharding.torch_internals import without_overrides
 from mpitrain.sharding.unit.layout import ShardBox
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import all_sharded, find
 from mpitrain.sharding.unit.unit import Unit
+from mpitrain.torch_internals import without_overrides
 
 
 class Rows(torch.Tensor):

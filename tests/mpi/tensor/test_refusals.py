@@ -126,6 +126,58 @@ def test_what_goes_around_the_sum_of_a_region(comm: Communicator, adds_parameter
 
 
 @pytest.mark.ranks(2)
+def test_what_goes_around_the_sum_with_sequence_parallelism(comm: Communicator) -> None:
+    """torch finds it first, because the sum has other tokens; the error says what a region is."""
+    model = nn.Sequential(nn.ModuleList([Residual(adds_parameter=False)]))
+    mpitrain.tensor_parallel(model, comm, {"0.0.up": COLUMN, "0.0.down": ROW})
+    with pytest.raises(RuntimeError) as caught:
+        model[0][0](torch.ones(2, 6, 4))
+    assert "0.0 is a region of tensor_parallel" in caught.value.__notes__[0]
+
+
+class Dropping(nn.Module):
+    """A stack of blocks, of which a forward leaves some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, dropped: int) -> torch.Tensor:
+        for at, block in enumerate(self.blocks):
+            x = x if at == dropped else block(x)
+        return x
+
+
+@pytest.mark.ranks(2)
+def test_blocks_that_a_forward_leaves_out(comm: Communicator) -> None:
+    """With sequence parallelism the first block splits the tokens, and the last block joins them."""
+    torch.manual_seed(0)
+    model, plan = Dropping(), {"blocks.*.0": COLUMN, "blocks.*.1": ROW}
+    x = torch.randn(2, 6, 4)
+    expected = model(x, 1)
+    mpitrain.tensor_parallel(model, comm, plan)
+    with pytest.raises(
+        ValueError, match=r"splits the tokens before blocks\.0, but the model calls blocks\.1 without it"
+    ):
+        model(x, 0)
+    with pytest.raises(ValueError, match=r"joins the tokens after blocks\.2, but the model calls blocks\.0 without it"):
+        model(x, 2)
+    torch.testing.assert_close(model(x, 1), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_other_inputs(comm: Communicator) -> None:
+    model, x = mpitrain.tensor_parallel(gpt(), comm), torch.zeros(2, 8, dtype=torch.long)
+    with pytest.raises(
+        ValueError, match=r"the ranks differ: input 0 of shape \(2, 8\), .* input 0 of shape \(1, 8\),.* rank 1"
+    ):
+        model(x[comm.rank :])
+    with pytest.raises(ValueError, match=r"must get the same inputs: .* input 1 of shape .* choose the batch"):
+        model(x, x + comm.rank)
+    assert model(x, x).isfinite()
+
+
+@pytest.mark.ranks(2)
 def test_ranks_with_other_models_or_plans(comm: Communicator) -> None:
     with pytest.raises(ValueError, match=r"no module of the model matches 'h\.\*\.fc'"):
         mpitrain.tensor_parallel(gpt(), comm, {"h.*.fc": Style("column")} if comm.rank else None)

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from tiny_transformers import tiny
 
-from mpitrain.tensor import transformers_plans
 from mpitrain.tensor.plan import Style
-from mpitrain.tensor.transformers_loss import computes_loss
-from mpitrain.tensor.transformers_plans import plan_of_transformers
+from mpitrain.tensor.transformers import plans
+from mpitrain.tensor.transformers.loss import computes_loss
+from mpitrain.tensor.transformers.plans import plan_of_transformers
 
 pytest.importorskip("transformers", minversion="5")
 
@@ -26,10 +26,10 @@ def test_every_style_of_tensor_parallelism_is_known() -> None:
 
     expected = {name for name, style in ALL_PARALLEL_STYLES.items() if not isinstance(style, ExpertParallelLayer)}
     known = [
-        transformers_plans.COLUMN_STYLES,
-        transformers_plans.ROW_STYLES,
-        transformers_plans.OTHER_STYLES,
-        transformers_plans.UNCUT_STYLES,
+        plans.COLUMN_STYLES,
+        plans.ROW_STYLES,
+        plans.OTHER_STYLES,
+        plans.UNCUT_STYLES,
     ]
     assert expected
     assert set().union(*known) == expected

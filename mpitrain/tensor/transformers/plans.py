@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from mpitrain.tensor.plan import Plan, Style, is_within, parent_of
-from mpitrain.tensor.transformers_loss import computes_loss
-from mpitrain.tensor.transformers_tables import OUR_PLANS, missing_styles
+from mpitrain.tensor.transformers.loss import computes_loss
+from mpitrain.tensor.transformers.tables import OUR_PLANS, missing_styles
 
 COLUMN_STYLES = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_colwise"})
 ROW_STYLES = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise"})
