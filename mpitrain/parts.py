@@ -95,6 +95,12 @@ def whole(shape: Sequence[int], over: Communicator, *, is_partial: bool) -> Part
     return Part(tuple(shape), 0, (box,), over, copies=over, is_partial=is_partial)
 
 
+def bounds(length: int, size: int, blocks: int | None = None) -> list[int]:
+    """Where each of `size` parts of `length` elements begins, and the end. `blocks`: equal blocks that stay whole; None: elements."""
+    count = blocks or max(length, 1)
+    return [count * number // size * (length // count) for number in range(size + 1)]
+
+
 def cut(
     shape: Sequence[int],
     dim: int,
@@ -114,8 +120,7 @@ def cut(
     num_sharing = 1 if copies is None else copies.size
     number, size = over.rank // num_sharing, over.size // num_sharing
     for length in (shape[dim],) if lengths is None else lengths:
-        count = blocks or max(length, 1)
-        begin, end = (count * n // size * (length // count) for n in (number, number + 1))
+        begin, end = bounds(length, size, blocks)[number : number + 2]
         offset = tuple(at + begin if d == dim else 0 for d in range(len(shape)))
         boxes.append(Box(offset, tuple(end - begin if d == dim else n for d, n in enumerate(shape))))
         at += length
