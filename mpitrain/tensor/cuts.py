@@ -70,9 +70,9 @@ class Cuts:
         owner = self._modules.get(parent_of(name))
         if style.kind in ("column", "row", "parameter") and isinstance(owner, _READERS):
             raise ValueError(
-                f"the plan cuts {name}, but {type(owner).__name__} of torch reads weights of its layers without calling the layers, "
-                "so nothing adds up the ranks' outputs; leave it out of the plan, or write the attention and the feed-forward network "
-                "as modules with an nn.Linear for each matrix (see docs/parallel.md)"
+                f"the plan cuts {name}, but {type(owner).__name__} of torch computes with all of this weight itself, so the ranks' "
+                "parts would not be added up; leave it out of the plan, or write the module with an nn.Linear for each matrix (see "
+                "docs/parallel.md)"
             )
         if style.kind == "parameter":
             ndim = self._params[name].ndim
@@ -240,7 +240,7 @@ def _described(cut: Cut, size: int) -> str:
     return f"{len(cut.lengths)} x {cut.lengths[0]} features, whose parts begin at {begins}"
 
 
-_READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-"""Modules of torch that use weights of their layers without calling the layers; the last two also add their input within themselves."""
+_READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
+"""Modules of torch that compute with weights, also those of their layers, without calling a layer."""
 
 _FEATURES = {"column": "output features", "row": "input features", "vocabulary": "rows"}

@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Style] | None, str]]
         "1 x 12 features, whose parts begin at 0, 4 and 1 x 12 features, whose parts begin at 0, 6",
     ),
     "torch's attention": (
-        lambda: nn.MultiheadAttention(8, 2), {"out_proj": ROW}, "cuts out_proj, but MultiheadAttention of torch reads",
+        lambda: nn.MultiheadAttention(8, 2), {"out_proj": ROW}, "cuts out_proj, but MultiheadAttention of torch computes",
     ),
     "a parameter of it": (
         lambda: nn.Sequential(nn.MultiheadAttention(8, 2)), {"0.in_proj_weight": Style("parameter", parts=3)},
@@ -109,6 +109,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Style] | None, str]]
     ),
     "torch's decoder": (
         lambda: nn.TransformerDecoderLayer(8, 2), {"linear1": COLUMN, "linear2": ROW}, "cuts linear1, but TransformerDecoderLayer",
+    ),
+    "torch's recurrence": (
+        lambda: nn.Sequential(nn.LSTM(4, 4)), {"0.weight_ih_l0": Style("parameter"), "0": Style("region")},
+        r"cuts 0\.weight_ih_l0, but LSTM",
     ),
     "tokens": (Mixer, {"blocks.0.0.0": COLUMN, "blocks.0.0.1": ROW}, r"blocks\.0\.1 \(Conv1d\) .* may mix tokens"),
 }  # fmt: skip
