@@ -5,6 +5,7 @@ Sharding, initial values, norms and checkpoints read the mark, so each of them w
 A parameter without a mark is whole, and belongs to one data-parallel group.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -31,7 +32,7 @@ class Piece(NamedTuple):
     box: Box
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Part:
     """A rank's part of a parameter: `boxes` of the whole of `full_shape`, end to end along dimension `dim`.
 
@@ -45,6 +46,8 @@ class Part:
     over: Communicator
     copies: Communicator | None = None
     is_partial: bool = False
+    seconds: float = 0.0
+    """The time of all sums of gradients so far, with the waits for other ranks. On GPUs it is the time to start them."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,7 +63,10 @@ class Part:
     def add_gradients(self, grad: Any) -> Any:
         """The sum of the copies' gradients. Collective over `copies`."""
         assert self.copies is not None
-        return self.copies.all_reduce(grad.contiguous().clone())
+        began = time.perf_counter()
+        total = self.copies.all_reduce(grad.contiguous().clone())
+        self.seconds += time.perf_counter() - began
+        return total
 
     def take(self, whole: Any) -> Any:
         """The part of a whole tensor (torch). A view if the part is one box."""
@@ -95,6 +101,12 @@ def whole(shape: Sequence[int], over: Communicator, *, is_partial: bool) -> Part
     return Part(tuple(shape), 0, (box,), over, copies=over, is_partial=is_partial)
 
 
+def bounds(length: int, size: int, blocks: int | None = None) -> list[int]:
+    """Where each of `size` parts of `length` elements begins, and the end. `blocks`: equal blocks that stay whole; None: elements."""
+    count = blocks or max(length, 1)
+    return [count * number // size * (length // count) for number in range(size + 1)]
+
+
 def cut(
     shape: Sequence[int],
     dim: int,
@@ -114,8 +126,7 @@ def cut(
     num_sharing = 1 if copies is None else copies.size
     number, size = over.rank // num_sharing, over.size // num_sharing
     for length in (shape[dim],) if lengths is None else lengths:
-        count = blocks or max(length, 1)
-        begin, end = (count * n // size * (length // count) for n in (number, number + 1))
+        begin, end = bounds(length, size, blocks)[number : number + 2]
         offset = tuple(at + begin if d == dim else 0 for d in range(len(shape)))
         boxes.append(Box(offset, tuple(end - begin if d == dim else n for d, n in enumerate(shape))))
         at += length

@@ -16,14 +16,10 @@ from typing import ParamSpec
 import torch
 
 from collectives import Communicator, Work
+from mpitrain.parts import bounds
 from mpitrain.tensor.node_arrays import NodeArrays
 
 P = ParamSpec("P")
-
-
-def bounds(length: int, size: int) -> list[int]:
-    """Where each rank's tokens, or features, begin, and the end."""
-    return [length * rank // size for rank in range(size + 1)]
 
 
 def own_part(x: torch.Tensor, comm: Communicator, dim: int) -> torch.Tensor:
@@ -59,12 +55,13 @@ class Exchange:
     """The exchanges of the ranks of `comm`.
 
     All ranks call the same methods in the same order, with tensors of the same dtypes. `dim` counts from the end, so it is negative.
+    `by_messages`: without memory that the ranks share, for a single exchange.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, *, by_messages: bool = False) -> None:
         self.comm = comm
         self._arrays: NodeArrays | None = None
-        if comm.num_nodes == 1:
+        if comm.num_nodes == 1 and not by_messages:
             with suppress(OSError):  # on all ranks: the node's shared memory is full, and messages do it
                 self._arrays = NodeArrays(comm)
         self._posted: Room | None = None

@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from collectives import Communicator
+from mpitrain.parts import part_of
 from mpitrain.tensor import regions
 from mpitrain.tensor.exchange import Exchange
 from mpitrain.tensor.vocabulary import check_classes, cross_entropy
@@ -124,9 +125,11 @@ class TensorRanks:
 
 
 def communication_s(model: nn.Module) -> float:
-    """Seconds that this rank has spent in exchanges of a model's cut modules, with the waits for other ranks."""
+    """Seconds that this rank has spent in exchanges of a model's cut modules and in sums of gradients, with the waits for others."""
     found = {getattr(module, "ranks", None) for module in model.modules()}
-    return sum(ranks.exchange.seconds for ranks in found if isinstance(ranks, TensorRanks))
+    parts = {part for param in model.parameters() if (part := part_of(param)) is not None}
+    in_exchanges = sum(ranks.exchange.seconds for ranks in found if isinstance(ranks, TensorRanks))
+    return in_exchanges + sum(part.seconds for part in parts)
 
 
 class RowLayer(nn.Module):
@@ -252,13 +255,13 @@ class VocabularyCrossEntropy(nn.CrossEntropyLoss):
     num_classes: int
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """(rows, this rank's classes), (rows,) int64 -> the loss, the same on all ranks."""
+        """(N, this rank's classes, ...), (N, ...) int64 -> the loss, the same on all ranks; see `cross_entropy`."""
         return cross_entropy(
             input,
             target,
-            self.ranks.comm,
+            self.ranks.exchange,
             num_classes=self.num_classes,
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
-            reduction=self.reduction,  # type: ignore[arg-type]  # torch checks it when the loss is called
+            reduction=self.reduction,  # type: ignore[arg-type]  # `cross_entropy` checks it
         )

@@ -1,13 +1,14 @@
 """An embedding and a cross-entropy whose vocabulary is cut over ranks. The logits of a token are never gathered."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from collectives import Communicator
-from mpitrain.tensor.exchange import bounds
+from mpitrain.parts import bounds
+from mpitrain.tensor.exchange import Exchange
 
 _CHUNK_ELEMENTS = 1 << 22  # of logits that are converted to float32 at once
 
@@ -20,12 +21,13 @@ class _CrossEntropy(Function):
         ctx: Any,
         logits: torch.Tensor,
         targets: torch.Tensor,
-        comm: Communicator,
+        exchange: Exchange,
         num_classes: int,
         ignore_index: int,
         smoothing: float,
     ) -> torch.Tensor:
-        rows, first = len(logits), bounds(num_classes, comm.size)[comm.rank]
+        size = exchange.comm.size
+        rows, first = len(logits), bounds(num_classes, size)[exchange.comm.rank]
         mine = (targets >= first) & (targets < first + logits.shape[1])
         at = (targets - first).masked_fill(~mine, 0)
         # Of each row, over this rank's classes: the largest logit, the sum of exp(logit - largest), the target's logit, the sum.
@@ -38,8 +40,7 @@ class _CrossEntropy(Function):
                 own[2, part] = x.gather(1, at[part, None])[:, 0]
                 own[1, part] = x.sub_(largest[:, None]).exp_().sum(1)
         own[2].masked_fill_(~mine, 0)
-        everywhere = torch.empty(comm.size, 4, rows, dtype=torch.float32, device=logits.device)
-        comm.all_gather(everywhere, own)
+        everywhere = exchange.gather(own[None], -3, size)  # (N, 4, rows)
         largest = everywhere[:, 0].amax(0)
         log_sum = (everywhere[:, 1] * (everywhere[:, 0] - largest).exp()).sum(0).log() + largest
         counts = targets != ignore_index
@@ -66,31 +67,63 @@ class _CrossEntropy(Function):
         return out, None, None, None, None, None
 
 
+Reduction = Literal["mean", "sum", "none"]
+
+
 def cross_entropy(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    comm: Communicator,
+    comm: Communicator | Exchange,
     *,
     num_classes: int,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    reduction: Literal["mean", "sum", "none"] = "mean",
+    reduction: Reduction = "mean",
 ) -> torch.Tensor:
     """`torch.nn.functional.cross_entropy` of logits whose classes are cut over the ranks of `comm`. Collective.
 
-    Args: logits: (rows, this rank's classes), floating-point. targets: (rows,) int64, the same on all ranks. num_classes: of all ranks
-    together; rank r has classes `num_classes * r // N` to `num_classes * (r + 1) // N - 1`. Rows with the target `ignore_index` count
-    nothing; on CPUs any other target out of range is an IndexError. The loss is in float32, the same on all ranks, and with "mean" NaN
-    if no row counts.
+    Args: logits: (C,), (N, C) or (N, C, d1, ...), floating-point, with C classes of this rank. targets: (), (N,) or (N, d1, ...) int64,
+    the same on all ranks. comm: the ranks, or their exchange, which then counts the time. num_classes: of all ranks together; rank r
+    of R has classes `num_classes * r // R` to `num_classes * (r + 1) // R - 1`. Positions with the target `ignore_index` count nothing;
+    on CPUs any other target out of range is an IndexError. The loss is in float32, the same on all ranks, with "none" of the shape of
+    `targets`, and with "mean" NaN if no position counts.
 
-    The ranks exchange four numbers for each row, after Megatron-LM (1909.08053, section 3). The backward computes the probabilities
-    again from the logits, some rows at a time, so it keeps nothing but the logits.
+    Raises ValueError for logits without this rank's classes (such as gathered ones), for targets of another shape, for probabilities of
+    classes as targets, and for another reduction.
+
+    The ranks exchange four numbers for each position, after Megatron-LM (1909.08053, section 3). The backward computes the
+    probabilities again from the logits, some rows at a time, so it keeps nothing but the logits.
     """
+    exchange = comm if isinstance(comm, Exchange) else Exchange(comm, by_messages=True)
+    _check(logits, targets, exchange.comm, num_classes, reduction)
     check_classes(targets, num_classes, "target", ignored=ignore_index)
-    loss: torch.Tensor = _CrossEntropy.apply(logits, targets, comm, num_classes, ignore_index, label_smoothing)
+    last = logits.movedim(min(logits.ndim - 1, 1), -1)
+    rows = last.reshape(targets.numel(), last.shape[-1])
+    each: torch.Tensor = _CrossEntropy.apply(
+        rows, targets.reshape(-1), exchange, num_classes, ignore_index, label_smoothing
+    )
     if reduction == "none":
-        return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / (targets != ignore_index).sum()
+        return each.view(targets.shape)
+    return each.sum() if reduction == "sum" else each.sum() / (targets != ignore_index).sum()
+
+
+def _check(logits: torch.Tensor, targets: torch.Tensor, comm: Communicator, num_classes: int, reduction: str) -> None:
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"cross_entropy: reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    if targets.dtype != torch.int64:
+        raise ValueError(
+            f"cross_entropy: expected targets of torch.int64, the numbers of classes, got {targets.dtype}; probabilities of classes as "
+            "targets need whole logits, so gather them (gathers=True in the style of the head) and use torch's own cross_entropy"
+        )
+    edges = bounds(num_classes, comm.size)
+    own = edges[comm.rank + 1] - edges[comm.rank]
+    shape = tuple(targets.shape)
+    expected = (*shape[:1], own, *shape[1:])
+    if tuple(logits.shape) != expected:
+        raise ValueError(
+            f"cross_entropy: expected logits of the shape {expected}, with this rank's {own} of {num_classes} classes, for targets of "
+            f"the shape {shape}, got {tuple(logits.shape)}; pass the logits of a column layer, not gathered, and a target for each"
+        )
 
 
 def check_classes(values: torch.Tensor, num_classes: int, what: str, *, ignored: int | None = None) -> None:

@@ -84,7 +84,7 @@ def _vocabulary_loss(
     loss = cross_entropy(
         logits.flatten(0, -2),
         shift_labels.flatten().to(logits.device),
-        ranks.comm,
+        ranks.exchange,
         num_classes=num_classes,
         ignore_index=ignore_index,
         reduction="mean" if num_items_in_batch is None else "sum",

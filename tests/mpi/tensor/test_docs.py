@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tiny_transformers import tiny
 
 from collectives import Communicator
 
@@ -13,9 +14,13 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
-def test_a_program_runs(comm: Communicator, number: int) -> None:
+def test_a_program_runs(comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.chdir(shared_tmp)
     if "transformers" in PROGRAMS[number]:
         pytest.importorskip("transformers", minversion="5")
+        if comm.rank == 0:
+            tiny("llama").save_pretrained("Llama")
+        comm.barrier()
     names: dict[str, object] = {}
     exec(compile(PROGRAMS[number], str(PAGE), "exec"), names)
     loss = names["loss"]
@@ -24,4 +29,4 @@ def test_a_program_runs(comm: Communicator, number: int) -> None:
 
 
 def test_there_are_programs() -> None:
-    assert len(PROGRAMS) == 2
+    assert len(PROGRAMS) == 4

@@ -1,5 +1,7 @@
 """All-gathers and sums of activations: in the memory of a node, and by messages."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch import nn
 
 import mpitrain
 from collectives import Communicator
-from mpitrain.tensor import Style
+from mpitrain.tensor import Style, communication_s
 from mpitrain.tensor.exchange import Exchange, own_part
 from mpitrain.tensor.node_arrays import NodeArrays
 
@@ -143,3 +145,43 @@ def test_a_region_that_writes_to_its_input_is_refused(comm: Communicator, trains
     whole = mpitrain.tensor_parallel(Model(), comm, plan, sequence=False)
     with torch.no_grad():
         whole(torch.ones(1, 4, 8))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_seconds_of_the_loss_and_of_sums_of_gradients(comm: Communicator, is_sharded: bool) -> None:
+    """Rank 0 waits for rank 1 in the exchange of the loss, and in the sum of the gradients of a norm between regions."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            mlp = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+            self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(4), mlp)])
+            self.head, self.loss = nn.Linear(4, 6), nn.CrossEntropyLoss()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            logits = self.head(self.blocks[0](x))
+            wait()
+            loss: torch.Tensor = self.loss(logits.flatten(0, 1), torch.zeros(4, dtype=torch.long))
+            return loss
+
+    def wait(*_: object) -> None:
+        if comm.rank == 1:
+            time.sleep(0.2)
+
+    def wait_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.register_hook(wait)
+
+    styles = {"blocks.*.1.0": "column", "blocks.*.1.1": "row", "head": "column", "loss": "loss"}
+    mesh = mpitrain.mesh(comm, tp=2)
+    model = mpitrain.tensor_parallel(Model(), mesh["tp"], {name: Style(kind) for name, kind in styles.items()})  # type: ignore[arg-type]
+    model.blocks[0][0].register_forward_hook(wait_in_backward)  # type: ignore[index]
+    if is_sharded:
+        mpitrain.fully_shard(model, mesh)
+    loss = model(torch.randn(1, 4, 4, generator=torch.Generator().manual_seed(0)))
+    in_forward = communication_s(model)
+    loss.backward()
+    in_backward = communication_s(model) - in_forward
+    if comm.rank == 0:
+        assert in_forward > 0.15 and in_backward > 0.15, (in_forward, in_backward)
+    mesh.free()

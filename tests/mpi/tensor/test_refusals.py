@@ -38,6 +38,14 @@ class Scaled(nn.Linear):
         return 2 * super().forward(input)
 
 
+def linears(inner: int, taken: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, inner), nn.Linear(taken, 4))
+
+
+def ends() -> nn.Module:
+    return nn.ModuleDict({"wte": nn.Embedding(8, 4), "head": nn.Linear(4, 8), "loss": nn.CrossEntropyLoss()})
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Style] | None, str]] = {
     "no plan": (lambda: nn.Linear(2, 2), None, "Linear brings no plan along"),
     "nothing of the name": (gpt, {"blocks.*.mlp.gate": COLUMN}, r"no module of the model matches 'blocks\.\*\.mlp\.gate'"),
@@ -52,6 +60,60 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Style] | None, str]]
     "loss": (gpt, {"loss": Style("loss")}, "needs one column layer outside of regions"),
     "no parameter": (gpt, changed(ln_f=Style("region")), r"ln_f \(region\) is a sum over ranks, but the plan cuts no parameter in it"),
     "forward": (lambda: nn.Sequential(nn.Linear(4, 4), Scaled(4, 4)), {"0": COLUMN, "1": ROW}, "the forward of its class Scaled is"),
+    "computed weight": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)), {"0": COLUMN, "1": ROW},
+        "cuts 0, whose weight is not a parameter but computed",
+    ),
+    "gathered by the head": (
+        ends, {"head": Style("column", gathers=True), "loss": Style("loss")},
+        r"loss \(loss\) takes this rank's part of the logits of head, but head gathers them",
+    ),
+    "gathered around the head": (
+        lambda: nn.Sequential(ends(), nn.CrossEntropyLoss()), {"0.head": COLUMN, "0": Style("gather"), "1": Style("loss")},
+        r"1 \(loss\) takes this rank's part of the logits of 0\.head, but 0 gathers them",
+    ),
+    "parts of a head": (
+        ends, {"head": Style("column", parts=2), "loss": Style("loss")}, "head is gathered, .* got parts=2 and blocks=None",
+    ),
+    "parts of rows": (ends, {"wte": Style("vocabulary", parts=2)}, "wte is gathered, split or looked up in the order of the 2 ranks"),
+    "shared rows": (
+        lambda: linears(8, 8), {"0": Style("column", blocks=1, is_shared=True), "1": Style("row", blocks=1, is_shared=True)},
+        r"2 ranks cannot share the 1 blocks \(heads\) of 1\.weight equally",
+    ),
+    "no other head": (ends, {"head": COLUMN, "loss": Style("loss", names=("wte",))}, "needs one column layer .* the plan has wte"),
+    "matrices in a column": (
+        lambda: linears(24, 8), {"0": COLUMN, "1": ROW},
+        r"0 has 24 output features, more than 1 takes \(8\), .* pass Style\('column', parts=K\) .* or Style\('column', blocks=N\)",
+    ),
+    "matrices in a row": (
+        lambda: linears(8, 16), {"0": COLUMN, "1": ROW},
+        r"1 has 16 input features, more than each column layer of its region has \(8\), .* pass Style\('row', parts=K\)",
+    ),
+    "other parts": (
+        lambda: linears(12, 12), {"0": Style("column", parts=2), "1": ROW},
+        r"of 0 in another way .* of 1 .*: 2 x 6 features, whose parts begin at 0, 3 and 1 x 12 features, whose parts begin at 0, 6",
+    ),
+    "other blocks": (
+        lambda: linears(12, 12), {"0": Style("column", blocks=3, is_even=False), "1": ROW},
+        "1 x 12 features, whose parts begin at 0, 4 and 1 x 12 features, whose parts begin at 0, 6",
+    ),
+    "torch's attention": (
+        lambda: nn.MultiheadAttention(8, 2), {"out_proj": ROW}, "cuts out_proj, but MultiheadAttention of torch computes",
+    ),
+    "a parameter of it": (
+        lambda: nn.Sequential(nn.MultiheadAttention(8, 2)), {"0.in_proj_weight": Style("parameter", parts=3)},
+        r"cuts 0\.in_proj_weight, but MultiheadAttention",
+    ),
+    "torch's encoder": (
+        lambda: nn.TransformerEncoderLayer(8, 2), {"linear1": COLUMN, "linear2": ROW}, "cuts linear1, but TransformerEncoderLayer",
+    ),
+    "torch's decoder": (
+        lambda: nn.TransformerDecoderLayer(8, 2), {"linear1": COLUMN, "linear2": ROW}, "cuts linear1, but TransformerDecoderLayer",
+    ),
+    "torch's recurrence": (
+        lambda: nn.Sequential(nn.LSTM(4, 4)), {"0.weight_ih_l0": Style("parameter"), "0": Style("region")},
+        r"cuts 0\.weight_ih_l0, but LSTM",
+    ),
     "tokens": (Mixer, {"blocks.0.0.0": COLUMN, "blocks.0.0.1": ROW}, r"blocks\.0\.1 \(Conv1d\) .* may mix tokens"),
 }  # fmt: skip
 
