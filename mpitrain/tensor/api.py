@@ -15,7 +15,7 @@ from mpitrain.optim.optimizer_checks import watch_optimizers
 from mpitrain.optim.spread import mark_cut, mark_replaced, spread_of
 from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.parts import Part
-from mpitrain.tensor import hooks, layers, random
+from mpitrain.tensor import hooks, layers, random, state_dicts
 from mpitrain.tensor.cuts import Cuts
 from mpitrain.tensor.layers import features_of, has_own_product
 from mpitrain.tensor.layout import Layout
@@ -119,6 +119,7 @@ class _Cutter:
             for key, param in module._parameters.items():
                 if param is not None:
                     module._parameters[key] = self._replaced(f"{name}.{key}" if name else key, param, made, sharing)
+            state_dicts.watch(module)
         for name, style in self.styles.items():
             if name in self.modules:
                 self._change(name, self.modules[name], style)
@@ -163,7 +164,7 @@ class _Cutter:
             else:
                 part = parts.whole(param.shape, self.comm, is_partial=self._is_partial(name))
             new = _with_values(param, part, self.comm)
-            mark_cut(new, part)
+            mark_cut(new, name, part)
             mark_replaced(param, name, "tensor_parallel")
             made[id(param)] = made[id(new)] = new
         return made[id(param)]

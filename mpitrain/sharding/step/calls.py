@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mpitrain.sharding.step.arguments import flatten
-from mpitrain.sharding.torch_internals import is_freed
+from mpitrain.torch_internals import is_freed
 
 
 class Calls:

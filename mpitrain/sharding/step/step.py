@@ -45,15 +45,15 @@ from mpitrain.sharding.step.prefetch import Prefetch
 from mpitrain.sharding.step.reach import check_error, check_graph
 from mpitrain.sharding.step.reducer import Reducer
 from mpitrain.sharding.step.tree import Tree
-from mpitrain.sharding.torch_internals import (
+from mpitrain.sharding.unit.gradients import Gradients
+from mpitrain.sharding.unit.ranks import DataParallelRanks, is_within
+from mpitrain.sharding.unit.unit import Unit, UnitState
+from mpitrain.torch_internals import (
     at_end_of_backward,
     count_writes,
     in_backward,
     run_accumulation_hooks,
 )
-from mpitrain.sharding.unit.gradients import Gradients
-from mpitrain.sharding.unit.ranks import DataParallelRanks, is_within
-from mpitrain.sharding.unit.unit import Unit, UnitState
 
 
 class Phase(Enum):

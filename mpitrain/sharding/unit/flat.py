@@ -16,13 +16,13 @@ from collectives import Communicator
 from mpitrain.optim.spread import mark_spread
 from mpitrain.parts import mark_part, part_of, watch_gradient
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from mpitrain.sharding.torch_internals import hooks_on, restore, with_own_counter, withdraw
 from mpitrain.sharding.unit.gradients import Gradients, where_shards_live
 from mpitrain.sharding.unit.layout import ShardBox, rows_of
 from mpitrain.sharding.unit.marks import mark_shard
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.storage import Storage
+from mpitrain.torch_internals import hooks_on, restore, with_own_counter, withdraw
 
 
 class FlatParameters:

@@ -19,8 +19,8 @@ import torch
 
 from collectives import Communicator, Work
 from collectives.arrays.dtypes import dtype_of
-from mpitrain.sharding.torch_internals import with_own_counter
 from mpitrain.sharding.unit.layout import lay_out
+from mpitrain.torch_internals import with_own_counter
 
 Kind = Literal["resident", "kept", "gathered"]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpitrain.sharding.torch_internals import (
+from mpitrain.torch_internals import (
     at_end_of_backward,
     count_writes,
     hooks_on,

@@ -1,4 +1,4 @@
-"""Undocumented features of torch and Python that sharding needs: one function for each, with the reason.
+"""Undocumented features of torch and Python that this package needs: one function for each, with the reason.
 
 tests/unit/mpitrain/test_torch_internals.py fails when a release changes one of them.
 """
