@@ -14,8 +14,9 @@ from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.optimizer_checks import watch_optimizers
 from mpitrain.optim.spread import mark_cut, mark_replaced, spread_of
 from mpitrain.optim.torch_calls import watch_norms
+from mpitrain.part_tensor import watch_state_dicts
 from mpitrain.parts import Part
-from mpitrain.tensor import hooks, layers, random, state_dicts
+from mpitrain.tensor import hooks, layers, random
 from mpitrain.tensor.cuts import Cuts
 from mpitrain.tensor.layers import features_of, has_own_product
 from mpitrain.tensor.layout import Layout
@@ -119,7 +120,7 @@ class _Cutter:
             for key, param in module._parameters.items():
                 if param is not None:
                     module._parameters[key] = self._replaced(f"{name}.{key}" if name else key, param, made, sharing)
-            state_dicts.watch(module)
+            watch_state_dicts(module)
         for name, style in self.styles.items():
             if name in self.modules:
                 self._change(name, self.modules[name], style)
