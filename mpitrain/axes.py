@@ -22,9 +22,7 @@ class ModelMesh(Mesh):
     def __init__(self, comm: Communicator, axes: Mapping[str, int], *, ep: int) -> None:
         self._ep = ep
         super().__init__(comm, axes)
-        pp, dp_replicate, dp_shard, cp, tp = self.axes.values()
-        axes = {"pp": pp, "dp_replicate": dp_replicate, "efsdp": dp_shard * cp // ep, "ep": ep, "tp": tp}
-        self.experts = Mesh(comm, axes, beside=self)
+        self.experts = Mesh(comm, _of_experts(self.axes, ep), beside=self)
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Communicator:
         asked = names if isinstance(names, tuple) else (names,)
@@ -62,34 +60,42 @@ def mesh(
     pipeline. dp_replicate: the copies of the model (HSDP). dp_shard: the ranks over which ZeRO shards a copy; -1: all ranks that are
     left.
 
-    The gradient is the mean over dp_replicate x dp_shard x cp. ValueError on all ranks, with both products, if the sizes do not fit.
+    The gradient is the mean over dp_replicate x dp_shard x cp. So far no function divides a sequence, experts or stages. With cp > 1
+    `fully_shard` also shards along cp, and each of these ranks passes its own batch, or its part of a sequence that the program
+    divides. ep > 1 and pp > 1 make groups alone, and `fully_shard` refuses a mesh with pp > 1.
+
+    ValueError on all ranks, with the products of both meshes, if the sizes do not fit.
     """
     comm = comm or collectives.world()
     # From the slowest axis to the fastest: ranks of one `tp` group are neighbours, so they share a node where nodes allow it.
     sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     with comm.together():
-        _check(sizes, ep, comm.size)
+        sizes = _fitting(sizes, ep, comm.size)
     return ModelMesh(comm, sizes, ep=ep)
 
 
-def _check(sizes: Mapping[str, int], ep: int, num_ranks: int) -> None:
-    given = {name: size for name, size in sizes.items() if size != -1}
-    product = prod(given.values())
-    if any(size < 1 for size in (*given.values(), ep)) or not set(sizes) - set(given) <= {"dp_shard"}:
+def _fitting(sizes: Mapping[str, int], ep: int, num_ranks: int) -> dict[str, int]:
+    """The sizes with that of dp_shard. ValueError unless the product of each mesh is the number of ranks."""
+    given = {name: size for name, size in sizes.items() if name != "dp_shard" or size != -1}
+    if any(not isinstance(size, int) or size < 1 for size in (*given.values(), ep)):
         raise ValueError(
-            f"mesh: expected sizes of at least 1, and -1 for dp_shard alone; got {_shown({**sizes, 'ep': ep})}"
+            f"mesh: expected whole numbers of at least 1, and -1 for dp_shard alone; got {_shown({**sizes, 'ep': ep})}"
         )
-    rest = num_ranks // product
-    if num_ranks % product or (len(given) == len(sizes) and rest != 1):
-        expected = (
-            "divide the number of ranks, with dp_shard as the rest"
-            if len(given) < len(sizes)
-            else "be the number of ranks"
+    dense = {**sizes, "dp_shard": given.get("dp_shard", max(num_ranks // prod(given.values()), 1))}
+    experts = _of_experts(dense, ep)
+    if not prod(dense.values()) == prod(experts.values()) == num_ranks:
+        raise ValueError(
+            f"mesh: expected sizes whose product is the number of ranks, {num_ranks}; got {_shown(dense)} = {prod(dense.values())}, "
+            f"and for experts {_shown(experts)} = {prod(experts.values())}; dp_shard=-1 takes the ranks that are left, and ep must "
+            "divide dp_shard x cp"
         )
-        raise ValueError(f"mesh: {_shown(given)} = {product} must {expected}: {num_ranks}")
-    data = {"dp_shard": given.get("dp_shard", rest), "cp": sizes["cp"]}
-    if prod(data.values()) % ep:
-        raise ValueError(f"mesh: ep {ep} must divide {_shown(data)} = {prod(data.values())}")
+    return dense
+
+
+def _of_experts(dense: Mapping[str, int], ep: int) -> dict[str, int]:
+    """The axes of the experts' mesh."""
+    pp, dp_replicate, dp_shard, cp, tp = dense.values()
+    return {"pp": pp, "dp_replicate": dp_replicate, "efsdp": max(dp_shard * cp // ep, 1), "ep": ep, "tp": tp}
 
 
 def _shown(sizes: Mapping[str, int]) -> str:

@@ -166,7 +166,7 @@ def _give_memory(model: nn.Module) -> None:
                 made[id(param)] = new = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
                 mark_replaced(param, f"{path}.{key}" if path else key, "initialize")
                 if (part := part_of(param)) is not None:
-                    mark_cut(new, part)
+                    mark_cut(new, f"{path}.{key}" if path else key, part)
             module._parameters[key] = made[id(param)]
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from collectives import Communicator
 
@@ -56,6 +56,11 @@ class Part:
         return tuple(length if d == self.dim else n for d, n in enumerate(self.full_shape))
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the ranks of `over` hold different parts: the same on all ranks, also on one whose part has all elements."""
+        return self.copies is None or self.copies.size < self.over.size
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank is the one among the `copies` that saves the part and counts in norms."""
         return self.copies is None or self.copies.rank == 0
@@ -74,6 +79,13 @@ class Part:
 
         boxes = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] for box in self.boxes]
         return boxes[0] if len(boxes) == 1 else torch.cat(boxes, self.dim)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Part":
+        """The part itself: a copy of a model is on the same ranks."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_pickle()
 
     def within(self, offset: Sequence[int], shape: Sequence[int]) -> list[Piece]:
         """The pieces of a box of the part (such as ZeRO's rows of it), with places in this box. Empty pieces are left out."""
@@ -131,6 +143,14 @@ def cut(
         boxes.append(Box(offset, tuple(end - begin if d == dim else n for d, n in enumerate(shape))))
         at += length
     return Part(shape, dim, tuple(boxes), over, copies, is_partial=copies is not None)
+
+
+def refuse_pickle() -> NoReturn:
+    """TypeError for a pickle of a model that is cut, and so holds this rank's parts and communicators."""
+    raise TypeError(
+        "a model that tensor_parallel has cut cannot be pickled: this rank has only its parts of the parameters; use mpitrain.save, or "
+        "pickle mpitrain.full_state_dict(model)"
+    )
 
 
 def mark_part(param: Any, part: Part) -> None:

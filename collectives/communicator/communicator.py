@@ -131,6 +131,10 @@ class Communicator:
         )
         self._allocation = Allocation(memory, recorder=self._recorder, queue=self._queue)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Communicator":
+        """The same group: a copy of an object that holds a communicator, such as a model, is on the same ranks."""
+        return self
+
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, num_nodes={self.num_nodes})"
 

@@ -16,9 +16,9 @@ from collectives import Communicator
 from mpitrain.memory.tracker import Tracker
 from mpitrain.models import LanguageModel
 from mpitrain.tensor import tensor_parallel
-from mpitrain.tensor.exchange import Exchange, Room
+from mpitrain.tensor.exchange import Exchange
 from mpitrain.tensor.layers import TensorRanks
-from mpitrain.tensor.node_arrays import NodeArrays
+from mpitrain.tensor.node_arrays import MAX_ARRAYS, Sizes
 
 
 class TensorRank(NamedTuple):
@@ -50,11 +50,11 @@ class SharedActivations:
 
     def __init__(self, of: TensorRank) -> None:
         self._of = of
-        self._arrays = _Arrays(cast(Communicator, _Alone(0, of.size))) if of.is_on_one_node else None
+        self._arrays = _Arrays() if of.is_on_one_node else None
 
     def take_part(self, ranks: TensorRanks, tracker: Tracker) -> None:
         """Let a model's exchanges use these arrays, and count other memory in `tracker`."""
-        ranks.exchange = _Exchange(ranks.comm, self._arrays)
+        ranks.exchange = Exchange(ranks.comm, self._arrays)
         if self._arrays is not None:
             self._arrays.tracker = tracker
 
@@ -94,53 +94,44 @@ class _Alone:
     def reduce_scatter(self, out: Any, x: Any, counts: Any = None) -> Any:
         return out
 
-    def barrier(self, async_op: bool) -> Any:
-        return _Ended()
-
-    def shared(self, shape: Any, dtype: Any) -> np.ndarray:
-        """Notes have memory. Activations have none: all their elements are one."""
-        return np.zeros(shape, dtype) if dtype is np.bool_ else np.broadcast_to(np.zeros((), dtype), shape)
-
 
 class _Ended:
     def wait(self) -> None:
         pass
 
 
-class _Arrays(NodeArrays):
-    """Chooses arrays as rank 0's `NodeArrays` do, and gives tensors without memory. All ranks let go of an array at the same time."""
+class _Arrays:
+    """In the place of `NodeArrays`: chooses as it does, and gives tensors without memory.
 
-    def __init__(self, comm: Communicator) -> None:
-        super().__init__(comm)
-        self.used = np.zeros_like(self._sizes)
+    All ranks let go of an array at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._sizes = Sizes()
+        self._is_let_go, self._was_let_go = (
+            np.zeros(MAX_ARRAYS, np.bool_) for _ in range(2)
+        )  # now, and before the last fence
+        self.used = np.zeros(MAX_ARRAYS, np.int64)
         """The most bytes of each array that tensors have used."""
         self.tracker: Tracker | None = None
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        nbytes = prod(shape) * dtype.itemsize
-        number = self._choose(nbytes)
-        if number is None or self.tracker is None:
+        nbytes, count = prod(shape) * dtype.itemsize, self._sizes.count
+        choice = self._sizes.choose(nbytes, (self._was_let_go & self._is_let_go)[:count])
+        if choice is None or self.tracker is None:
             return None
-        self._is_let_go[:, number] = False
-        self.used[number] = min(max(self.used[number], nbytes), self._sizes[number])
+        if choice.new_bytes:
+            self._sizes.change(choice)
+        number = choice.number
+        self._is_let_go[number] = False
+        self.used[number] = max(self.used[number], nbytes)
         tensor = self.tracker.uncounted(lambda: torch.empty(tuple(shape), dtype=dtype))
         weakref.finalize(tensor.untyped_storage(), self._let_go, number)
         return tensor
 
+    def fence(self) -> "_Ended":
+        self._was_let_go[:] = self._is_let_go
+        return _Ended()
+
     def _let_go(self, number: int) -> None:
-        self._is_let_go[:, number] = True
-
-
-class _Exchange(Exchange):
-    def __init__(self, comm: Communicator, arrays: _Arrays | None) -> None:
-        super().__init__(comm)
-        self._arrays = arrays
-
-    def room_with(self, x: torch.Tensor) -> Room:
-        """As in `Exchange`, which compares addresses. A tensor without memory has none."""
-        posted = self._posted
-        if posted is not None and posted.own.untyped_storage() is x.untyped_storage() and posted.own.shape == x.shape:
-            self._posted = None
-            return posted
-        self._posted = None
-        return super().room_with(x)
+        self._is_let_go[number] = True

@@ -4,14 +4,17 @@ Optimizers and torch's functions get bare parameters or gradients. A mark tells 
 marks the parameters that it makes: a shard of a parameter that `tensor_parallel` has cut has the mark of `fully_shard`.
 """
 
+import weakref
 from collections.abc import Iterable, MutableMapping
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives import Communicator
+from mpitrain.part_tensor import refuse
 from mpitrain.parts import Part, mark_part, part_of, watch_gradient
 
 
@@ -39,11 +42,27 @@ def mark_spread(
     _marks[param] = Spread(tuple(shape), copy, everyone)
 
 
-def mark_cut(param: nn.Parameter, part: Part) -> None:
-    """`param` is this rank's `part` of a parameter, not sharded so far. From now on its gradient is a sum if the part says so."""
+def mark_cut(param: nn.Parameter, name: str, part: Part) -> None:
+    """`param` is this rank's `part` of the parameter `name`, not sharded so far. Its gradient is a sum if the part says so.
+
+    A copy of the parameter has the same mark, and `ckpt.save` refuses the parameter in place of the whole one.
+    """
     mark_part(param, part)
     mark_spread(param, part.full_shape, copy=part.over, everyone=part.over)
     watch_gradient(param)
+    if part.is_cut:
+        param.refuse_as_whole = partial(refuse, name, param.shape, part.full_shape)  # type: ignore[attr-defined]
+    # torch's copy has no attributes and no hooks. The weak reference: a parameter's memory is freed with its last use.
+    param.__deepcopy__ = partial(_copied, weakref.ref(param), name, part)  # type: ignore[method-assign]
+
+
+def _copied(of: "weakref.ref[nn.Parameter]", name: str, part: Part, memo: dict[int, Any]) -> nn.Parameter:
+    """`copy.deepcopy` of a marked parameter."""
+    param = of()
+    assert param is not None
+    made = nn.Parameter.__deepcopy__(param, memo)
+    mark_cut(made, name, part)
+    return made
 
 
 def spread_of(param: torch.Tensor) -> Spread | None:

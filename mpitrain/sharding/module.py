@@ -39,7 +39,7 @@ class ShardedModule(nn.Module):
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state dict. Its values are the shards as `Rows`, which cannot be written to a file in place of whole tensors."""
+        """The state dict. Its values are the shards as `PartTensor`, which cannot be written to a file in place of whole tensors."""
         self._tidy()
         found = super().state_dict(*args, **kwargs)
         mark_model(self, self._unit, found, kwargs.get("prefix", args[1] if len(args) > 1 else ""))

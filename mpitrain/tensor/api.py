@@ -14,6 +14,7 @@ from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.optimizer_checks import watch_optimizers
 from mpitrain.optim.spread import mark_cut, mark_replaced, spread_of
 from mpitrain.optim.torch_calls import watch_norms
+from mpitrain.part_tensor import watch_state_dicts
 from mpitrain.parts import Part
 from mpitrain.tensor import hooks, layers, random
 from mpitrain.tensor.cuts import Cuts
@@ -120,6 +121,7 @@ class _Cutter:
             for key, param in module._parameters.items():
                 if param is not None:
                     module._parameters[key] = self._replaced(f"{name}.{key}" if name else key, param, made, sharing)
+            watch_state_dicts(module)
         for name, style in self.styles.items():
             if name in self.modules:
                 self._change(name, self.modules[name], style)
@@ -171,7 +173,7 @@ class _Cutter:
             else:
                 part = parts.whole(param.shape, self.comm, is_partial=self._is_partial(name))
             new = _with_values(param, part, self.comm)
-            mark_cut(new, part)
+            mark_cut(new, name, part)
             mark_replaced(param, name, "tensor_parallel")
             made[id(param)] = made[id(new)] = new
         return made[id(param)]

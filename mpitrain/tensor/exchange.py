@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import wraps
 from itertools import pairwise
 from math import prod
-from typing import ParamSpec
+from typing import Any, ParamSpec, Protocol
 
 import torch
 
-from collectives import Communicator, Work
+from collectives import Communicator
 from mpitrain.parts import bounds
 from mpitrain.tensor.node_arrays import NodeArrays
 
@@ -41,27 +41,41 @@ def _timed(exchange: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
     return timed
 
 
+class Fence(Protocol):
+    """What ranks wait for: a `Work`."""
+
+    def wait(self) -> Any: ...
+
+
 @dataclass
 class Room:
     """Memory for this rank's contribution to a sum, `own`. `all`: (N, ...), those of all ranks; None if they are not in node memory."""
 
     own: torch.Tensor
     all: torch.Tensor | None
-    fence: Work | None = None
+    fence: Fence | None = None
     """Ends when all ranks have filled their rooms; None before this rank has filled its own."""
+
+
+class SharedArrays(Protocol):
+    """What an exchange needs of memory that all ranks share; see `NodeArrays`."""
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None: ...
+
+    def fence(self) -> Fence: ...
 
 
 class Exchange:
     """The exchanges of the ranks of `comm`.
 
     All ranks call the same methods in the same order, with tensors of the same dtypes. `dim` counts from the end, so it is negative.
-    `by_messages`: without memory that the ranks share, for a single exchange.
     """
 
-    def __init__(self, comm: Communicator, *, by_messages: bool = False) -> None:
+    def __init__(self, comm: Communicator, arrays: SharedArrays | None = None, *, by_messages: bool = False) -> None:
+        """`arrays`: memory that the ranks share; None: that of their node, if they are on one, and not `by_messages`."""
         self.comm = comm
-        self._arrays: NodeArrays | None = None
-        if comm.num_nodes == 1 and not by_messages:
+        self._arrays = arrays
+        if arrays is None and comm.num_nodes == 1 and not by_messages:
             with suppress(OSError):  # on all ranks: the node's shared memory is full, and messages do it
                 self._arrays = NodeArrays(comm)
         self._posted: Room | None = None
@@ -88,7 +102,7 @@ class Exchange:
     def room_with(self, x: torch.Tensor) -> Room:
         """A room with the values of `x`: the one that was posted with this tensor, otherwise a new one with a copy."""
         posted, self._posted = self._posted, None
-        if posted is not None and posted.own.data_ptr() == x.data_ptr() and posted.own.shape == x.shape:
+        if posted is not None and _are_one(posted.own, x):
             return posted
         room = self.room(tuple(x.shape), x)
         room.own.copy_(x)
@@ -151,6 +165,12 @@ class Exchange:
     def _counts(self, length: int, rows: torch.Tensor) -> list[int]:
         """The number of elements of each rank's part of `length` rows of the shape of `rows`."""
         return [(end - begin) * prod(rows.shape[1:]) for begin, end in pairwise(bounds(length, self.comm.size))]
+
+
+def _are_one(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two contiguous tensors are the same memory. Tensors without memory have storages, too, but no addresses."""
+    is_place = a.storage_offset() == b.storage_offset() and a.shape == b.shape
+    return is_place and a.untyped_storage() is b.untyped_storage()
 
 
 def _added(contributions: torch.Tensor) -> torch.Tensor:

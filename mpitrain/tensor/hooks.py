@@ -51,14 +51,21 @@ def leave_region(ranks: TensorRanks, is_cut: bool, module: nn.Module, args: Any,
 
 def check_once(region: nn.Module, name: str, *, is_cut: bool) -> None:
     """Check the first output of a region that has a gradient; see `_check_paths`."""
+    region.register_forward_hook(_FirstCheck(name, is_cut))
 
-    def check(module: nn.Module, args: Any, output: Any) -> None:
+
+class _FirstCheck:
+    """A forward hook that removes itself, from a copy of the region, too."""
+
+    def __init__(self, name: str, is_cut: bool) -> None:
+        self._name, self._is_cut = name, is_cut
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         first = output if isinstance(output, torch.Tensor) else output[0]
         if first.grad_fn is not None:
-            handle.remove()
-            _check_paths(first.grad_fn, name, is_cut=is_cut)
-
-    handle = region.register_forward_hook(check)
+            key = next(key for key, hook in module._forward_hooks.items() if hook is self)
+            del module._forward_hooks[key]
+            _check_paths(first.grad_fn, self._name, is_cut=self._is_cut)
 
 
 def explain(name: str, module: nn.Module, args: Any, output: Any) -> None:

@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from collectives import Communicator
-from mpitrain.parts import part_of
+from mpitrain.parts import part_of, refuse_pickle
 from mpitrain.tensor import regions
 from mpitrain.tensor.exchange import Exchange
 from mpitrain.tensor.vocabulary import check_classes, cross_entropy
@@ -33,6 +33,13 @@ class TensorRanks:
         self._widened: torch.Size | None = None
         # The input of the region that runs now, if ranks may share it, and its version.
         self._entered: tuple[torch.Tensor, int] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorRanks":
+        """The same ranks: a model and its copy run one after the other, so they can share the exchanges and their memory."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_pickle()
 
     def enter(self, x: torch.Tensor, *, is_cut: bool) -> torch.Tensor:
         """The stream at the beginning of a region: all tokens. `is_cut`: in a stack whose tokens are cut, if any are."""

@@ -13,13 +13,48 @@ import os
 import weakref
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from collectives import Communicator, Work
 
-_MAX_ARRAYS = 1 << 14
+MAX_ARRAYS = 1 << 14
+
+
+class Choice(NamedTuple):
+    """The array of a new tensor: its number, and the bytes of a new array in this place; 0 if the present one is large enough."""
+
+    number: int
+    new_bytes: int
+
+
+class Sizes:
+    """The sizes of the arrays, and the rule by which all ranks choose the next one. Pure arithmetic."""
+
+    def __init__(self) -> None:
+        self._sizes = np.zeros(MAX_ARRAYS, np.int64)
+        self.count = 0
+
+    def choose(self, nbytes: int, is_free: np.ndarray) -> Choice | None:
+        """The smallest free array that is large enough, or else a new one. `is_free`: (count,) bool. None if there are too many."""
+        if self.count == MAX_ARRAYS:
+            return None
+        sizes = self._sizes[: self.count]
+        fitting = np.flatnonzero(is_free & (sizes >= nbytes))
+        if len(fitting):
+            return Choice(int(fitting[sizes[fitting].argmin()]), 0)
+        # The largest free array makes room for the new one: then sequences of many lengths do not need memory for all of them.
+        others = np.flatnonzero(is_free)
+        number = int(others[sizes[others].argmax()]) if len(others) else self.count
+        step = max(1 << max(nbytes.bit_length() - 3, 0), 4096)
+        return Choice(number, -(-nbytes // step) * step)
+
+    def change(self, choice: Choice) -> None:
+        """There is a new array in the chosen place."""
+        self._sizes[choice.number] = choice.new_bytes
+        self.count = max(self.count, choice.number + 1)
 
 
 class NodeArrays:
@@ -28,9 +63,9 @@ class NodeArrays:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._arrays: list[np.ndarray] = []
-        self._sizes = np.zeros(_MAX_ARRAYS, np.int64)
-        self._is_let_go: np.ndarray = comm.shared((comm.size, _MAX_ARRAYS), np.bool_)
-        self._lists: np.ndarray = comm.shared((2, _MAX_ARRAYS), np.bool_)
+        self._sizes = Sizes()
+        self._is_let_go: np.ndarray = comm.shared((comm.size, MAX_ARRAYS), np.bool_)
+        self._lists: np.ndarray = comm.shared((2, MAX_ARRAYS), np.bool_)
         self._num_fences = 0
         self._fence: Work | None = None  # the last one
 
@@ -70,28 +105,19 @@ class NodeArrays:
         return self._lists[self._num_fences % 2]
 
     def _choose(self, nbytes: int) -> int | None:
-        """The number of the smallest free array that is large enough; if there is none, of a new one."""
-        count = len(self._arrays)
-        if count == _MAX_ARRAYS:
+        """The number of an array of at least `nbytes`."""
+        count = self._sizes.count
+        choice = self._sizes.choose(nbytes, self._list[:count] & self._is_let_go[self._comm.rank, :count])
+        if choice is None:
             return None
-        free, sizes = self._list[:count] & self._is_let_go[self._comm.rank, :count], self._sizes[:count]
-        fitting = np.flatnonzero(free & (sizes >= nbytes))
-        if len(fitting):
-            return int(fitting[sizes[fitting].argmin()])
-        # The largest free array makes room for the new one: then sequences of many lengths do not need memory for all of them.
-        others = np.flatnonzero(free)
-        number = int(others[sizes[others].argmax()]) if len(others) else count
-        step = max(1 << max(nbytes.bit_length() - 3, 0), 4096)
-        try:
-            array = self._comm.shared(-(-nbytes // step) * step, np.uint8)
-        except OSError:
-            return None
-        if number == count:
-            self._arrays.append(array)
-        else:
-            self._arrays[number] = array
-        self._sizes[number] = len(array)
-        return number
+        if choice.new_bytes:
+            try:
+                array = self._comm.shared(choice.new_bytes, np.uint8)
+            except OSError:
+                return None
+            self._arrays[choice.number : choice.number + 1] = [array]
+            self._sizes.change(choice)
+        return choice.number
 
 
 def _let_go(process: int, is_let_go: np.ndarray, place: tuple[int, int]) -> None:

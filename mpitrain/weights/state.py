@@ -201,10 +201,12 @@ def _axes(owner: ShardedParameter | None, part: Part | None) -> list[str | None]
     """The axes of the mesh along which each dimension of a parameter is cut."""
     shape = owner.box.full_shape if owner is not None else part.shape  # type: ignore[union-attr]
     rows = next((dim for dim, n in enumerate(shape) if n > 1), 0)
-    axes: list[str | None] = [SHARD[0] if dim == rows and owner is not None else None for dim in range(len(shape))]
-    if part is not None and part.copies is not part.over:
-        axes[part.dim] = "tp" if axes[part.dim] is None else f"tp,{axes[part.dim]}"
-    return axes
+    axes: list[list[str]] = [[] for _ in shape]
+    if part is not None and part.is_cut:
+        axes[part.dim].append("tp")
+    if owner is not None and owner.ranks.shard.size > 1:
+        axes[rows].append(SHARD[0])
+    return [",".join(names) or None for names in axes]
 
 
 def _data(value: Any) -> list[Any]:

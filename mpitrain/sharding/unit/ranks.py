@@ -6,9 +6,9 @@ from typing import NamedTuple
 import collectives
 from collectives import Communicator, Mesh
 
-REPLICATE, SHARD, MODEL = ("dp_replicate",), ("dp_shard", "cp"), ("pp", "tp")
+REPLICATE, SHARD, MODEL = ("dp_replicate",), ("dp_shard", "cp"), ("tp",)
 """The axes of a mesh along which a model has copies, along which ZeRO shards a copy (together: the data-parallel group), and along
-which other kinds of parallelism cut the model."""
+which `tensor_parallel` cuts the model."""
 
 
 class DataParallelRanks(NamedTuple):
@@ -62,14 +62,15 @@ def group_of(shard: Communicator, size: int) -> Communicator:
 def data_parallel_ranks(mesh: Mesh | Communicator | None, *, whole: bool = False) -> DataParallelRanks:
     """The groups of a mesh, or of a communicator (None: the world), over which one copy is sharded. Collective.
 
-    `whole`: each rank holds its own whole copy. ValueError if the mesh has unknown axes longer than 1.
+    `whole`: each rank holds its own whole copy. ValueError if the mesh has other axes longer than 1.
     """
     if isinstance(mesh, Mesh):
         known = REPLICATE + SHARD + MODEL
         others = [f"{name}={size}" for name, size in mesh.axes.items() if size > 1 and name not in known]
         if others:
             raise ValueError(
-                f"fully_shard: mesh axes {', '.join(others)} are unknown; expected axes among {', '.join(known)}"
+                f"fully_shard: nothing divides a model along mesh axes {', '.join(others)}, so their ranks would train models that "
+                f"differ; expected sizes above 1 only of {', '.join(known)}"
             )
         data, replicate, shard, alone = (_along(mesh, role) for role in (REPLICATE + SHARD, REPLICATE, SHARD, ()))
         if whole:

@@ -6,7 +6,6 @@ may change each logit by itself, by a scale or a soft cap.
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,27 +40,40 @@ def computes_loss(model: Any) -> bool:
 
 def cut_loss(model: Any, ranks: TensorRanks, num_classes: int) -> None:
     """Let a model compute its loss from cut logits, if a caller passes labels. The output then has no logits."""
-    has_labels, library_loss = _finder_of_labels(model), model.loss_function
-
-    def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any) -> torch.Tensor:
-        if not ranks.keeps_logits:  # whole logits, from a caller's own code
-            return library_loss(logits, labels, vocab_size, **kwargs)
-        if vocab_size != num_classes:
-            raise ValueError(
-                f"the loss expects {vocab_size} classes (vocab_size of the config), and the head has {num_classes}"
-            )
-        return _vocabulary_loss(logits, labels, ranks, num_classes, shifts=_SHIFTS[library_loss.__name__], **kwargs)
-
-    def begin(module: Any, args: Any, kwargs: Any) -> None:
-        ranks.keeps_logits = module.loss_function is loss and has_labels(args, kwargs)
-
-    def end(module: nn.Module, args: Any, output: Any) -> Any:
-        kept, ranks.keeps_logits = ranks.keeps_logits, False
-        return None if output is None or not kept else _without_logits(output)  # None: the forward has raised an error
-
+    loss = _CutLoss(model, ranks, num_classes)
     model.loss_function = loss
-    model.register_forward_pre_hook(begin, with_kwargs=True)
-    model.register_forward_hook(end, always_call=True)
+    model.register_forward_pre_hook(loss.begin, with_kwargs=True)
+    model.register_forward_hook(loss.end, always_call=True)
+
+
+class _CutLoss:
+    """In the place of a loss of the library, `model.loss_function`."""
+
+    def __init__(self, model: Any, ranks: TensorRanks, num_classes: int) -> None:
+        self._ranks, self._num_classes, self._library_loss = ranks, num_classes, model.loss_function
+        names = list(inspect.signature(model.forward).parameters)
+        self._at = names.index("labels") if "labels" in names else len(names)  # of the labels in the arguments
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any) -> torch.Tensor:
+        if not self._ranks.keeps_logits:  # whole logits, from a caller's own code
+            whole: torch.Tensor = self._library_loss(logits, labels, vocab_size, **kwargs)
+            return whole
+        if vocab_size != self._num_classes:
+            raise ValueError(
+                f"the loss expects {vocab_size} classes (vocab_size of the config), and the head has {self._num_classes}"
+            )
+        shifts = _SHIFTS[self._library_loss.__name__]
+        return _vocabulary_loss(logits, labels, self._ranks, self._num_classes, shifts=shifts, **kwargs)
+
+    def begin(self, module: Any, args: Any, kwargs: Any) -> None:
+        """A forward pre-hook of the model."""
+        labels = args[self._at] if self._at < len(args) else kwargs.get("labels")
+        self._ranks.keeps_logits = module.loss_function is self and labels is not None
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """A forward hook of the model, also called after an exception."""
+        kept, self._ranks.keeps_logits = self._ranks.keeps_logits, False
+        return None if output is None or not kept else _without_logits(output)  # None: the forward has raised an error
 
 
 def _vocabulary_loss(
@@ -90,17 +102,6 @@ def _vocabulary_loss(
         reduction="mean" if num_items_in_batch is None else "sum",
     )
     return loss if num_items_in_batch is None else loss / torch.as_tensor(num_items_in_batch, device=loss.device)
-
-
-def _finder_of_labels(model: Any) -> Callable[[Any, Any], bool]:
-    """A function that tells whether the arguments of a call of the model have labels."""
-    names = list(inspect.signature(model.forward).parameters)
-    at = names.index("labels") if "labels" in names else len(names)
-
-    def has_labels(args: Any, kwargs: Any) -> bool:
-        return (args[at] if at < len(args) else kwargs.get("labels")) is not None
-
-    return has_labels
 
 
 def _without_logits(output: Any) -> Any:

@@ -89,18 +89,33 @@ def test_look_ups_that_no_mesh_has(comm: Communicator) -> None:
     mesh.free()
 
 
-def test_ep_that_does_not_divide(comm: Communicator) -> None:
+def test_sizes_that_do_not_fit(comm: Communicator) -> None:
+    """One error has the products of both meshes and the number of ranks."""
     n = comm.size
     for sizes, text in [
-        ({"ep": 3}, f"mesh: ep 3 must divide dp_shard {n} x cp 1 = {n}"),
-        ({"ep": 2 * n}, f"mesh: ep {2 * n} must divide dp_shard {n} x cp 1 = {n}"),
-        ({"tp": n, "ep": 2}, "mesh: ep 2 must divide dp_shard 1 x cp 1 = 1"),
-        ({"cp": n, "ep": 8}, f"mesh: ep 8 must divide dp_shard 1 x cp {n} = {n}"),
-        ({"ep": 0}, "mesh: expected sizes of at least 1, and -1 for dp_shard alone; got pp 1"),
+        (
+            {"tp": n, "ep": 2},
+            f"number of ranks, {n}; got pp 1 x dp_replicate 1 x dp_shard 1 x cp 1 x tp {n} = {n}, "
+            f"and for experts pp 1 x dp_replicate 1 x efsdp 1 x ep 2 x tp {n} = {2 * n}; dp_shard=-1 takes",
+        ),
+        ({"tp": 2 * n, "ep": 3}, f"x tp {2 * n} = {2 * n}, and for experts .* x efsdp 1 x ep 3 x tp {2 * n} = {6 * n}"),
+        ({"tp": 3}, "dp_shard 1 x cp 1 x tp 3 = 3, and for experts .* x tp 3 = 3"),
+        (
+            {"dp_shard": 2 * n, "ep": 2},
+            f"x dp_shard {2 * n} x cp 1 x tp 1 = {2 * n}, and for experts .*efsdp {n} x ep 2 x tp 1",
+        ),
+        (
+            {"ep": 3},
+            rf"x dp_shard {n} x cp 1 x tp 1 = {n}, and for experts .* x ep 3 x tp 1 = 3; .*ep must divide dp_shard x cp",
+        ),
+        ({"ep": 0}, "mesh: expected whole numbers of at least 1, and -1 for dp_shard alone; got pp 1"),
         ({"ep": -1}, "cp 1 x tp 1 x ep -1"),
+        ({"tp": 0}, "-1 for dp_shard alone; got pp 1 x dp_replicate 1 x dp_shard -1 x cp 1 x tp 0"),
+        ({"tp": -1, "dp_shard": 1}, "-1 for dp_shard alone"),
+        ({"tp": "1"}, "expected whole numbers"),
     ]:
         with pytest.raises(ValueError, match=text):
-            mpitrain.mesh(comm, **sizes)
+            mpitrain.mesh(comm, **sizes)  # type: ignore[arg-type]
 
 
 @pytest.mark.ranks(2)

@@ -225,6 +225,20 @@ def test_a_checkpoint_tells_which_axes_cut_a_tensor(comm: Communicator, shared_t
     mesh.free()
 
 
+@pytest.mark.ranks(4)
+def test_shared_heads_are_cut_only_if_there_are_several(comm: Communicator, shared_tmp: Path) -> None:
+    mesh = mpitrain.mesh(comm, tp=4)
+    for kv_heads, cuts in ((1, None), (2, "tp")):
+        model = build(LlamaConfig(**NUMBERS | {"layers": 1}, kv_heads=kv_heads))
+        mpitrain.fully_shard(mpitrain.tensor_parallel(model, mesh["tp"]), mesh)
+        initialize(model, seed=1)
+        mpitrain.save(shared_tmp / "saved", model, overwrite=True)
+        there = ckpt.open(shared_tmp / "saved")
+        assert there["model/blocks.0.attn.kv.weight"].axes == (cuts, None)
+        assert there["model/blocks.0.attn.q.weight"].axes == ("tp", None)  # one rank of dp_shard cuts nothing
+    mesh.free()
+
+
 @pytest.mark.ranks(2)
 def test_logits_of_any_length_are_whole(comm: Communicator, config: TransformerConfig) -> None:
     """Without gradients the tokens need not divide by the ranks."""

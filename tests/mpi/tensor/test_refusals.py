@@ -150,20 +150,6 @@ def test_a_mesh_without_the_ranks_that_hold_the_parts(comm: Communicator) -> Non
     mesh.free()
 
 
-@pytest.mark.ranks(4)
-def test_sizes_that_do_not_fit(comm: Communicator) -> None:
-    with pytest.raises(
-        ValueError, match=r"pp 1 x dp_replicate 1 x cp 1 x tp 3 = 3 must divide the number of ranks.*: 4"
-    ):
-        mpitrain.mesh(comm, tp=3)
-    with pytest.raises(ValueError, match=r"= 8 must be the number of ranks: 4"):
-        mpitrain.mesh(comm, tp=4, dp_shard=2)
-    with pytest.raises(ValueError, match="expected sizes of at least 1, and -1 for dp_shard alone"):
-        mpitrain.mesh(comm, tp=0)
-    with pytest.raises(ValueError, match="expected sizes of at least 1, and -1 for dp_shard alone"):
-        mpitrain.mesh(comm, tp=-1, dp_shard=1)
-
-
 class Residual(nn.Module):
     """Adds its input, or a parameter, to the sum over ranks."""
 

@@ -1,8 +1,11 @@
 """Which cores a rank gets, and the yardstick for its speed."""
 
+import time
+
 import pytest
 import torch
 
+from mpitrain.train import hardware
 from mpitrain.train.hardware import matmul_flops_per_s, share_out
 
 
@@ -26,3 +29,11 @@ def test_the_yardstick_leaves_the_random_generator_alone() -> None:
     before = torch.get_rng_state()
     assert matmul_flops_per_s(torch.device("cpu"), torch.float32) > 1e6
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("fast", ["mm", "product"])
+def test_the_yardstick_is_the_faster_library(fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is the one of the products of cut matrices: else a model that is cut would use more than all of the peak."""
+    monkeypatch.setattr(torch, "mm", lambda a, b: time.sleep(0 if fast == "mm" else 0.01))
+    monkeypatch.setattr(hardware, "product", lambda a, b: time.sleep(0 if fast == "product" else 0.01))
+    assert matmul_flops_per_s(torch.device("cpu"), torch.float32) > 2 * 1024**3 / 0.01

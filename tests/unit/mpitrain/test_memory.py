@@ -5,10 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mpitrain.config import parse
 from mpitrain.memory.prediction import KINDS, Prediction, predict
+from mpitrain.tensor.node_arrays import Sizes
 
 SMALL = ["--model.width", "64", "--model.layers", "4", "--model.heads", "2", "--train.batch", "16"]
 
@@ -209,3 +211,20 @@ def test_the_command_starts_no_mpi(text: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.stdout.endswith("False\n"), result.stderr
     assert "1.4 M parameters, resident, 2 ranks on 1 node" in result.stdout
+
+
+def test_the_next_shared_array() -> None:
+    """The smallest free array that fits; a new one takes the place of the largest free one. Prediction and run have this one rule."""
+    sizes = Sizes()
+    for nbytes in (100_000, 5_000, 20_000):
+        choice = sizes.choose(nbytes, np.zeros(sizes.count, np.bool_))
+        assert (
+            choice is not None and choice.number == sizes.count and nbytes <= choice.new_bytes <= 1.25 * nbytes + 4096
+        )
+        sizes.change(choice)
+    assert sizes.choose(4_000, np.array([True, True, True])) == (1, 0)
+    assert sizes.choose(6_000, np.array([True, False, True])) == (2, 0)
+    larger = sizes.choose(30_000, np.array([False, True, True]))
+    assert larger is not None and larger.number == 2 and larger.new_bytes >= 30_000
+    sizes.change(larger)
+    assert sizes.count == 3 and sizes.choose(30_000, np.array([False, True, True])) == (2, 0)
