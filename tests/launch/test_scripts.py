@@ -195,15 +195,16 @@ def test_test_refuses_an_unknown_part(checkout: Path) -> None:
 
 def test_test_says_which_part_failed_and_runs_the_others(checkout: Path) -> None:
     (checkout / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
-    (checkout / "tests/unit").mkdir(parents=True)
-    (checkout / "tests/unit/test_a.py").write_text("def test_a():\n    assert False\n")
-    (checkout / "tests/mpi").mkdir()
-    (checkout / "tests/mpi/test_b.py").write_text("def test_b():\n    pass\n")
-    result = run([checkout / "mpirun/test", "unit", "mpi"], cwd=checkout, env={"MPITRAIN_TEST_NP": "1"})
+    bodies = {"unit": "False", "mpi": "True", "launch": "False", "launch/mpitrain": "True"}
+    for folder, value in bodies.items():
+        (checkout / "tests" / folder).mkdir(parents=True)
+        (checkout / "tests" / folder / f"test_{Path(folder).name}.py").write_text(
+            f"def test_a():\n    assert {value}\n"
+        )
+    result = run([checkout / "mpirun/test", "unit", "mpi", "launch"], cwd=checkout, env={"MPITRAIN_TEST_NP": "1"})
     assert result.returncode == 1, str(result)
-    assert "1 failed in" in result.stdout, str(result)
-    assert "1 passed in" in result.stdout, str(result)
-    assert result.stderr.endswith("test: FAILED: unit\n"), str(result)
+    assert result.stdout.count("1 failed in") == result.stdout.count("1 passed in") == 2, str(result)
+    assert result.stderr.endswith("test: FAILED: unit,launch\n"), str(result)
 
 
 def test_setup_refuses_an_old_python(checkout: Path) -> None:

@@ -54,19 +54,36 @@ MISTAKES: list[tuple[list[str], str]] = [
 ]
 
 
-def test_every_mistake_is_one_line(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "tiny").write_text("too short to learn from")
+def each_refused(commands: list[list[str]], messages: list[str]) -> list[str]:
+    """One job that carries out the commands: each is refused with one line, which has its message, and an exit code.
+
+    Returns what else the job printed.
+    """
     script = (
         "import json, sys\nfrom mpitrain.cli import main\nprint([main(a) for a in json.loads(sys.argv[1])], flush=True)"
     )
-    words = [command(tmp_path / "run", corpus, *(arg.format(tmp=tmp_path) for arg in args))[2:] for args, _ in MISTAKES]
-    result = launch(2, "-c", script, json.dumps(words), cwd=ROOT, timeout_s=100)
+    result = launch(2, "-c", script, json.dumps(commands), cwd=ROOT, timeout_s=100)
     lines = [line for line in result.stderr.splitlines() if line.strip()]
-    assert len(lines) == len(MISTAKES), str(result)
-    for line, (_, message) in zip(lines, MISTAKES, strict=True):
-        assert line.startswith("mpitrain: error: ") and message.format(tmp=tmp_path) in line, str(result)
-    codes = str([1] * len(MISTAKES))
-    assert result.returncode == 0 and result.stdout.split("\n") == [codes, codes, ""], str(result)
+    assert len(lines) == len(messages), str(result)
+    for line, message in zip(lines, messages, strict=True):
+        assert line.startswith("mpitrain: error: ") and message in line, str(result)
+    codes = str([1] * len(messages))
+    *others, first, second = result.stdout.splitlines()
+    assert result.returncode == 0 and (first, second) == (codes, codes), str(result)
+    return others
+
+
+def test_every_mistake_is_one_line(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "tiny").write_text("too short to learn from")
+    words = [command(tmp_path / "run", corpus, *(arg.format(tmp=tmp_path) for arg in args))[2:] for args, _ in MISTAKES]
+    printed = each_refused(
+        [*words, ["trian"]],
+        [
+            *(message.format(tmp=tmp_path) for _, message in MISTAKES),
+            "unknown command 'trian'; expected train, sample, bench or memory",
+        ],
+    )
+    assert printed == []
     assert not (tmp_path / "run").exists(), "it had begun to write before all was checked"
 
 
@@ -92,12 +109,6 @@ def test_a_run_with_a_mistake_ends_with_an_error(args: list[str], message: str, 
     result = train(2, tmp_path / "run", corpus, *args)
     assert message.format(tmp=tmp_path) in error_line(result), str(result)
     assert not (tmp_path / "run").exists(), "it had begun to write before all was checked"
-
-
-def test_an_unknown_command_is_one_line() -> None:
-    assert "unknown command 'trian'; expected train, sample, bench or memory" in error_line(
-        launch(2, "-m", "mpitrain", "trian")
-    )
 
 
 def flip(file: Path) -> None:
@@ -130,23 +141,24 @@ def test_a_damaged_checkpoint(corpus: Path, tmp_path: Path, whole_run: WholeRun)
     assert_same_end(folder, whole_run(2))
 
 
-def test_a_checkpoint_of_another_model(corpus: Path, tmp_path: Path, whole_run: WholeRun) -> None:
+def test_a_checkpoint_of_another_model_or_of_something_else(corpus: Path, tmp_path: Path, whole_run: WholeRun) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole_run(2), folder)
     before = (folder / "config.toml").read_text()
-    for args, difference in (
-        (["--model.width", "64"], "model.width is 32 there, 64 here"),
-        (["--model.family", "llama"], "model.family is gpt there, llama here"),
-    ):
-        said = error_line(train(2, folder, corpus, *args, "--train.steps", "70"))
-        assert f"step-00000060 is of another model: {difference}; continue with its settings" in said
-    assert (folder / "config.toml").read_text() == before
-
-
-def test_a_checkpoint_of_something_else(corpus: Path, tmp_path: Path) -> None:
     ckpt.save(tmp_path / "other", {}, comm=None, meta={"step": 3})
-    said = error_line(train(2, tmp_path / "run", corpus, "--resume", str(tmp_path / "other")))
-    assert "was not written by the main job: its meta lacks config, num_ranks, data" in said
+    ways = (["--model.width", "64"], ["--model.family", "llama"])
+    commands = [command(folder, corpus, *args, "--train.steps", "70") for args in ways]
+    commands += [command(tmp_path / "new", corpus, "--resume", str(tmp_path / "other"))]
+    other = "step-00000060 is of another model: {}; continue with its settings"
+    each_refused(
+        [words[2:] for words in commands],
+        [
+            other.format("model.width is 32 there, 64 here"),
+            other.format("model.family is gpt there, llama here"),
+            "was not written by the main job: its meta lacks config, num_ranks, data",
+        ],
+    )
+    assert (folder / "config.toml").read_text() == before
 
 
 def test_full_shared_memory(corpus: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from extent import extent
 from main_job import STEPS, heldout_losses, losses, metrics, train, trained
 
 import ckpt
@@ -32,11 +33,11 @@ def test_it_goes_on_with_other_meshes(corpus: Path, tmp_path: Path, whole_run: C
     for line in metrics(folder):
         assert "loss" not in line or 0 < line["comm_s"] < line["step_s"]
 
-    # From the same checkpoint: ZeRO on all ranks, and fewer ranks.
+    # From the same checkpoint: fewer ranks, and in a full run ZeRO on all ranks, which tests/mpi/tensor/test_parity.py shows, too.
     start = folder / "checkpoints/step-00000040"
     axes = ckpt.open(start)["model/blocks.0.mlp.fc.weight"].axes
     assert axes == ("tp,dp_shard", None)
-    for num_ranks, args in ((4, ("--parallel.tensor", "1")), (2, tensor)):
+    for num_ranks, args in ((2, tensor), *extent([], [(4, ("--parallel.tensor", "1"))])):
         other = tmp_path / f"on-{num_ranks}"
         quiet = ("--train.eval-batches", "0", "--train.sample-bytes", "0", "--checkpoint.every", "0")
         result = trained(num_ranks, other, corpus, *args, *quiet, "--resume", str(start))

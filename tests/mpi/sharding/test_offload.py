@@ -13,6 +13,9 @@ import mpitrain
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
 
+# four ranks make copies of shards, and three show no more than two
+pytestmark = pytest.mark.ranks(1, 2, 4)
+
 
 class Parted(mpitrain.CPUOffloadPolicy):
     """As if the CPU's memory were a GPU's: what the tests of CPUs can prove."""

@@ -7,9 +7,10 @@ import torch
 from sharded_models import shard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from ways import spread
 
 from collectives import Communicator
-from collectives.progress.work import Deferred, Thread
+from collectives.progress.work import Deferred, Progress, Thread
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
 from mpitrain.sharding.unit.storage import Gathered
 
@@ -64,17 +65,19 @@ def factors(n: int) -> list[int]:
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_sizes_compute_the_same(comm: Communicator, dtype: torch.dtype, recomputes: bool) -> None:
-    for progress in (Deferred, Thread):
-        flying = Communicator(comm.mpi.Dup(), progress=progress())
-        results = []
-        for asked in (True, False, *factors(comm.size)):
-            model = sharded(flying, asked, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
-            model.recomputes = recomputes
-            results.append(train(model))
-        assert all(result == results[0] for result in results)
+@pytest.mark.parametrize(
+    ("progress", "dtype", "recomputes"), spread([Deferred, Thread], [torch.float32, torch.bfloat16], [False, True])
+)
+def test_all_sizes_compute_the_same(
+    comm: Communicator, progress: type[Progress], dtype: torch.dtype, recomputes: bool
+) -> None:
+    flying = Communicator(comm.mpi.Dup(), progress=progress())
+    results = []
+    for asked in (True, False, *factors(comm.size)):
+        model = sharded(flying, asked, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+        model.recomputes = recomputes
+        results.append(train(model))
+    assert all(result == results[0] for result in results)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
