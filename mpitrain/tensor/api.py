@@ -18,7 +18,7 @@ from mpitrain.part_tensor import watch_state_dicts
 from mpitrain.parts import Part
 from mpitrain.tensor import hooks, layers, random
 from mpitrain.tensor.cuts import Cuts
-from mpitrain.tensor.inputs import check_inputs
+from mpitrain.tensor.inputs import CheckParts, check_inputs
 from mpitrain.tensor.layers import features_of, has_own_product
 from mpitrain.tensor.layout import Layout
 from mpitrain.tensor.plan import Plan, Style, parent_of, styles_of
@@ -146,6 +146,7 @@ class _Cutter:
             self.modules[parent_of(path)].register_forward_hook(partial(hooks.check_joined, self.ranks, stack))
         self._mark_inputs()
         self._before("", partial(check_inputs, self.comm), prepend=True)
+        self.modules[""].register_forward_pre_hook(CheckParts(self.modules), prepend=True)
         blocks = {block for stack in self.layout.stacks.values() for block in stack}
         random.separate(
             self.ranks, self.modules, self.styles, regions=self.layout.regions, blocks=blocks, wholes=self.layout.wholes

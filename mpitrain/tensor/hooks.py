@@ -99,7 +99,7 @@ def _check_paths(output: Any, name: str, *, is_cut: bool) -> None:
         if kind in _SUMS:
             continue
         part = None if param is None or is_cut else part_of(param)
-        if kind in _ENTRIES or (part is not None and part.is_partial and part.copies is part.over):
+        if kind in _ENTRIES or (part is not None and part.is_partial and not part.is_cut):
             what = "its input" if param is None else f"a parameter of shape {tuple(param.shape)}"
             raise ValueError(
                 f"tensor_parallel: {name or 'the model'} uses {what} after its sum over ranks, or without it, as a residual "

@@ -1,5 +1,7 @@
-"""The ranks that hold a model together must call it with the same inputs. With other shapes they would wait for each other, and with
-other values each would add its part of another sum."""
+"""What must hold at each forward of a cut model: the ranks have the same inputs, and the parameters are the parts that were made.
+
+With inputs of other shapes the ranks would wait for each other, and with other values each would add its part of another sum.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +12,7 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain.agreement import check_alike
+from mpitrain.parts import part_of
 
 _MAX_HASHED = 1 << 14
 """Elements of a tensor that are compared, at equal distances. Then the check of a large tensor takes about 0.2 ms on a CPU."""
@@ -24,6 +27,27 @@ def check_inputs(comm: Communicator, module: nn.Module, args: Any, kwargs: Any) 
         caller=f"{type(module).__name__} is cut over {comm.size} ranks, which must get the same inputs",
         remedy="choose the batch and the seed by the data rank, mesh['dp_replicate', 'dp_shard', 'cp'].rank",
     )
+
+
+class CheckParts:
+    """A forward pre-hook of a cut model. RuntimeError if another parameter is in the place of a part, as after torch's `to_empty`."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._places = [
+            (f"{name}.{key}" if name else key, module._parameters, key)
+            for name, module in modules.items()
+            for key, param in module._parameters.items()
+            if param is not None
+        ]
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for name, parameters, key in self._places:
+            param = parameters.get(key)
+            if param is not None and part_of(param) is None:
+                raise RuntimeError(
+                    f"{name} was replaced after tensor_parallel, so it is no longer this rank's part; to give memory to parameters on "
+                    "the meta device call fully_shard or mpitrain.initialize, not to_empty"
+                )
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

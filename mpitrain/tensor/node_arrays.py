@@ -49,7 +49,7 @@ class Sizes:
         others = np.flatnonzero(is_free)
         number = int(others[sizes[others].argmax()]) if len(others) else self.count
         step = max(1 << max(nbytes.bit_length() - 3, 0), 4096)
-        return Choice(number, -(-nbytes // step) * step)
+        return Choice(number, -(-max(nbytes, 1) // step) * step)
 
     def change(self, choice: Choice) -> None:
         """There is a new array in the chosen place."""

@@ -15,8 +15,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
     Collective on a model that is sharded or cut: each rank adds the squares of its parts in float64, and one all-reduce adds the ranks,
     so the norm is the same for any number of ranks, up to rounding. Parameters that are the same on every rank count once. A plain
-    model works, too. The norm is a float64 scalar on the host. If it is not finite, the gradients are not scaled.
+    model works, too. The norm is a float64 scalar on the host. If it is not finite, the gradients are not scaled. TypeError for what
+    is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"clip_grad_norm_: expected the model, got {type(model).__name__}; torch's own takes its parameters"
+        )
     params = list(model.parameters())
     over = _over(model)
     spread: dict[Communicator | None, list[torch.Tensor]] = {comm: [] for comm in (*over.values(), None)}

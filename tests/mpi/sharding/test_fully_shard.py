@@ -310,6 +310,11 @@ def test_memory_of_the_node_goes_with_the_model(comm) -> None:
     assert not segments() - before
 
 
+def test_clipping_takes_the_model(comm) -> None:
+    with pytest.raises(TypeError, match="clip_grad_norm_: expected the model, got generator"):
+        clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)
+
+
 def test_clipping_of_infinite_and_of_double_gradients(comm) -> None:
     model = fully_shard(nn.Linear(4, 4).double(), comm)
     x = torch.full((1, 4), 1.0, dtype=torch.float64)

@@ -214,6 +214,15 @@ def test_blocks_that_a_forward_leaves_out(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_parameters_that_torch_replaces(comm: Communicator) -> None:
+    with torch.device("meta"):
+        model = gpt()
+    mpitrain.tensor_parallel(model, comm).to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match=r"wte\.weight was replaced after tensor_parallel, .* not to_empty"):
+        model(torch.zeros(2, 8, dtype=torch.long))
+
+
+@pytest.mark.ranks(2)
 def test_ranks_with_other_inputs(comm: Communicator) -> None:
     model, x = mpitrain.tensor_parallel(gpt(), comm), torch.zeros(2, 8, dtype=torch.long)
     with pytest.raises(
