@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a model's blocks divided into stages, and the schedules by which ranks compute them."""

@@ -1,0 +1,44 @@
+"""Builds the program of one rank. The micro-batches of a stage come in order, so a builder names kinds and stages alone."""
+
+from collections import Counter, deque
+
+from mpitrain.stages.schedules.schedule import Action, Kind
+
+
+class Program:
+    """Actions of one rank, in order."""
+
+    def __init__(self) -> None:
+        self._actions: list[Action] = []
+        self._begun: Counter[tuple[str, int]] = Counter()
+        self._waiting: deque[Action] = deque()
+
+    def forward(self, stage: int) -> None:
+        self._add("F", stage)
+
+    def backward(self, stage: int, *, split: bool = False) -> None:
+        """The whole backward of the next micro-batch. `split`: the gradient of the input alone; `weights` computes the rest."""
+        kind: Kind = "I" if split else "B"
+        micro = self._begun["B", stage]
+        self._begun["B", stage] += 1
+        self._actions.append(Action(kind, stage, micro))
+        if split:
+            self._waiting.append(Action("W", stage, micro))
+
+    def weights(self, stage: int | None = None) -> None:
+        """The gradients of weights that have waited longest, of one stage or of all; nothing if none wait."""
+        for action in self._waiting:
+            if stage is None or action.stage == stage:
+                self._actions.append(action)
+                self._waiting.remove(action)
+                return
+
+    def num_forwards(self, stage: int) -> int:
+        return self._begun["F", stage]
+
+    def _add(self, kind: Kind, stage: int) -> None:
+        self._actions.append(Action(kind, stage, self._begun[kind, stage]))
+        self._begun[kind, stage] += 1
+
+    def actions(self) -> tuple[Action, ...]:
+        return tuple(self._actions)
