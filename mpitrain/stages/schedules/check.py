@@ -1,4 +1,4 @@
-"""Proves a schedule: each action exactly once, no rank waits for ever, messages in order, and the promises on activations and idle time."""
+"""Proves a schedule: each action runs once, no rank waits for ever, messages are in order, and activations and idle time are as promised."""
 
 import random
 from collections import Counter
@@ -65,7 +65,9 @@ def _check_actions(schedule: Schedule, programs: list[tuple[Action, ...]]) -> No
             if not (0 <= action.stage < schedule.num_stages and 0 <= action.micro < schedule.num_micro):
                 raise ScheduleError(f"rank {rank} runs {action}, but there is no such stage or micro-batch")
             if schedule.rank_of(action.stage) != rank:
-                raise ScheduleError(f"rank {rank} runs {action}, but its stage is on rank {schedule.rank_of(action.stage)}")
+                raise ScheduleError(
+                    f"rank {rank} runs {action}, but its stage is on rank {schedule.rank_of(action.stage)}"
+                )
         begun = set()
         for kind, stage, micro in program:
             needed = {"B": "F", "I": "F", "W": "I"}.get(kind)

@@ -1,4 +1,4 @@
-"""Schedules with two stages on each rank in the shape of a V: rank r has stages r and 2P - 1 - r, so rank 0 has the first and the last."""
+"""Schedules in the shape of a V: rank r of P has stages r and 2P - 1 - r, so rank 0 has the first and the last stage."""
 
 from mpitrain.stages.schedules.program import Program
 from mpitrain.stages.schedules.schedule import Action, Schedule, Times
@@ -63,7 +63,7 @@ def zero_bubble_v(num_ranks: int, num_micro: int) -> Schedule:
 
 
 def dual_pipe_v(num_ranks: int, num_micro: int) -> Schedule:
-    """A forward of one stage beside a backward of the other in most of the step (DeepSeek's DualPipe, 2412.19437, and its V-shaped half).
+    """In most of the step a forward of one stage beside a backward of the other (the V-shaped half of DualPipe, 2412.19437).
 
     On ranks that overlap the messages of experts with computation, the two actions of such a pair run at the same time. Here they run
     one after the other. ValueError for fewer than 2P micro-batches.
