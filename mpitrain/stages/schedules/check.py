@@ -1,4 +1,4 @@
-"""Proves a schedule: each action runs once, no rank waits for ever, messages are in order, and activations and idle time are as promised."""
+"""Proves a schedule: each action runs once, no rank waits for ever, messages are in order, and the promises of the literature hold."""
 
 import random
 from collections import Counter
