@@ -106,16 +106,16 @@ def test_numbers_for_which_a_schedule_is_not_defined() -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-v", "dualpipe-v"])
 def test_programs_are_torchs(name: str) -> None:
-    """Without torch's idle slots. Its raw 1F1B numbers the forwards of the last stage from 1 on."""
+    """Without torch's idle slots. Its raw 1F1B numbers the forwards of the last stage from 1 on, and with fewer micro-batches
+    than ranks it has forwards of micro-batches that do not exist."""
     compared = 0
     for schedule in small_schedules(*extent((6, 16), (10, 32))):
-        if schedule.name != name:
+        if schedule.name != name or (name == "1f1b" and schedule.num_micro < schedule.num_ranks):
             continue
         for rank in range(schedule.num_ranks):
             ours, theirs = list(map(tuple, schedule.program(rank))), torchs(schedule, rank)
             if name == "1f1b" and rank == schedule.num_ranks - 1:
                 theirs = [(kind, stage, micro - (kind == "F")) for kind, stage, micro in theirs]
-                theirs = [action for action in theirs if action[2] >= 0]
             assert ours == theirs
             compared += 1
     assert compared > 100
