@@ -11,6 +11,7 @@ from torch import nn
 from mpitrain.init import Constant, Init, Normal
 from mpitrain.models.language_model import LanguageModel
 from mpitrain.models.sizes import GPTConfig
+from mpitrain.stages.plan import StagePlan
 from mpitrain.tensor.plan import Style
 
 
@@ -72,9 +73,12 @@ class GPT(LanguageModel):
         self.ln_f = nn.LayerNorm(config.width)
         self.end()
 
-    def body(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    def embed(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
         """(B, L) int64 -> (B, L, C)."""
-        x_BLC = self.wte(tokens_BL) + self.wpe(torch.arange(tokens_BL.shape[1], device=tokens_BL.device))  # noqa: N806
+        return self.wte(tokens_BL) + self.wpe(torch.arange(tokens_BL.shape[1], device=tokens_BL.device))
+
+    def body(self, x_BLC: torch.Tensor) -> torch.Tensor:  # noqa: N803
+        """(B, L, C) -> (B, L, C)."""
         for block in self.blocks:
             x_BLC = block(x_BLC)  # noqa: N806
         return self.ln_f(x_BLC)
@@ -93,6 +97,13 @@ class GPT(LanguageModel):
             "logits": Style("gather"),
             "loss": Style("loss"),
         }
+
+    @property
+    def stage_plan(self) -> StagePlan:
+        """How `pipeline` divides the model into stages."""
+        return StagePlan(
+            first=("wte", "wpe"), blocks="blocks", last=("ln_f", "head", "logits", "loss"), stream="stream_BLC"
+        )
 
     def init_rule(self, name: str) -> Init:
         """GPT-2's initial values: weights normal with std 0.02 (projections 0.02 / sqrt(2 * layers)), norms 1, biases 0."""

@@ -14,14 +14,15 @@ from torch import nn
 from mpitrain.init import Init
 from mpitrain.models.loss import Reduction, loss_of, make_loss
 from mpitrain.models.sizes import TransformerConfig
+from mpitrain.stages.plan import StagePlan
 from mpitrain.tensor.plan import Style
 
 
 class LanguageModel(nn.Module):
     """A decoder-only transformer. It has torch's default values until `mpitrain.init.initialize` sets the values of `init_rule`.
 
-    A family makes its modules, the embedding `wte` and the list `blocks` among them, and calls `end`. It defines `body`,
-    `tensor_plan` and `init_rule`. Under `torch.device("meta")` its construction needs neither memory nor time.
+    A family makes its modules, the embedding `wte` and the list `blocks` among them, and calls `end`. It defines `embed`, `body`,
+    `tensor_plan`, `stage_plan` and `init_rule`. Under `torch.device("meta")` its construction needs neither memory nor time.
     """
 
     wte: nn.Embedding
@@ -41,16 +42,21 @@ class LanguageModel(nn.Module):
         self.logits = nn.Identity()
         self.loss = make_loss()
 
-    def body(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
-        """(B, L) int64 -> (B, L, C): all of the model before the head."""
+    def embed(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
+        """(B, L) int64 -> (B, L, C): the stream before the first block."""
+        raise NotImplementedError
+
+    def body(self, x_BLC: torch.Tensor) -> torch.Tensor:  # noqa: N803
+        """(B, L, C) -> (B, L, C): the blocks, and the norm after them."""
         raise NotImplementedError
 
     def forward(
         self,
-        tokens_BL: torch.Tensor,  # noqa: N803
+        tokens_BL: torch.Tensor | None = None,  # noqa: N803
         targets_BL: torch.Tensor | None = None,  # noqa: N803
         *,
         reduction: Reduction = "mean",
+        stream_BLC: torch.Tensor | None = None,  # noqa: N803
     ) -> torch.Tensor:
         """The logits of the next token, or the loss.
 
@@ -58,6 +64,7 @@ class LanguageModel(nn.Module):
             tokens_BL: (B, L) int64, L at most the context.
             targets_BL: (B, L) int64, for each token the next token; positions with -100 (`loss.IGNORED`) do not count.
             reduction: the loss is the "mean" or the "sum" over the positions that count.
+            stream_BLC: (B, L, C) in place of tokens: the output of `embed`, or of an earlier stage of a pipeline.
 
         Returns:
             Without targets: logits (B, L, V) in the parameters' dtype. With targets: the cross-entropy in nats, a float32
@@ -66,10 +73,13 @@ class LanguageModel(nn.Module):
         Raises:
             ValueError: more tokens than the context, or another reduction.
         """
-        length = tokens_BL.shape[1]
-        if length > self.config.context:
-            raise ValueError(f"expected at most model.context = {self.config.context} tokens, got {length}")
-        logits_BLV = self.head(self.body(tokens_BL))  # noqa: N806
+        if (tokens_BL is None) == (stream_BLC is None):
+            raise ValueError("expected either tokens or a stream")
+        if tokens_BL is not None:
+            if (length := tokens_BL.shape[1]) > self.config.context:
+                raise ValueError(f"expected at most model.context = {self.config.context} tokens, got {length}")
+            stream_BLC = self.embed(tokens_BL)
+        logits_BLV = self.head(self.body(stream_BLC))  # noqa: N806
         if targets_BL is None:
             return self.logits(logits_BLV)
         return loss_of(self.loss, logits_BLV, targets_BL, reduction)
@@ -77,6 +87,11 @@ class LanguageModel(nn.Module):
     @property
     def tensor_plan(self) -> Mapping[str, Style]:
         """How `tensor_parallel` cuts the model."""
+        raise NotImplementedError
+
+    @property
+    def stage_plan(self) -> StagePlan:
+        """How `pipeline` divides the model into stages."""
         raise NotImplementedError
 
     def init_rule(self, name: str) -> Init:

@@ -15,6 +15,7 @@ from torch import nn
 from mpitrain.init import Constant, Init, Normal
 from mpitrain.models.language_model import LanguageModel
 from mpitrain.models.sizes import LlamaConfig
+from mpitrain.stages.plan import StagePlan
 from mpitrain.tensor.plan import Style
 
 EPS = 1e-5
@@ -105,11 +106,14 @@ class Llama(LanguageModel):
         self.norm = nn.RMSNorm(config.width, EPS)
         self.end()
 
-    def body(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    def embed(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
         """(B, L) int64 -> (B, L, C)."""
+        return self.wte(tokens_BL)
+
+    def body(self, x_BLC: torch.Tensor) -> torch.Tensor:  # noqa: N803
+        """(B, L, C) -> (B, L, C)."""
         head_width = self.config.width // self.config.heads
-        rotation = Rotation(tokens_BL.shape[1], head_width, self.config.theta, tokens_BL.device)
-        x_BLC = self.wte(tokens_BL)  # noqa: N806
+        rotation = Rotation(x_BLC.shape[1], head_width, self.config.theta, x_BLC.device)
         for block in self.blocks:
             x_BLC = block(x_BLC, rotation)  # noqa: N806
         return self.norm(x_BLC)
@@ -130,6 +134,11 @@ class Llama(LanguageModel):
             "logits": Style("gather"),
             "loss": Style("loss"),
         }
+
+    @property
+    def stage_plan(self) -> StagePlan:
+        """How `pipeline` divides the model into stages."""
+        return StagePlan(first=("wte",), blocks="blocks", last=("norm", "head", "logits", "loss"), stream="stream_BLC")
 
     def init_rule(self, name: str) -> Init:
         """As in the GPT: weights normal with std 0.02 (projections 0.02 / sqrt(2 * layers)), norms 1."""

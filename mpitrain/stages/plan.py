@@ -1,0 +1,21 @@
+"""Which modules of a model the stages of a pipeline have: plain data."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The parts of a model that is a list of blocks, by the names of its modules.
+
+    first: the modules before the blocks, which the first stage has. blocks: the `nn.ModuleList` that is divided over the stages. last:
+    the modules after the blocks, which the last stage has. In other stages they pass on what they get. stream: the argument by which
+    the model's forward takes the output of an earlier stage in place of its input. options: more arguments of each forward. Modules
+    that the plan does not name are in each stage.
+    """
+
+    first: tuple[str, ...]
+    blocks: str
+    last: tuple[str, ...]
+    stream: str
+    options: dict[str, Any] = field(default_factory=dict)
