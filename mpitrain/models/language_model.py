@@ -78,7 +78,8 @@ class LanguageModel(nn.Module):
         if tokens_BL is not None:
             if (length := tokens_BL.shape[1]) > self.config.context:
                 raise ValueError(f"expected at most model.context = {self.config.context} tokens, got {length}")
-            stream_BLC = self.embed(tokens_BL)
+            stream_BLC = self.embed(tokens_BL)  # noqa: N806
+        assert stream_BLC is not None
         logits_BLV = self.head(self.body(stream_BLC))  # noqa: N806
         if targets_BL is None:
             return self.logits(logits_BLV)

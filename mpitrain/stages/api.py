@@ -1,6 +1,7 @@
 """`pipeline`: a plain model, divided into stages over ranks, in place."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,9 +34,9 @@ def pipeline(
 
     Each rank keeps the modules of its own stages, under their names. A model on the meta device needs memory for these alone.
 
-    Args: schedule: a name of `mpitrain.stages.schedules.SCHEDULES`. micro_batches: the number of forwards of a step. stages_per_rank: of
-    "interleaved", 2 or more (default: 2). plan: the parts of the model; None: the model's attribute `stage_plan`. division: the number of
-    blocks of each stage; None: stages of about equal cost, with the embedding and the head counted.
+    Args: schedule: a name of `mpitrain.stages.schedules.SCHEDULES`. micro_batches: the number of forwards of a step. stages_per_rank:
+    of "interleaved", 2 or more (default: 2). plan: the parts of the model; None: the model's attribute `stage_plan`. division: the
+    number of blocks of each stage; None: stages of about equal cost, with the embedding and the head counted.
 
     Raises ValueError on all ranks, with the model unchanged, for a schedule, plan or division that does not fit the model or the ranks.
     """
@@ -81,7 +82,7 @@ def _division(model: nn.Module, plan: StagePlan, counts: Sequence[int] | None, n
             f"pipeline: expected the numbers of blocks of {num_stages} stages, {len(blocks)} together, got {list(counts)}"
         )
     ends = [sum(counts[:stage]) for stage in range(num_stages + 1)]
-    return [range(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
+    return [range(begin, end) for begin, end in pairwise(ends)]
 
 
 class Pipeline:
@@ -110,8 +111,8 @@ class Pipeline:
 
         Args: inputs: for each micro-batch the arguments of the model: a tensor, a sequence or a mapping. The first stage gets all of
         them, the others the named ones. The micro-batches may have different sizes. loss_of(output, micro): the loss of the model's
-        output, on the rank of the last stage; None: the output is the loss. last: for each micro-batch, more named arguments for the last stage alone, such as the
-        targets. scale: changes a loss before its backward.
+        output, on the rank of the last stage; None: the output is the loss. last: for each micro-batch, more named arguments for the
+        last stage alone, such as the targets. scale: changes a loss before its backward.
 
         Returns: the sum of the losses, before `scale`: a float64 scalar, the same on all ranks. ValueError on all ranks if the number
         of micro-batches is not that of the schedule.

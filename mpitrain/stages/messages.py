@@ -1,7 +1,7 @@
 """The messages of one rank in one step of a pipeline: activations to the next stage, gradients to the stage before.
 
-Between two ranks activations arrive in the order in which they are needed, and so do gradients (the checker of the schedules proves it),
-so one tag for each is enough. A rank posts the receives of its next actions ahead of time, so that messages arrive while it computes.
+Between two ranks activations arrive in the order in which they are needed, and so do gradients: the checker of the schedules proves it.
+So one tag for each is enough. A rank posts the receives of its next actions ahead of time, so that messages arrive while it computes.
 
 A receive needs the shape of its message. The ranks agree on the shapes of the inputs at the beginning of a step. The first time that
 a stage passes on the activations of an input of some shape, it sends a note of their shape and dtype before them.
@@ -119,8 +119,8 @@ class Messages:
 def _note(x: torch.Tensor) -> torch.Tensor:
     if x.ndim > _MAX_DIMS or x.dtype not in _DTYPES:
         raise ValueError(
-            f"pipeline: a stage passes on a tensor of shape {tuple(x.shape)}, {x.dtype}; expected at most {_MAX_DIMS} dimensions and one "
-            f"of {', '.join(map(str, _DTYPES))}"
+            f"pipeline: a stage passes on a tensor of shape {tuple(x.shape)}, {x.dtype}; expected at most {_MAX_DIMS} dimensions and "
+            f"one of {', '.join(map(str, _DTYPES))}"
         )
     return torch.tensor([_DTYPES.index(x.dtype), x.ndim, *x.shape, *[0] * (_MAX_DIMS - x.ndim)])
 

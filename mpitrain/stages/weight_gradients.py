@@ -26,7 +26,7 @@ _later: Later | None = None  # of the backward that runs now
 @contextmanager
 def waiting() -> Iterator[Later]:
     """Let the backwards in the block collect the products for the gradients of weights."""
-    global _later  # noqa: PLW0603  # the engine calls the backwards, which get no argument
+    global _later  # the engine calls the backwards, which get no argument
     _later = []
     try:
         yield _later

@@ -1,0 +1,139 @@
+"""A model in stages trains as the plain model does, by every schedule."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import mpitrain
+from collectives import Communicator
+from mpitrain.models import GPT, GPTConfig, LanguageModel
+from mpitrain.models.llama import Llama
+from mpitrain.models.sizes import LlamaConfig
+from mpitrain.stages import pipeline
+from tests.helpers.extent import extent
+
+STEPS, MICRO = extent(3, 10), 8
+SIZES = {"vocab": 50, "context": 16, "width": 24, "layers": 10, "heads": 2}
+
+
+def gpt() -> LanguageModel:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**SIZES, tied=False))
+
+
+def tied_llama() -> LanguageModel:
+    torch.manual_seed(0)
+    return Llama(LlamaConfig(**SIZES, tied=True))
+
+
+def batches(step: int, rank: int = 0) -> list[torch.Tensor]:
+    """Micro-batches of different sizes."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(0, 50, (2, 8 + micro % 3), generator=generator) for micro in range(MICRO)]
+
+
+def targets(tokens: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    return [{"targets_BL": rows.roll(-1, 1)} for rows in tokens]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
+
+
+SCHEDULES = [
+    *((name, None) for name in ("gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe-v")),
+    ("interleaved", 2),
+    ("interleaved", 3),
+]
+
+
+@pytest.mark.parametrize(("schedule", "stages"), SCHEDULES)
+@pytest.mark.parametrize("make", [gpt, tied_llama])
+def test_steps_beside_the_plain_model(
+    comm: Communicator, make: Callable[[], LanguageModel], schedule: str, stages: int | None
+) -> None:
+    plain, model = make(), make()
+    pipe = pipeline(model, comm, schedule, micro_batches=MICRO, stages_per_rank=stages)
+    whole = dict(plain.named_parameters(remove_duplicate=False))
+    assert comm.size == 1 or sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in plain.parameters())
+    optimizers = adamw(plain), adamw(model)
+    for step in range(STEPS):
+        tokens, expected = batches(step), 0.0
+        for rows in tokens:
+            loss = plain(rows, rows.roll(-1, 1))
+            loss.backward()
+            expected += loss.item()
+        assert pipe.step(tokens, last=targets(tokens)).item() == pytest.approx(expected, rel=1e-6)
+        for name, param in model.named_parameters():
+            grad = whole[name].grad
+            assert param.grad is not None
+            assert grad is not None
+            assert (param.grad - grad).abs().max() <= 1e-5 * grad.abs().max()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param, whole[name], rtol=0, atol=2e-5)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stage", "storage"), [(1, "resident"), (2, "private"), (3, "resident"), (3, "private")])
+def test_with_zero(comm: Communicator, schedule: str, stage: int, storage: str) -> None:
+    plain, model, mesh = gpt(), gpt(), mpitrain.mesh(comm, pp=2)
+    data = mesh["dp_shard"]
+    pipe = pipeline(model, mesh["pp"], schedule, micro_batches=MICRO)
+    for module in (*model.blocks.children(), model):
+        mpitrain.fully_shard(module, data, stage=stage, storage=storage)  # type: ignore[arg-type]
+    optimizers = adamw(plain), adamw(model)
+    for step in range(STEPS):
+        expected = 0.0
+        for rows in [rows for rank in range(data.size) for rows in batches(step, rank)]:
+            loss = plain(rows, rows.roll(-1, 1)) / data.size
+            loss.backward()
+            expected += loss.item()
+        tokens = batches(step, data.rank)
+        total = pipe.step(tokens, last=targets(tokens))
+        data.all_reduce(total)
+        assert total.item() / data.size == pytest.approx(expected, rel=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    mesh.free()
+
+
+@pytest.mark.ranks(2)
+def test_what_does_not_fit(comm: Communicator) -> None:
+    for change, message in (
+        ({"schedule": "2f2b"}, "unknown schedule '2f2b'; expected one of gpipe, 1f1b"),
+        ({"micro_batches": 0}, "expected at least 1 micro-batch, got 0"),
+        ({"schedule": "dualpipe-v", "micro_batches": 3}, "expected at least 2 x 2 ranks = 4 micro-batches, got 3"),
+        ({"stages_per_rank": 2}, "1f1b has 1 stages on each rank, got 2"),
+        ({"schedule": "interleaved", "stages_per_rank": 1}, "needs at least 2 stages on each rank, got 1"),
+        ({"schedule": "interleaved", "stages_per_rank": 7}, "14 stages need at least 12 blocks, and the model has 10"),
+        ({"division": [6]}, r"expected the numbers of blocks of 2 stages, 10 together, got \[6\]"),
+        ({"micro_batches": 4 + comm.rank}, "the ranks differ: schedule 1f1b, 4 micro-batches on rank 0"),
+    ):
+        model = gpt()
+        names = [name for name, _ in model.named_parameters()]
+        with pytest.raises(ValueError, match=message):
+            pipeline(model, comm, **{"micro_batches": 4, **change})  # type: ignore[arg-type]
+        assert [name for name, _ in model.named_parameters()] == names
+    with pytest.raises(ValueError, match="Linear brings no plan along"):
+        pipeline(nn.Linear(2, 2), comm, micro_batches=4)
+    pipe = pipeline(gpt(), comm, micro_batches=4)
+    with pytest.raises(ValueError, match="step: expected 4 micro-batches, got 3"):
+        pipe.step(batches(0)[:3])
+
+
+@pytest.mark.ranks(2)
+def test_a_division_by_numbers(comm: Communicator) -> None:
+    model = gpt()
+    pipe = pipeline(model, comm, micro_batches=MICRO, division=[5, 5])
+    assert [*model.blocks._modules] == ([*"01234"] if comm.rank == 0 else [*"56789"])
+    assert hasattr(model, "wte") == (comm.rank == 0)
+    assert hasattr(model, "head") == (comm.rank == 1)
+    tokens = batches(0)
+    assert pipe.step(tokens, last=targets(tokens)).isfinite()
