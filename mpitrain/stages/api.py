@@ -9,6 +9,7 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain.agreement import check_alike
+from mpitrain.optim.spread import spread_of
 from mpitrain.stages.division import costs_of, divide
 from mpitrain.stages.executor import Run
 from mpitrain.stages.messages import Messages, Streams
@@ -131,16 +132,32 @@ class Pipeline:
         device = next(self.stages.model.parameters()).device
         messages = Messages(comm, schedule, self._streams, shapes, device)
         run = Run(self.stages, messages, calls, loss_of or _itself, last, scale or _same)
-        for action in schedule.program(comm.rank):
+        program = schedule.program(comm.rank)
+        final = max(at for at, action in enumerate(program) if action.kind != "F")
+        self._reduce_gradients(False)
+        for at, action in enumerate(program):
+            if at == final:
+                self._reduce_gradients(True)
             run.take(action)
         messages.end()
         self._add_tied()
         comm.broadcast(run.total, schedule.rank_of(schedule.num_stages - 1))
         return run.total
 
+    def _reduce_gradients(self, reduces: bool) -> None:
+        """Whether the next backwards of a sharded model reduce gradients. Only the last one of a step does, for all of them."""
+        change: Any = getattr(self.stages.model, "set_requires_gradient_sync", None)
+        if change is not None:
+            change(reduces)
+
     def _add_tied(self) -> None:
         """Add up the gradients of parameters that stages of several ranks have."""
-        for param, group in self._tied:
+        for name, group in self._tied:
+            param = self.stages.model.get_parameter(name)
+            if spread_of(param) is not None:
+                raise NotImplementedError(
+                    f"pipeline: {name} is tied over stages on several ranks, and sharded or cut; untie it"
+                )
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             group.all_reduce(param.grad)
@@ -148,23 +165,18 @@ class Pipeline:
 
 def _tied(
     model: nn.Module, plan: StagePlan, division: Sequence[range], schedule: Schedule, comm: Communicator
-) -> list[tuple[nn.Parameter, Communicator]]:
-    """The parameters that stages of several ranks have, each with the ranks that have it. Collective."""
-    stages = ModelStages.names_of(model, plan, division)
+) -> list[tuple[str, Communicator]]:
+    """The parameters that stages of several ranks have, by name, each with the ranks that have it. Collective."""
     users: dict[int, set[int]] = {}
-    params: dict[int, nn.Parameter] = {}
-    for stage, names in enumerate(stages):
-        for name in names:
-            for param in model.get_submodule(name).parameters():
-                users.setdefault(id(param), set()).add(schedule.rank_of(stage))
-                params[id(param)] = param
+    for stage, names in enumerate(ModelStages.names_of(model, plan, division)):
+        for param in (param for name in names for param in model.get_submodule(name).parameters()):
+            users.setdefault(id(param), set()).add(schedule.rank_of(stage))
     found = []
-    for key, ranks in users.items():
-        if len(ranks) > 1:
+    for name, param in model.named_parameters():
+        if len(ranks := users.get(id(param), set())) > 1:
             group = comm.split(0 if comm.rank in ranks else None)
-            if comm.rank in ranks:
-                assert group is not None
-                found.append((params[key], group))
+            if group is not None:
+                found.append((name, group))
     return found
 
 

@@ -30,6 +30,9 @@ class ModelStages:
         self._blocks = model.get_submodule(plan.blocks)
         self._keys = list(self._blocks._modules)
         self._pass_on = _PassOn()
+        self._stage = mine[0]
+        self._whole_forward = model.forward
+        model.forward = self._forward
         names_of = self.names_of(model, plan, division)
         owned = {
             id(param) for stage in mine for name in names_of[stage] for param in model.get_submodule(name).parameters()
@@ -50,10 +53,15 @@ class ModelStages:
 
     def __call__(self, stage: int, x: torch.Tensor | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The output of one stage. `x`: that of the stage before; None in the first stage, which gets the inputs of the model."""
-        with self._alone(stage):
-            if x is None:
-                return self.model(*args, **kwargs, **self._plan.options)
-            return self.model(**kwargs, **self._plan.options, **{self._plan.stream: x})
+        self._stage = stage
+        if x is None:
+            return self.model(*args, **kwargs, **self._plan.options)
+        return self.model(**kwargs, **self._plan.options, **{self._plan.stream: x})
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the model: of one stage. Hooks before it, such as those of `fully_shard`, see all modules of this rank."""
+        with self._alone(self._stage):
+            return self._whole_forward(*args, **kwargs)
 
     @contextmanager
     def _alone(self, stage: int) -> Iterator[None]:

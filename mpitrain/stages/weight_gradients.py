@@ -36,10 +36,15 @@ def waiting() -> Iterator[Later]:
 
 def compute(later: Later) -> None:
     """Compute what a backward has left for later, and accumulate it as a backward does, with the hooks of the parameters."""
+    params: list[torch.Tensor] = []
+    grads: list[torch.Tensor] = []
     for product in later:
-        params, grads = product()
-        torch.autograd.backward(params, grads)
+        for param, grad in zip(*product(), strict=True):
+            params.append(param)
+            grads.append(grad)
     later.clear()
+    if params:
+        torch.autograd.backward(params, grads)
 
 
 class _Linear(Function):

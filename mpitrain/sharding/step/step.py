@@ -410,7 +410,9 @@ class TrainingStep:
 
 def _on_gradient(step: "weakref.ref[TrainingStep]", number: int, index: int, full: torch.Tensor) -> None:
     alive = step()
-    if alive is not None:
+    if (
+        alive is not None and full.grad is not None
+    ):  # torch calls the hook, too, if a backward returns None for a parameter
         alive.on_gradient(number, index)
 
 

@@ -79,7 +79,7 @@ def test_steps_beside_the_plain_model(
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize(("stage", "storage"), [(1, "resident"), (2, "private"), (3, "resident"), (3, "private")])
 def test_with_zero(comm: Communicator, schedule: str, stage: int, storage: str) -> None:
     plain, model, mesh = gpt(), gpt(), mpitrain.mesh(comm, pp=2)
