@@ -49,6 +49,7 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize(("schedule", "stages"), SCHEDULES)
 @pytest.mark.parametrize("make", [gpt, tied_llama])
 def test_steps_beside_the_plain_model(
@@ -78,9 +79,19 @@ def test_steps_beside_the_plain_model(
         torch.testing.assert_close(param, whole[name], rtol=0, atol=2e-5)
 
 
+ZERO = extent(
+    [("1f1b", 1, "resident"), ("zb-h1", 2, "private"), ("zb-v", 3, "resident"), ("1f1b", 3, "private")],
+    [
+        (schedule, stage, storage)
+        for schedule, _ in SCHEDULES
+        for stage in (1, 2, 3)
+        for storage in ("resident", "private")
+    ],
+)
+
+
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
-@pytest.mark.parametrize(("stage", "storage"), [(1, "resident"), (2, "private"), (3, "resident"), (3, "private")])
+@pytest.mark.parametrize(("schedule", "stage", "storage"), ZERO)
 def test_with_zero(comm: Communicator, schedule: str, stage: int, storage: str) -> None:
     plain, model, mesh = gpt(), gpt(), mpitrain.mesh(comm, pp=2)
     data = mesh["dp_shard"]
