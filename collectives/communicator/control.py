@@ -39,7 +39,7 @@ class Control:
         self._queue.progress.pending()  # raises if the communicator was freed
         shared = self._transports.shared
         if IN_ORDER and shared is not None and not self._recorder.checked:
-            return Arrived(shared.posts.barriers, self._recorder.log.enter("barrier"))
+            return Arrived(shared.posts.barriers, self._recorder.log.enter("barrier"), self._queue.progress)
         return self._queue.issue(self._on_progress().barrier, "barrier")
 
     def broadcast_object(self, obj: Any, root: int) -> Any:

@@ -7,8 +7,9 @@ thread only if it waits for that operation, or calls a collective on the communi
 - `Deferred`, if no core is free for a thread: operations are carried out when the caller waits for one, or before its next collective.
   Programs give the same results both ways, but here without overlap. A `send` or `recv` in between must not wait for a collective that
   its peer has not reached. So an operation also starts an MPI_Ibarrier when it is issued. The barrier's end shows that all ranks have
-  issued the operation; only then a wait for a message may carry it out (`Issues`). A reduce-scatter in node memory needs no barrier
-  (`Posted`): a rank that waits for a message or calls `done()` adds up its part if all ranks have issued the operation.
+  issued the operation; only then a wait for a message may carry it out (`Issues`), or a wait for an asynchronous `barrier`. A
+  reduce-scatter in node memory needs no MPI_Ibarrier (`Posted`): a rank that waits for a message or calls `done()` adds up its part if
+  all ranks have issued the operation.
 The rule for both: ranks issue their collectives in the same order, also those of different communicators that have ranks in common.
 """
 
@@ -67,10 +68,15 @@ class Work(ABC):
 
 
 class Arrived(Work):
-    """A barrier that this rank has entered; the other ranks see this in node memory without further calls by this rank."""
+    """A barrier that this rank has entered; the other ranks see this in node memory without further calls by this rank.
 
-    def __init__(self, meeting: Meeting, entry: Entry) -> None:
+    While this rank waits, it carries out operations of its queue that all ranks have issued. A rank that has not come to the barrier
+    may wait for one of them.
+    """
+
+    def __init__(self, meeting: Meeting, entry: Entry, progress: "Progress") -> None:
         super().__init__()
+        self._progress = progress
         self._meeting, self._count, self._entry, self._site = meeting, meeting.arrive(), entry, issued_here()
         entry.leave()  # the record shows the barrier as unfinished only while the program waits for it
 
@@ -81,7 +87,7 @@ class Arrived(Work):
     def _finish(self) -> None:
         if not self.done():
             self._entry.wait()
-            self._site.carry_out(partial(self._meeting.wait, self._count))
+            self._site.carry_out(partial(self._meeting.wait, self._count, self._progress.advance))
             self._entry.leave()
             self._ended = True
 

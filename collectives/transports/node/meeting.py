@@ -8,6 +8,7 @@ on messages for other ranks, and lets other processes and threads run.
 import os
 import platform
 import time
+from collections.abc import Callable
 from typing import Any
 
 WORDS = 8  # for each rank: a full cache line
@@ -40,11 +41,11 @@ class Meeting:
         words = self._words
         return self._count >= count and all(words[other] >= count for other in self._others)
 
-    def wait(self, count: int) -> None:
-        """Return when every rank has come to meeting `count`."""
+    def wait(self, count: int, advance: Callable[[], None] | None = None) -> None:
+        """Return when every rank has come to meeting `count`. `advance` is called again and again while this rank waits."""
         for other in self._others:
             if self._words[other] < count:
-                self._wait(other, count)
+                self._wait(other, count, advance)
 
     def meet(self) -> None:
         """Return when every rank has called this. Writes of a rank before the call are visible to the other ranks after it."""
@@ -55,7 +56,7 @@ class Meeting:
             if words[other] < count:
                 self._wait(other, count)
 
-    def _wait(self, other: int, count: int) -> None:
+    def _wait(self, other: int, count: int, advance: Callable[[], None] | None = None) -> None:
         words = self._words
         for _ in range(_SPINS):
             if words[other] >= count:
@@ -63,6 +64,8 @@ class Meeting:
         turns = 0
         while words[other] < count:
             self._mpi.Iprobe()  # MPI makes progress, and other threads of this process can run
+            if advance is not None:
+                advance()
             turns += 1
             if turns < _YIELDS:
                 os.sched_yield()

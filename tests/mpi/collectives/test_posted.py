@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from collectives import Communicator, Work
+from collectives import Communicator, Mesh, Work
 from collectives.progress.issued import Posted
 from collectives.progress.work import Deferred, Thread
 
@@ -161,6 +161,24 @@ def test_the_others_need_not_wait_for_it(deferring: Communicator) -> None:
         comm.send(np.ones(1), 1)  # the others come from their barrier to this without having waited
     elif comm.rank == 1:
         assert comm.recv(np.empty(1), 0)[0] == 1
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("algorithm", ["mpi", "ring"])
+def test_a_rank_at_a_barrier_carries_out_what_others_wait_for(deferring: Communicator, algorithm: str) -> None:
+    """In a mesh of 2 x 2 ranks 0 and 3 wait at the barriers of the rows, 1 and 2 for the sums of the columns."""
+    mesh = Mesh(deferring, {"column": 2, "row": 2})
+    for _ in range(20):
+        x = np.ones(1000)
+        total = mesh["column"].all_reduce(x, algorithm=algorithm, async_op=True)
+        barrier = mesh["row"].barrier(async_op=True) if deferring.rank in (0, 3) else None
+        if barrier is not None:
+            barrier.wait()
+        total.wait()
+        if barrier is None:
+            mesh["row"].barrier(async_op=True).wait()
+        assert (x == 2).all()
+    mesh.free()
 
 
 def test_in_checked_mode_and_on_the_progress_thread(comm: Communicator) -> None:
