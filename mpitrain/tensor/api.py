@@ -2,7 +2,7 @@
 
 import warnings
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -144,6 +144,10 @@ class _Cutter:
                 )
             self.modules[stack[-1]].register_forward_hook(partial(hooks.join_stream, self.ranks))
             self.modules[parent_of(path)].register_forward_hook(partial(hooks.check_joined, self.ranks, stack))
+        if hasattr(
+            self.modules[""], "resize_token_embeddings"
+        ):  # of transformers, which would make modules from this rank's rows
+            self.modules[""].resize_token_embeddings = _refuse_resize
         self._mark_inputs()
         self._before("", partial(check_inputs, self.comm), prepend=True)
         self.modules[""].register_forward_pre_hook(CheckParts(self.modules), prepend=True)
@@ -279,6 +283,10 @@ def _plan_of(model: nn.Module, size: int) -> Plan:
             "of module names to mpitrain.tensor.Style"
         )
     return plan
+
+
+def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
+    raise TypeError("resize_token_embeddings: the model is cut over ranks; resize it before tensor_parallel")
 
 
 def _part(param: Any) -> Part:

@@ -61,6 +61,11 @@ class Cuts:
             self._check_region(region, tells_all=is_library)
         for name, param in params.items():
             if id(param) in self.of and not {name, parent_of(name)} & set(styles):
+                if parent_of(name) not in modules:
+                    raise ValueError(
+                        f"{parent_of(name)} is a module that the model has under another name, too; a shared module cannot be cut, so "
+                        "give each place its own module, or leave the module out of the plan"
+                    )
                 raise ValueError(
                     f"{name} is tied to a parameter that the plan cuts; the plan must name {parent_of(name)}, too"
                 )
@@ -197,7 +202,9 @@ class Cuts:
     def _check_pair(self, name: str, column: Cut, row_name: str, row: Cut) -> None:
         is_alike = column.bounds(self._size) == row.bounds(self._size)
         same_matrix, same_sum = column.lengths[0] == row.lengths[0], sum(column.lengths) == sum(row.lengths)
-        if (same_matrix and not is_alike) or (same_sum and not same_matrix):
+        # With heads a joint matrix of keys and values may be as long as the queries.
+        is_confused = same_sum and not same_matrix and column.blocks is None
+        if (same_matrix and not is_alike) or is_confused:
             raise ValueError(
                 f"the plan cuts the output features of {name} in another way than the input features of {row_name} in the same region: "
                 f"{_described(column, self._size)} and {_described(row, self._size)}; give both the same parts and blocks"

@@ -45,7 +45,7 @@ class TensorRanks:
         """The stream at the beginning of a region: all tokens. `is_cut`: in a stack whose tokens are cut, if any are."""
         if is_cut and self.cuts_tokens:
             whole = regions.gather_tokens(x, self.exchange, x.shape[-2] * self.comm.size)
-            self._entered = whole, whole._version
+            self._entered = None if whole.is_inference() else (whole, whole._version)  # that has no version
             return whole
         return regions.copy(x, self.exchange)
 

@@ -11,6 +11,10 @@ _TOKENWISE = (
 )  # fmt: skip
 """Classes of modules that compute each token by itself. So do those whose name contains one of `_TOKENWISE_NAMES`."""
 _TOKENWISE_NAMES = ("Norm", "Router", "Activation")
+_MIXING_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
+"""Norms over the tokens."""
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""Classes of modules that compute nothing but what the modules in them compute."""
 
 
 class Layout:
@@ -102,12 +106,12 @@ class Layout:
             return  # None: a module that the model has under another name, too
         children = [f"{name}.{key}" for key, _ in module.named_children()]
         is_block = parent_of(name) in self.stacks
-        if isinstance(module, _TOKENWISE) or any(key in type(module).__name__ for key in _TOKENWISE_NAMES):
+        if self._is_tokenwise(module):
             if completes and name in self._styles and self._styles[name].kind == "column":
                 self.wholes.add(name)  # its outputs are gathered
         elif completes and not is_block and not isinstance(module, nn.ModuleList) and self._may_mix(name):
             self.wholes.add(name)
-        elif children:
+        elif children and (completes or is_block or isinstance(module, _CONTAINERS) or self._holds_region(name)):
             for child in children:
                 self._visit(child, completes=completes)
         elif not completes and name not in self._styles:
@@ -115,6 +119,15 @@ class Layout:
                 f"{name} ({type(module).__name__}) is in a stack whose tokens are cut, and may mix tokens; cut its matrices by "
                 "the plan, give it Style('whole'), or pass sequence=False"
             )
+
+    @staticmethod
+    def _is_tokenwise(module: nn.Module) -> bool:
+        if isinstance(module, _MIXING_NORMS):
+            return False
+        return isinstance(module, _TOKENWISE) or any(key in type(module).__name__ for key in _TOKENWISE_NAMES)
+
+    def _holds_region(self, name: str) -> bool:
+        return any(is_within(region, name) for region in self.regions)
 
     def _may_mix(self, name: str) -> bool:
         """Whether a module computes something else than regions with streams of tokens."""

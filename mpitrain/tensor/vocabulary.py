@@ -10,7 +10,7 @@ from collectives import Communicator
 from mpitrain.parts import bounds
 from mpitrain.tensor.exchange import Exchange
 
-_CHUNK_ELEMENTS = 1 << 22  # of logits that are converted to float32 at once
+_CHUNK_ELEMENTS = 1 << 22  # of logits that are converted to the dtype of the loss at once
 
 
 class _CrossEntropy(Function):
@@ -31,9 +31,10 @@ class _CrossEntropy(Function):
         mine = (targets >= first) & (targets < first + logits.shape[1])
         at = (targets - first).masked_fill(~mine, 0)
         # Of each row, over this rank's classes: the largest logit, the sum of exp(logit - largest), the target's logit, the sum.
-        own = torch.zeros(4, rows, dtype=torch.float32, device=logits.device)
+        dtype = _dtype_of_loss(logits)
+        own = torch.zeros(4, rows, dtype=dtype, device=logits.device)
         for part in _chunks(logits):
-            x = logits[part].to(torch.float32, copy=True)
+            x = logits[part].to(dtype, copy=True)
             own[0, part] = largest = x.amax(1) if x.shape[1] else own.new_full((len(x),), -torch.inf)
             own[3, part] = x.sum(1)
             if x.shape[1]:
@@ -58,7 +59,7 @@ class _CrossEntropy(Function):
         grad = grad * counts
         out = torch.empty_like(logits)
         for part in _chunks(logits):
-            x = logits[part].to(torch.float32, copy=True).sub_(log_sum[part, None]).exp_()
+            x = logits[part].to(log_sum.dtype, copy=True).sub_(log_sum[part, None]).exp_()
             if ctx.smoothing:
                 x -= ctx.smoothing / ctx.num_classes
             if x.shape[1]:
@@ -85,8 +86,8 @@ def cross_entropy(
     Args: logits: (C,), (N, C) or (N, C, d1, ...), floating-point, with C classes of this rank. targets: (), (N,) or (N, d1, ...) int64,
     the same on all ranks. comm: the ranks, or their exchange, which then counts the time. num_classes: of all ranks together; rank r
     of R has classes `num_classes * r // R` to `num_classes * (r + 1) // R - 1`. Positions with the target `ignore_index` count nothing;
-    on CPUs any other target out of range is an IndexError. The loss is in float32, the same on all ranks, with "none" of the shape of
-    `targets`, and with "mean" NaN if no position counts.
+    on CPUs any other target out of range is an IndexError. The loss is in float32, or in float64 for float64 logits. It is the same on
+    all ranks, with "none" of the shape of `targets`, and with "mean" NaN if no position counts.
 
     Raises ValueError for logits without this rank's classes (such as gathered ones), for targets of another shape, for probabilities of
     classes as targets, and for another reduction.
@@ -136,6 +137,11 @@ def check_classes(values: torch.Tensor, num_classes: int, what: str, *, ignored:
     least, most = int(values.min()), int(values.max())
     if least < 0 or most >= num_classes:
         raise IndexError(f"{what} {least if least < 0 else most} is out of range; expected 0 to {num_classes - 1}")
+
+
+def _dtype_of_loss(logits: torch.Tensor) -> torch.dtype:
+    """float32, or float64 for such logits."""
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _chunks(logits: torch.Tensor) -> list[slice]:

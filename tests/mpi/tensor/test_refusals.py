@@ -9,6 +9,8 @@ from torch import nn
 import mpitrain
 from collectives import Communicator
 from mpitrain.models import GPT, GPTConfig
+from mpitrain.models.llama import Llama
+from mpitrain.models.sizes import LlamaConfig
 from mpitrain.parts import part_of
 from mpitrain.tensor import Style
 
@@ -31,6 +33,46 @@ class Mixer(nn.Module):
         self.blocks = nn.ModuleList(
             [nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), nn.Conv1d(4, 4, 3))]
         )
+
+
+class Whole(nn.Module):
+    """A block with an attention of linear layers, of which a plan cuts the MLP alone."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(x).chunk(3, -1)
+            return self.out(nn.functional.scaled_dot_product_attention(q, k, v))
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn, self.mlp = Whole.Attention(), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.attn(x)
+            return x + self.mlp(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Whole.Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def shared() -> nn.Module:
+    model = Whole()
+    model.blocks[1].mlp = model.blocks[0].mlp
+    return model
+
+
+MLPS = {"blocks.*.mlp.0": COLUMN, "blocks.*.mlp.1": ROW}
 
 
 class Scaled(nn.Linear):
@@ -114,6 +156,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Style] | None, str]]
         lambda: nn.Sequential(nn.LSTM(4, 4)), {"0.weight_ih_l0": Style("parameter"), "0": Style("region")},
         r"cuts 0\.weight_ih_l0, but LSTM",
     ),
+    "attention": (Whole, MLPS, r"blocks\.0\.attn \(Attention\) .* may mix tokens; .* Style\('whole'\)"),
+    "shared": (shared, MLPS | {"blocks.*.attn": Style("whole")}, r"blocks\.1\.mlp\.0 is a module that .* under another name"),
     "tokens": (Mixer, {"blocks.0.0.0": COLUMN, "blocks.0.0.1": ROW}, r"blocks\.0\.1 \(Conv1d\) .* may mix tokens"),
 }  # fmt: skip
 
@@ -131,6 +175,27 @@ def test_what_does_not_fit(comm: Communicator, case: str) -> None:
     assert list(map(id, model.parameters())) == params
     assert all(part_of(param) is None for param in model.parameters())
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.ranks(2)
+def test_an_attention_that_is_whole(comm: Communicator) -> None:
+    torch.manual_seed(0)
+    model, x = Whole(), torch.randn(2, 6, 4)
+    expected = model(x)
+    mpitrain.tensor_parallel(model, comm, MLPS | {"blocks.*.attn": Style("whole")})
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_joint_matrix_of_keys_and_values_as_long_as_the_queries(comm: Communicator) -> None:
+    sizes = LlamaConfig(vocab=50, context=8, width=8 * comm.size, layers=1, heads=4 * comm.size, kv_heads=2 * comm.size)
+    model, x = Llama(sizes), torch.zeros(1, 8, dtype=torch.long)
+    for param in model.parameters():
+        comm.broadcast(param.data)
+    expected = model(x)
+    mpitrain.tensor_parallel(model, comm, sequence=False)
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.ranks(2)
@@ -242,7 +307,9 @@ def test_ranks_with_other_models_or_plans(comm: Communicator) -> None:
     with pytest.raises(
         ValueError, match=r"for blocks.0.mlp.fc on rank 0, Style\(kind='vocabulary', .* for wte on rank 1"
     ):
-        mpitrain.tensor_parallel(gpt(), comm, plan | {"wte": Style("vocabulary")} if comm.rank else plan)
+        mpitrain.tensor_parallel(
+            gpt(), comm, plan | {"wte": Style("vocabulary")} if comm.rank else plan, sequence=False
+        )
     with pytest.raises(ValueError, match=r"the ranks differ: sequence=True on rank 0, sequence=False on rank 1"):
         mpitrain.tensor_parallel(gpt(), comm, sequence=comm.rank == 0)
 

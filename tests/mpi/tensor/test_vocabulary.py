@@ -14,6 +14,14 @@ from mpitrain.parts import bounds, part_of
 from mpitrain.tensor import Style, cross_entropy, vocabulary
 
 
+@pytest.mark.ranks(2)
+def test_float64(comm: Communicator) -> None:
+    whole = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    begin, end = bounds(8, comm.size)[comm.rank : comm.rank + 2]
+    found = cross_entropy(whole[:, begin:end], torch.arange(5), comm, num_classes=8)
+    torch.testing.assert_close(found, F.cross_entropy(whole, torch.arange(5)), rtol=1e-14, atol=0)
+
+
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -94,8 +94,9 @@ def test_a_block_without_a_region_gets_all_tokens() -> None:
     assert "blocks.0" in layout(plan, num_blocks=2).wholes
     with pytest.raises(ValueError, match=r"the plan cuts nothing in blocks\.0, .*Style\('whole'\)"):
         layout(plan, num_blocks=2, completes=False)
-    found = layout({**plan, "blocks.0": Style("whole")}, num_blocks=2, completes=False)
-    assert found.wholes == {"blocks.0"}
+    wholes = {f"blocks.1.{name}" for name in ("mixer", "attention", "moe")} | {"blocks.0"}
+    found = layout({**plan, **dict.fromkeys(wholes, Style("whole"))}, num_blocks=2, completes=False)
+    assert found.wholes == wholes
 
 
 def test_what_does_not_fit() -> None:
