@@ -118,9 +118,6 @@ class Pipeline:
         Returns: the sum of the losses, before `scale`: a float64 scalar, the same on all ranks. ValueError on all ranks if the number
         of micro-batches is not that of the schedule.
         """
-        return self._run(inputs, loss_of, last, scale)
-
-    def _run(self, inputs: Any, loss_of: Any, last: Any, scale: Any) -> torch.Tensor:
         schedule, comm = self.schedule, self.comm
         with comm.together("pipeline"):
             for what, given in (("inputs", inputs), ("last", last)):
@@ -131,6 +128,7 @@ class Pipeline:
         shapes = comm.all_gather_object(shapes)[schedule.rank_of(0)]
         device = next(self.stages.model.parameters()).device
         messages = Messages(comm, schedule, self._streams, shapes, device)
+        earlier = self._take_tied()
         run = Run(self.stages, messages, calls, loss_of or _itself, last, scale or _same)
         program = schedule.program(comm.rank)
         final = max(at for at, action in enumerate(program) if action.kind != "F")
@@ -140,7 +138,7 @@ class Pipeline:
                 self._reduce_gradients(True)
             run.take(action)
         messages.end()
-        self._add_tied()
+        self._add_tied(earlier)
         comm.broadcast(run.total, schedule.rank_of(schedule.num_stages - 1))
         return run.total
 
@@ -150,17 +148,26 @@ class Pipeline:
         if change is not None:
             change(reduces)
 
-    def _add_tied(self) -> None:
-        """Add up the gradients of parameters that stages of several ranks have."""
-        for name, group in self._tied:
+    def _take_tied(self) -> list[torch.Tensor | None]:
+        """Take the gradients that parameters on several ranks have from earlier steps: they are sums already."""
+        earlier = []
+        for name, _ in self._tied:
             param = self.stages.model.get_parameter(name)
             if spread_of(param) is not None:
                 raise NotImplementedError(
                     f"pipeline: {name} is tied over stages on several ranks, and sharded or cut; untie it"
                 )
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            group.all_reduce(param.grad)
+            earlier.append(param.grad)
+            param.grad = None
+        return earlier
+
+    def _add_tied(self, earlier: Sequence[torch.Tensor | None]) -> None:
+        """Add up the gradients of parameters that stages of several ranks have, and add those of earlier steps."""
+        for (name, group), before in zip(self._tied, earlier, strict=True):
+            param = self.stages.model.get_parameter(name)
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            group.all_reduce(grad)
+            param.grad = grad if before is None else before.add_(grad)
 
 
 def _tied(

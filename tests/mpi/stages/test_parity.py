@@ -140,6 +140,21 @@ def test_what_does_not_fit(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_gradients_of_several_steps_are_added(comm: Communicator) -> None:
+    plain, model = tied_llama(), tied_llama()
+    pipe = pipeline(model, comm, micro_batches=MICRO)
+    for step in range(2):
+        tokens = batches(step)
+        for rows in tokens:
+            plain(rows, rows.roll(-1, 1)).backward()
+        pipe.step(tokens, last=targets(tokens))
+    expected, found = plain.wte.weight.grad, model.get_parameter("wte.weight").grad
+    assert expected is not None
+    assert found is not None
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.ranks(2)
 def test_a_division_by_numbers(comm: Communicator) -> None:
     model = gpt()
     pipe = pipeline(model, comm, micro_batches=MICRO, division=[5, 5])
