@@ -98,7 +98,7 @@ class Pipeline:
         self.stages = ModelStages(model, plan, division, mine)
         if schedule.splits_backward:
             split_backwards(model)
-        self._streams = Streams()
+        self._streams: Streams = {}
 
     def step(
         self,

@@ -26,11 +26,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Shape = tuple[int, ...]
 
 
-class Streams:
-    """The shape and dtype of the activations that a stage passes on, by the stage and the shape of the model's input."""
-
-    def __init__(self) -> None:
-        self.of: dict[tuple[int, Shape], tuple[Shape, torch.dtype]] = {}
+Streams = dict[tuple[int, Shape], tuple[Shape, torch.dtype]]
+"""The shape and dtype of the activations that a stage passes on, by the stage and the shape of the model's input."""
 
 
 class Messages:
@@ -44,7 +41,7 @@ class Messages:
         shapes: Sequence[Shape],
         device: torch.device,
     ) -> None:
-        self._comm, self._streams, self._shapes, self._device = comm, streams.of, shapes, device
+        self._comm, self._streams, self._shapes, self._device = comm, streams, shapes, device
         self._ranks = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
         self._here: dict[tuple[str, int, int], torch.Tensor] = {}  # between two stages of this rank
         self._sent: deque[tuple[Work, torch.Tensor]] = deque()

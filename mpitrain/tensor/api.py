@@ -144,9 +144,7 @@ class _Cutter:
                 )
             self.modules[stack[-1]].register_forward_hook(partial(hooks.join_stream, self.ranks))
             self.modules[parent_of(path)].register_forward_hook(partial(hooks.check_joined, self.ranks, stack))
-        if hasattr(
-            self.modules[""], "resize_token_embeddings"
-        ):  # of transformers, which would make modules from this rank's rows
+        if hasattr(self.modules[""], "resize_token_embeddings"):
             self.modules[""].resize_token_embeddings = _refuse_resize
         self._mark_inputs()
         self._before("", partial(check_inputs, self.comm), prepend=True)
@@ -286,6 +284,7 @@ def _plan_of(model: nn.Module, size: int) -> Plan:
 
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
+    """In the place of a method of transformers, which would make modules from this rank's rows."""
     raise TypeError("resize_token_embeddings: the model is cut over ranks; resize it before tensor_parallel")
 
 

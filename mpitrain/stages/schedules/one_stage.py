@@ -1,6 +1,7 @@
 """Schedules with one stage on each rank."""
 
 from collections.abc import Callable
+from functools import partial
 
 from mpitrain.stages.schedules.program import Program
 from mpitrain.stages.schedules.schedule import Action, Schedule, Times
@@ -23,16 +24,7 @@ def gpipe(num_ranks: int, num_micro: int) -> Schedule:
 def one_f_one_b(num_ranks: int, num_micro: int) -> Schedule:
     """Each backward as soon as possible, so a rank holds fewer activations (Narayanan et al. 2021, 2104.04473, section 2.2)."""
 
-    def program(rank: int) -> tuple[Action, ...]:
-        made, ahead = Program(), min(num_ranks - 1 - rank, num_micro)
-        for _ in range(ahead):
-            made.forward(rank)
-        for micro in range(num_micro):
-            if ahead + micro < num_micro:
-                made.forward(rank)
-            made.backward(rank)
-        return made.actions()
-
+    program = partial(_program_of_1f1b, num_ranks, num_micro, False)
     return Schedule(
         "1f1b", num_ranks, num_micro, 1, program, _rank_of, _fill(num_ranks), _peak_of_1f1b(num_ranks, num_micro)
     )
@@ -44,25 +36,28 @@ def zero_bubble_h1(num_ranks: int, num_micro: int) -> Schedule:
     The ranks hold as many activations as with 1F1B, and idle for a third of the time if the three kinds of actions take equally long.
     """
 
-    def program(rank: int) -> tuple[Action, ...]:
-        made, ahead = Program(), min(num_ranks - 1 - rank, num_micro)
-        for _ in range(ahead):
-            made.forward(rank)
-        for micro in range(num_micro):
-            if ahead + micro < num_micro:
-                made.forward(rank)
-            made.backward(rank, split=True)
-            if micro >= rank:
-                made.weights()
-        for _ in range(min(rank, num_micro)):
-            made.weights()
-        return made.actions()
-
     def idle(times: Times) -> float:
         waits = (num_ranks - 1) * (times.forward + times.input_grads)
         return waits - (min(num_micro, num_ranks) - 1) * min(times.weight_grads, times.forward)
 
+    program = partial(_program_of_1f1b, num_ranks, num_micro, True)
     return Schedule("zb-h1", num_ranks, num_micro, 1, program, _rank_of, idle, _peak_of_1f1b(num_ranks, num_micro))
+
+
+def _program_of_1f1b(num_ranks: int, num_micro: int, split: bool, rank: int) -> tuple[Action, ...]:
+    """The program of 1F1B. `split`: with backwards in two halves, as in ZB-H1."""
+    made, ahead = Program(), min(num_ranks - 1 - rank, num_micro)
+    for _ in range(ahead):
+        made.forward(rank)
+    for micro in range(num_micro):
+        if ahead + micro < num_micro:
+            made.forward(rank)
+        made.backward(rank, split=split)
+        if micro >= rank:
+            made.weights()
+    for _ in range(min(rank, num_micro)):
+        made.weights()
+    return made.actions()
 
 
 def _rank_of(stage: int) -> int:

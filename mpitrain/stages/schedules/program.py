@@ -10,20 +10,18 @@ class Program:
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
-        self._begun: Counter[tuple[str, int]] = Counter()
+        self._forwards: Counter[int] = Counter()  # by stage
+        self._backwards: Counter[int] = Counter()
         self._waiting: deque[Action] = deque()
 
     def forward(self, stage: int) -> None:
-        self._add("F", stage)
+        self._add("F", stage, self._forwards)
 
     def backward(self, stage: int, *, split: bool = False) -> None:
         """The whole backward of the next micro-batch. `split`: the gradient of the input alone; `weights` computes the rest."""
-        kind: Kind = "I" if split else "B"
-        micro = self._begun["B", stage]
-        self._begun["B", stage] += 1
-        self._actions.append(Action(kind, stage, micro))
+        action = self._add("I" if split else "B", stage, self._backwards)
         if split:
-            self._waiting.append(Action("W", stage, micro))
+            self._waiting.append(action._replace(kind="W"))
 
     def weights(self, stage: int | None = None) -> None:
         """The gradients of weights that have waited longest, of one stage or of all; nothing if none wait."""
@@ -34,11 +32,13 @@ class Program:
                 return
 
     def num_forwards(self, stage: int) -> int:
-        return self._begun["F", stage]
+        return self._forwards[stage]
 
-    def _add(self, kind: Kind, stage: int) -> None:
-        self._actions.append(Action(kind, stage, self._begun[kind, stage]))
-        self._begun[kind, stage] += 1
+    def _add(self, kind: Kind, stage: int, begun: Counter[int]) -> Action:
+        action = Action(kind, stage, begun[stage])
+        begun[stage] += 1
+        self._actions.append(action)
+        return action
 
     def actions(self) -> tuple[Action, ...]:
         return tuple(self._actions)

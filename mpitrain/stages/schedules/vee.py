@@ -1,5 +1,7 @@
 """Schedules in the shape of a V: rank r of P has stages r and 2P - 1 - r, so rank 0 has the first and the last stage."""
 
+from functools import partial
+
 from mpitrain.stages.schedules.program import Program
 from mpitrain.stages.schedules.schedule import Action, Schedule, Times
 
@@ -56,7 +58,7 @@ def zero_bubble_v(num_ranks: int, num_micro: int) -> Schedule:
         num_micro,
         2,
         program,
-        lambda stage: min(stage, 2 * num_ranks - 1 - stage),
+        partial(_rank_of, num_ranks),
         idle,
         lambda rank: min(2 * num_micro, 2 * num_ranks, num_micro + rank + 1),
     )
@@ -116,7 +118,11 @@ def dual_pipe_v(num_ranks: int, num_micro: int) -> Schedule:
         num_micro,
         2,
         program,
-        lambda stage: min(stage, 2 * num_ranks - 1 - stage),
+        partial(_rank_of, num_ranks),
         idle,
         lambda rank: min(2 * num_ranks + 1, 2 * num_micro),
     )
+
+
+def _rank_of(num_ranks: int, stage: int) -> int:
+    return min(stage, 2 * num_ranks - 1 - stage)
