@@ -8,8 +8,12 @@ import torch
 from torch import nn
 
 from collectives import Communicator
+from mpitrain import parts
 from mpitrain.agreement import check_alike
-from mpitrain.optim.spread import spread_of
+from mpitrain.axes import group_among, group_of
+from mpitrain.optim.optimizer_checks import watch_optimizers
+from mpitrain.optim.spread import mark_cut, mark_replaced, spread_of
+from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.stages.division import costs_of, divide
 from mpitrain.stages.executor import Run
 from mpitrain.stages.messages import Messages, Streams
@@ -42,6 +46,10 @@ def pipeline(
     Raises ValueError on all ranks, with the model unchanged, for a schedule, plan or division that does not fit the model or the ranks.
     """
     with comm.together("pipeline"):
+        if parts.stages_of(model.parameters()) is not None:
+            raise ValueError("the model is in stages already; build it again for another pipeline")
+        if any(spread_of(param) is not None and parts.part_of(param) is None for param in model.parameters()):
+            raise ValueError("the model is sharded already; call pipeline before fully_shard")
         made = _schedule(schedule, comm.size, micro_batches, stages_per_rank)
         plan = plan or getattr(model, "stage_plan", None)
         if plan is None:
@@ -93,9 +101,17 @@ class Pipeline:
         self, model: nn.Module, comm: Communicator, schedule: Schedule, plan: StagePlan, division: Sequence[range]
     ) -> None:
         self.comm, self.schedule, self.division = comm, schedule, division
+        watch_optimizers()
+        watch_norms()
         mine = [stage for stage in range(schedule.num_stages) if schedule.rank_of(stage) == comm.rank]
-        self._tied = _tied(model, plan, division, schedule, comm)
+        names = {param: name for name, param in model.named_parameters()}
+        ranks = _ranks_of_params(model, plan, division, schedule)
         self.stages = ModelStages(model, plan, division, mine)
+        self._tied = self._mark(ranks)
+        here = set(model.parameters())
+        for param, name in names.items():
+            if param not in here:
+                mark_replaced(param, name, "pipeline")
         if schedule.splits_backward:
             split_backwards(model)
         self._streams: Streams = {}
@@ -120,6 +136,7 @@ class Pipeline:
         """
         schedule, comm = self.schedule, self.comm
         with comm.together("pipeline"):
+            self._check_norms()
             for what, given in (("inputs", inputs), ("last", last)):
                 if given is not None and len(given) != schedule.num_micro:
                     raise ValueError(f"step: expected {schedule.num_micro} micro-batches, got {len(given)} ({what})")
@@ -142,49 +159,72 @@ class Pipeline:
         comm.broadcast(run.total, schedule.rank_of(schedule.num_stages - 1))
         return run.total
 
+    def _check_norms(self) -> None:
+        """ValueError if norms over all parts of the model are not possible: only `fully_shard` gets the mesh with both axes."""
+        param = next(iter(self.stages.model.parameters()))
+        part, spread = parts.part_of(param), spread_of(param)
+        if part is not None and part.over.size > 1 and spread is not None and spread.copy is part.over:
+            raise ValueError(
+                "step: this model is cut by tensor_parallel and in stages, and no mesh has told it the ranks of both; call "
+                "mpitrain.fully_shard(model, mesh, stage=0) after pipeline, or another stage of ZeRO"
+            )
+
     def _reduce_gradients(self, reduces: bool) -> None:
         """Whether the next backwards of a sharded model reduce gradients. Only the last one of a step does, for all of them."""
         change: Any = getattr(self.stages.model, "set_requires_gradient_sync", None)
         if change is not None:
             change(reduces)
 
+    def _mark(self, ranks: Mapping[nn.Parameter, frozenset[int]]) -> list[tuple[str, Communicator]]:
+        """Mark the parameters of this rank as parts of a model in stages. `ranks`: those that have each parameter of the whole model.
+
+        Returns the names of parameters that stages of several ranks have, each with these ranks. Collective.
+        """
+        groups = {some: group_among(self.comm, some) for some in dict.fromkeys(ranks.values()) if len(some) > 1}
+        tied = []
+        for name, param in self.stages.model.named_parameters():
+            is_cut = (part := parts.part_of(param)) is not None
+            part = part or parts.whole(param.shape, group_of(self.comm, 1), is_partial=False)
+            part.stages, part.tied = self.comm, groups.get(ranks[param])
+            if not is_cut:
+                mark_cut(param, name, part)
+            if part.tied is not None:
+                tied.append((name, part.tied))
+        return tied
+
     def _take_tied(self) -> list[torch.Tensor | None]:
         """Take the gradients that parameters on several ranks have from earlier steps: they are sums already."""
         earlier = []
         for name, _ in self._tied:
             param = self.stages.model.get_parameter(name)
-            if spread_of(param) is not None:
-                raise NotImplementedError(
-                    f"pipeline: {name} is tied over stages on several ranks, and sharded or cut; untie it"
-                )
             earlier.append(param.grad)
             param.grad = None
         return earlier
 
     def _add_tied(self, earlier: Sequence[torch.Tensor | None]) -> None:
-        """Add up the gradients of parameters that stages of several ranks have, and add those of earlier steps."""
+        """Add up the gradients of parameters that stages of several ranks have, and add those of earlier steps.
+
+        Of a sharded parameter these are means over the data-parallel ranks: each stage has the same rows of it.
+        """
         for (name, group), before in zip(self._tied, earlier, strict=True):
             param = self.stages.model.get_parameter(name)
+            if not param.requires_grad:
+                continue
             grad = torch.zeros_like(param) if param.grad is None else param.grad
             group.all_reduce(grad)
             param.grad = grad if before is None else before.add_(grad)
 
 
-def _tied(
-    model: nn.Module, plan: StagePlan, division: Sequence[range], schedule: Schedule, comm: Communicator
-) -> list[tuple[str, Communicator]]:
-    """The parameters that stages of several ranks have, by name, each with the ranks that have it. Collective."""
-    users: dict[int, set[int]] = {}
+def _ranks_of_params(
+    model: nn.Module, plan: StagePlan, division: Sequence[range], schedule: Schedule
+) -> dict[nn.Parameter, frozenset[int]]:
+    """The ranks whose stages have each parameter of the whole model. Modules that the plan does not name are in all stages."""
+    ranks: dict[nn.Parameter, frozenset[int]] = {}
     for stage, names in enumerate(ModelStages.names_of(model, plan, division)):
         for param in (param for name in names for param in model.get_submodule(name).parameters()):
-            users.setdefault(id(param), set()).add(schedule.rank_of(stage))
-    found = []
-    for name, param in model.named_parameters():
-        if len(ranks := users.get(id(param), set())) > 1:
-            group = comm.split(0 if comm.rank in ranks else None)
-            if group is not None:
-                found.append((name, group))
-    return found
+            ranks[param] = ranks.get(param, frozenset()) | {schedule.rank_of(stage)}
+    everywhere = frozenset(range(schedule.num_ranks))
+    return {param: ranks.get(param, everywhere) for param in model.parameters()}
 
 
 def _call(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
