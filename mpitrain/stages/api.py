@@ -19,7 +19,7 @@ from mpitrain.stages.executor import Run
 from mpitrain.stages.messages import Messages, Streams
 from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.plan import StagePlan
-from mpitrain.stages.schedules import SCHEDULES, Schedule
+from mpitrain.stages.schedules import Schedule, make_schedule
 from mpitrain.stages.weight_gradients import split_backwards
 
 Inputs = torch.Tensor | Sequence[Any] | Mapping[str, Any]
@@ -50,7 +50,7 @@ def pipeline(
             raise ValueError("the model is in stages already; build it again for another pipeline")
         if any(spread_of(param) is not None and parts.part_of(param) is None for param in model.parameters()):
             raise ValueError("the model is sharded already; call pipeline before fully_shard")
-        made = _schedule(schedule, comm.size, micro_batches, stages_per_rank)
+        made = make_schedule(schedule, comm.size, micro_batches, stages_per_rank)
         plan = plan or getattr(model, "stage_plan", None)
         if plan is None:
             raise ValueError(
@@ -65,21 +65,6 @@ def pipeline(
         remedy="build the same model on all ranks, and divide it alike",
     )
     return Pipeline(model, comm, made, plan, divided)
-
-
-def _schedule(name: str, num_ranks: int, num_micro: int, stages_per_rank: int | None) -> Schedule:
-    if name not in SCHEDULES:
-        raise ValueError(f"pipeline: unknown schedule {name!r}; expected one of {', '.join(SCHEDULES)}")
-    if num_micro < 1:
-        raise ValueError(f"pipeline: expected at least 1 micro-batch, got {num_micro}")
-    if name != "interleaved":
-        made = SCHEDULES[name](num_ranks, num_micro)
-        if stages_per_rank not in (None, made.stages_per_rank):
-            raise ValueError(f"pipeline: {name} has {made.stages_per_rank} stages on each rank, got {stages_per_rank}")
-        return made
-    if (count := 2 if stages_per_rank is None else stages_per_rank) < 2:
-        raise ValueError(f"pipeline: interleaved needs at least 2 stages on each rank, got {count}")
-    return SCHEDULES[name](num_ranks, num_micro, count)
 
 
 def _division(model: nn.Module, plan: StagePlan, counts: Sequence[int] | None, num_stages: int) -> list[range]:
