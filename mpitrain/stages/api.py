@@ -10,13 +10,14 @@ from torch import nn
 from collectives import Communicator
 from mpitrain.agreement import check_alike
 from mpitrain.optim.spread import spread_of
+from mpitrain.parts import part_of
 from mpitrain.stages.division import costs_of, divide
 from mpitrain.stages.executor import Run
 from mpitrain.stages.messages import Messages, Streams
 from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.plan import StagePlan
 from mpitrain.stages.schedules import SCHEDULES, Schedule
-from mpitrain.stages.weight_gradients import split_backwards
+from mpitrain.stages.split_linear import split_backwards
 
 Inputs = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -153,9 +154,10 @@ class Pipeline:
         earlier = []
         for name, _ in self._tied:
             param = self.stages.model.get_parameter(name)
-            if spread_of(param) is not None:
+            spread, part = spread_of(param), part_of(param)
+            if spread is not None and (part is None or spread.everyone is not part.over):
                 raise NotImplementedError(
-                    f"pipeline: {name} is tied over stages on several ranks, and sharded or cut; untie it"
+                    f"pipeline: {name} is tied over stages on several ranks, and sharded; untie it"
                 )
             earlier.append(param.grad)
             param.grad = None
