@@ -66,7 +66,9 @@ class Part:
         return self.copies is None or self.copies.rank == 0
 
     def add_gradients(self, grad: Any) -> Any:
-        """The sum of the copies' gradients. Collective over `copies`."""
+        """The sum of the copies' gradients. Collective over `copies`. None: a backward that leaves the gradient for later."""
+        if grad is None:
+            return None
         assert self.copies is not None
         began = time.perf_counter()
         total = self.copies.all_reduce(grad.contiguous().clone())

@@ -169,8 +169,7 @@ class _ColumnProduct(Function):
             product_into(room.own, grad, weight)
             ctx.exchange.post(room)
             grad_x = room.own
-        grad_weight = product(rows(grad).t(), rows(x)) if needs_weight else None
-        return grad_x, grad_weight, rows(grad).sum(0) if needs_bias else None, None
+        return grad_x, *now_or_later(ctx.params, products), None
 
 
 def copy(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
