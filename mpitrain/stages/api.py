@@ -20,7 +20,7 @@ from mpitrain.stages.messages import Messages, Streams
 from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.plan import StagePlan
 from mpitrain.stages.schedules import Schedule, make_schedule
-from mpitrain.stages.weight_gradients import split_backwards
+from mpitrain.stages.split_linear import split_backwards
 
 Inputs = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -38,6 +38,7 @@ def pipeline(
     """Divide a model into stages over the ranks of `comm`, in place, before `fully_shard`. Collective.
 
     Each rank keeps the modules of its own stages, under their names. A model on the meta device needs memory for these alone.
+    `tensor_parallel` may have cut the model: then the ranks of a group that holds each layer together have the same rank in `comm`.
 
     Args: schedule: a name of `mpitrain.stages.schedules.SCHEDULES`. micro_batches: the number of forwards of a step. stages_per_rank:
     of "interleaved", 2 or more (default: 2). plan: the parts of the model; None: the model's attribute `stage_plan`. division: the

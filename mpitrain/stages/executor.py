@@ -8,7 +8,7 @@ import torch
 from mpitrain.stages.messages import Messages
 from mpitrain.stages.model_stages import ModelStages, stream_of
 from mpitrain.stages.schedules import Action
-from mpitrain.stages.weight_gradients import Later, compute, waiting
+from mpitrain.weight_gradients import Later, compute, waiting
 
 
 class Run:
