@@ -20,6 +20,7 @@ from mpitrain.stages.messages import Messages, Streams
 from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.plan import StagePlan
 from mpitrain.stages.schedules import SCHEDULES, Schedule
+from mpitrain.stages.transformers import stage_plan_of_transformers
 from mpitrain.stages.weight_gradients import split_backwards
 
 Inputs = torch.Tensor | Sequence[Any] | Mapping[str, Any]
@@ -40,8 +41,9 @@ def pipeline(
     Each rank keeps the modules of its own stages, under their names. A model on the meta device needs memory for these alone.
 
     Args: schedule: a name of `mpitrain.stages.schedules.SCHEDULES`. micro_batches: the number of forwards of a step. stages_per_rank:
-    of "interleaved", 2 or more (default: 2). plan: the parts of the model; None: the model's attribute `stage_plan`. division: the
-    number of blocks of each stage; None: stages of about equal cost, with the embedding and the head counted.
+    of "interleaved", 2 or more (default: 2). plan: the parts of the model; None: the model's attribute `stage_plan`, or the plan of a
+    transformers model. division: the number of blocks of each stage; None: stages of about equal cost, with the embedding and the head
+    counted.
 
     Raises ValueError on all ranks, with the model unchanged, for a schedule, plan or division that does not fit the model or the ranks.
     """
@@ -51,12 +53,13 @@ def pipeline(
         if any(spread_of(param) is not None and parts.part_of(param) is None for param in model.parameters()):
             raise ValueError("the model is sharded already; call pipeline before fully_shard")
         made = _schedule(schedule, comm.size, micro_batches, stages_per_rank)
-        plan = plan or getattr(model, "stage_plan", None)
+        plan = plan or getattr(model, "stage_plan", None) or stage_plan_of_transformers(model)
         if plan is None:
             raise ValueError(
                 f"{type(model).__name__} brings no plan along (an attribute stage_plan); pass plan=, a mpitrain.stages.StagePlan"
             )
         divided = _division(model, plan, division, made.num_stages)
+        _check_named(model, plan)
     described = [f"{name} of shape {tuple(param.shape)}" for name, param in model.named_parameters()]
     check_alike(
         comm,
@@ -86,12 +89,24 @@ def _division(model: nn.Module, plan: StagePlan, counts: Sequence[int] | None, n
     before, blocks, after = costs_of(model, plan)
     if counts is None:
         return divide(before, blocks, after, num_stages)
-    if len(counts) != num_stages or sum(counts) != len(blocks) or min(counts) < 0:
+    if len(counts) != num_stages or sum(counts) != len(blocks) or min(counts) < 0 or (num_stages > 1 and not counts[0]):
         raise ValueError(
-            f"pipeline: expected the numbers of blocks of {num_stages} stages, {len(blocks)} together, got {list(counts)}"
+            f"pipeline: expected the numbers of blocks of {num_stages} stages, {len(blocks)} together and not 0 in the first, got "
+            f"{list(counts)}"
         )
     ends = [sum(counts[:stage]) for stage in range(num_stages + 1)]
     return [range(begin, end) for begin, end in pairwise(ends)]
+
+
+def _check_named(model: nn.Module, plan: StagePlan) -> None:
+    """ValueError if a parameter is in no stage: each rank would train its own."""
+    named = {
+        id(param) for name in (*plan.first, plan.blocks, *plan.last) for param in model.get_submodule(name).parameters()
+    }
+    if left := [name for name, param in model.named_parameters() if id(param) not in named]:
+        raise ValueError(
+            f"pipeline: the plan has no stage for {', '.join(left[:5])}; name the modules in first or last"
+        )
 
 
 class Pipeline:
@@ -127,9 +142,9 @@ class Pipeline:
         """Forwards and backwards of all micro-batches; the gradients are added to those of the parameters. Collective.
 
         Args: inputs: for each micro-batch the arguments of the model: a tensor, a sequence or a mapping. The first stage gets all of
-        them, the others the named ones. The micro-batches may have different sizes. loss_of(output, micro): the loss of the model's
-        output, on the rank of the last stage; None: the output is the loss. last: for each micro-batch, more named arguments for the
-        last stage alone, such as the targets. scale: changes a loss before its backward.
+        them, the others the named ones but the plan's `input`. The micro-batches may have different sizes. loss_of(output, micro): the
+        loss of the model's output, on the rank of the last stage; None: the output is the loss. last: for each micro-batch, more named
+        arguments for the last stage alone, such as the targets. scale: changes a loss before its backward.
 
         Returns: the sum of the losses, before `scale`: a float64 scalar, the same on all ranks. ValueError on all ranks if the number
         of micro-batches is not that of the schedule.

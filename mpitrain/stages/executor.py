@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from mpitrain.stages.messages import Messages
-from mpitrain.stages.model_stages import ModelStages, stream_of
+from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.schedules import Action
 from mpitrain.stages.weight_gradients import Later, compute, waiting
 
@@ -58,7 +58,7 @@ class Run:
             self.total += y.detach().to("cpu", torch.float64)
             y = self._scale(y)
         else:
-            y = stream_of(output)
+            y = output
             self._messages.send("F", stage, micro, y.detach())
         if torch.is_grad_enabled():
             self._entered[stage, micro], self._left[stage, micro] = x, y
