@@ -59,7 +59,6 @@ def pipeline(
                 f"{type(model).__name__} brings no plan along (an attribute stage_plan); pass plan=, a mpitrain.stages.StagePlan"
             )
         divided = _division(model, plan, division, made.num_stages)
-        _check_named(model, plan)
     described = [f"{name} of shape {tuple(param.shape)}" for name, param in model.named_parameters()]
     check_alike(
         comm,
@@ -96,17 +95,6 @@ def _division(model: nn.Module, plan: StagePlan, counts: Sequence[int] | None, n
         )
     ends = [sum(counts[:stage]) for stage in range(num_stages + 1)]
     return [range(begin, end) for begin, end in pairwise(ends)]
-
-
-def _check_named(model: nn.Module, plan: StagePlan) -> None:
-    """ValueError if a parameter is in no stage: each rank would train its own."""
-    named = {
-        id(param) for name in (*plan.first, plan.blocks, *plan.last) for param in model.get_submodule(name).parameters()
-    }
-    if left := [name for name, param in model.named_parameters() if id(param) not in named]:
-        raise ValueError(
-            f"pipeline: the plan has no stage for {', '.join(left[:5])}; name the modules in first or last"
-        )
 
 
 class Pipeline:

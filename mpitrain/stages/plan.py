@@ -12,8 +12,7 @@ class StagePlan:
     block takes the stream, a tensor, as its first argument, and returns it. last: the modules after the blocks, which the last stage
     has, in the order in which the model calls them. In other stages they pass on what they get, and an embedding returns zero. stream:
     the argument by which the model's forward takes the output of an earlier stage, in place of its `input`: a named argument that only
-    the first stage gets. options: more arguments of each forward. Modules that the plan does not name are in each stage, and have no
-    parameters.
+    the first stage gets. options: more arguments of each forward. Modules that the plan does not name are in each stage.
     """
 
     first: tuple[str, ...]

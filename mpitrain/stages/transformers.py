@@ -39,7 +39,7 @@ def stage_plan_of_transformers(model: Any) -> StagePlan | None:
         )
     prefix = "" if base is model else model.base_model_prefix + "."
     heads = () if base is model else tuple(key for key in model._modules if key != model.base_model_prefix)
-    return StagePlan(
+    plan = StagePlan(
         first=tuple(prefix + key for key in first),
         blocks=prefix + blocks,
         last=(*(prefix + key for key in last), *heads),
@@ -47,3 +47,11 @@ def stage_plan_of_transformers(model: Any) -> StagePlan | None:
         input="input_ids",
         options={"use_cache": False},
     )
+    names = (*plan.first, plan.blocks, *plan.last)
+    named = {param for each in names for param in model.get_submodule(each).parameters()}
+    if left := [each for each, param in model.named_parameters() if param not in named]:
+        raise ValueError(
+            f"pipeline: {name} computes with {', '.join(left[:3])} outside of its blocks, and transformers' plan of stages does not "
+            "name them; a pipeline cannot divide this model"
+        )
+    return plan

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from extent import extent
-from tiny_transformers import batch, tiny
-from torch import nn
+from tiny_transformers import SPECIAL, batch, tiny
 
 import mpitrain
 from collectives import Communicator
 from mpitrain.init import Normal
-from mpitrain.stages import StagePlan, pipeline
+from mpitrain.stages import pipeline
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -36,11 +35,9 @@ CASES = extent(SHORT, [*SHORT, *((name, {}) for name in ALL)])
 
 
 def made(name: str, more: dict[str, Any]) -> Any:
-    sizes = {"n_layer": 4} if name == "gpt2" else {"num_hidden_layers": 4}
-    try:
-        return tiny(name, **sizes, **more)
-    except ValueError:  # a configuration with a list of kinds of blocks
-        return tiny(name, **more)
+    has_kinds = any(key.endswith("layer_types") for key in SPECIAL.get(name, {}))  # of two blocks
+    sizes = {} if has_kinds else {"n_layer": 4} if name == "gpt2" else {"num_hidden_layers": 4}
+    return tiny(name, **sizes, **more)
 
 
 def batches(step: int) -> list[dict[str, torch.Tensor]]:
@@ -72,7 +69,7 @@ def test_steps_beside_the_plain_model(comm: Communicator, name: str, more: dict[
                 grad = whole[key].grad
                 if grad is not None and grad.abs().max() > 0:
                     assert param.grad is not None, key
-                    assert (param.grad - grad).abs().max() <= 1e-5 * grad.abs().max(), key
+                    assert (param.grad - grad).abs().max() <= 1e-9 + 1e-4 * grad.abs().max(), key
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -88,9 +85,10 @@ def test_the_loss_and_the_head_are_computed_in_the_last_stage(comm: Communicator
     model.loss_function = lambda **given: calls.append(given["labels"]) or given["logits"].sum()
     inputs = batches(0)
     pipe.step(inputs, last=labels(inputs))
-    assert len(calls) == (MICRO if comm.rank == 1 else 0)
-    assert hasattr(model, "lm_head") == (comm.rank == 1)
-    assert hasattr(model.model, "norm") == (comm.rank == 1)
+    is_last = comm.rank == comm.size - 1
+    assert len(calls) == (MICRO if is_last else 0)
+    assert hasattr(model, "lm_head") == is_last
+    assert hasattr(model.model, "norm") == is_last
     assert hasattr(model.model, "embed_tokens") == (comm.rank == 0)
     assert hasattr(model.model, "rotary_emb")
 
@@ -99,42 +97,38 @@ def test_the_loss_and_the_head_are_computed_in_the_last_stage(comm: Communicator
 @pytest.mark.parametrize("stage", [None, 3])
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_rank_makes_its_own_modules_alone(comm: Communicator, stage: int | None, tied: bool) -> None:
-    if tied and stage is not None:
-        pytest.skip("tied parameters on several ranks are not sharded")
     plain = tiny("llama", num_hidden_layers=4, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(plain.config)
-    pipe = pipeline(model, comm, micro_batches=MICRO)
+    mesh = mpitrain.mesh(comm, pp=comm.size)
+    pipe = pipeline(model, mesh["pp"], micro_batches=MICRO)
     if stage is not None:
         for block in model.model.layers:
-            mpitrain.fully_shard(block, comm.split(comm.rank), stage=stage)
-        mpitrain.fully_shard(model, comm.split(comm.rank), stage=stage)
+            mpitrain.fully_shard(block, mesh, stage=stage)
+        mpitrain.fully_shard(model, mesh, stage=stage)
     for each in (plain, model):
         mpitrain.initialize(each, lambda name: Normal(0.05), seed=3)
     plain.model.rotary_emb.__init__(config=plain.config)
     model.model.rotary_emb.__init__(config=plain.config)
     count = sum(param.numel() for param in model.parameters())
-    assert count < 0.6 * sum(param.numel() for param in plain.parameters())
+    assert comm.size == 1 or count < 0.6 * sum(param.numel() for param in plain.parameters())
     assert not any(param.is_meta for param in model.parameters())
     inputs = batches(0)
     expected = sum(plain(**each, **more_of).loss.item() for each, more_of in zip(inputs, labels(inputs), strict=True))
     assert pipe.step(inputs, last=labels(inputs)).item() == pytest.approx(expected, rel=1e-6)
-
-
-class _Tuples(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        return (x,)
+    mesh.free()
 
 
 @pytest.mark.ranks(1)
 def test_what_is_refused(comm: Communicator) -> None:
-    def refused(error: type[Exception], text: str, model: Any, plan: StagePlan | None = None) -> None:
+    if comm.size > 1:
+        pytest.skip("the first stage alone sees what a block returns, so this error ends a job of several ranks")
+
+    def refused(error: type[Exception], text: str, model: Any) -> None:
         with pytest.raises(error, match=text):
-            pipeline(model, comm, "interleaved", micro_batches=1, plan=plan).step([batch()])
+            pipeline(model, comm, "interleaved", micro_batches=1).step([batch()])
 
     refused(ValueError, "transformers has no plan of stages for BloomForCausalLM", tiny("bloom"))
-    refused(ValueError, "no stage for model.embed_tokens_per_layer.weight", tiny("gemma3n_text"))
+    refused(ValueError, "computes with model.embed_tokens_per_layer.weight, .* does not name", tiny("gemma3n_text"))
     refused(ValueError, "output_router_logits = False", tiny("mixtral", output_router_logits=True))
     refused(TypeError, "GlmMoeDsaDecoderLayer returns tuple", tiny("glm_moe_dsa", num_hidden_layers=4))
-    plan = StagePlan(first=("model.embed_tokens",), blocks="model.layers", last=("model.norm",), stream="inputs_embeds")
-    refused(ValueError, "the plan has no stage for lm_head.weight; name", tiny("llama"), plan)
