@@ -149,14 +149,14 @@ class Pipeline:
         device = next(self.stages.model.parameters()).device
         messages = Messages(comm, schedule, self._streams, shapes, device)
         earlier = self._take_tied()
-        run = Run(self.stages, messages, calls, loss_of or _itself, last, scale or _same)
         program = schedule.program(comm.rank)
+        run = Run(self.stages, messages, program, calls, loss_of or _itself, last, scale)
         final = max(at for at, action in enumerate(program) if action.kind != "F")
         self._reduce_gradients(False)
-        for at, action in enumerate(program):
+        for at in range(len(program)):
             if at == final:
                 self._reduce_gradients(True)
-            run.take(action)
+            run.take(at)
         messages.end()
         self._add_tied(earlier)
         comm.broadcast(run.total, schedule.rank_of(schedule.num_stages - 1))
@@ -234,7 +234,11 @@ def _call(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and named arguments of the model."""
     if isinstance(given, torch.Tensor):
         return (given,), {}
-    return ((), dict(given)) if isinstance(given, Mapping) else (tuple(given), {})
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    if isinstance(given, Sequence):
+        return tuple(given), {}
+    raise TypeError(f"expected a tensor, a sequence or a mapping for each micro-batch, got {type(given).__name__}")
 
 
 def _shape(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[int, ...]:
@@ -248,7 +252,3 @@ def _shape(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[int, ...]:
 
 def _itself(output: Any, micro: int) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.loss
-
-
-def _same(loss: torch.Tensor) -> torch.Tensor:
-    return loss
