@@ -20,6 +20,7 @@ from mpitrain.stages.messages import Messages, Streams
 from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.plan import StagePlan
 from mpitrain.stages.schedules import SCHEDULES, Schedule
+from mpitrain.stages.schedules.forwards import forwards
 from mpitrain.stages.transformers import stage_plan_of_transformers
 from mpitrain.stages.weight_gradients import split_backwards
 
@@ -137,30 +138,92 @@ class Pipeline:
         Returns: the sum of the losses, before `scale`: a float64 scalar, the same on all ranks. ValueError on all ranks if the number
         of micro-batches is not that of the schedule.
         """
-        schedule, comm = self.schedule, self.comm
-        with comm.together("pipeline"):
-            self._check_norms()
-            for what, given in (("inputs", inputs), ("last", last)):
-                if given is not None and len(given) != schedule.num_micro:
-                    raise ValueError(f"step: expected {schedule.num_micro} micro-batches, got {len(given)} ({what})")
-            calls = [_call(given) for given in inputs]
-            shapes = [_shape(call) for call in calls]
-        shapes = comm.all_gather_object(shapes)[schedule.rank_of(0)]
-        device = next(self.stages.model.parameters()).device
-        messages = Messages(comm, schedule, self._streams, shapes, device)
+        run = self._begin("step", self.schedule, inputs, loss_of, last, scale)
         earlier = self._take_tied()
-        program = schedule.program(comm.rank)
-        run = Run(self.stages, messages, program, calls, loss_of or _itself, last, scale)
-        final = max(at for at, action in enumerate(program) if action.kind != "F")
+        final = max(at for at, action in enumerate(run.program) if action.kind != "F")
         self._reduce_gradients(False)
-        for at in range(len(program)):
+        for at in range(len(run.program)):
             if at == final:
                 self._reduce_gradients(True)
             run.take(at)
-        messages.end()
+        run.messages.end()
         self._add_tied(earlier)
-        comm.broadcast(run.total, schedule.rank_of(schedule.num_stages - 1))
-        return run.total
+        return self._from_last_stage(run.total)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        inputs: Sequence[Inputs],
+        loss_of: Callable[[Any, int], torch.Tensor] | None = None,
+        *,
+        last: Sequence[Mapping[str, Any]] | None = None,
+    ) -> torch.Tensor:
+        """Forwards of any number of micro-batches, without gradients. Collective. Arguments as in `step`.
+
+        Returns: the sum of the losses: a float64 scalar, the same on all ranks. ValueError on all ranks if they have different numbers
+        of micro-batches.
+        """
+        run = self._begin("evaluate", forwards(self.schedule, len(inputs)), inputs, loss_of, last)
+        run.all()
+        return self._from_last_stage(run.total)
+
+    @torch.no_grad()
+    def next_logits(self, inputs: Inputs) -> torch.Tensor:
+        """The logits for the token after the last one of each sequence, (B, 1, V), on all ranks. Collective.
+
+        So `mpitrain.models.sample_tokens(pipe.next_logits, ...)` samples from the model. `inputs`: the arguments of the model, of which
+        the tokens are the first, the same on all ranks.
+        """
+        found: list[torch.Tensor] = []
+
+        def keep(output: Any, micro: int) -> torch.Tensor:
+            logits_BLV = output if isinstance(output, torch.Tensor) else output.logits  # noqa: N806
+            found.append(logits_BLV[:, -1:].contiguous())
+            return torch.zeros(())
+
+        run = self._begin("next_logits", forwards(self.schedule, 1), [inputs], keep)
+        run.all()
+        root = self.schedule.rank_of(self.schedule.num_stages - 1)
+        shape, dtype = self.comm.broadcast_object((found[0].shape, found[0].dtype) if found else None, root)
+        logits = found[0] if found else torch.empty(shape, dtype=dtype, device=self._device)
+        self.comm.broadcast(logits, root)
+        return logits
+
+    def _begin(
+        self,
+        name: str,
+        schedule: Schedule,
+        inputs: Sequence[Inputs],
+        loss_of: Callable[[Any, int], torch.Tensor] | None = None,
+        last: Sequence[Mapping[str, Any]] | None = None,
+        scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Run:
+        """Check the arguments of all ranks, and agree on the shapes of the micro-batches."""
+        with self.comm.together(name):
+            self._check_norms()
+            for what, given in (("inputs", inputs), ("last", last)):
+                if given is not None and len(given) != schedule.num_micro:
+                    raise ValueError(f"expected {schedule.num_micro} micro-batches, got {len(given)} ({what})")
+            if not inputs:
+                raise ValueError("expected at least one micro-batch, got none")
+            calls = [_call(given) for given in inputs]
+            mine = [_shape(call) for call in calls]
+        shapes = self.comm.all_gather_object(mine)
+        if len({len(each) for each in shapes}) > 1:
+            raise ValueError(
+                f"{name}: expected the same number of micro-batches on all ranks, got {[len(each) for each in shapes]}"
+            )
+        messages = Messages(self.comm, schedule, self._streams, shapes[schedule.rank_of(0)], self._device)
+        program = schedule.program(self.comm.rank)
+        return Run(self.stages, messages, program, calls, loss_of or _itself, last, scale)
+
+    def _from_last_stage(self, total: torch.Tensor) -> torch.Tensor:
+        self.comm.broadcast(total, self.schedule.rank_of(self.schedule.num_stages - 1))
+        return total
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.stages.model.parameters()).device
 
     def _check_norms(self) -> None:
         """ValueError if norms over all parts of the model are not possible: only `fully_shard` gets the mesh with both axes."""
@@ -168,7 +231,7 @@ class Pipeline:
         part, spread = parts.part_of(param), spread_of(param)
         if part is not None and part.over.size > 1 and spread is not None and spread.copy is part.over:
             raise ValueError(
-                "step: this model is cut by tensor_parallel and in stages, and no mesh has told it the ranks of both; call "
+                "this model is cut by tensor_parallel and in stages, and no mesh has told it the ranks of both; call "
                 "mpitrain.fully_shard(model, mesh, stage=0) after pipeline, or another stage of ZeRO"
             )
 
@@ -247,7 +310,7 @@ def _shape(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[int, ...]:
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return tuple(value.shape)
-    raise ValueError("step: the inputs of a micro-batch contain no tensor")
+    raise ValueError("the inputs of a micro-batch contain no tensor")
 
 
 def _itself(output: Any, micro: int) -> torch.Tensor:

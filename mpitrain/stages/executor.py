@@ -28,7 +28,7 @@ class Run:
         last: Sequence[Mapping[str, Any]] | None = None,
         scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._stages, self._messages, self._calls, self.program = stages, messages, calls, program
+        self._stages, self.messages, self._calls, self.program = stages, messages, calls, program
         self._loss_of, self._last, self._scale = loss_of, last, scale
         self.total = torch.zeros((), dtype=torch.float64)
         """The sum of the losses, on the rank of the last stage."""
@@ -50,10 +50,16 @@ class Run:
             raise
         self.record.add(begun, perf_counter())
 
+    def all(self) -> None:
+        """Run the whole program, and wait until the other ranks have the messages."""
+        for at in range(len(self.program)):
+            self.take(at)
+        self.messages.end()
+
     def _come(self, action: Action) -> torch.Tensor | None:
         """What the action needs from another stage."""
-        needed = self._messages.needed(action)
-        return None if needed is None else self._messages.receive(*needed)
+        needed = self.messages.needed(action)
+        return None if needed is None else self.messages.receive(*needed)
 
     def _compute(self, action: Action, came: torch.Tensor | None) -> None:
         kind, stage, micro = action
@@ -81,7 +87,7 @@ class Run:
             self.total += y.detach().to("cpu", torch.float64)
             y = y if self._scale is None else self._scale(y)
         else:
-            self._messages.send("F", stage, micro, y.detach())
+            self.messages.send("F", stage, micro, y.detach())
         if torch.is_grad_enabled():
             self._entered[stage, micro], self._left[stage, micro] = x, y
 
@@ -90,4 +96,4 @@ class Run:
         torch.autograd.backward(y, grad)
         if x is not None:
             assert x.grad is not None
-            self._messages.send("B", stage, micro, x.grad)
+            self.messages.send("B", stage, micro, x.grad)
