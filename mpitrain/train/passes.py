@@ -68,7 +68,7 @@ class StagedPasses:
         return self._pipe.evaluate(inputs, last=last).item()
 
     def last_logits(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
-        return self._pipe.forward(tokens_BL, lambda logits: logits[:, -1:])
+        return self._pipe.next_logits(tokens_BL)
 
     def _given(self, batches: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], list[dict[str, object]]]:
         there = [batch.to(self._device) for batch in batches]
