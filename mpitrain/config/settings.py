@@ -346,10 +346,10 @@ def _check_stages(config: Config) -> None:
     except ValueError as error:
         raise ConfigError(f"parallel.schedule: {error}; train.accumulate is the number of micro-batches") from None
     layers = config.model.resolve().layers
-    if schedule.num_stages > layers + 2:  # the embedding and the head may be stages without a block
+    if schedule.num_stages > layers + 1:  # the head may be a stage without a block
         raise ConfigError(
-            f"parallel.pipeline: {schedule.num_stages} stages cannot share {layers} blocks (model.layers), of which each but the first "
-            "and the last needs one"
+            f"parallel.pipeline: {schedule.num_stages} stages cannot share {layers} blocks (model.layers), of which each but the last "
+            "needs one"
         )
 
 

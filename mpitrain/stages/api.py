@@ -87,7 +87,7 @@ def _division(model: nn.Module, plan: StagePlan, counts: Sequence[int] | None, n
         return divide(before, blocks, after, num_stages)
     if len(counts) != num_stages or sum(counts) != len(blocks) or min(counts) < 0 or (num_stages > 1 and not counts[0]):
         raise ValueError(
-            f"pipeline: expected the numbers of blocks of {num_stages} stages, {len(blocks)} together and not 0 in the first, got "
+            f"expected the numbers of blocks of {num_stages} stages, {len(blocks)} together and not 0 in the first, got "
             f"{list(counts)}"
         )
     ends = [sum(counts[:stage]) for stage in range(num_stages + 1)]

@@ -39,9 +39,7 @@ def divide(before: float, blocks: Sequence[float], after: float, num_stages: int
     """
     count = len(blocks)
     if num_stages > count + 1:
-        raise ValueError(
-            f"pipeline: {num_stages} stages need at least {num_stages - 1} blocks, and the model has {count}"
-        )
+        raise ValueError(f"{num_stages} stages need at least {num_stages - 1} blocks, and the model has {count}")
     sums = [0.0]
     for cost in blocks:
         sums.append(sums[-1] + cost)

@@ -28,14 +28,14 @@ def stage_plan_of_transformers(model: Any) -> StagePlan | None:
         lists = [key for key in children if isinstance(getattr(base, key), nn.ModuleList)]
         if len(lists) != 1:
             raise ValueError(
-                f"pipeline: transformers has no plan of stages for {name} (base_model_pp_plan of {type(config).__name__}); pass "
+                f"transformers has no plan of stages for {name} (base_model_pp_plan of {type(config).__name__}); pass "
                 "plan=, a mpitrain.stages.StagePlan"
             )
         blocks, at = lists[0], children.index(lists[0])
         first, last = tuple(children[:at]), tuple(children[at + 1 :])
     if getattr(config, "output_router_logits", False):
         raise ValueError(
-            f"pipeline: the loss of {name} needs the router logits of all blocks; set model.config.output_router_logits = False"
+            f"the loss of {name} needs the router logits of all blocks; set model.config.output_router_logits = False"
         )
     prefix = "" if base is model else model.base_model_prefix + "."
     heads = () if base is model else tuple(key for key in model._modules if key != model.base_model_prefix)
@@ -51,7 +51,7 @@ def stage_plan_of_transformers(model: Any) -> StagePlan | None:
     named = {param for each in names for param in model.get_submodule(each).parameters()}
     if left := [each for each, param in model.named_parameters() if param not in named]:
         raise ValueError(
-            f"pipeline: {name} computes with {', '.join(left[:3])} outside of its blocks, and transformers' plan of stages does not "
+            f"{name} computes with {', '.join(left[:3])} outside of its blocks, and transformers' plan of stages does not "
             "name them; a pipeline cannot divide this model"
         )
     return plan

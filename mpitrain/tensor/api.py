@@ -68,12 +68,12 @@ class _Cutter:
     def __init__(self, model: nn.Module, comm: Communicator, plan: Plan | None, *, sequence: bool) -> None:
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.comm = comm
+        if stream_of_stages(model) is not None:
+            raise ValueError("the model is divided into stages already; call tensor_parallel before pipeline")
         if any(parts.part_of(param) is not None for param in model.parameters()):
             raise ValueError("the model is cut already")
         if any(spread_of(param) is not None for param in model.parameters()):
             raise ValueError("the model is sharded already; call tensor_parallel before fully_shard")
-        if stream_of_stages(model) is not None:
-            raise ValueError("the model is divided into stages already; call tensor_parallel before pipeline")
         self.is_library = plan is None and getattr(model, "tensor_plan", None) is None
         plan = _plan_of(model, comm.size) if plan is None else plan
         self.params = dict(model.named_parameters(remove_duplicate=False))

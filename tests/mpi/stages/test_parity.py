@@ -15,7 +15,7 @@ from mpitrain.stages import pipeline
 from tests.helpers.extent import extent
 
 STEPS, MICRO = extent(3, 10), 8
-SIZES = {"vocab": 50, "context": 16, "width": 24, "layers": 10, "heads": 2}
+SIZES = {"vocab": 50, "context": 16, "width": 24, "layers": 11, "heads": 2}
 
 
 def gpt() -> LanguageModel:

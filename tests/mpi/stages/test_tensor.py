@@ -18,9 +18,9 @@ from mpitrain.models.gpt import MLP, Block
 from mpitrain.models.llama import Llama
 from mpitrain.models.sizes import LlamaConfig
 from mpitrain.parts import part_of
+from mpitrain.sharding.unit.registry import params_by_shard
 from mpitrain.stages import Pipeline, pipeline
 from mpitrain.stages.executor import Run
-from mpitrain.stages.schedules import Action
 from mpitrain.tensor.exchange import Exchange
 from tests.helpers.extent import extent
 
@@ -84,7 +84,9 @@ def divided(
 ) -> tuple[Pipeline, Mesh]:
     mesh = mpitrain.mesh(comm, tp=2, pp=2)
     mpitrain.tensor_parallel(model, mesh["tp"], sequence=sequence)
-    return pipeline(model, mesh["pp"], schedule, micro_batches=micro, **options), mesh
+    pipe = pipeline(model, mesh["pp"], schedule, micro_batches=micro, **options)
+    mpitrain.fully_shard(model, mesh, stage=0)
+    return pipe, mesh
 
 
 def check_weights(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
@@ -127,7 +129,7 @@ def test_steps_beside_the_plain_model(comm: Communicator, kind: str, schedule: s
     mesh.free()
 
 
-@pytest.mark.parametrize("division", [[0, 4], [4, 0], [0, 1, 0, 3]])
+@pytest.mark.parametrize("division", [[4, 0], [1, 0, 3, 0]])
 def test_stages_without_blocks(comm: Communicator, division: list[int]) -> None:
     """Where the stream passes outside of the blocks, and through a stage that has none."""
     model = make("Llama")
@@ -166,10 +168,15 @@ def test_products_for_weights_wait(comm: Communicator, sequence: bool, monkeypat
     pipe, mesh = divided(comm, model, "zb-h1", sequence)
     matrices = [param for name, param in model.named_parameters() if param.ndim == 2 and name != "wpe.weight"]
     layers = [param for param in matrices if len(param) != len(model.wte.weight)] if hasattr(model, "wte") else matrices
+    fulls = [params_by_shard(model)[param].full for param in layers]
     take, changed, exchanges = Run.take, [], 0
 
     def grads() -> list[float]:
-        return [0.0 if param.grad is None else param.grad.double().norm().item() for param in layers]
+        both = zip(
+            fulls, layers, strict=True
+        )  # the gradient of a full parameter becomes that of its shard at the end of the step
+        found = [full.grad if full.grad is not None else shard.grad for full, shard in both]
+        return [0.0 if grad is None else grad.double().norm().item() for grad in found]
 
     def counted(self: Exchange, *args: Any, method: Any, **kwargs: Any) -> Any:
         nonlocal exchanges
@@ -179,9 +186,9 @@ def test_products_for_weights_wait(comm: Communicator, sequence: bool, monkeypat
     for name in ("gather", "own_sum", "whole_sum"):
         monkeypatch.setattr(Exchange, name, functools.partialmethod(counted, method=getattr(Exchange, name)))
 
-    def watched(self: Run, action: Action) -> None:
-        before, so_far = grads(), exchanges
-        take(self, action)
+    def watched(self: Run, at: int) -> None:
+        before, so_far, action = grads(), exchanges, self.program[at]
+        take(self, at)
         changed.append((action.kind, sum(a != b for a, b in zip(before, grads(), strict=True)), exchanges > so_far))
 
     monkeypatch.setattr(Run, "take", watched)
