@@ -1,5 +1,6 @@
 """The mesh of all kinds of parallelism: which ranks share which work."""
 
+import weakref
 from collections.abc import Mapping
 from math import prod
 
@@ -60,9 +61,9 @@ def mesh(
     pipeline. dp_replicate: the copies of the model (HSDP). dp_shard: the ranks over which ZeRO shards a copy; -1: all ranks that are
     left.
 
-    The gradient is the mean over dp_replicate x dp_shard x cp. So far no function divides a sequence, experts or stages. With cp > 1
+    The gradient is the mean over dp_replicate x dp_shard x cp. So far no function divides a sequence or experts. With cp > 1
     `fully_shard` also shards along cp, and each of these ranks passes its own batch, or its part of a sequence that the program
-    divides. ep > 1 and pp > 1 make groups alone, and `fully_shard` refuses a mesh with pp > 1.
+    divides. ep > 1 makes groups alone.
 
     ValueError on all ranks, with the products of both meshes, if the sizes do not fit.
     """
@@ -100,3 +101,27 @@ def _of_experts(dense: Mapping[str, int], ep: int) -> dict[str, int]:
 
 def _shown(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+# A split is collective and makes a communicator, so all users of a group share it. Weak keys free unused communicators.
+_groups: "weakref.WeakKeyDictionary[Communicator, dict[int | frozenset[int], Communicator | None]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def group_of(comm: Communicator, size: int) -> Communicator:
+    """The group of `size` neighbouring ranks of `comm` that includes this rank. `size` divides `comm.size`. Collective."""
+    groups = _groups.setdefault(comm, {})
+    if size not in groups:
+        groups[size] = comm.split(comm.rank // size)
+    group = groups[size]
+    assert group is not None
+    return group
+
+
+def group_among(comm: Communicator, ranks: frozenset[int]) -> Communicator | None:
+    """The group of some ranks of `comm`; None on the others. Collective over all of `comm`."""
+    groups = _groups.setdefault(comm, {})
+    if ranks not in groups:
+        groups[ranks] = comm.split(0 if comm.rank in ranks else None)
+    return groups[ranks]

@@ -1,12 +1,13 @@
 """Which boxes of a whole parameter a rank holds. Pure arithmetic on shapes, and one mark on the parameter itself.
 
 A kind of parallelism that cuts a parameter (tensor, experts) replaces it by a smaller one and marks the new parameter with a `Part`.
+A pipeline, whose stages have different parameters, marks them too.
 Sharding, initial values, norms and checkpoints read the mark, so each of them works on any layout and knows no kind of parallelism.
 A parameter without a mark is whole, and belongs to one data-parallel group.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, NoReturn
@@ -38,6 +39,7 @@ class Part:
 
     The boxes differ along `dim` alone. `over`: the ranks whose parts make the whole. `copies`: the ranks of `over` that hold these same
     boxes, None if only this rank does. `is_partial`: each of the `copies` computes a part of the gradient, and the gradient is the sum.
+    `stages`: the ranks of a pipeline, of which only those of `tied` have the parameter; None: only this rank, or no pipeline.
     """
 
     full_shape: tuple[int, ...]
@@ -46,6 +48,8 @@ class Part:
     over: Communicator
     copies: Communicator | None = None
     is_partial: bool = False
+    stages: Communicator | None = None
+    tied: Communicator | None = None
     seconds: float = 0.0
     """The time of all sums of gradients so far, with the waits for other ranks. On GPUs it is the time to start them."""
 
@@ -62,8 +66,13 @@ class Part:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one among the `copies` that saves the part and counts in norms."""
-        return self.copies is None or self.copies.rank == 0
+        """Whether this rank is the one among those with the same part that saves it and counts in norms."""
+        return all(comm is None or comm.rank == 0 for comm in (self.copies, self.tied))
+
+    @property
+    def model_ranks(self) -> Communicator:
+        """The ranks that hold the model, if it is cut or in stages, and not both."""
+        return self.over if self.stages is None or self.over.size > 1 else self.stages
 
     def add_gradients(self, grad: Any) -> Any:
         """The sum of the copies' gradients. Collective over `copies`. None: a backward that leaves the gradient for later."""
@@ -176,6 +185,11 @@ def watch_gradient(param: Any) -> None:
         )  # torch takes hooks of trained parameters alone, and keeps them while a parameter is frozen
         param.register_hook(part.add_gradients)
         param.requires_grad_(is_trained)
+
+
+def stages_of(params: Iterable[Any]) -> Communicator | None:
+    """The ranks of the pipeline whose stages have these parameters; None for a model that is not in stages."""
+    return next((part.stages for param in params if (part := part_of(param)) is not None), None)
 
 
 def mark_input(module: Any, comm: Communicator) -> None:

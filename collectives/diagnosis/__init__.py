@@ -12,7 +12,7 @@ from collectives.diagnosis.checked import compare_calls
 from collectives.diagnosis.dump import set_record_folder
 from collectives.diagnosis.hangs.deadline import set_deadline
 from collectives.diagnosis.together import on_all_ranks, together
-from collectives.diagnosis.uncaught import abort_on_uncaught, ends_well, leave_together
+from collectives.diagnosis.uncaught import abort_on_uncaught, ends_well, leave_together, show_all_ranks
 
 __all__ = [
     "abort_on_uncaught",
@@ -22,5 +22,6 @@ __all__ = [
     "on_all_ranks",
     "set_deadline",
     "set_record_folder",
+    "show_all_ranks",
     "together",
 ]

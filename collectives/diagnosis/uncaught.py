@@ -18,6 +18,17 @@ NUM_SHOWN = 5
 _leaving_together = False
 
 
+class Others:
+    """Prints the places of all ranks. The monitor sets it."""
+
+    show: Callable[[], None] | None = None
+
+
+def show_all_ranks(error: BaseException) -> None:
+    """Let the report of this error, if it ends the job, show the places of the other ranks, which may wait for this one."""
+    error._shows_all_ranks = True  # type: ignore[attr-defined]
+
+
 def leave_together() -> None:
     """Announce that all ranks will end now, with any exit code, so that no rank ends the other ranks."""
     global _leaving_together
@@ -60,6 +71,8 @@ def abort_on_uncaught(mpi: Any) -> None:
             lines = dump.table(operations, time.monotonic())
             print("".join(f"[rank {mpi.rank}]   {line}\n" for line in lines), file=_stderr(), end="", flush=True)
         dump.write_file(f"ended by {kind.__name__}")
+        if Others.show is not None and getattr(error, "_shows_all_ranks", False):
+            Others.show()
         try:
             hook()
         except Exception:

@@ -102,7 +102,11 @@ class GPT(LanguageModel):
     def stage_plan(self) -> StagePlan:
         """How `pipeline` divides the model into stages."""
         return StagePlan(
-            first=("wte", "wpe"), blocks="blocks", last=("ln_f", "head", "logits", "loss"), stream="stream_BLC"
+            first=("wte", "wpe"),
+            blocks="blocks",
+            last=("ln_f", "head", "logits", "loss"),
+            stream="stream_BLC",
+            input="tokens_BL",
         )
 
     def init_rule(self, name: str) -> Init:

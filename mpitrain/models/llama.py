@@ -138,7 +138,13 @@ class Llama(LanguageModel):
     @property
     def stage_plan(self) -> StagePlan:
         """How `pipeline` divides the model into stages."""
-        return StagePlan(first=("wte",), blocks="blocks", last=("norm", "head", "logits", "loss"), stream="stream_BLC")
+        return StagePlan(
+            first=("wte",),
+            blocks="blocks",
+            last=("norm", "head", "logits", "loss"),
+            stream="stream_BLC",
+            input="tokens_BL",
+        )
 
     def init_rule(self, name: str) -> Init:
         """As in the GPT: weights normal with std 0.02 (projections 0.02 / sqrt(2 * layers)), norms 1."""

@@ -48,7 +48,7 @@ def mark_cut(param: nn.Parameter, name: str, part: Part) -> None:
     A copy of the parameter has the same mark, and `ckpt.save` refuses the parameter in place of the whole one.
     """
     mark_part(param, part)
-    mark_spread(param, part.full_shape, copy=part.over, everyone=part.over)
+    mark_spread(param, part.full_shape, copy=part.model_ranks, everyone=part.model_ranks)
     watch_gradient(param)
     if part.is_cut:
         param.refuse_as_whole = partial(refuse, name, param.shape, part.full_shape)  # type: ignore[attr-defined]

@@ -16,8 +16,10 @@ from torch import nn
 
 from collectives import Communicator, Mesh, launched_rank
 from mpitrain.agreement import check_alike
+from mpitrain.axes import group_of
 from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.spread import mark_replaced
+from mpitrain.parts import part_of
 from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.optim.before_step import watch_steps
 from mpitrain.sharding.optim.torch_calls import watch_calls
@@ -29,7 +31,7 @@ from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolic
 from mpitrain.sharding.setup.readiness import check_names
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.marks import box_of, is_ignored, mark_ignored, name_before
-from mpitrain.sharding.unit.ranks import DataParallelRanks, data_parallel_ranks, group_of
+from mpitrain.sharding.unit.ranks import DataParallelRanks, data_parallel_ranks
 from mpitrain.sharding.unit.registry import enter, kind_of, sharded_params, units_of
 from mpitrain.sharding.unit.rows import guard_shards
 from mpitrain.sharding.unit.storage import Gathered, Kept, Resident, Shapes, Storage
@@ -97,7 +99,7 @@ def fully_shard(
     )  # fmt: skip
     check_dtypes(module, options)
     ranks = data_parallel_ranks(mesh, whole=stage == 0)
-    check_parts(module, ranks)
+    check_parts(module, ranks, mesh)
     check_alike(ranks.data_parallel, described(module, options), caller="fully_shard", remedy=REMEDY)
     if ranks.data_parallel.size > 1:
         check_dense(module, options)
@@ -243,7 +245,10 @@ def _resharding(asked: Any, size: int | None) -> tuple[bool, int | None]:
 
 
 def _by_kind(module: nn.Module, path: str, ignored: set[int]) -> list[NamedParams]:
-    """The parameters of a module that belong to no unit yet, by dtype, requires_grad and device. `path`: the module's name."""
+    """The parameters of a module that belong to no unit yet, by dtype, requires_grad, device, and whether two stages have them.
+
+    `path`: the module's name.
+    """
     inside = {id(m) for child in module.modules() if isinstance(child, ShardedModule) for m in child.modules()}
     users: dict[int, list[tuple[nn.Module, str]]] = {}
     found: dict[int, tuple[str, nn.Parameter]] = {}
@@ -260,7 +265,11 @@ def _by_kind(module: nn.Module, path: str, ignored: set[int]) -> list[NamedParam
                 )
             users.setdefault(id(param), []).append((owner, name))
             found.setdefault(id(param), (full_name, param))
-    kinds: dict[tuple[torch.dtype, bool, torch.device], NamedParams] = {}
+    kinds: dict[tuple[torch.dtype, bool, torch.device, bool], NamedParams] = {}
     for key, (name, param) in found.items():
-        kinds.setdefault((param.dtype, param.requires_grad, param.device), []).append((name, users[key], param))
+        # In a buffer of its own a parameter of two stages has the same rows on each rank of both, whatever else they have.
+        is_tied = (part := part_of(param)) is not None and part.tied is not None
+        kinds.setdefault((param.dtype, param.requires_grad, param.device, is_tied), []).append(
+            (name, users[key], param)
+        )
     return list(kinds.values())

@@ -8,16 +8,31 @@ import torch
 from torch import nn
 
 from collectives import Communicator
+from collectives.diagnosis import stacks
+from mpitrain import parts
 from mpitrain.agreement import check_alike
-from mpitrain.optim.spread import spread_of
-from mpitrain.parts import part_of
+from mpitrain.axes import group_among, group_of
+from mpitrain.optim.optimizer_checks import watch_optimizers
+from mpitrain.optim.spread import mark_cut, mark_replaced, spread_of
+from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.stages.division import costs_of, divide
 from mpitrain.stages.executor import Run
 from mpitrain.stages.messages import Messages, Streams
 from mpitrain.stages.model_stages import ModelStages
+from mpitrain.stages.places import in_program, of_message
 from mpitrain.stages.plan import StagePlan
-from mpitrain.stages.schedules import SCHEDULES, Schedule
+from mpitrain.stages.schedules import Schedule, make_schedule
+from mpitrain.stages.schedules.forwards import forwards
 from mpitrain.stages.split_linear import split_backwards
+from mpitrain.stages.transformers import stage_plan_of_transformers
+
+# Stacks in the reports of errors and of long waits tell the place in the pipeline.
+stacks.pass_over("torch", "mpitrain.stages")
+stacks.name(Run.take, lambda local: in_program(local["self"].program, local["at"]))
+stacks.name(Messages.receive, of_message)
+stacks.name(
+    Messages.end, lambda local: "the end of a step of a pipeline, which waits until the other ranks have its messages"
+)
 
 Inputs = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -38,14 +53,19 @@ def pipeline(
     `tensor_parallel` may have cut the model: then the ranks of a group that holds each layer together have the same rank in `comm`.
 
     Args: schedule: a name of `mpitrain.stages.schedules.SCHEDULES`. micro_batches: the number of forwards of a step. stages_per_rank:
-    of "interleaved", 2 or more (default: 2). plan: the parts of the model; None: the model's attribute `stage_plan`. division: the
-    number of blocks of each stage; None: stages of about equal cost, with the embedding and the head counted.
+    of "interleaved", 2 or more (default: 2). plan: the parts of the model; None: the model's attribute `stage_plan`, or the plan of a
+    transformers model. division: the number of blocks of each stage; None: stages of about equal cost, with the embedding and the head
+    counted.
 
     Raises ValueError on all ranks, with the model unchanged, for a schedule, plan or division that does not fit the model or the ranks.
     """
     with comm.together("pipeline"):
-        made = _schedule(schedule, comm.size, micro_batches, stages_per_rank)
-        plan = plan or getattr(model, "stage_plan", None)
+        if parts.stages_of(model.parameters()) is not None:
+            raise ValueError("the model is in stages already; build it again for another pipeline")
+        if any(spread_of(param) is not None and parts.part_of(param) is None for param in model.parameters()):
+            raise ValueError("the model is sharded already; call pipeline before fully_shard")
+        made = make_schedule(schedule, comm.size, micro_batches, stages_per_rank)
+        plan = plan or getattr(model, "stage_plan", None) or stage_plan_of_transformers(model)
         if plan is None:
             raise ValueError(
                 f"{type(model).__name__} brings no plan along (an attribute stage_plan); pass plan=, a mpitrain.stages.StagePlan"
@@ -61,28 +81,14 @@ def pipeline(
     return Pipeline(model, comm, made, plan, divided)
 
 
-def _schedule(name: str, num_ranks: int, num_micro: int, stages_per_rank: int | None) -> Schedule:
-    if name not in SCHEDULES:
-        raise ValueError(f"pipeline: unknown schedule {name!r}; expected one of {', '.join(SCHEDULES)}")
-    if num_micro < 1:
-        raise ValueError(f"pipeline: expected at least 1 micro-batch, got {num_micro}")
-    if name != "interleaved":
-        made = SCHEDULES[name](num_ranks, num_micro)
-        if stages_per_rank not in (None, made.stages_per_rank):
-            raise ValueError(f"pipeline: {name} has {made.stages_per_rank} stages on each rank, got {stages_per_rank}")
-        return made
-    if (count := 2 if stages_per_rank is None else stages_per_rank) < 2:
-        raise ValueError(f"pipeline: interleaved needs at least 2 stages on each rank, got {count}")
-    return SCHEDULES[name](num_ranks, num_micro, count)
-
-
 def _division(model: nn.Module, plan: StagePlan, counts: Sequence[int] | None, num_stages: int) -> list[range]:
     before, blocks, after = costs_of(model, plan)
     if counts is None:
         return divide(before, blocks, after, num_stages)
-    if len(counts) != num_stages or sum(counts) != len(blocks) or min(counts) < 0:
+    if len(counts) != num_stages or sum(counts) != len(blocks) or min(counts) < 0 or (num_stages > 1 and not counts[0]):
         raise ValueError(
-            f"pipeline: expected the numbers of blocks of {num_stages} stages, {len(blocks)} together, got {list(counts)}"
+            f"pipeline: expected the numbers of blocks of {num_stages} stages, {len(blocks)} together and not 0 in the first, got "
+            f"{list(counts)}"
         )
     ends = [sum(counts[:stage]) for stage in range(num_stages + 1)]
     return [range(begin, end) for begin, end in pairwise(ends)]
@@ -95,9 +101,17 @@ class Pipeline:
         self, model: nn.Module, comm: Communicator, schedule: Schedule, plan: StagePlan, division: Sequence[range]
     ) -> None:
         self.comm, self.schedule, self.division = comm, schedule, division
+        watch_optimizers()
+        watch_norms()
         mine = [stage for stage in range(schedule.num_stages) if schedule.rank_of(stage) == comm.rank]
-        self._tied = _tied(model, plan, division, schedule, comm)
+        names = {param: name for name, param in model.named_parameters()}
+        ranks = _ranks_of_params(model, plan, division, schedule)
         self.stages = ModelStages(model, plan, division, mine)
+        self._tied = self._mark(ranks)
+        here = set(model.parameters())
+        for param, name in names.items():
+            if param not in here:
+                mark_replaced(param, name, "pipeline")
         if schedule.splits_backward:
             split_backwards(model)
         self._streams: Streams = {}
@@ -113,36 +127,109 @@ class Pipeline:
         """Forwards and backwards of all micro-batches; the gradients are added to those of the parameters. Collective.
 
         Args: inputs: for each micro-batch the arguments of the model: a tensor, a sequence or a mapping. The first stage gets all of
-        them, the others the named ones. The micro-batches may have different sizes. loss_of(output, micro): the loss of the model's
-        output, on the rank of the last stage; None: the output is the loss. last: for each micro-batch, more named arguments for the
-        last stage alone, such as the targets. scale: changes a loss before its backward.
+        them, the others the named ones but the plan's `input`. The micro-batches may have different sizes. loss_of(output, micro): the
+        loss of the model's output, on the rank of the last stage; None: the output is the loss. last: for each micro-batch, more named
+        arguments for the last stage alone, such as the targets. scale: changes a loss before its backward.
 
         Returns: the sum of the losses, before `scale`: a float64 scalar, the same on all ranks. ValueError on all ranks if the number
         of micro-batches is not that of the schedule.
         """
-        schedule, comm = self.schedule, self.comm
-        with comm.together("pipeline"):
-            for what, given in (("inputs", inputs), ("last", last)):
-                if given is not None and len(given) != schedule.num_micro:
-                    raise ValueError(f"step: expected {schedule.num_micro} micro-batches, got {len(given)} ({what})")
-            calls = [_call(given) for given in inputs]
-            shapes = [_shape(call) for call in calls]
-        shapes = comm.all_gather_object(shapes)[schedule.rank_of(0)]
-        device = next(self.stages.model.parameters()).device
-        messages = Messages(comm, schedule, self._streams, shapes, device)
+        run = self._begin("step", self.schedule, inputs, loss_of, last, scale)
         earlier = self._take_tied()
-        run = Run(self.stages, messages, calls, loss_of or _itself, last, scale or _same)
-        program = schedule.program(comm.rank)
-        final = max(at for at, action in enumerate(program) if action.kind != "F")
+        final = max(at for at, action in enumerate(run.program) if action.kind != "F")
         self._reduce_gradients(False)
-        for at, action in enumerate(program):
+        for at in range(len(run.program)):
             if at == final:
                 self._reduce_gradients(True)
-            run.take(action)
-        messages.end()
+            run.take(at)
+        run.messages.end()
         self._add_tied(earlier)
-        comm.broadcast(run.total, schedule.rank_of(schedule.num_stages - 1))
-        return run.total
+        return self._from_last_stage(run.total)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        inputs: Sequence[Inputs],
+        loss_of: Callable[[Any, int], torch.Tensor] | None = None,
+        *,
+        last: Sequence[Mapping[str, Any]] | None = None,
+    ) -> torch.Tensor:
+        """Forwards of any number of micro-batches, without gradients. Collective. Arguments as in `step`.
+
+        Returns: the sum of the losses: a float64 scalar, the same on all ranks. ValueError on all ranks if they have different numbers
+        of micro-batches.
+        """
+        run = self._begin("evaluate", forwards(self.schedule, len(inputs)), inputs, loss_of, last)
+        run.all()
+        return self._from_last_stage(run.total)
+
+    @torch.no_grad()
+    def next_logits(self, inputs: Inputs) -> torch.Tensor:
+        """The logits for the token after the last one of each sequence, (B, 1, V), on all ranks. Collective.
+
+        So `mpitrain.models.sample_tokens(pipe.next_logits, ...)` samples from the model. `inputs`: the arguments of the model, of which
+        the tokens are the first, the same on all ranks.
+        """
+        found: list[torch.Tensor] = []
+
+        def keep(output: Any, micro: int) -> torch.Tensor:
+            logits_BLV = output if isinstance(output, torch.Tensor) else output.logits  # noqa: N806
+            found.append(logits_BLV[:, -1:].contiguous())
+            return torch.zeros(())
+
+        run = self._begin("next_logits", forwards(self.schedule, 1), [inputs], keep)
+        run.all()
+        root = self.schedule.rank_of(self.schedule.num_stages - 1)
+        shape, dtype = self.comm.broadcast_object((found[0].shape, found[0].dtype) if found else None, root)
+        logits = found[0] if found else torch.empty(shape, dtype=dtype, device=self._device)
+        self.comm.broadcast(logits, root)
+        return logits
+
+    def _begin(
+        self,
+        name: str,
+        schedule: Schedule,
+        inputs: Sequence[Inputs],
+        loss_of: Callable[[Any, int], torch.Tensor] | None = None,
+        last: Sequence[Mapping[str, Any]] | None = None,
+        scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Run:
+        """Check the arguments of all ranks, and agree on the shapes of the micro-batches."""
+        with self.comm.together(name):
+            self._check_norms()
+            for what, given in (("inputs", inputs), ("last", last)):
+                if given is not None and len(given) != schedule.num_micro:
+                    raise ValueError(f"expected {schedule.num_micro} micro-batches, got {len(given)} ({what})")
+            if not inputs:
+                raise ValueError("expected at least one micro-batch, got none")
+            calls = [_call(given) for given in inputs]
+            mine = [_shape(call) for call in calls]
+        shapes = self.comm.all_gather_object(mine)
+        if len({len(each) for each in shapes}) > 1:
+            raise ValueError(
+                f"{name}: expected the same number of micro-batches on all ranks, got {[len(each) for each in shapes]}"
+            )
+        messages = Messages(self.comm, schedule, self._streams, shapes[schedule.rank_of(0)], self._device)
+        program = schedule.program(self.comm.rank)
+        return Run(self.stages, messages, program, calls, loss_of or _itself, last, scale)
+
+    def _from_last_stage(self, total: torch.Tensor) -> torch.Tensor:
+        self.comm.broadcast(total, self.schedule.rank_of(self.schedule.num_stages - 1))
+        return total
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.stages.model.parameters()).device
+
+    def _check_norms(self) -> None:
+        """ValueError if norms over all parts of the model are not possible: only `fully_shard` gets the mesh with both axes."""
+        param = next(iter(self.stages.model.parameters()))
+        part, spread = parts.part_of(param), spread_of(param)
+        if part is not None and part.over.size > 1 and spread is not None and spread.copy is part.over:
+            raise ValueError(
+                "this model is cut by tensor_parallel and in stages, and no mesh has told it the ranks of both; call "
+                "mpitrain.fully_shard(model, mesh, stage=0) after pipeline, or another stage of ZeRO"
+            )
 
     def _reduce_gradients(self, reduces: bool) -> None:
         """Whether the next backwards of a sharded model reduce gradients. Only the last one of a step does, for all of them."""
@@ -150,51 +237,67 @@ class Pipeline:
         if change is not None:
             change(reduces)
 
+    def _mark(self, ranks: Mapping[nn.Parameter, frozenset[int]]) -> list[tuple[str, Communicator]]:
+        """Mark the parameters of this rank as parts of a model in stages. `ranks`: those that have each parameter of the whole model.
+
+        Returns the names of parameters that stages of several ranks have, each with these ranks. Collective.
+        """
+        groups = {some: group_among(self.comm, some) for some in dict.fromkeys(ranks.values()) if len(some) > 1}
+        tied = []
+        for name, param in self.stages.model.named_parameters():
+            is_cut = (part := parts.part_of(param)) is not None
+            part = part or parts.whole(param.shape, group_of(self.comm, 1), is_partial=False)
+            part.stages, part.tied = self.comm, groups.get(ranks[param])
+            if not is_cut:
+                mark_cut(param, name, part)
+            if part.tied is not None:
+                tied.append((name, part.tied))
+        return tied
+
     def _take_tied(self) -> list[torch.Tensor | None]:
         """Take the gradients that parameters on several ranks have from earlier steps: they are sums already."""
         earlier = []
         for name, _ in self._tied:
             param = self.stages.model.get_parameter(name)
-            spread, part = spread_of(param), part_of(param)
-            if spread is not None and (part is None or spread.everyone is not part.over):
-                raise NotImplementedError(
-                    f"pipeline: {name} is tied over stages on several ranks, and sharded; untie it"
-                )
             earlier.append(param.grad)
             param.grad = None
         return earlier
 
     def _add_tied(self, earlier: Sequence[torch.Tensor | None]) -> None:
-        """Add up the gradients of parameters that stages of several ranks have, and add those of earlier steps."""
+        """Add up the gradients of parameters that stages of several ranks have, and add those of earlier steps.
+
+        Of a sharded parameter these are means over the data-parallel ranks: each stage has the same rows of it.
+        """
         for (name, group), before in zip(self._tied, earlier, strict=True):
             param = self.stages.model.get_parameter(name)
+            if not param.requires_grad:
+                continue
             grad = torch.zeros_like(param) if param.grad is None else param.grad
             group.all_reduce(grad)
             param.grad = grad if before is None else before.add_(grad)
 
 
-def _tied(
-    model: nn.Module, plan: StagePlan, division: Sequence[range], schedule: Schedule, comm: Communicator
-) -> list[tuple[str, Communicator]]:
-    """The parameters that stages of several ranks have, by name, each with the ranks that have it. Collective."""
-    users: dict[int, set[int]] = {}
+def _ranks_of_params(
+    model: nn.Module, plan: StagePlan, division: Sequence[range], schedule: Schedule
+) -> dict[nn.Parameter, frozenset[int]]:
+    """The ranks whose stages have each parameter of the whole model. Modules that the plan does not name are in all stages."""
+    ranks: dict[nn.Parameter, frozenset[int]] = {}
     for stage, names in enumerate(ModelStages.names_of(model, plan, division)):
         for param in (param for name in names for param in model.get_submodule(name).parameters()):
-            users.setdefault(id(param), set()).add(schedule.rank_of(stage))
-    found = []
-    for name, param in model.named_parameters():
-        if len(ranks := users.get(id(param), set())) > 1:
-            group = comm.split(0 if comm.rank in ranks else None)
-            if group is not None:
-                found.append((name, group))
-    return found
+            ranks[param] = ranks.get(param, frozenset()) | {schedule.rank_of(stage)}
+    everywhere = frozenset(range(schedule.num_ranks))
+    return {param: ranks.get(param, everywhere) for param in model.parameters()}
 
 
 def _call(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and named arguments of the model."""
     if isinstance(given, torch.Tensor):
         return (given,), {}
-    return ((), dict(given)) if isinstance(given, Mapping) else (tuple(given), {})
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    if isinstance(given, Sequence):
+        return tuple(given), {}
+    raise TypeError(f"expected a tensor, a sequence or a mapping for each micro-batch, got {type(given).__name__}")
 
 
 def _shape(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[int, ...]:
@@ -203,12 +306,8 @@ def _shape(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[int, ...]:
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return tuple(value.shape)
-    raise ValueError("step: the inputs of a micro-batch contain no tensor")
+    raise ValueError("the inputs of a micro-batch contain no tensor")
 
 
 def _itself(output: Any, micro: int) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.loss
-
-
-def _same(loss: torch.Tensor) -> torch.Tensor:
-    return loss

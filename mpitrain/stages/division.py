@@ -33,20 +33,20 @@ def _size(param: nn.Parameter) -> float:
 
 
 def divide(before: float, blocks: Sequence[float], after: float, num_stages: int) -> list[range]:
-    """The blocks of each stage. The most expensive stage is as cheap as possible. A first or last stage may have no block.
+    """The blocks of each stage. The most expensive stage is as cheap as possible. The last stage may have no block.
 
-    `before` and `after` are costs of the first and the last stage besides their blocks. ValueError for more stages than blocks + 2.
+    `before` and `after` are costs of the first and the last stage besides their blocks. ValueError for more stages than blocks + 1.
     """
     count = len(blocks)
-    if num_stages > count + 2:
+    if num_stages > count + 1:
         raise ValueError(
-            f"pipeline: {num_stages} stages need at least {num_stages - 2} blocks, and the model has {count}"
+            f"pipeline: {num_stages} stages need at least {num_stages - 1} blocks, and the model has {count}"
         )
     sums = [0.0]
     for cost in blocks:
         sums.append(sums[-1] + cost)
     # worst[end]: of the best division of the first `end` blocks into the stages so far; where[stage][end]: where its last stage begins.
-    worst = [before + total for total in sums]
+    worst = [float("inf") if end == 0 and num_stages > 1 else before + total for end, total in enumerate(sums)]
     where: list[list[int]] = []
     for stage in range(1, num_stages):
         least = 0 if stage == num_stages - 1 else 1  # blocks of a stage

@@ -1,72 +1,99 @@
-"""Runs one step of a schedule on the stages of one rank: forwards, backwards, and the messages between them."""
+"""Runs the program of one rank on its stages: forwards, backwards, and the messages between them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
 
+from collectives.diagnosis import show_all_ranks
 from mpitrain.stages.messages import Messages
-from mpitrain.stages.model_stages import ModelStages, stream_of
+from mpitrain.stages.model_stages import ModelStages
+from mpitrain.stages.places import places_of
+from mpitrain.stages.records import Record
 from mpitrain.stages.schedules import Action
 from mpitrain.weight_gradients import Later, compute, waiting
 
 
 class Run:
-    """One step, or one evaluation. Arguments as in `Pipeline.step`."""
+    """One step, or one evaluation. Arguments as in `Pipeline.step`; `program`: the actions of this rank."""
 
     def __init__(
         self,
         stages: ModelStages,
         messages: Messages,
+        program: Sequence[Action],
         calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
         loss_of: Callable[[Any, int], torch.Tensor],
-        last: Sequence[Mapping[str, Any]] | None,
-        scale: Callable[[torch.Tensor], torch.Tensor],
+        last: Sequence[Mapping[str, Any]] | None = None,
+        scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._stages, self._messages, self._calls = stages, messages, calls
+        self._stages, self.messages, self._calls, self.program = stages, messages, calls, program
         self._loss_of, self._last, self._scale = loss_of, last, scale
         self.total = torch.zeros((), dtype=torch.float64)
         """The sum of the losses, on the rank of the last stage."""
+        self.record = Record(perf_counter())
         self._entered: dict[tuple[int, int], torch.Tensor | None] = {}
         self._left: dict[tuple[int, int], torch.Tensor] = {}
         self._later: dict[tuple[int, int], Later] = {}
 
-    def take(self, action: Action) -> None:
-        """Run one action of the rank's program."""
+    def take(self, at: int) -> None:
+        """Run the action of that number in the program. An error has a note that says where each micro-batch was."""
+        action = self.program[at]
+        try:
+            came = self._come(action)
+            begun = perf_counter()
+            self._compute(action, came)
+        except Exception as error:
+            error.add_note(places_of(self.program, at))
+            show_all_ranks(error)
+            raise
+        self.record.add(begun, perf_counter())
+
+    def all(self) -> None:
+        """Run the whole program, and wait until the other ranks have the messages."""
+        for at in range(len(self.program)):
+            self.take(at)
+        self.messages.end()
+
+    def _come(self, action: Action) -> torch.Tensor | None:
+        """What the action needs from another stage."""
+        needed = self.messages.needed(action)
+        return None if needed is None else self.messages.receive(*needed)
+
+    def _compute(self, action: Action, came: torch.Tensor | None) -> None:
         kind, stage, micro = action
         if kind == "F":
-            self._forward(stage, micro)
+            self._forward(stage, micro, came)
         elif kind == "B":
-            self._backward(stage, micro)
+            self._backward(stage, micro, came)
         elif kind == "I":
             with waiting() as later:
-                self._backward(stage, micro)
+                self._backward(stage, micro, came)
             self._later[stage, micro] = later
         else:
             compute(self._later.pop((stage, micro)))
 
-    def _forward(self, stage: int, micro: int) -> None:
-        (args, kwargs), x = self._calls[micro], None
+    def _forward(self, stage: int, micro: int, x: torch.Tensor | None) -> None:
+        args, kwargs = self._calls[micro]
         is_last = stage == self._stages.num_stages - 1
-        if stage:
-            x = self._messages.receive("F", stage - 1, micro).requires_grad_(torch.is_grad_enabled())
+        if x is not None:
+            x.requires_grad_(torch.is_grad_enabled())
         if is_last and self._last is not None:
             kwargs = {**kwargs, **self._last[micro]}
-        output = self._stages(stage, x, args, kwargs)
+        y = self._stages(stage, x, args, kwargs)
         if is_last:
-            y = self._loss_of(output, micro)
+            y = self._loss_of(y, micro)
             self.total += y.detach().to("cpu", torch.float64)
-            y = self._scale(y)
+            y = y if self._scale is None else self._scale(y)
         else:
-            y = stream_of(output)
-            self._messages.send("F", stage, micro, y.detach())
+            self.messages.send("F", stage, micro, y.detach())
         if torch.is_grad_enabled():
             self._entered[stage, micro], self._left[stage, micro] = x, y
 
-    def _backward(self, stage: int, micro: int) -> None:
+    def _backward(self, stage: int, micro: int, grad: torch.Tensor | None) -> None:
         x, y = self._entered.pop((stage, micro)), self._left.pop((stage, micro))
-        is_last = stage == self._stages.num_stages - 1
-        torch.autograd.backward(y, None if is_last else self._messages.receive("B", stage + 1, micro))
+        torch.autograd.backward(y, grad)
         if x is not None:
             assert x.grad is not None
-            self._messages.send("B", stage, micro, x.grad)
+            self.messages.send("B", stage, micro, x.grad)

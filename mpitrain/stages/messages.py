@@ -48,11 +48,15 @@ class Messages:
         self._expected = deque(
             needed
             for action in schedule.program(comm.rank)
-            if (needed := self._needed(action)) is not None and self._ranks[needed[1]] != comm.rank
+            if (needed := self.needed(action)) is not None and self._ranks[needed[1]] != comm.rank
         )
         self._posted: deque[tuple[tuple[str, int, int], Work]] = deque()
 
-    def _needed(self, action: Action) -> tuple[str, int, int] | None:
+    def rank_of(self, stage: int) -> int:
+        """The rank that has a stage."""
+        return self._ranks[stage]
+
+    def needed(self, action: Action) -> tuple[str, int, int] | None:
         """What an action needs from another stage: activations "F" or a gradient "B", its stage and its micro-batch."""
         kind, stage, micro = action
         if kind == "F":
@@ -80,7 +84,7 @@ class Messages:
 
     def receive(self, kind: str, stage: int, micro: int) -> torch.Tensor:
         """What stage `stage` has passed on: see `send`."""
-        if self._ranks[stage] == self._comm.rank:
+        if self.rank_of(stage) == self._comm.rank:
             return self._here.pop((kind, stage, micro))
         if not self._posted:
             self._post(self._expected.popleft())

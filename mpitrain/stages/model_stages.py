@@ -12,17 +12,54 @@ from mpitrain.stages.plan import StagePlan
 
 
 class _PassOn(nn.Module):
-    """In the place of a module that the stage does not have: returns its first argument."""
+    """In the place of a module that the stage does not have: returns its first argument.
+
+    It has the module's numbers and texts, which the model's forward may read, such as the kind of attention of a block.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(
+            (key, value) for key, value in vars(module).items() if isinstance(value, int | float | str)
+        )
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x
+
+
+class _Nothing(nn.Module):
+    """In the place of an embedding: returns zero, which a forward may add to the stream."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(())
+
+
+class _Enter(_PassOn):
+    """In the place of the block before a stage: returns the stream that the stage before has passed on."""
+
+    x: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.x
+
+
+class _Leave(_PassOn):
+    """In the place of the module after a stage's blocks: takes the stream that the stage passes on."""
+
+    x: torch.Tensor | None = None
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        self.x = x
         return x
 
 
 class ModelStages:
     """The `mine` of a model's stages. The model's own forward computes each, with the modules of that stage alone in their places.
 
-    `division`: the blocks of each stage. A module that shares a parameter with a module of this rank's stages stays, so that the
-    parameter keeps its name.
+    A stream enters in the place of the block before the stage, and is taken in the place of the module after it. So what the model
+    computes before the first block is of the first stage alone, and what it computes after the blocks of the last one, also without
+    a module: a factor of the embedding, or a limit of the logits. `division`: the blocks of each stage. A module that shares a
+    parameter with a module of this rank's stages stays, so that the parameter keeps its name.
     """
 
     def __init__(self, model: nn.Module, plan: StagePlan, division: Sequence[range], mine: Sequence[int]) -> None:
@@ -30,8 +67,8 @@ class ModelStages:
         self._plan, self._division = plan, division
         self._blocks = model.get_submodule(plan.blocks)
         self._keys = list(self._blocks._modules)
-        self._pass_on = _PassOn()
         self._stage = mine[0]
+        self._stand_ins = {stage: self._stand_ins_of(stage) for stage in mine}
         self._whole_forward = model.forward
         model.forward = self._forward
         self._split = {stage: split for stage in mine if (split := self._split_stream(division[stage])) is not None}
@@ -45,6 +82,8 @@ class ModelStages:
                 if not any(id(param) in owned for param in model.get_submodule(name).parameters()):
                     parent, _, key = name.rpartition(".")
                     del model.get_submodule(parent)._modules[key]
+        for block in self._blocks.children():
+            block.register_forward_hook(_check_stream)
 
     def _split_stream(self, blocks: range) -> SplitStream | None:
         """Let the stream pass between these blocks and those of other stages. How the stream that comes is split; None if it is not."""
@@ -75,26 +114,61 @@ class ModelStages:
             return self.model(*args, **kwargs, **self._plan.options)
         if stage in self._split and torch.is_grad_enabled():
             x = self._split[stage].at_place(x)
-        return self.model(**kwargs, **self._plan.options, **{self._plan.stream: x})
+        named = {key: value for key, value in kwargs.items() if key != self._plan.input}
+        return self.model(**named, **self._plan.options, **{self._plan.stream: x})
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the model: of one stage. Hooks before it, such as those of `fully_shard`, see all modules of this rank."""
-        with self._alone(self._stage):
-            return self._whole_forward(*args, **kwargs)
+        stand_ins = self._stand_ins[self._stage]
+        enter, leave = (
+            next((each for each in stand_ins.values() if isinstance(each, kind)), None) for kind in (_Enter, _Leave)
+        )
+        if enter is not None:
+            enter.x = kwargs[self._plan.stream]
+            kwargs[self._plan.stream] = enter.x.detach()  # what is computed from it before the blocks is not used
+        try:
+            with self._in_place(stand_ins):
+                output = self._whole_forward(*args, **kwargs)
+            return output if leave is None else leave.x
+        finally:
+            for each in (enter, leave):
+                if each is not None:
+                    each.x = None
+
+    def _stand_ins_of(self, stage: int) -> dict[str, nn.Module]:
+        """What stands in the place of each module that the stage does not have, by name."""
+        plan, own = self._plan, self._division[stage]
+        names = [f"{plan.blocks}.{key}" for key in self._blocks._modules]
+        found: dict[str, nn.Module] = {}
+        if stage:
+            for name in plan.first:
+                module = self.model.get_submodule(name)
+                found[name] = _Nothing() if isinstance(module, nn.Embedding) else _PassOn(module)
+        after = [*names[own.stop :], *([] if stage == self.num_stages - 1 else plan.last)]
+        for name in (*names[: own.start], *after):
+            found[name] = _PassOn(self.model.get_submodule(name))
+        if stage:
+            found[names[own.start - 1]] = _Enter(self.model.get_submodule(names[own.start - 1]))
+        if stage < self.num_stages - 1:
+            found[after[0]] = _Leave(self.model.get_submodule(after[0]))
+        return found
 
     @contextmanager
-    def _alone(self, stage: int) -> Iterator[None]:
-        """In the block, the model has the modules of one stage."""
-        changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        blocks = self._blocks._modules
-        changed.append((blocks, dict(blocks)))
-        for key in set(blocks) - {self._keys[at] for at in self._division[stage]}:
-            del blocks[key]
-        for name in () if stage == self.num_stages - 1 else self._plan.last:
+    def _in_place(self, stand_ins: Mapping[str, nn.Module]) -> Iterator[None]:
+        """In the block, each stand-in is in its place, and the blocks are in their order."""
+        placed: dict[str, dict[str, nn.Module]] = {self._plan.blocks: {}}  # by the module around them
+        for name, module in stand_ins.items():
             parent, _, key = name.rpartition(".")
+            placed.setdefault(parent, {})[key] = module
+        changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for parent, found in placed.items():
             modules = self.model.get_submodule(parent)._modules
             changed.append((modules, dict(modules)))
-            modules[key] = self._pass_on
+            modules.update(found)
+        blocks = self._blocks._modules
+        in_order = {key: blocks[key] for key in self._keys}
+        blocks.clear()
+        blocks.update(in_order)
         try:
             yield
         finally:
@@ -103,12 +177,9 @@ class ModelStages:
                 modules.update(before)
 
 
-def stream_of(output: Any) -> torch.Tensor:
-    """The stream of activations in the output of a stage: the output, or the first tensor in it."""
-    if isinstance(output, torch.Tensor):
-        return output
-    return next(
-        value
-        for value in (output.values() if isinstance(output, Mapping) else output)
-        if isinstance(value, torch.Tensor)
-    )
+def _check_stream(block: nn.Module, args: Any, output: Any) -> None:
+    if not isinstance(output, torch.Tensor):
+        raise TypeError(
+            f"pipeline: {type(block).__name__} returns {type(output).__name__}, and a stage passes on one tensor; let the block return "
+            "the stream alone"
+        )

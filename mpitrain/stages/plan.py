@@ -8,14 +8,16 @@ from typing import Any
 class StagePlan:
     """The parts of a model that is a list of blocks, by the names of its modules.
 
-    first: the modules before the blocks, which the first stage has. blocks: the `nn.ModuleList` that is divided over the stages. last:
-    the modules after the blocks, which the last stage has. In other stages they pass on what they get. stream: the argument by which
-    the model's forward takes the output of an earlier stage in place of its input. options: more arguments of each forward. Modules
-    that the plan does not name are in each stage.
+    first: the modules before the blocks, which the first stage has. blocks: the `nn.ModuleList` that is divided over the stages; each
+    block takes the stream, a tensor, as its first argument, and returns it. last: the modules after the blocks, which the last stage
+    has, in the order in which the model calls them. In other stages they pass on what they get, and an embedding returns zero. stream:
+    the argument by which the model's forward takes the output of an earlier stage, in place of its `input`: a named argument that only
+    the first stage gets. options: more arguments of each forward. Modules that the plan does not name are in each stage.
     """
 
     first: tuple[str, ...]
     blocks: str
     last: tuple[str, ...]
     stream: str
+    input: str = ""
     options: dict[str, Any] = field(default_factory=dict)

@@ -10,6 +10,7 @@ a scalar as in the plain model, and the box of the one rank is the whole tensor.
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -18,17 +19,15 @@ from torch import nn
 import ckpt
 from ckpt.ranks import ranks_of
 from collectives import Communicator
-from mpitrain.parts import Part, part_of
+from mpitrain.parts import Part, part_of, stages_of
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import SHARD
 from mpitrain.sharding.unit.registry import params_by_shard
-from mpitrain.weights.targets import ranks_of_model
-
-Sharded = Mapping[torch.Tensor, ShardedParameter]
-"""The sharded parameters of a model by their shards."""
+from mpitrain.weights.stages import with_other_stages
+from mpitrain.weights.targets import is_copy_of, ranks_of_model
 
 
 def save(
@@ -48,22 +47,23 @@ def save(
     `meta`: a JSON-like dict of the user. `tensors`: further tensors in the form of `ckpt.save`. The options (`files`, `driver`,
     `background`, `copies`, `keep`, `keep_every`, `overwrite`) and the errors are those of `ckpt.save`.
     """
-    comm = ranks_of_model(model) or comm
-    sharded = params_by_shard(model)
-    everything = {
-        **_model_tensors(model, ema, sharded, is_saved=True),
-        **(tensors or {}),
-    }
+    comm, stages = ranks_of_model(model) or comm, stages_of(model.parameters())
+    held = _Held(model, is_saved=True)
+    everything = {**_model_tensors(model, ema, held), **(tensors or {})}
     described = dict(meta or {})
+    numbers: dict[str, dict[str, Any]] = {}
     if optimizer is not None:
         names = _names(model, optimizer)
-        numbers: dict[str, dict[str, Any]] = {}
         for param, name in names.items():
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
-                    everything[f"optimizer/{key}/{name}"] = _held(value, param, sharded, is_saved=True)
+                    everything[f"optimizer/{key}/{name}"] = held(value, param)
                 else:
                     numbers.setdefault(name, {})[key] = value
+    if stages is not None and comm is not None and stages.size > 1:
+        everything = with_other_stages(everything, stages, comm)
+        numbers = {name: its for theirs in stages.all_gather_object(numbers) for name, its in theirs.items()}
+    if optimizer is not None:
         kind = type(optimizer).__name__
         described["optimizer"] = {"kind": kind, "groups": _hyperparameters(optimizer), "state": numbers}
     ckpt.save(path, _on_host(everything), comm=comm, meta=described, **options)
@@ -91,9 +91,12 @@ def load(
     tensors that the checkpoint lacks, such as a new head, keep their values. `cast`, `verify`, `copies`: see `ckpt.load`.
     Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model.
     """
-    comm = ranks_of_model(model) or comm
-    sharded = params_by_shard(model)
-    wanted = {**_model_tensors(model, ema, sharded), **(tensors or {})}
+    comm, stages = ranks_of_model(model) or comm, stages_of(model.parameters())
+    held = _Held(model, is_saved=False)
+    wanted = {**_model_tensors(model, ema, held), **(tensors or {})}
+    if stages is not None and stages.size > 1:
+        # Every rank asks for the tensors of all stages, so that each finds what the checkpoint lacks, and fills its own.
+        wanted = dict.fromkeys(chain(*stages.all_gather_object(list(wanted))), ()) | wanted
     only = ["model/*", *(name for name in wanted if not name.startswith("model/"))]
     state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     names = {} if optimizer is None else _names(model, optimizer)
@@ -109,7 +112,10 @@ def load(
             for key, shape, dtype, has_rows in there.state.get(name, ()):
                 value = torch.zeros(param.shape if has_rows else shape, dtype=getattr(torch, dtype))
                 state.setdefault(param, {})[key] = value
-                wanted[f"optimizer/{key}/{name}"] = _held(value, param, sharded)
+                wanted[f"optimizer/{key}/{name}"] = held(value, param)
+        if stages is not None and stages.size > 1:
+            theirs = chain(*stages.all_gather_object([name for name in wanted if name.startswith("optimizer/")]))
+            wanted = dict.fromkeys(theirs, ()) | wanted
     arrays = _on_host(wanted)
     if there is not None and not strict:
         arrays = {name: array for name, array in arrays.items() if name in there.names}
@@ -156,45 +162,51 @@ def _take_over(
             group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
 
 
-def _model_tensors(model: nn.Module, ema: EMA | None, sharded: Sharded, *, is_saved: bool = False) -> dict[str, Any]:
-    """Parameters (tied ones under the first of their names), persistent buffers and averages. `is_saved`: see `_held`."""
+def _model_tensors(model: nn.Module, ema: EMA | None, held: "_Held") -> dict[str, Any]:
+    """Parameters (tied ones under the first of their names), persistent buffers and averages."""
     params = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     tensors: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if name in params and first.setdefault(id(params[name]), name) != name:
             continue
-        tensors[f"model/{name}"] = _held(value, params.get(name), sharded, is_saved=is_saved)
+        tensors[f"model/{name}"] = held(value, params.get(name))
     for name, value in ({} if ema is None else ema.tensors).items():
-        tensors[f"ema/{name}"] = _held(value, params[name], sharded, is_saved=is_saved)
+        tensors[f"ema/{name}"] = held(value, params[name])
     return tensors
 
 
-def _held(value: torch.Tensor, param: nn.Parameter | None, sharded: Sharded, *, is_saved: bool = False) -> Any:
-    """`value`, which belongs to `param`, for `ckpt`: as a box if it has the shard's shape, else as a tensor that all ranks share.
+class _Held:
+    """Makes boxes for `ckpt` of the tensors that belong to a model's parameters.
 
     `is_saved`: boxes that another rank saves, because it holds a copy of this shard, are empty.
     """
-    data = value.detach()
-    owner, part = (None, None) if param is None else (sharded.get(param), part_of(param))
-    if (owner is None and part is None) or param is None or value.shape != param.shape:
-        return data
-    is_copy = (owner is not None and owner.ranks.replicate.rank > 0) or (part is not None and not part.is_first)
-    if owner is not None and not owner.full.shape:
-        return ckpt.Shard(data.view(()) if data.numel() and not (is_saved and is_copy) else data[:0], (), ())
-    if part is None:
-        assert owner is not None
-        return ckpt.Shard(
-            data[:0] if is_saved and is_copy else data, owner.box.full_shape, owner.box.offset, _axes(owner, part)
-        )
-    if not part.full_shape:
-        return data
-    offset = (0,) * data.ndim if owner is None else owner.box.offset
-    found = [] if is_saved and is_copy else part.within(offset, data.shape)
-    axes = _axes(owner, part)
-    if not found:
-        return ckpt.Shard(data.new_empty((0,) * data.ndim), part.full_shape, (0,) * data.ndim, axes)
-    return [ckpt.Shard(data[place], part.full_shape, box.offset, axes) for place, box in found]
+
+    def __init__(self, model: nn.Module, *, is_saved: bool) -> None:
+        self._model, self._is_saved, self._sharded = model, is_saved, params_by_shard(model)
+
+    def __call__(self, value: torch.Tensor, param: nn.Parameter | None) -> Any:
+        """`value`, which belongs to `param`: as a box if it has the shard's shape, else as a tensor that all ranks share."""
+        data = value.detach()
+        owner, part = (None, None) if param is None else (self._sharded.get(param), part_of(param))
+        if (owner is None and part is None) or param is None or value.shape != param.shape:
+            return data
+        is_left_out = self._is_saved and is_copy_of(self._model, owner, part)
+        if owner is not None and not owner.full.shape:
+            return ckpt.Shard(data.view(()) if data.numel() and not is_left_out else data[:0], (), ())
+        if part is None:
+            assert owner is not None
+            return ckpt.Shard(
+                data[:0] if is_left_out else data, owner.box.full_shape, owner.box.offset, _axes(owner, part)
+            )
+        if not part.full_shape:
+            return data
+        offset = (0,) * data.ndim if owner is None else owner.box.offset
+        found = [] if is_left_out else part.within(offset, data.shape)
+        axes = _axes(owner, part)
+        if not found:
+            return ckpt.Shard(data.new_empty((0,) * data.ndim), part.full_shape, (0,) * data.ndim, axes)
+        return [ckpt.Shard(data[place], part.full_shape, box.offset, axes) for place, box in found]
 
 
 def _axes(owner: ShardedParameter | None, part: Part | None) -> list[str | None]:

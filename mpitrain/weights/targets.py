@@ -9,9 +9,10 @@ from torch import nn
 
 from ckpt.ranks import Ranks, ranks_of
 from collectives import Communicator
-from mpitrain.parts import Box, Piece, part_of
+from mpitrain.parts import Box, Part, Piece, part_of, stages_of
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.step.step import Phase
+from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import params_by_shard, sharded_over, units_of
 
 _CHUNK_BYTES = 16 << 20  # sent at a time
@@ -28,7 +29,34 @@ class Target(NamedTuple):
 
 
 def targets_of(model: nn.Module) -> list[Target]:
-    """All tensors in the order of the model's state dict, each once. Other values (a module's extra state) are left out."""
+    """All tensors in the order of the model's state dict, each once. Other values (a module's extra state) are left out.
+
+    Of a model in stages those of all stages, the same list on all ranks: a rank has no pieces of a tensor of another stage. Collective.
+    """
+    found = _own_targets(model)
+    stages = stages_of(model.parameters())
+    if stages is None or stages.size == 1:
+        return found
+    mine = {target.names[0]: target for target in found}
+    described = [(target.names, target.tensor.dtype, target.shape) for target in found]
+    known: dict[str, Target] = {}
+    first: dict[str, int] = {}  # the first stage that has the tensor
+    for rank, theirs in enumerate(stages.all_gather_object(described)):
+        for names, dtype, shape in theirs:
+            first.setdefault(names[0], rank)
+            before = known.setdefault(names[0], Target([], torch.empty(0, dtype=dtype), shape, []))
+            before.names.extend(name for name in names if name not in before.names)
+    for name, target in mine.items():
+        pieces = target.pieces
+        if pieces is None:  # each rank of this stage has the whole
+            pieces = [Piece((slice(None),) * len(target.shape), Box((0,) * len(target.shape), target.shape))]
+        known[name] = target._replace(
+            names=known[name].names, pieces=pieces, is_copy=target.is_copy or stages.rank != first[name]
+        )
+    return list(known.values())
+
+
+def _own_targets(model: nn.Module) -> list[Target]:
     sharded = params_by_shard(model)
     params = dict(model.named_parameters(remove_duplicate=False))
     found: dict[int, Target] = {}
@@ -39,7 +67,7 @@ def targets_of(model: nn.Module) -> list[Target]:
         if id(tensor) not in found:
             owner, part = sharded.get(tensor), part_of(tensor)
             shape, pieces = tuple(tensor.shape), None
-            is_copy = (owner is not None and owner.ranks.replicate.rank > 0) or (part is not None and not part.is_first)
+            is_copy = is_copy_of(model, owner, part)
             if part is not None:
                 shape = part.full_shape
                 pieces = (
@@ -61,6 +89,16 @@ def targets_of(model: nn.Module) -> list[Target]:
             found[id(tensor)] = Target([], tensor, shape, pieces, is_copy)
         found[id(tensor)].names.append(name)
     return list(found.values())
+
+
+def is_copy_of(model: nn.Module, owner: ShardedParameter | None, part: Part | None) -> bool:
+    """Whether a rank before this one has the same elements of a parameter. `owner`: its shards; None if `fully_shard` left it alone."""
+    if part is not None and not part.is_first:
+        return True
+    if owner is not None:
+        return owner.ranks.replicate.rank > 0
+    over = sharded_over(model)
+    return over is not None and over.data_parallel.rank > 0
 
 
 def chunks_on_rank0(
@@ -145,7 +183,7 @@ def ranks_of_model(model: nn.Module) -> Communicator | None:
     over = sharded_over(model)
     if over is not None:
         return over.everyone
-    return next((part.over for param in model.parameters() if (part := part_of(param)) is not None), None)
+    return next((part.model_ranks for param in model.parameters() if (part := part_of(param)) is not None), None)
 
 
 def begin(model: nn.Module, doing: str) -> Ranks:

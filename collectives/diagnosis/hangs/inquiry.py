@@ -15,7 +15,7 @@ class Inquiry:
     def __init__(
         self, purpose: str, number: int, size: int, known: Mapping[int, State], wait: Wait | None = None
     ) -> None:
-        self.purpose = purpose  # "deadline", "notice", "order" or "end"
+        self.purpose = purpose  # "places", "deadline", "notice", "order" or "end"
         self.number = number
         self.wait = wait
         self.asked = time.monotonic()

@@ -4,6 +4,7 @@
 - The notice: when an operation of this rank has waited for long, the monitor asks all ranks for their state and prints one line.
 - The deadline: when an operation of this rank has waited too long, the monitor asks all ranks for their state, prints one report and
   ends the job. If several ranks ask, only the lowest of them continues.
+- An error that ends this rank: if it says so (`show_all_ranks`), the monitor asks all ranks for their state and prints their places.
 - The end of a rank: the monitor tells rank 0, which then asks the running ranks whether they wait for a rank that has ended. If one
   does, rank 0 prints a report and ends the job.
 - The death of a rank: the next rank of its node prints a line, and ends the job if the launcher does not (goodbye.py).
@@ -69,6 +70,8 @@ class Monitor:
         self._clock = Clock()
         self._notices = notice.Notices(notice.from_environment())
         self._standstill = Standstill()
+        self._wants_places = False  # a thread that ends the job waits for `_has_shown`
+        self._has_shown = threading.Event()
 
     def start(self) -> None:
         """Start the threads. If called from the main thread, also handle SIGUSR2, unless the user's program does."""
@@ -81,6 +84,7 @@ class Monitor:
         # Call `leave` also when the program itself calls MPI.Finalize, which first deletes the attributes of COMM_SELF.
         key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave("the program called MPI.Finalize"))
         MPI.COMM_SELF.Set_attr(key, True)
+        uncaught.Others.show = self.show_places
         atexit.register(lambda: self.leave(uncaught.how_ended()))
         self._thread.start()
         if self.size > 1:
@@ -110,6 +114,13 @@ class Monitor:
             self._neighbour.close()
             if together:
                 self.mpi.Free()
+
+    def show_places(self) -> None:
+        """Print the places of the other ranks. For the thread that ends the job after an error."""
+        if self._thread.is_alive() and self._talks():
+            self._wants_places = True
+            self._bell.ring()
+            self._has_shown.wait(ANSWER_S + _GRACE_S)
 
     def _talks(self) -> bool:
         from mpi4py import MPI
@@ -153,7 +164,10 @@ class Monitor:
 
     def _look(self, now: float) -> None:
         """Ask all ranks for their state if an operation of this rank has waited too long, or if a rank has ended."""
-        if self._late() is not None:
+        if self._wants_places:
+            self._wants_places = False
+            self._ask("places", why=f"an error on rank {self.rank} ends the job")
+        elif self._late() is not None:
             if now > self._quiet_until["deadline"]:
                 self._end_late()
         elif self.size > 1 and (wait := self._notices.due(self._clock, self._stagger())) is not None:
@@ -223,6 +237,9 @@ class Monitor:
             assert inquiry.wait is not None
             if self._notices.goes_on(inquiry.wait):
                 dump.say(report.notice(self.rank, inquiry.wait.number, inquiry.states, Deadline.seconds or 0.0))
+        elif inquiry.purpose == "places":
+            dump.say(report.error_report(self.rank, inquiry.states))
+            self._has_shown.set()
         elif inquiry.purpose == "order":
             self._judge_order(inquiry, now)
         else:

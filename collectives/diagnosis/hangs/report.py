@@ -246,6 +246,15 @@ def end_report(stuck: Mapping[int, Waiting], states: Sequence[State | None]) -> 
     return "\n".join([*lines, *_places(states, first["key"]), f"  => {_verdict(first, states)}", f"  => {advice}"])
 
 
+def error_report(reporter: int, states: Sequence[State | None]) -> str:
+    """The places of the other ranks, when an error ends the job on rank `reporter`."""
+    lines = [f"the other ranks when rank {reporter} failed:"]
+    for words, ranks in _groups(states, "").items():
+        if others := [rank for rank in ranks if rank != reporter]:
+            lines.append(f"  {_place(words, others, states)}")
+    return "\n".join(lines)
+
+
 def deadlocked(states: Mapping[int, State]) -> dict[int, Waiting]:
     """The ranks that can never go on, each with the operation in which it is stuck. Only ranks that compare their calls count.
 

@@ -1,11 +1,14 @@
 """Clipping, and the norms of single gradients, of a plain model or one whose parameters are spread over ranks."""
 
+from itertools import chain
+
 import torch
 from torch import nn
 
 from collectives import Communicator
 from mpitrain.optim.norms import norm_of, norms_of_each
 from mpitrain.optim.spread import counts_in_norms, spread_of
+from mpitrain.parts import stages_of
 from mpitrain.sharding.step.step import living_steps
 
 
@@ -46,17 +49,18 @@ def _over(model: nn.Module) -> dict[torch.Tensor, Communicator]:
 @torch.no_grad()
 def grad_norms(model: nn.Module) -> dict[str, float]:
     """The 2-norm of each parameter's whole gradient, by name, for the parameters with a gradient. Collective."""
-    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    names = [name for name, _ in trained]
-    grads = {name: param.grad for name, param in trained if param.grad is not None}
-    counts = {name: counts_in_norms(param) for name, param in trained}
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    stages = stages_of(trained.values())
+    names = list(trained if stages is None else dict.fromkeys(chain(*stages.all_gather_object(list(trained)))))
+    grads = {name: param.grad for name, param in trained.items() if param.grad is not None}
+    counts = {name: counts_in_norms(param) for name, param in trained.items()}
     found = {n: norm * norm * counts[n] for n, norm in zip(grads, norms_of_each(list(grads.values())), strict=True)}
     total = torch.tensor(
         [[found.get(name, 0.0) for name in names], [float(name in grads) for name in names]], dtype=torch.float64
     )
     over = _over(model)
     for comm in dict.fromkeys(over.values()):
-        columns = torch.tensor([over.get(param) is comm for _, param in trained])
+        columns = torch.tensor([stages is not None or over.get(trained[name]) is comm for name in names])
         part = total[:, columns]
         comm.all_reduce(part)
         total[:, columns] = part

@@ -169,13 +169,22 @@ def check_dense(module: nn.Module, options: Options) -> None:
             )
 
 
-def check_parts(module: nn.Module, ranks: DataParallelRanks) -> None:
-    """ValueError if a parameter is cut over ranks that the mesh does not know as ranks of one copy."""
+def check_parts(module: nn.Module, ranks: DataParallelRanks, mesh: Mesh | Communicator | None) -> None:
+    """ValueError if a parameter is cut, or in a stage, over ranks that the mesh does not know as ranks of one copy."""
+    num_stages = mesh.axes.get("pp", 1) if isinstance(mesh, Mesh) else 1
     for name, param in module.named_parameters():
         part = part_of(param)
-        if part is not None and not (is_within(part.over, ranks.copy) and are_apart(part.over, ranks.data_parallel)):
+        if num_stages > 1 and (part is None or part.stages is None):
             raise ValueError(
-                f"fully_shard: {name} is cut over {part.over.size} ranks, which do not hold one copy of the model in the mesh of "
-                "fully_shard, or get different data there; pass the mesh whose axis tensor_parallel got: "
-                "mesh = mpitrain.mesh(comm, tp=...)"
+                f"fully_shard: {name} is in no stage, but the mesh has pp={num_stages} stages, whose ranks would train models "
+                'that differ; call mpitrain.pipeline(model, mesh["pp"], ...) before fully_shard'
+            )
+        over = [] if part is None else [(part.over, "cut", "tensor_parallel"), (part.stages, "in a stage", "pipeline")]
+        for comm, how, by in over:
+            if comm is None or (is_within(comm, ranks.copy) and are_apart(comm, ranks.data_parallel)):
+                continue
+            raise ValueError(
+                f"fully_shard: {name} is {how} over {comm.size} ranks, which do not hold one copy of the model in the mesh of "
+                f"fully_shard, or get different data there; pass the mesh whose axis {by} got: "
+                "mesh = mpitrain.mesh(comm, tp=..., pp=...)"
             )

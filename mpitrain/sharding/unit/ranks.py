@@ -1,14 +1,14 @@
 """The groups of ranks: the shard group holds one copy of the model, the replicate group holds copies of one shard."""
 
-import weakref
 from typing import NamedTuple
 
 import collectives
 from collectives import Communicator, Mesh
+from mpitrain.axes import group_of
 
-REPLICATE, SHARD, MODEL = ("dp_replicate",), ("dp_shard", "cp"), ("tp",)
+REPLICATE, SHARD, MODEL = ("dp_replicate",), ("dp_shard", "cp"), ("pp", "tp")
 """The axes of a mesh along which a model has copies, along which ZeRO shards a copy (together: the data-parallel group), and along
-which `tensor_parallel` cuts the model."""
+which `pipeline` and `tensor_parallel` divide the model."""
 
 
 class DataParallelRanks(NamedTuple):
@@ -45,18 +45,6 @@ def are_apart(one: Communicator, other: Communicator) -> bool:
     """Whether the two have no rank in common but this one."""
     group = one.mpi.Get_group()
     return bool(type(group).Intersection(group, other.mpi.Get_group()).size == 1)
-
-
-# A split is collective and makes a communicator, so all units of a model share the result. Weak keys free unused communicators.
-_groups: "weakref.WeakKeyDictionary[Communicator, dict[int, Communicator]]" = weakref.WeakKeyDictionary()
-
-
-def group_of(shard: Communicator, size: int) -> Communicator:
-    """The group of `size` neighbouring ranks of `shard` that includes this rank. `size` divides `shard.size`. Collective."""
-    groups = _groups.setdefault(shard, {})
-    if size not in groups:
-        groups[size] = shard.split(shard.rank // size)
-    return groups[size]
 
 
 def data_parallel_ranks(mesh: Mesh | Communicator | None, *, whole: bool = False) -> DataParallelRanks:

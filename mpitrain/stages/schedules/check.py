@@ -18,7 +18,7 @@ def check(schedule: Schedule) -> Timeline:
     """Prove `schedule`; returns its timeline with actions of one second. ScheduleError with the first error found."""
     programs = [schedule.program(rank) for rank in range(schedule.num_ranks)]
     _check_actions(schedule, programs)
-    _check_messages(schedule, programs)
+    check_messages(schedule, programs)
     for rank, program in enumerate(programs):
         if (found := _peak(program)) != (promised := schedule.peak(rank)):
             raise ScheduleError(f"rank {rank} holds the activations of {found} forwards; the formula says {promised}")
@@ -84,8 +84,8 @@ def _check_actions(schedule: Schedule, programs: list[tuple[Action, ...]]) -> No
             raise ScheduleError(f"{action} runs whole and in halves")
 
 
-def _check_messages(schedule: Schedule, programs: list[tuple[Action, ...]]) -> None:
-    """Between two ranks activations arrive in the order in which they are needed, and so do gradients."""
+def check_messages(schedule: Schedule, programs: list[tuple[Action, ...]]) -> None:
+    """ScheduleError unless activations arrive between two ranks in the order in which they are needed, and so do gradients."""
     sent: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
     needed: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
     last, rank_of = schedule.num_stages - 1, [schedule.rank_of(stage) for stage in range(schedule.num_stages)]

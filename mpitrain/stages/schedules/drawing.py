@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from mpitrain.stages.schedules.schedule import Action, Kind
+from mpitrain.stages.schedules.schedule import NAMES, Action, Kind
 from mpitrain.stages.schedules.timeline import Timeline
 
-_NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradients of weights"}
 _COLOURS: dict[Kind, tuple[str, str]] = {
     "F": ("#7aa6da", "blue"),
     "B": ("#8fbf7f", "green"),
@@ -54,7 +53,7 @@ def svg(timelines: Sequence[tuple[str, Timeline]], *, stages_per_rank: int, widt
             if w > 7 * len(str(box.action.micro)):
                 parts.append(f'<text x="{x + w / 2:.2f}" y="{top + 13}" text-anchor="middle">{box.action.micro}</text>')
         y += num_ranks * _ROW + 8
-    for at, (kind, name) in enumerate(_NAMES.items()):
+    for at, (kind, name) in enumerate(NAMES.items()):
         parts.append(f'<rect x="{_LEFT + at * 190}" y="{y}" width="12" height="12" fill="{_COLOURS[kind][0]}"/>')
         parts.append(f'<text x="{_LEFT + at * 190 + 18}" y="{y + 10}">{name}</text>')
     return (
@@ -90,4 +89,4 @@ def _boxes(timeline: Timeline) -> Iterator[_Box]:
 
 
 def _told(box: _Box) -> str:
-    return f"{_NAMES[box.action.kind]}, stage {box.action.stage}, micro-batch {box.action.micro}: {box.begun:g} to {box.ended:g} s"
+    return f"{box.action.words}: {box.begun:g} to {box.ended:g} s"

@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
 
+NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradients of weights"}
+
 
 class Action(NamedTuple):
     """One computation of a rank: see the module."""
@@ -23,6 +25,16 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}.{self.micro}"
+
+    @property
+    def name(self) -> str:
+        """Of its kind."""
+        return NAMES[self.kind]
+
+    @property
+    def words(self) -> str:
+        """For readers."""
+        return f"{self.name} of stage {self.stage}, micro-batch {self.micro}"
 
 
 class Times(NamedTuple):

@@ -80,24 +80,35 @@ def test_steps_beside_the_plain_model(
 
 
 ZERO = extent(
-    [("1f1b", 1, "resident"), ("zb-h1", 2, "private"), ("zb-v", 3, "resident"), ("1f1b", 3, "private")],
     [
-        (schedule, stage, storage)
-        for schedule, _ in SCHEDULES
-        for stage in (1, 2, 3)
-        for storage in ("resident", "private")
+        (gpt, "1f1b", 1, "resident"),
+        (tied_llama, "zb-h1", 2, "private"),
+        (tied_llama, "zb-v", 3, "resident"),
+        (tied_llama, "1f1b", 3, "private"),
+        (tied_llama, "interleaved", 0, "auto"),
+    ],
+    [
+        (make, schedule, stage, storage)
+        for make in (gpt, tied_llama)
+        for schedule, _ in SCHEDULES[:-1]
+        for stage, storage in (
+            (0, "auto"),
+            *((stage, storage) for stage in (1, 2, 3) for storage in ("resident", "private")),
+        )
     ],
 )
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("schedule", "stage", "storage"), ZERO)
-def test_with_zero(comm: Communicator, schedule: str, stage: int, storage: str) -> None:
-    plain, model, mesh = gpt(), gpt(), mpitrain.mesh(comm, pp=2)
+@pytest.mark.parametrize(("make", "schedule", "stage", "storage"), ZERO)
+def test_with_zero(
+    comm: Communicator, make: Callable[[], LanguageModel], schedule: str, stage: int, storage: str
+) -> None:
+    """The gradients are clipped, so their norm counts each parameter once."""
+    plain, model, mesh = make(), make(), mpitrain.mesh(comm, pp=2)
     data = mesh["dp_shard"]
     pipe = pipeline(model, mesh["pp"], schedule, micro_batches=MICRO)
-    for module in (*model.blocks.children(), model):
-        mpitrain.fully_shard(module, data, stage=stage, storage=storage)  # type: ignore[arg-type]
+    mpitrain.fully_shard(model, mesh, stage=stage, storage=storage)  # type: ignore[arg-type]
     optimizers = adamw(plain), adamw(model)
     for step in range(STEPS):
         expected = 0.0
@@ -109,9 +120,17 @@ def test_with_zero(comm: Communicator, schedule: str, stage: int, storage: str) 
         total = pipe.step(tokens, last=targets(tokens))
         data.all_reduce(total)
         assert total.item() / data.size == pytest.approx(expected, rel=1e-6)
+        of_each = {name: param.grad.norm().item() for name, param in plain.named_parameters() if param.grad is not None}
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert mpitrain.grad_norms(model) == pytest.approx(of_each, rel=1e-5)
+        assert mpitrain.clip_grad_norm_(model, 0.1).item() == pytest.approx(norm.item(), rel=1e-6)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    whole = mpitrain.full_state_dict(model)
+    for name, value in plain.state_dict().items() if comm.rank == 0 else ():
+        torch.testing.assert_close(whole.pop(name), value, rtol=0, atol=2e-5)
+    assert not whole
     mesh.free()
 
 
@@ -123,8 +142,12 @@ def test_what_does_not_fit(comm: Communicator) -> None:
         ({"schedule": "dualpipe-v", "micro_batches": 3}, "expected at least 2 x 2 ranks = 4 micro-batches, got 3"),
         ({"stages_per_rank": 2}, "1f1b has 1 stages on each rank, got 2"),
         ({"schedule": "interleaved", "stages_per_rank": 1}, "needs at least 2 stages on each rank, got 1"),
-        ({"schedule": "interleaved", "stages_per_rank": 7}, "14 stages need at least 12 blocks, and the model has 10"),
-        ({"division": [6]}, r"expected the numbers of blocks of 2 stages, 10 together, got \[6\]"),
+        ({"schedule": "interleaved", "stages_per_rank": 7}, "14 stages need at least 13 blocks, and the model has 10"),
+        (
+            {"division": [6]},
+            r"expected the numbers of blocks of 2 stages, 10 together and not 0 in the first, got \[6\]",
+        ),
+        ({"division": [0, 10]}, r"not 0 in the first, got \[0, 10\]"),
         ({"micro_batches": 4 + comm.rank}, "the ranks differ: schedule 1f1b, 4 micro-batches on rank 0"),
     ):
         model = gpt()

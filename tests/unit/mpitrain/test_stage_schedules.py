@@ -9,7 +9,8 @@ import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
 from mpitrain.stages.schedules import SCHEDULES, Action, Schedule, Times
-from mpitrain.stages.schedules.check import ScheduleError, check, drawn_schedules, small_schedules
+from mpitrain.stages.schedules.check import ScheduleError, check, check_messages, drawn_schedules, small_schedules
+from mpitrain.stages.schedules.forwards import forwards
 from mpitrain.stages.schedules.timeline import timeline
 from tests.helpers.extent import extent
 
@@ -168,3 +169,24 @@ def test_published_shares_of_idle_time(
         run = timeline(SCHEDULES[name](ranks, micro), Times(*times))
         took = max(map(run.span, range(ranks)))
         assert round((took - micro * Times(*times).work) / took, 4) == published
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_forwards_alone(name: str, num_ranks: int) -> None:
+    """Each once, in a possible order, with messages in order, and without idle time but for the first and the last micro-batch."""
+    for v in (2, 3) if name == "interleaved" else (2,):
+        more = {"stages_per_rank": v} if name == "interleaved" else {}
+        made = SCHEDULES[name](num_ranks, 2 * num_ranks, **more)
+        for num_micro in (*range(1, 2 * num_ranks + 2), 40 * num_ranks):
+            alone = forwards(made, num_micro)
+            programs = [alone.program(rank) for rank in range(num_ranks)]
+            assert sorted(action for program in programs for action in program) == [
+                ("F", stage, micro) for stage in range(made.num_stages) for micro in range(num_micro)
+            ]
+            check_messages(alone, programs)
+            run = timeline(alone, Times(made.stages_per_rank, 0, 0))  # a second for each action
+            if num_micro % num_ranks == 0 or made.stages_per_rank == 1:
+                assert max(map(run.span, range(num_ranks))) - num_micro * made.stages_per_rank <= num_ranks - 1 + (
+                    num_ranks if name in ("zb-v", "dualpipe-v") else 0
+                )
