@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         sync_buffers,
         unshard,
     )
+    from mpitrain.stages import StagePlan, pipeline
     from mpitrain.tensor import tensor_parallel
     from mpitrain.weights import export_weights, load_weights
     from mpitrain.weights.full_state import full_state_dict, load_full_state_dict
@@ -35,6 +36,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "GradScaler",
     "MixedPrecisionPolicy",
+    "StagePlan",
     "checkpoint_activations",
     "clip_grad_norm_",
     "export_weights",
@@ -47,6 +49,7 @@ __all__ = [
     "load_weights",
     "mesh",
     "num_parameters",
+    "pipeline",
     "save",
     "summary",
     "sync_buffers",
@@ -55,6 +58,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "StagePlan": "stages",
     "export_weights": "weights",
     "full_state_dict": "weights.full_state",
     "initialize": "init",
@@ -62,6 +66,7 @@ _MODULES = {
     "load_full_state_dict": "weights.full_state",
     "load_weights": "weights",
     "mesh": "axes",
+    "pipeline": "stages",
     "save": "weights.state",
     "tensor_parallel": "tensor",
 }

@@ -75,7 +75,9 @@ class Part:
         return self.over if self.stages is None or self.over.size > 1 else self.stages
 
     def add_gradients(self, grad: Any) -> Any:
-        """The sum of the copies' gradients. Collective over `copies`."""
+        """The sum of the copies' gradients. Collective over `copies`. None: a backward that leaves the gradient for later."""
+        if grad is None:
+            return None
         assert self.copies is not None
         began = time.perf_counter()
         total = self.copies.all_reduce(grad.contiguous().clone())

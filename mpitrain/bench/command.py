@@ -70,7 +70,7 @@ def _measured(options: argparse.Namespace, case: Case, setup: "TrainingSetup", f
     from mpitrain.bench.models import MAKERS
     from mpitrain.bench.timing import measure, sampled_steps
 
-    before = pss()
+    before, setup = pss(), setup._replace(batch=case.batch)
     models, skipped = make_each({name: partial(MAKERS[name], case.config(), setup) for name in options.contestants})
     with setup.comm.together():
         for name in options.contestants if not models else ():

@@ -14,12 +14,13 @@ LEARNING_RATE = 1e-3
 
 
 class TrainingSetup(NamedTuple):
-    """The ranks, and this rank's device and dtype. `ended` ends resources after the measurement."""
+    """The ranks, this rank's device and dtype, and its sequences in a step. `ended` ends resources after the measurement."""
 
     comm: Communicator
     device: torch.device
     dtype: torch.dtype
     ended: ExitStack
+    batch: int = 1
 
 
 class TrainedModel:

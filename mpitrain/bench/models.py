@@ -11,7 +11,8 @@ from torch import nn
 from collectives.bench.kit.torch_group import torch_group
 from collectives.bench.kit.turns import CannotTakePart
 from mpitrain.bench.model import TrainedModel, TrainingSetup
-from mpitrain.bench.options import NO_DEEPSPEED, OURS, SEQUENCE, TENSOR, has_deepspeed
+from mpitrain.bench.options import NO_DEEPSPEED, OURS, PIPELINES, SEQUENCE, TENSOR, has_deepspeed
+from mpitrain.bench.pipelines import TORCH_SCHEDULES, OurPipeline, TorchPipeline
 from mpitrain.bench.tensor import TensorParallel, TorchTensorParallel
 from mpitrain.init import fill_, initialize
 from mpitrain.models import GPT, GPTConfig
@@ -95,10 +96,23 @@ def torch_tensor(config: GPTConfig, setup: TrainingSetup, *, sequence: bool = Fa
     return TorchTensorParallel(config, setup, sequence=sequence)
 
 
+def staged(config: GPTConfig, setup: TrainingSetup, *, name: str) -> TrainedModel:
+    """A pipeline over all ranks, ours or torch's."""
+    num_micro = setup.batch * setup.comm.size
+    try:
+        if name in PIPELINES:
+            return OurPipeline(config, setup, name, num_micro)
+        _need_torch_distributed(setup)
+        return TorchPipeline(config, setup, name, num_micro)
+    except ValueError as error:  # on all ranks: numbers for which the schedule is not defined
+        raise CannotTakePart(str(error)) from None
+
+
 MAKERS: dict[str, Callable[[GPTConfig, TrainingSetup], TrainedModel]] = {
     OURS: ours, "none": none, "ddp": ddp, "fsdp": fsdp, "deepspeed": deepspeed, TENSOR: tensor,
     SEQUENCE: partial(tensor, sequence=True), "torch-tensor": torch_tensor,
     "torch-sequence": partial(torch_tensor, sequence=True),
+    **{name: partial(staged, name=name) for name in (*PIPELINES, *TORCH_SCHEDULES)},
 }  # fmt: skip
 """The makers of models by their names on the command line (options.py). All are collective; CannotTakePart comes on all ranks."""
 

@@ -8,9 +8,14 @@ from typing import NoReturn
 from collectives.bench.kit.arguments import add_json, add_plot, add_report, names_of
 from collectives.commands.terminal import positive
 from mpitrain.bench.results import Case
+from mpitrain.stages.schedules import SCHEDULES
 
 OURS, TENSOR, SEQUENCE = "mpitrain", "tensor", "sequence"
-PEERS = ("none", "ddp", "fsdp", "deepspeed", TENSOR, SEQUENCE, "torch-tensor", "torch-sequence")
+PIPELINES = tuple(SCHEDULES)
+PEERS = (
+    *("none", "ddp", "fsdp", "deepspeed", TENSOR, SEQUENCE, "torch-tensor", "torch-sequence"),
+    *(*PIPELINES, "torch-gpipe", "torch-1f1b", "torch-interleaved", "torch-zb-v"),
+)
 NO_DEEPSPEED = "it is not installed (pip install deepspeed)"
 STEPS, OVERHEAD_STEPS = 8, 50
 
@@ -56,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         "--peers", type=names_of(PEERS, or_none=True), default=list(PEERS[:3]), metavar="NAME,..",
         help="none: each rank alone on an unsharded copy; ddp, fsdp: of torch, with Gloo or NCCL; deepspeed: ZeRO stage 3, if it is "
         "installed; tensor, sequence: our tensor parallelism over all ranks, without and with sequence parallelism; torch-tensor, "
-        "torch-sequence: torch's (default: none,ddp,fsdp)",
+        "torch-sequence: torch's; gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v: our pipelines over all ranks, one sequence in a "
+        "micro-batch; torch-gpipe, torch-1f1b, torch-interleaved, torch-zb-v: torch's (default: none,ddp,fsdp)",
     )  # fmt: skip
     what.add_argument("--only", choices=(OURS, *PEERS), help="measure only this one, and the peak of its memory")
     what.add_argument(

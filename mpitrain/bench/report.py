@@ -16,7 +16,7 @@ from rich.text import Text
 
 from collectives.bench.kit.launches import alike, median_known, median_ratio
 from collectives.bench.kit.tables import new_table, plural
-from mpitrain.bench.options import OURS, PEERS, SEQUENCE, TENSOR
+from mpitrain.bench.options import OURS, PEERS, PIPELINES, SEQUENCE, TENSOR
 from mpitrain.bench.results import Case, HookOverhead, Phases, StepRow, TrainingLaunch
 
 PHASES = {
@@ -112,7 +112,7 @@ def _table(group: Sequence[TrainingLaunch], case: Case) -> Table:
         ("fastest .. slowest", lambda row: f"{_ms(row.fastest_s)} .. {_ms(row.slowest_s)}"),
         *(
             (f"{ours} / this", lambda row, ours=ours: _shown(ratio(group, case, row.name, ours), 1, ".2f"))
-            for ours in (OURS, TENSOR, SEQUENCE)
+            for ours in (OURS, TENSOR, SEQUENCE, *PIPELINES)
         ),
         *((name, lambda row, of=of: _ms(getattr(row.phases, of))) for name, of in PHASES.items()),
         ("tokens/s", lambda row: f"{row.tokens_per_s:,.0f}"),

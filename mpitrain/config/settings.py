@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any, Literal, get_type_hints
 
 from mpitrain.models.sizes import LlamaConfig, TransformerConfig, resolve
+from mpitrain.stages.schedules import make_schedule
 
 
 class ConfigError(ValueError):
@@ -89,6 +90,13 @@ class ParallelConfig:
     """Ranks that hold each layer together (tensor parallelism), neighbours of one node where possible. The others share the batch."""
     sequence: bool = True
     """With `tensor`: between the matrices of a block each of these ranks has its own tokens, so activations take less memory."""
+    pipeline: int = 1
+    """Ranks over which the blocks are divided into stages (pipeline parallelism). The micro-batches of `train.accumulate` pass through
+    the stages one after the other."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"
+    """With `pipeline`: the order of the forwards and backwards; `python -m mpitrain schedules show NAME` draws it."""
+    stages_per_rank: int | None = None
+    """With the schedule interleaved: the number of stages of each rank, 2 to 4 (default: 2)."""
     storage: Literal["auto", "resident", "private"] = "auto"
     """Memory of full parameters. resident: one copy per node, shared by its ranks; private: each rank's (stage 3: gathered for use)."""
     param_dtype: Dtype = "float32"
@@ -118,6 +126,13 @@ class ParallelConfig:
         _expect("parallel.threads", self.threads, 1)
         _expect("parallel.copies", self.copies, 1)
         _expect("parallel.tensor", self.tensor, 1)
+        _expect("parallel.pipeline", self.pipeline, 1)
+        if self.stages_per_rank is not None:
+            _expect("parallel.stages_per_rank", self.stages_per_rank, 2, most=4)
+            if self.schedule != "interleaved":
+                raise ConfigError(
+                    f"parallel.stages_per_rank: the schedule {self.schedule} has its own number of stages; only interleaved takes one"
+                )
         if self.stage == 0 and self.storage == "resident":
             raise ConfigError("parallel.storage: in stage 0 each rank has its own copy; choose auto, or stage 1 to 3")
         for name in ("partition_activations", "offload_activations"):
@@ -274,18 +289,22 @@ def check_ranks(config: Config, num_ranks: int) -> None:
 
     Raises:
         ConfigError: the global batch is not a multiple of data-parallel ranks x micro-batches; the ranks are not a multiple of copies x
-            tensor; or `tensor` ranks cannot share the model's heads, key and value heads, or context.
+            tensor x pipeline; `tensor` ranks cannot share the model's heads, key and value heads, or context; or `pipeline` ranks
+            cannot share its blocks, or run the schedule.
     """
-    copies, tensor = config.parallel.copies, config.parallel.tensor
-    if tensor == 1 and num_ranks % copies:
+    copies, tensor, pipeline = config.parallel.copies, config.parallel.tensor, config.parallel.pipeline
+    if tensor * pipeline == 1 and num_ranks % copies:
         raise ConfigError(
             f"parallel.copies: {num_ranks} ranks do not make {copies} copies; take a divisor of {num_ranks}"
         )
-    if num_ranks % (copies * tensor):
+    if num_ranks % (copies * tensor * pipeline):
+        factors = {"copies": copies, "tensor": tensor, "pipeline": pipeline}
+        used = [(name, size) for name, size in factors.items() if size > 1 or (name == "copies" and pipeline == 1)]
         raise ConfigError(
-            f"parallel.tensor: {copies} (parallel.copies) x {tensor} (parallel.tensor) = {copies * tensor} does not "
-            f"divide {num_ranks} ranks"
+            f"parallel.{used[-1][0]}: {' x '.join(f'{size} (parallel.{name})' for name, size in used)} = "
+            f"{copies * tensor * pipeline} does not divide {num_ranks} ranks"
         )
+    _check_stages(config)
     sizes = config.model.resolve()
     if sizes.heads < tensor:
         raise ConfigError(f"parallel.tensor: {tensor} ranks cannot share {sizes.heads} heads (model.heads)")
@@ -306,13 +325,31 @@ def check_ranks(config: Config, num_ranks: int) -> None:
             "--parallel.sequence false"
         )
     batch, accumulate = config.train.batch, config.train.accumulate
-    factor = num_ranks // tensor * accumulate
+    factor = num_ranks // (tensor * pipeline) * accumulate
     if batch % factor:
         fitting = [str(n) for n in (batch // factor * factor, (batch // factor + 1) * factor) if n]
-        ranks = f"{num_ranks} ranks" if tensor == 1 else f"{num_ranks} ranks / {tensor} (parallel.tensor)"
+        ranks = f"{num_ranks} ranks" + f" / {tensor} (parallel.tensor)" * (tensor > 1)
+        ranks += f" / {pipeline} (parallel.pipeline)" * (pipeline > 1)
         raise ConfigError(
             f"train.batch: expected a multiple of {factor} = {ranks} x {accumulate} (train.accumulate), "
             f"got {batch}; nearest multiples: {' or '.join(fitting)}"
+        )
+
+
+def _check_stages(config: Config) -> None:
+    """ConfigError if the settings make no pipeline."""
+    parallel, num_micro = config.parallel, config.train.accumulate
+    if parallel.pipeline == 1:
+        return
+    try:
+        schedule = make_schedule(parallel.schedule, parallel.pipeline, num_micro, parallel.stages_per_rank)
+    except ValueError as error:
+        raise ConfigError(f"parallel.schedule: {error}; train.accumulate is the number of micro-batches") from None
+    layers = config.model.resolve().layers
+    if schedule.num_stages > layers + 2:  # the embedding and the head may be stages without a block
+        raise ConfigError(
+            f"parallel.pipeline: {schedule.num_stages} stages cannot share {layers} blocks (model.layers), of which each but the first "
+            "and the last needs one"
         )
 
 

@@ -23,7 +23,8 @@ def sample_tokens(
     the same calls.
 
     Args:
-        model: from tokens (1, L) int64 to logits (1, L, V); a `LanguageModel`, sharded or not, or a function around it.
+        model: from tokens (1, L) int64 to logits (1, L, V), or the last ones, (1, 1, V); a `LanguageModel`, sharded or not, or a
+            function around it.
         prompt: (L,) int64, at least one token, on the model's device.
         num: number of tokens to draw.
         context: the context of the model; of a longer text the model sees only the last `context` tokens.

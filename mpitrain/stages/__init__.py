@@ -1,17 +1,19 @@
-"""Pipeline parallelism: a model's blocks divided into stages, and the schedules by which ranks compute them."""
+"""Pipeline parallelism: a model's blocks divided into stages, and the schedules by which ranks compute them.
 
-from collectives.diagnosis import stacks
-from mpitrain.stages.api import Pipeline, pipeline
-from mpitrain.stages.executor import Run
-from mpitrain.stages.messages import Messages
-from mpitrain.stages.places import in_program, of_message
-from mpitrain.stages.plan import StagePlan
+`pipeline` needs torch. The schedules do not, so this package imports torch only when a name that needs it is used.
+"""
 
-stacks.pass_over("torch", __name__)
-stacks.name(Run.take, lambda local: in_program(local["self"].program, local["at"]))
-stacks.name(Messages.receive, of_message)
-stacks.name(
-    Messages.end, lambda local: "the end of a step of a pipeline, which waits until the other ranks have its messages"
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpitrain.stages.api import Pipeline, pipeline
+    from mpitrain.stages.plan import StagePlan
 
 __all__ = ["Pipeline", "StagePlan", "pipeline"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module("mpitrain.stages.plan" if name == "StagePlan" else "mpitrain.stages.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator
+from collectives.diagnosis import stacks
 from mpitrain import parts
 from mpitrain.agreement import check_alike
 from mpitrain.axes import group_among, group_of
@@ -22,12 +23,21 @@ from mpitrain.stages.division import costs_of, divide
 from mpitrain.stages.executor import Run
 from mpitrain.stages.messages import Messages, Streams
 from mpitrain.stages.model_stages import ModelStages
+from mpitrain.stages.places import in_program, of_message
 from mpitrain.stages.plan import StagePlan
 from mpitrain.stages.records import Measured, Record, gathered
-from mpitrain.stages.schedules import SCHEDULES, Schedule, StageTimes
+from mpitrain.stages.schedules import Schedule, StageTimes, make_schedule
 from mpitrain.stages.schedules.forwards import forwards
+from mpitrain.stages.split_linear import split_backwards
 from mpitrain.stages.transformers import stage_plan_of_transformers
-from mpitrain.stages.weight_gradients import split_backwards
+
+# Stacks in the reports of errors and of long waits tell the place in the pipeline.
+stacks.pass_over("torch", "mpitrain.stages")
+stacks.name(Run.take, lambda local: in_program(local["self"].program, local["at"]))
+stacks.name(Messages.receive, of_message)
+stacks.name(
+    Messages.end, lambda local: "the end of a step of a pipeline, which waits until the other ranks have its messages"
+)
 
 _NUM_RECORDS = 8
 
@@ -47,6 +57,7 @@ def pipeline(
     """Divide a model into stages over the ranks of `comm`, in place, before `fully_shard`. Collective.
 
     Each rank keeps the modules of its own stages, under their names. A model on the meta device needs memory for these alone.
+    `tensor_parallel` may have cut the model: then the ranks of a group that holds each layer together have the same rank in `comm`.
 
     Args: schedule: a name of `mpitrain.stages.schedules.SCHEDULES`. micro_batches: the number of forwards of a step. stages_per_rank:
     of "interleaved", 2 or more (default: 2). plan: the parts of the model; None: the model's attribute `stage_plan`, or the plan of a
@@ -60,7 +71,7 @@ def pipeline(
             raise ValueError("the model is in stages already; build it again for another pipeline")
         if any(spread_of(param) is not None and parts.part_of(param) is None for param in model.parameters()):
             raise ValueError("the model is sharded already; call pipeline before fully_shard")
-        made = _schedule(schedule, comm.size, micro_batches, stages_per_rank)
+        made = make_schedule(schedule, comm.size, micro_batches, stages_per_rank)
         plan = plan or getattr(model, "stage_plan", None) or stage_plan_of_transformers(model)
         if plan is None:
             raise ValueError(
@@ -75,21 +86,6 @@ def pipeline(
         remedy="build the same model on all ranks, and divide it alike",
     )
     return Pipeline(model, comm, made, plan, divided)
-
-
-def _schedule(name: str, num_ranks: int, num_micro: int, stages_per_rank: int | None) -> Schedule:
-    if name not in SCHEDULES:
-        raise ValueError(f"pipeline: unknown schedule {name!r}; expected one of {', '.join(SCHEDULES)}")
-    if num_micro < 1:
-        raise ValueError(f"pipeline: expected at least 1 micro-batch, got {num_micro}")
-    if name != "interleaved":
-        made = SCHEDULES[name](num_ranks, num_micro)
-        if stages_per_rank not in (None, made.stages_per_rank):
-            raise ValueError(f"pipeline: {name} has {made.stages_per_rank} stages on each rank, got {stages_per_rank}")
-        return made
-    if (count := 2 if stages_per_rank is None else stages_per_rank) < 2:
-        raise ValueError(f"pipeline: interleaved needs at least 2 stages on each rank, got {count}")
-    return SCHEDULES[name](num_ranks, num_micro, count)
 
 
 def _division(model: nn.Module, plan: StagePlan, counts: Sequence[int] | None, num_stages: int) -> list[range]:

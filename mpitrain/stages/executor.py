@@ -12,7 +12,7 @@ from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.places import places_of
 from mpitrain.stages.records import Record
 from mpitrain.stages.schedules import Action
-from mpitrain.stages.weight_gradients import Later, compute, waiting
+from mpitrain.weight_gradients import Later, compute, waiting
 
 
 class Run:

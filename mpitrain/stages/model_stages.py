@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.stage_streams import SplitStream, mark_stages, split_of
 from mpitrain.stages.plan import StagePlan
 
 
@@ -70,6 +71,8 @@ class ModelStages:
         self._stand_ins = {stage: self._stand_ins_of(stage) for stage in mine}
         self._whole_forward = model.forward
         model.forward = self._forward
+        self._split = {stage: split for stage in mine if (split := self._split_stream(division[stage])) is not None}
+        mark_stages(model, plan.stream)
         names_of = self.names_of(model, plan, division)
         owned = {
             id(param) for stage in mine for name in names_of[stage] for param in model.get_submodule(name).parameters()
@@ -81,6 +84,20 @@ class ModelStages:
                     del model.get_submodule(parent)._modules[key]
         for block in self._blocks.children():
             block.register_forward_hook(_check_stream)
+
+    def _split_stream(self, blocks: range) -> SplitStream | None:
+        """Let the stream pass between these blocks and those of other stages. How the stream that comes is split; None if it is not."""
+        comes_split = None
+        for at in {blocks[0], blocks[-1]} if blocks else ():
+            block = self._blocks.get_submodule(self._keys[at])
+            if (split := split_of(block)) is None:
+                continue
+            if at == blocks[0] > 0:
+                block.register_forward_pre_hook(split.arrive, with_kwargs=True, prepend=True)
+                comes_split = split
+            if at == blocks[-1] < len(self._keys) - 1:
+                block.register_forward_hook(split.pass_on)
+        return comes_split
 
     @staticmethod
     def names_of(model: nn.Module, plan: StagePlan, division: Sequence[range]) -> list[list[str]]:
@@ -95,6 +112,8 @@ class ModelStages:
         self._stage = stage
         if x is None:
             return self.model(*args, **kwargs, **self._plan.options)
+        if stage in self._split and torch.is_grad_enabled():
+            x = self._split[stage].at_place(x)
         named = {key: value for key, value in kwargs.items() if key != self._plan.input}
         return self.model(**named, **self._plan.options, **{self._plan.stream: x})
 

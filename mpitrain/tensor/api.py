@@ -16,6 +16,7 @@ from mpitrain.optim.spread import mark_cut, mark_replaced, spread_of
 from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.part_tensor import watch_state_dicts
 from mpitrain.parts import Part
+from mpitrain.stage_streams import SplitStream, mark_split, stream_of_stages
 from mpitrain.tensor import hooks, layers, random
 from mpitrain.tensor.cuts import Cuts
 from mpitrain.tensor.inputs import CheckParts, check_inputs
@@ -29,7 +30,7 @@ from mpitrain.tensor.transformers.plans import plan_of_transformers
 def tensor_parallel(
     model: nn.Module, comm: Communicator, plan: Plan | None = None, *, sequence: bool = True
 ) -> nn.Module:
-    """Cut a model over the ranks of `comm`, in place, before `fully_shard`; returns the model. Collective.
+    """Cut a model over the ranks of `comm`, in place, before `pipeline` and `fully_shard`; returns the model. Collective.
 
     Every module stays in its place and keeps its name. Each rank keeps its part of the cut matrices, with the values of rank 0's model.
     Parameters on the meta device stay there until `fully_shard` or `initialize` gives them memory. Ranks of `comm` must pass the same
@@ -71,6 +72,8 @@ class _Cutter:
             raise ValueError("the model is cut already")
         if any(spread_of(param) is not None for param in model.parameters()):
             raise ValueError("the model is sharded already; call tensor_parallel before fully_shard")
+        if stream_of_stages(model) is not None:
+            raise ValueError("the model is divided into stages already; call tensor_parallel before pipeline")
         self.is_library = plan is None and getattr(model, "tensor_plan", None) is None
         plan = _plan_of(model, comm.size) if plan is None else plan
         self.params = dict(model.named_parameters(remove_duplicate=False))
@@ -142,13 +145,16 @@ class _Cutter:
                 self.modules[name].register_forward_pre_hook(
                     partial(hooks.check_split, self.ranks, stack, name), prepend=True
                 )
+            for name in stack:
+                ends = partial(hooks.arrive, self.ranks, stack), partial(hooks.pass_on, self.ranks)
+                mark_split(self.modules[name], SplitStream(self.comm, *ends))
             self.modules[stack[-1]].register_forward_hook(partial(hooks.join_stream, self.ranks))
             self.modules[parent_of(path)].register_forward_hook(partial(hooks.check_joined, self.ranks, stack))
         if hasattr(self.modules[""], "resize_token_embeddings"):
             self.modules[""].resize_token_embeddings = _refuse_resize
         self._mark_inputs()
         self._before("", partial(check_inputs, self.comm), prepend=True)
-        self.modules[""].register_forward_pre_hook(CheckParts(self.modules), prepend=True)
+        self.modules[""].register_forward_pre_hook(CheckParts(self.params), prepend=True)
         blocks = {block for stack in self.layout.stacks.values() for block in stack}
         random.separate(
             self.ranks, self.modules, self.styles, regions=self.layout.regions, blocks=blocks, wholes=self.layout.wholes

@@ -140,6 +140,20 @@ def check_split(ranks: TensorRanks, blocks: Sequence[str], name: str, module: nn
         )
 
 
+def arrive(ranks: TensorRanks, blocks: Sequence[str], module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A forward pre-hook of a block that gets the stream from another stage; see `SplitStream`."""
+    take = ranks.take_own if torch.is_grad_enabled() else ranks.split
+    args, kwargs = _with_stream(args, kwargs, take)
+    ranks.stack = blocks
+    return args, kwargs
+
+
+def pass_on(ranks: TensorRanks, module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook of a block that passes the stream on to another stage."""
+    ranks.stack = None
+    return output if torch.is_grad_enabled() else _with_first(output, ranks.join)
+
+
 def check_joined(ranks: TensorRanks, blocks: Sequence[str], module: nn.Module, args: Any, output: Any) -> None:
     """A forward hook of the module around a stack. ValueError if the last block was left out, so the stream is still split."""
     if ranks.stack is blocks and not in_backward():

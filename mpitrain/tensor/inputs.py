@@ -3,7 +3,7 @@
 With inputs of other shapes the ranks would wait for each other, and with other values each would add its part of another sum.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,14 +13,20 @@ from torch import nn
 from collectives import Communicator
 from mpitrain.agreement import check_alike
 from mpitrain.parts import part_of
+from mpitrain.stage_streams import stream_of_stages
 
 _MAX_HASHED = 1 << 14
 """Elements of a tensor that are compared, at equal distances. Then the check of a large tensor takes about 0.2 ms on a CPU."""
 
 
 def check_inputs(comm: Communicator, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """A forward pre-hook of a cut model. ValueError on all ranks if their inputs differ. Collective."""
-    inputs = [*((f"input {at}", value) for at, value in enumerate(args)), *kwargs.items()]
+    """A forward pre-hook of a cut model. ValueError on all ranks if their inputs differ. Collective.
+
+    The output of an earlier stage of a pipeline is not compared: its inputs were, and each rank may have its own tokens of it.
+    """
+    stream = stream_of_stages(module)
+    named = ((name, value) for name, value in kwargs.items() if name != stream)
+    inputs = [*((f"input {at}", value) for at, value in enumerate(args)), *named]
     check_alike(
         comm,
         [_described(name, x) for input_name, value in inputs for name, x in _tensors(input_name, value)],
@@ -32,18 +38,12 @@ def check_inputs(comm: Communicator, module: nn.Module, args: Any, kwargs: Any) 
 class CheckParts:
     """A forward pre-hook of a cut model. RuntimeError if another parameter is in the place of a part, as after torch's `to_empty`."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._places = [
-            (f"{name}.{key}" if name else key, module._parameters, key)
-            for name, module in modules.items()
-            for key, param in module._parameters.items()
-            if param is not None
-        ]
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)  # not modules: `pipeline` frees those of other stages
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        for name, parameters, key in self._places:
-            param = parameters.get(key)
-            if param is not None and part_of(param) is None:
+        for name, param in module.named_parameters():
+            if part_of(param) is None and name in self._names:
                 raise RuntimeError(
                     f"{name} was replaced after tensor_parallel, so it is no longer this rank's part; to give memory to parameters on "
                     "the meta device call fully_shard or mpitrain.initialize, not to_empty"

@@ -11,7 +11,7 @@ from torch import nn
 from collectives import Communicator
 from mpitrain.parts import part_of, refuse_pickle
 from mpitrain.tensor import regions
-from mpitrain.tensor.exchange import Exchange
+from mpitrain.tensor.exchange import Exchange, own_part
 from mpitrain.tensor.vocabulary import check_classes, cross_entropy
 
 
@@ -98,6 +98,10 @@ class TensorRanks:
                 f"of {size}, or pass sequence=False to tensor_parallel"
             )
         return x
+
+    def take_own(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of a stream that has zeros for all others. No exchange, also not of its gradient."""
+        return own_part(x, self.comm, -2).clone(memory_format=torch.contiguous_format)
 
     def enter_also(self, x: torch.Tensor, *, is_cut: bool) -> torch.Tensor:
         """Another tensor at the beginning of a region, such as the experts of each token and their weights."""

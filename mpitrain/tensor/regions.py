@@ -15,7 +15,9 @@ The first two are f and g of Megatron-LM, the next two its g-bar of sequence par
 features. All ranks of a group call each function in the same order.
 
 `row_product` and `column_product` are the products of a region's last and first matrix. They compute what the ranks will add up where
-the other ranks can read it, and the exchange goes on while a rank computes the gradient of its weight.
+the other ranks can read it, and the exchange goes on while a rank computes the gradient of its weight. The stages of a pipeline may
+leave this gradient for later. Then gathered tokens, an input or a gradient, are kept until then: so that half of the backward has no
+exchange, and on a node the ranks keep one array together.
 """
 
 from typing import Any
@@ -26,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from mpitrain.tensor.exchange import Exchange, own_part
 from mpitrain.tensor.products import product, product_into, rows
+from mpitrain.weight_gradients import Gradients, now_or_later
 
 Context = Any
 
@@ -119,7 +122,7 @@ class _RowProduct(Function):
         ctx: Context, x: torch.Tensor, weight: torch.Tensor, exchange: Exchange, cuts_tokens: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.exchange, ctx.cuts_tokens = exchange, cuts_tokens
+        ctx.params, ctx.exchange, ctx.cuts_tokens = (weight,), exchange, cuts_tokens
         room = exchange.room((*x.shape[:-1], len(weight)), x)
         product_into(room.own, x, weight.t())
         return exchange.own_sum(room, -2) if cuts_tokens else exchange.whole_sum(room)
@@ -131,8 +134,12 @@ class _RowProduct(Function):
         if ctx.cuts_tokens:
             grad = ctx.exchange.gather(grad, -2, x.shape[-2])
         needs_x, needs_weight, *_ = ctx.needs_input_grad
+
+        def products() -> Gradients:
+            return (product(rows(grad).t(), rows(x)) if needs_weight else None,)
+
         grad_x = product(grad, weight) if needs_x else None
-        return grad_x, product(rows(grad).t(), rows(x)) if needs_weight else None, None, None
+        return grad_x, *now_or_later(ctx.params, products), None, None
 
 
 class _ColumnProduct(Function):
@@ -141,7 +148,7 @@ class _ColumnProduct(Function):
         ctx: Context, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.exchange = exchange
+        ctx.params, ctx.exchange = (weight, bias), exchange
         return product(x, weight.t(), bias)
 
     @staticmethod
@@ -149,6 +156,11 @@ class _ColumnProduct(Function):
     def backward(ctx: Context, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+
+        def products() -> Gradients:
+            of_weight = product(rows(grad).t(), rows(x)) if needs_weight else None
+            return of_weight, rows(grad).sum(0) if needs_bias else None
+
         grad_x = None
         if needs_x and ctx.exchange is None:
             grad_x = product(grad, weight)
@@ -157,8 +169,7 @@ class _ColumnProduct(Function):
             product_into(room.own, grad, weight)
             ctx.exchange.post(room)
             grad_x = room.own
-        grad_weight = product(rows(grad).t(), rows(x)) if needs_weight else None
-        return grad_x, grad_weight, rows(grad).sum(0) if needs_bias else None, None
+        return grad_x, *now_or_later(ctx.params, products), None
 
 
 def copy(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:

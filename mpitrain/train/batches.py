@@ -23,6 +23,10 @@ class MicroBatch(NamedTuple):
         """The number of targets that count."""
         return int(num_counted(self.targets))
 
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same sequences on a device."""
+        return MicroBatch(*(rows.to(device, non_blocking=True) for rows in self))
+
 
 class RankBatches:
     """The micro-batches of this rank. `data`: the ranks that share a global batch.

@@ -7,11 +7,16 @@ from mpitrain.config import Config, OptimConfig
 from mpitrain.init import initialize
 from mpitrain.models import LanguageModel, build, decay_groups
 from mpitrain.sharding import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint_activations, fully_shard
+from mpitrain.stages import pipeline
 from mpitrain.tensor import tensor_parallel
+from mpitrain.train.passes import Passes, StagedPasses, WholePasses
 
 
-def make_model(config: Config, mesh: Mesh, device: torch.device) -> LanguageModel:
-    """The model with its initial values, spread over all ranks. Each block is a unit; the rest is one more unit. Collective."""
+def make_model(config: Config, mesh: Mesh, device: torch.device) -> tuple[LanguageModel, Passes]:
+    """The model with its initial values, spread over all ranks, and its passes. Collective.
+
+    Each block is a unit; the rest is one more unit.
+    """
     with torch.device("meta"):
         model = build(config.model.resolve())
     parallel = config.parallel
@@ -19,6 +24,16 @@ def make_model(config: Config, mesh: Mesh, device: torch.device) -> LanguageMode
         param_dtype=getattr(torch, parallel.param_dtype), reduce_dtype=getattr(torch, parallel.reduce_dtype)
     )
     tensor_parallel(model, mesh["tp"], sequence=parallel.sequence)
+    passes: Passes = WholePasses(model, device)
+    if parallel.pipeline > 1:
+        pipe = pipeline(
+            model,
+            mesh["pp"],
+            parallel.schedule,
+            micro_batches=config.train.accumulate,
+            stages_per_rank=parallel.stages_per_rank,
+        )
+        passes = StagedPasses(pipe, device)
     for module in (*model.blocks, model):
         fully_shard(
             module,
@@ -34,7 +49,7 @@ def make_model(config: Config, mesh: Mesh, device: torch.device) -> LanguageMode
         partition, offload = parallel.partition_activations, parallel.offload_activations
         checkpoint_activations(model, model.blocks, what=what, partition=partition, offload=offload)
     initialize(model, seed=config.train.seed)
-    return model
+    return model, passes
 
 
 def make_optimizer(model: LanguageModel, optim: OptimConfig) -> torch.optim.Optimizer:

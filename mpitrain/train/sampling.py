@@ -1,13 +1,13 @@
 """Generates text: with the model in training, or with a checkpoint in one process without MPI."""
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 import ckpt
 from mpitrain.config import from_text
-from mpitrain.models import LanguageModel, build, sample_tokens
+from mpitrain.models import build, sample_tokens
 from mpitrain.train.saving import read_meta
 from mpitrain.weights import state
 
@@ -23,20 +23,38 @@ def sample(path: str, prompt: str, *, num: int, temperature: float, seed: int) -
     folder = ckpt.find(path)
     model = build(from_text(read_meta(folder)["config"], str(folder)).model.resolve())
     state.load(folder, model)
-    yield from write(model, prompt, num=num, temperature=temperature, seed=seed, device=torch.device("cpu"))
+    yield from write(
+        model,
+        prompt,
+        num=num,
+        context=model.config.context,
+        temperature=temperature,
+        seed=seed,
+        device=torch.device("cpu"),
+    )
 
 
 def write(
-    model: LanguageModel, prompt: str, *, num: int, temperature: float, seed: int, device: torch.device
+    model: Callable[[torch.Tensor], torch.Tensor],
+    prompt: str,
+    *,
+    num: int,
+    context: int,
+    temperature: float,
+    seed: int,
+    device: torch.device,
 ) -> Iterator[str]:
-    """The prompt and the text of `num` bytes after it, piece by piece. Collective if the model, on `device`, is sharded."""
+    """The prompt and the text of `num` bytes after it, piece by piece. `model`: as in `sample_tokens`, on `device`.
+
+    Collective if the model is spread over ranks.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     yield prompt
     drawn = sample_tokens(
         model,
         torch.tensor(list(prompt.encode()), device=device),
         num=num,
-        context=model.config.context,
+        context=context,
         temperature=temperature,
         generator=torch.Generator().manual_seed(seed),
     )

@@ -86,15 +86,20 @@ def load(
     step, device = meta["step"], _device(model)
     rows = random_states.pack(device)
     tensors = {}
-    if (meta["num_ranks"], saved.parallel.tensor) == (comm.size, config.parallel.tensor):
+    there, here = (
+        (n, c.parallel.tensor, c.parallel.pipeline) for n, c in ((meta["num_ranks"], saved), (comm.size, config))
+    )
+    if there == here:
         tensors[_RANDOM] = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
     state.load(path, model, optimizer, tensors=tensors, hyperparameters=False, copies=copies)
     if tensors:
         random_states.unpack(rows, device)
     else:
         random_states.seed_all(config.train.seed + step, seed_of)
-        then, now = (f"{n} ranks" + f", {c.parallel.tensor} a layer" * (c.parallel.tensor > 1)
-                     for n, c in ((meta["num_ranks"], saved), (comm.size, config)))  # fmt: skip
+        then, now = (
+            f"{n} ranks" + f", {tensor} a layer" * (tensor > 1) + f", {stages} in a pipeline" * (stages > 1)
+            for n, tensor, stages in (there, here)
+        )
         remarks.append(f"it was saved by {then}, now {now}: random generators get new seeds")
     if meta["data"]["fingerprint"] != fingerprint:
         remarks.append("the data have changed since it was saved: the order of the samples differs from now on")

@@ -19,7 +19,7 @@ from mpitrain.data.loading import load_corpus
 from mpitrain.models import flops_per_token, num_parameters
 from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states, saving, stop
-from mpitrain.train.batches import MicroBatch, RankBatches
+from mpitrain.train.batches import RankBatches
 from mpitrain.train.hardware import Hardware, matmul_flops_per_s, take_hardware
 from mpitrain.train.lr import learning_rate
 from mpitrain.train.metrics import MetricsFile, StepMetrics, Terminal, is_evaluated, memory_bytes
@@ -59,12 +59,13 @@ class Trainer:
                 raise ConfigError("train.eval_only: train.eval_batches is 0, so there is nothing to do")
 
         self.corpus = load_corpus(config.data, comm)
-        self.mesh = mesh(comm, tp=config.parallel.tensor, dp_replicate=config.parallel.copies)
+        parallel = config.parallel
+        self.mesh = mesh(comm, tp=parallel.tensor, pp=parallel.pipeline, dp_replicate=parallel.copies)
         self.data = self.mesh["dp_replicate", "dp_shard", "cp"]
         """The ranks that share a global batch."""
         with comm.together():
             self.batches = RankBatches(config, self.corpus, self.data)
-        self.model = make_model(config, self.mesh, self.hardware.device)
+        self.model, self.passes = make_model(config, self.mesh, self.hardware.device)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.stepper = Stepper(self.model, self.optimizer, config)
         self.step = 0
@@ -78,11 +79,6 @@ class Trainer:
 
     # A step
 
-    def _loss(self, batch: MicroBatch) -> torch.Tensor:
-        """The sum of the losses of a micro-batch."""
-        tokens, targets = (rows.to(self.hardware.device, non_blocking=True) for rows in batch)
-        return self.model(tokens, targets, reduction="sum")
-
     def train_step(self) -> tuple[StepMetrics, bool]:
         """One step of the optimizer; returns its metrics and whether any rank was asked to stop.
 
@@ -92,21 +88,17 @@ class Trainer:
         config, began, comm_before = self.config, time.perf_counter(), self._comm_s()
         batches = self.batches.of_step(self.step)
         data_s = time.perf_counter() - began
-        # The ranks of `tp` have the same targets: the sum of targets and the sum of losses both count each target tp times.
+        # The ranks of `tp` and `pp` have the same targets: the sums of targets and of losses both count each target once for each.
         (num_counted,) = self._sum(sum(batch.num_counted for batch in batches))
         weight = self.comm.size / max(num_counted, 1)  # of a loss: the gradient is the mean over the data ranks
         lr = learning_rate(config.optim, self.step, config.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=self.hardware.device)
-        for batch in batches:
-            loss = self._loss(batch)
-            self.stepper.scale(loss * weight).backward()
-            total += loss.detach()
+        total = self.passes.train(batches, lambda loss: self.stepper.scale(loss * weight))
         grad_norm, loss_scale = self.stepper.clip(), self.stepper.loss_scale
         # One message sums the losses of the global batch, the requests to stop, and whether rank 0 lost the folder.
-        total_loss, asked, lost = self._sum(total.item(), stop.requested(), self.run.is_lost())
+        total_loss, asked, lost = self._sum(total, stop.requested(), self.run.is_lost())
         mean = total_loss / num_counted if num_counted else math.nan
         if lost:
             self._check_lock()
@@ -134,23 +126,26 @@ class Trainer:
         )
         return metrics, asked > 0
 
-    @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the targets of the held-out batches that count, in nats; NaN if none counts. For any number of ranks the same,
         except for rounding."""
-        total, num_counted = 0.0, 0
-        for index in range(self.batches.heldout.num_batches):
-            batch = self.batches.of_evaluation(index)
-            total += self._loss(batch).item()
-            num_counted += batch.num_counted
-        total_loss, counted = self._sum(total, num_counted)
+        batches = [self.batches.of_evaluation(index) for index in range(self.batches.heldout.num_batches)]
+        num_counted = sum(batch.num_counted for batch in batches)
+        total_loss, counted = self._sum(self.passes.evaluate(batches), num_counted)
         return total_loss / counted if counted else math.nan
 
     def sample(self) -> str:
         """The text that the model generates after the prompt."""
-        train, device = self.config.train, self.hardware.device
-        num, temperature = train.sample_bytes, train.sample_temperature
-        text = write(self.model, train.sample_prompt, num=num, temperature=temperature, seed=train.seed, device=device)
+        train = self.config.train
+        text = write(
+            self.passes.last_logits,
+            train.sample_prompt,
+            num=train.sample_bytes,
+            context=self.model.config.context,
+            temperature=train.sample_temperature,
+            seed=train.seed,
+            device=self.hardware.device,
+        )
         return "".join(text)
 
     # Checkpoints

@@ -35,6 +35,11 @@ def error_line(result: Result) -> str:
 MISTAKES: list[tuple[list[str], str]] = [
     (["--train.step", "5"], "unknown setting --train.step: did you mean --train.steps?"),
     (["--train.batch", "13"], "train.batch: expected a multiple of 2 = 2 ranks x 1 (train.accumulate), got 13"),
+    (
+        ["--parallel.pipeline", "2", "--parallel.schedule", "dualpipe-v"],
+        "dualpipe-v: expected at least 2 x 2 ranks = 4 micro-batches, got 1; train.accumulate is the number of micro-batches",
+    ),
+    (["--parallel.stages-per-rank", "2"], "parallel.stages_per_rank: the schedule 1f1b has its own number of stages"),
     (["--train.steps", "five"], "--train.steps: expected a whole number, got 'five'"),
     (
         ["--model.kv-heads", "1"],

@@ -1,12 +1,17 @@
 """The blocks of each stage: the most expensive stage is as cheap as possible."""
 
 from itertools import combinations
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from collectives import Communicator
+from mpitrain import parts
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.stages.division import costs_of, divide
 
@@ -42,3 +47,21 @@ def test_costs() -> None:
         model = GPT(GPTConfig(vocab=50, context=8, width=12, layers=2, heads=2, tied=True))
     block = 12 * 36 + 12 * 12 + 2 * 12 * 48
     assert costs_of(model, model.stage_plan) == (0, [block, block], 50 * 12)
+
+
+def test_ranks_that_share_matrices_unequally_count_the_same_costs() -> None:
+    """Otherwise they would divide the model in different ways."""
+    config = GPTConfig(vocab=11, context=8, width=10, layers=2, heads=2, tied=True)
+    costs = []
+    for rank in range(3):
+        model = GPT(config)
+        over = cast(Communicator, SimpleNamespace(rank=rank, size=3))
+        for module in model.modules():
+            for key, whole in module._parameters.items():
+                if whole is not None and whole.ndim == 2:
+                    part = parts.cut(whole.shape, 0, over)
+                    module._parameters[key] = nn.Parameter(part.take(whole.detach()))
+                    parts.mark_part(module._parameters[key], part)
+        costs.append(costs_of(model, model.stage_plan))
+    _, blocks, after = costs_of(GPT(config), GPT(config).stage_plan)
+    assert costs[0] == costs[1] == costs[2] == (0, [cost / 3 for cost in blocks], after / 3)

@@ -1,4 +1,5 @@
-"""The main job with tensor parallelism: its losses are those of ZeRO-3, over a stop, a resume, and a change of the mesh."""
+"""The main job with tensor parallelism and with pipelines: its losses are those of ZeRO-3, over a stop, a resume, and a change of the
+mesh."""
 
 import re
 import shutil
@@ -19,13 +20,27 @@ pytestmark = pytest.mark.timeout_s(300)
 TOLERANCE = 1e-5
 
 
-def test_it_goes_on_with_other_meshes(corpus: Path, tmp_path: Path, whole_run: Callable[[int], Path]) -> None:
-    folder, tensor = tmp_path / "run", ("--parallel.tensor", "2")
-    stopped = train(4, folder, corpus, *tensor, when="step 5/", send=signal.SIGUSR1)
+TENSOR = ("--parallel.tensor", "2")
+PIPELINE = ("--parallel.pipeline", "2", "--parallel.schedule", "zb-h1", "--train.accumulate", "3")
+# Each layout, the axes of a matrix in its checkpoint, and layouts that go on from there. A full run has those that tests/mpi/tensor and
+# tests/mpi/stages show, too.
+LAYOUTS = {
+    "tensor": (TENSOR, ("tp,dp_shard", None), [(2, TENSOR), *extent([], [(4, ())])]),
+    "pipeline": (PIPELINE, ("dp_shard", None), [(2, ()), *extent([], [(4, TENSOR), (2, PIPELINE)])]),
+    "both": ((*TENSOR, *PIPELINE), ("tp", None), [(2, PIPELINE)]),
+}
+
+
+@pytest.mark.parametrize("which", extent(["tensor", "pipeline"], list(LAYOUTS)))
+def test_it_goes_on_with_other_meshes(
+    corpus: Path, tmp_path: Path, whole_run: Callable[[int], Path], which: str
+) -> None:
+    folder, (layout, expected_axes, others) = tmp_path / "run", LAYOUTS[which]
+    stopped = train(4, folder, corpus, *layout, when="step 5/", send=signal.SIGUSR1)
     assert stopped.returncode == 0, str(stopped)
     said = re.search(r"stopped after step (\d+) as asked", stopped.stdout)
     assert said is not None and 5 <= int(said[1]) < STEPS, str(stopped)
-    resumed = trained(4, folder, corpus, *tensor)
+    resumed = trained(4, folder, corpus, *layout)
     assert f"goes on from {folder}/checkpoints/step-{int(said[1]):08d}" in resumed.stdout, str(resumed)
     zero = whole_run(4)
     np.testing.assert_allclose(losses(folder), losses(zero), rtol=TOLERANCE)
@@ -33,11 +48,10 @@ def test_it_goes_on_with_other_meshes(corpus: Path, tmp_path: Path, whole_run: C
     for line in metrics(folder):
         assert "loss" not in line or 0 < line["comm_s"] < line["step_s"]
 
-    # From the same checkpoint: fewer ranks, and in a full run ZeRO on all ranks, which tests/mpi/tensor/test_parity.py shows, too.
     start = folder / "checkpoints/step-00000040"
     axes = ckpt.open(start)["model/blocks.0.mlp.fc.weight"].axes
-    assert axes == ("tp,dp_shard", None)
-    for num_ranks, args in ((2, tensor), *extent([], [(4, ("--parallel.tensor", "1"))])):
+    assert axes == expected_axes
+    for num_ranks, args in others:
         other = tmp_path / f"on-{num_ranks}"
         quiet = ("--train.eval-batches", "0", "--train.sample-bytes", "0", "--checkpoint.every", "0")
         result = trained(num_ranks, other, corpus, *args, *quiet, "--resume", str(start))

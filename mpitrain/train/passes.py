@@ -1,0 +1,75 @@
+"""The forwards and backwards of the main job: of one model on each rank, or of the stages of a pipeline."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from mpitrain.models import LanguageModel
+from mpitrain.stages import Pipeline
+from mpitrain.train.batches import MicroBatch
+
+Scale = Callable[[torch.Tensor], torch.Tensor]
+"""From the loss of a micro-batch to the value whose gradient is computed."""
+
+
+class Passes(Protocol):
+    """The passes of a model. All methods are collective, and return the same on all ranks that hold one copy of the model."""
+
+    def train(self, batches: Sequence[MicroBatch], scale: Scale) -> float:
+        """Forward and backward of each micro-batch; returns the sum of the losses over all targets."""
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
+        """The sum of the losses over all targets of all batches, without gradients."""
+
+    def last_logits(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
+        """(B, L) int64 -> (B, 1, V): the logits after the last token, without gradients."""
+
+
+class WholePasses:
+    """The passes of a model that each rank computes from the first block to the last."""
+
+    def __init__(self, model: LanguageModel, device: torch.device) -> None:
+        self._model, self._device = model, device
+
+    def train(self, batches: Sequence[MicroBatch], scale: Scale) -> float:
+        total = torch.zeros((), device=self._device)
+        for batch in batches:
+            loss = self._loss(batch)
+            scale(loss).backward()
+            total += loss.detach()
+        return total.item()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
+        return sum(self._loss(batch).item() for batch in batches)
+
+    @torch.no_grad()
+    def last_logits(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
+        return self._model(tokens_BL)[:, -1:]
+
+    def _loss(self, batch: MicroBatch) -> torch.Tensor:
+        tokens, targets = batch.to(self._device)
+        return self._model(tokens, targets, reduction="sum")
+
+
+class StagedPasses:
+    """The passes of a pipeline."""
+
+    def __init__(self, pipe: Pipeline, device: torch.device) -> None:
+        self._pipe, self._device = pipe, device
+
+    def train(self, batches: Sequence[MicroBatch], scale: Scale) -> float:
+        inputs, last = self._given(batches)
+        return self._pipe.step(inputs, last=last, scale=scale).item()
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
+        inputs, last = self._given(batches)
+        return self._pipe.evaluate(inputs, last=last).item()
+
+    def last_logits(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
+        return self._pipe.next_logits(tokens_BL)
+
+    def _given(self, batches: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], list[dict[str, object]]]:
+        there = [batch.to(self._device) for batch in batches]
+        return [tokens for tokens, _ in there], [{"targets_BL": targets, "reduction": "sum"} for _, targets in there]
