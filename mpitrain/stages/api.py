@@ -1,7 +1,11 @@
 """`pipeline`: a plain model, divided into stages over ranks, in place."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from os import PathLike
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,7 +25,8 @@ from mpitrain.stages.messages import Messages, Streams
 from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.places import in_program, of_message
 from mpitrain.stages.plan import StagePlan
-from mpitrain.stages.schedules import Schedule, make_schedule
+from mpitrain.stages.records import Measured, Record, gathered
+from mpitrain.stages.schedules import Schedule, StageTimes, make_schedule
 from mpitrain.stages.schedules.forwards import forwards
 from mpitrain.stages.split_linear import split_backwards
 from mpitrain.stages.transformers import stage_plan_of_transformers
@@ -33,6 +38,8 @@ stacks.name(Messages.receive, of_message)
 stacks.name(
     Messages.end, lambda local: "the end of a step of a pipeline, which waits until the other ranks have its messages"
 )
+
+_NUM_RECORDS = 8
 
 Inputs = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -115,6 +122,8 @@ class Pipeline:
         if schedule.splits_backward:
             split_backwards(model)
         self._streams: Streams = {}
+        self._records: deque[Record] = deque(maxlen=_NUM_RECORDS)
+        self._has_warmed_up = False
 
     def step(
         self,
@@ -144,7 +153,10 @@ class Pipeline:
             run.take(at)
         run.messages.end()
         self._add_tied(earlier)
-        return self._from_last_stage(run.total)
+        total = self._from_last_stage(run.total)
+        run.record.stop = perf_counter()
+        self._keep(run.record)
+        return total
 
     @torch.no_grad()
     def evaluate(
@@ -184,6 +196,28 @@ class Pipeline:
         logits = found[0] if found else torch.empty(shape, dtype=dtype, device=self._device)
         self.comm.broadcast(logits, root)
         return logits
+
+    def measured(self) -> Measured:
+        """The times of the last steps on all ranks, at most 8, without the first step. Collective. ValueError before the first step."""
+        return gathered(self.comm, self.schedule, self._records)
+
+    def times(self) -> StageTimes:
+        """The measured seconds of each kind of action by stage, and of a message: `Measured.times`. Collective."""
+        return self.measured().times()
+
+    def draw(self, path: str | PathLike[str]) -> None:
+        """Write a picture of the planned and the measured timeline to an SVG file, on rank 0 of the pipeline. Collective."""
+        measured = self.measured()
+        with self.comm.together("draw"):
+            if self.comm.rank == 0:
+                Path(path).write_text(measured.svg())
+
+    def _keep(self, record: Record) -> None:
+        """Keep the record of a step. The first step takes longer, so the second one replaces it."""
+        if len(self._records) == 1 and not self._has_warmed_up:
+            self._records.clear()
+            self._has_warmed_up = True
+        self._records.append(record)
 
     def _begin(
         self,

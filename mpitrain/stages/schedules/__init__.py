@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 
 from mpitrain.stages.schedules.interleaved import interleaved
 from mpitrain.stages.schedules.one_stage import gpipe, one_f_one_b, zero_bubble_h1
-from mpitrain.stages.schedules.schedule import Action, Schedule, Times
+from mpitrain.stages.schedules.schedule import Action, Schedule, StageTimes, Times
 from mpitrain.stages.schedules.vee import dual_pipe_v, zero_bubble_v
 
-__all__ = ["SCHEDULES", "Action", "Schedule", "Times", "make_schedule"]
+__all__ = ["SCHEDULES", "Action", "Schedule", "StageTimes", "Times", "make_schedule"]
 
 SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,

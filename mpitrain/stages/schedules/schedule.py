@@ -3,10 +3,10 @@
 Stage s takes the output of stage s - 1. An action is the forward of a stage for one micro-batch (F), its whole backward (B), or one of
 the two halves of a backward: the gradient of the stage's input (I), for which stage s - 1 waits, and the gradients of its weights (W),
 for which only the optimizer waits (Qi et al. 2023, 2401.10241). Messages are not part of a schedule, because they follow from it: if an
-action needs the result of another rank, this result is a message (`Schedule.needs`).
+action needs the result of another rank, this result is a message (`Schedule.needed`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -60,6 +60,13 @@ class Times(NamedTuple):
         return whole / stages_per_rank
 
 
+class StageTimes(NamedTuple):
+    """Seconds of one action of each kind by stage, and of one message between two ranks. For example, those that a run has measured."""
+
+    stages: tuple[Mapping[Kind, float], ...]
+    message: float = 0
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A schedule for `num_ranks` ranks, each with `stages_per_rank` stages, and `num_micro` micro-batches.
@@ -82,6 +89,15 @@ class Schedule:
     @property
     def num_stages(self) -> int:
         return self.num_ranks * self.stages_per_rank
+
+    def needed(self, action: Action) -> list[Action]:
+        """The actions of other stages whose result an action needs: of a backward both kinds, of which the schedule has one."""
+        kind, stage, micro = action
+        if kind == "F":
+            return [Action("F", stage - 1, micro)] if stage else []
+        if kind == "W" or stage == self.num_stages - 1:
+            return []
+        return [Action("B", stage + 1, micro), Action("I", stage + 1, micro)]
 
     @property
     def splits_backward(self) -> bool:

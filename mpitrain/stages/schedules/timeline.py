@@ -1,8 +1,9 @@
 """When each action of a schedule begins and ends, if actions take known times. No data, no ranks."""
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mpitrain.stages.schedules.schedule import Action, Schedule, Times
+from mpitrain.stages.schedules.schedule import Action, Kind, Schedule, StageTimes, Times
 
 
 class ScheduleError(AssertionError):
@@ -25,14 +26,14 @@ class Timeline(NamedTuple):
         return self.ended[rank][-1] - self.begun[rank][0]
 
 
-def timeline(schedule: Schedule, times: Times) -> Timeline:
+def timeline(schedule: Schedule, times: Times | StageTimes) -> Timeline:
     """Each rank begins an action as soon as it has ended the one before, and has what the action needs.
 
     A send waits for no rank. ScheduleError if ranks wait for each other.
     """
     programs = tuple(schedule.program(rank) for rank in range(schedule.num_ranks))
-    last, v = schedule.num_stages - 1, schedule.stages_per_rank
-    seconds = {kind: times.of(kind, v) for kind in ("F", "B", "I", "W")}
+    last = schedule.num_stages - 1
+    seconds = _by_stage(times, schedule)
     rank_of = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
     forward_ended: dict[tuple[int, int], float] = {}
     backward_ended: dict[tuple[int, int], float] = {}
@@ -61,7 +62,7 @@ def timeline(schedule: Schedule, times: Times) -> Timeline:
                     ready += times.message
                 clock = max(clock, ready)
             begun[rank].append(clock)
-            clock += seconds[kind]
+            clock += seconds[stage][kind]
             ended[rank].append(clock)
             at[rank] += 1
             if kind != "W":
@@ -74,3 +75,11 @@ def timeline(schedule: Schedule, times: Times) -> Timeline:
         if at[rank] < len(program):
             raise ScheduleError(f"deadlock: rank {rank} waits for ever before {program[at[rank]]}")
     return Timeline(programs, begun, ended)
+
+
+def _by_stage(times: Times | StageTimes, schedule: Schedule) -> Sequence[Mapping[Kind, float]]:
+    """The seconds of one action of each kind, of each stage."""
+    if isinstance(times, StageTimes):
+        return times.stages
+    kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
+    return [{kind: times.of(kind, schedule.stages_per_rank) for kind in kinds}] * schedule.num_stages
