@@ -142,12 +142,12 @@ def test_what_does_not_fit(comm: Communicator) -> None:
         ({"schedule": "dualpipe-v", "micro_batches": 3}, "expected at least 2 x 2 ranks = 4 micro-batches, got 3"),
         ({"stages_per_rank": 2}, "1f1b has 1 stages on each rank, got 2"),
         ({"schedule": "interleaved", "stages_per_rank": 1}, "needs at least 2 stages on each rank, got 1"),
-        ({"schedule": "interleaved", "stages_per_rank": 7}, "14 stages need at least 13 blocks, and the model has 10"),
+        ({"schedule": "interleaved", "stages_per_rank": 7}, "14 stages need at least 13 blocks, and the model has 11"),
         (
             {"division": [6]},
-            r"expected the numbers of blocks of 2 stages, 10 together and not 0 in the first, got \[6\]",
+            r"expected the numbers of blocks of 2 stages, 11 together and not 0 in the first, got \[6\]",
         ),
-        ({"division": [0, 10]}, r"not 0 in the first, got \[0, 10\]"),
+        ({"division": [0, 11]}, r"not 0 in the first, got \[0, 11\]"),
         ({"micro_batches": 4 + comm.rank}, "the ranks differ: schedule 1f1b, 4 micro-batches on rank 0"),
     ):
         model = gpt()
@@ -180,8 +180,8 @@ def test_gradients_of_several_steps_are_added(comm: Communicator) -> None:
 @pytest.mark.ranks(2)
 def test_a_division_by_numbers(comm: Communicator) -> None:
     model = gpt()
-    pipe = pipeline(model, comm, micro_batches=MICRO, division=[5, 5])
-    assert [*model.blocks._modules] == ([*"01234"] if comm.rank == 0 else [*"56789"])
+    pipe = pipeline(model, comm, micro_batches=MICRO, division=[5, 6])
+    assert [*model.blocks._modules] == ([*"01234"] if comm.rank == 0 else [*"56789", "10"])
     assert hasattr(model, "wte") == (comm.rank == 0)
     assert hasattr(model, "head") == (comm.rank == 1)
     tokens = batches(0)
