@@ -16,11 +16,13 @@ from collectives.diagnosis import stacks
 from mpitrain import parts
 from mpitrain.agreement import check_alike
 from mpitrain.axes import group_among, group_of
+from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.optimizer_checks import watch_optimizers
 from mpitrain.optim.spread import mark_cut, mark_replaced, spread_of
 from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.stages.division import costs_of, divide
 from mpitrain.stages.executor import Run
+from mpitrain.stages.linear import take_linear_layers
 from mpitrain.stages.messages import Messages, Streams
 from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.places import in_program, of_message
@@ -28,7 +30,6 @@ from mpitrain.stages.plan import StagePlan
 from mpitrain.stages.records import Measured, Record, gathered
 from mpitrain.stages.schedules import Schedule, StageTimes, make_schedule
 from mpitrain.stages.schedules.forwards import forwards
-from mpitrain.stages.split_linear import split_backwards
 from mpitrain.stages.transformers import stage_plan_of_transformers
 
 # Stacks in the reports of errors and of long waits tell the place in the pipeline.
@@ -119,8 +120,9 @@ class Pipeline:
         for param, name in names.items():
             if param not in here:
                 mark_replaced(param, name, "pipeline")
-        if schedule.splits_backward:
-            split_backwards(model)
+        take_linear_layers(model)
+        if any(param.device.type in ("cpu", "meta") for param in model.parameters()):
+            keep_freed_memory()
         self._streams: Streams = {}
         self._records: deque[Record] = deque(maxlen=_NUM_RECORDS)
         self._has_warmed_up = False

@@ -1,6 +1,7 @@
 """Runs the program of one rank on its stages: forwards, backwards, and the messages between them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -12,7 +13,7 @@ from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.places import places_of
 from mpitrain.stages.records import Record
 from mpitrain.stages.schedules import Action
-from mpitrain.weight_gradients import Later, compute, waiting
+from mpitrain.weight_gradients import Later, added_in_place, compute, waiting
 
 
 class Run:
@@ -33,6 +34,10 @@ class Run:
         self.total = torch.zeros((), dtype=torch.float64)
         """The sum of the losses, on the rank of the last stage."""
         self.record = Record(perf_counter())
+        # The last action that computes gradients of weights, of each stage: then their hooks run.
+        self._last_of_weights = set(
+            {action.stage: at for at, action in enumerate(program) if action.kind in ("B", "W")}.values()
+        )
         self._entered: dict[tuple[int, int], torch.Tensor | None] = {}
         self._left: dict[tuple[int, int], torch.Tensor] = {}
         self._later: dict[tuple[int, int], Later] = {}
@@ -43,7 +48,8 @@ class Run:
         try:
             came = self._come(action)
             begun = perf_counter()
-            self._compute(action, came)
+            with nullcontext() if at in self._last_of_weights else added_in_place():
+                self._compute(action, came)
         except Exception as error:
             error.add_note(places_of(self.program, at))
             show_all_ranks(error)
@@ -93,7 +99,8 @@ class Run:
 
     def _backward(self, stage: int, micro: int, grad: torch.Tensor | None) -> None:
         x, y = self._entered.pop((stage, micro)), self._left.pop((stage, micro))
-        torch.autograd.backward(y, grad)
+        if y.requires_grad:  # not if all parameters of the first stage are frozen
+            torch.autograd.backward(y, grad)
         if x is not None:
             assert x.grad is not None
             self.messages.send("B", stage, micro, x.grad)

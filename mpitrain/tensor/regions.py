@@ -26,9 +26,9 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from mpitrain.products import product, product_into, rows
 from mpitrain.tensor.exchange import Exchange, own_part
-from mpitrain.tensor.products import product, product_into, rows
-from mpitrain.weight_gradients import Gradients, now_or_later
+from mpitrain.weight_gradients import Gradients, now_or_later, weight_gradient
 
 Context = Any
 
@@ -136,7 +136,7 @@ class _RowProduct(Function):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
 
         def products() -> Gradients:
-            return (product(rows(grad).t(), rows(x)) if needs_weight else None,)
+            return (weight_gradient(ctx.params[0], grad, x) if needs_weight else None,)
 
         grad_x = product(grad, weight) if needs_x else None
         return grad_x, *now_or_later(ctx.params, products), None, None
@@ -158,7 +158,7 @@ class _ColumnProduct(Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
 
         def products() -> Gradients:
-            of_weight = product(rows(grad).t(), rows(x)) if needs_weight else None
+            of_weight = weight_gradient(ctx.params[0], grad, x) if needs_weight else None
             return of_weight, rows(grad).sum(0) if needs_bias else None
 
         grad_x = None

@@ -71,11 +71,13 @@ def test_bf16_with_fp32_masters(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_frozen_parameters(comm: Communicator) -> None:
+@pytest.mark.parametrize("num_frozen", [1, 6])
+def test_frozen_parameters(comm: Communicator, num_frozen: int) -> None:
+    """Some blocks, or the whole first stage."""
     plain, model = tied_llama(), tied_llama()
     for each in (plain, model):
         each.wte.requires_grad_(False)
-        each.blocks[0].requires_grad_(False)
+        each.blocks[:num_frozen].requires_grad_(False)
     pipe = pipeline(model, comm, "zb-h1", micro_batches=MICRO)
     tokens = batches(0)
     for rows in tokens:

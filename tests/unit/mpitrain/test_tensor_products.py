@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpitrain.tensor import products
-from mpitrain.tensor.products import product, product_into, rows
+from mpitrain.products import product, product_into, rows
 
 LIBRARIES = [
     False,

@@ -1,4 +1,4 @@
-"""The products of the matrices that are cut, on CPUs by the faster of the two libraries in torch.
+"""The products of matrices that are cut, or in the stages of a pipeline, on CPUs by the faster of the two libraries in torch.
 
 torch computes fp32 products on x86 by MKL. On AMD's processors oneDNN, which torch contains as well, is faster for large products: 103
 instead of 90 GFLOP/s on a core of an EPYC (Zen 4). torch itself takes oneDNN for such products on Arm and in compiled

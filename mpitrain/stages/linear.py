@@ -1,14 +1,14 @@
-"""Plain linear layers whose backwards can leave the gradients of their weights for later."""
+"""The linear layers of a stage. Their backwards can leave the gradients of the weights for later, or add them in place."""
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from mpitrain.weight_gradients import Gradients, now_or_later
+from mpitrain.products import product, rows
+from mpitrain.weight_gradients import Gradients, now_or_later, weight_gradient
 
 
 class _Linear(Function):
@@ -16,7 +16,7 @@ class _Linear(Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.params = weight, bias
-        return F.linear(x, weight, bias)
+        return product(x, weight.t(), bias)
 
     @staticmethod
     @once_differentiable
@@ -25,23 +25,22 @@ class _Linear(Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
 
         def products() -> Gradients:
-            rows = grad.reshape(-1, grad.shape[-1])
-            of_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if needs_weight else None
-            return of_weight, rows.sum(0) if needs_bias else None
+            of_weight = weight_gradient(ctx.params[0], grad, x) if needs_weight else None
+            return of_weight, rows(grad).sum(0) if needs_bias else None
 
-        of_x = grad @ weight if needs_x else None
+        of_x = product(grad, weight) if needs_x else None
         return of_x, *now_or_later(ctx.params, products)
 
 
-class _SplitLinear(nn.Linear):
+class _StageLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(input.device.type):  # it casts the operands of torch's own functions
             return super().forward(input)
         return _Linear.apply(input, self.weight, self.bias)
 
 
-def split_backwards(model: nn.Module) -> None:
-    """Let the linear layers of a model leave the gradients of their weights for later, in a block of `weight_gradients.waiting`."""
+def take_linear_layers(model: nn.Module) -> None:
+    """Let the linear layers of a model follow `weight_gradients.waiting` and `added_in_place`."""
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.__class__ = _SplitLinear
+            module.__class__ = _StageLinear
