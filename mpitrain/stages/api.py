@@ -123,7 +123,8 @@ class Pipeline:
         take_linear_layers(model)
         if any(param.device.type in ("cpu", "meta") for param in model.parameters()):
             keep_freed_memory()
-        self._streams: Streams = {}
+        # With gradients, and without: with sequence parallelism the shapes differ, see stage_streams.py.
+        self._streams: dict[bool, Streams] = {True: {}, False: {}}
         self._records: deque[Record] = deque(maxlen=_NUM_RECORDS)
         self._has_warmed_up = False
 
@@ -245,7 +246,9 @@ class Pipeline:
             raise ValueError(
                 f"{name}: expected the same number of micro-batches on all ranks, got {[len(each) for each in shapes]}"
             )
-        messages = Messages(self.comm, schedule, self._streams, shapes[schedule.rank_of(0)], self._device)
+        messages = Messages(
+            self.comm, schedule, self._streams[torch.is_grad_enabled()], shapes[schedule.rank_of(0)], self._device
+        )
         program = schedule.program(self.comm.rank)
         return Run(self.stages, messages, program, calls, loss_of or _itself, last, scale)
 

@@ -98,8 +98,3 @@ class Schedule:
         if kind == "W" or stage == self.num_stages - 1:
             return []
         return [Action("B", stage + 1, micro), Action("I", stage + 1, micro)]
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether any backward is in two halves."""
-        return any(action.kind == "W" for action in self.program(0))

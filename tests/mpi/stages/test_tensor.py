@@ -172,9 +172,8 @@ def test_products_for_weights_wait(comm: Communicator, sequence: bool, monkeypat
     take, changed, exchanges = Run.take, [], 0
 
     def grads() -> list[float]:
-        both = zip(
-            fulls, layers, strict=True
-        )  # the gradient of a full parameter becomes that of its shard at the end of the step
+        # The gradient of a full parameter becomes that of its shard at the end of the step.
+        both = zip(fulls, layers, strict=True)
         found = [full.grad if full.grad is not None else shard.grad for full, shard in both]
         return [0.0 if grad is None else grad.double().norm().item() for grad in found]
 
@@ -262,25 +261,16 @@ def test_random_numbers_of_a_stage(comm: Communicator, sequence: bool) -> None:
     mesh.free()
 
 
-def test_a_forward_of_any_number_of_tokens(comm: Communicator) -> None:
-    """Without gradients, through both stages, then a step with gradients."""
-    kind = "Llama"
-    model, reference = make(kind).eval(), make(kind).eval()
+def test_evaluation_between_steps(comm: Communicator) -> None:
+    """Without gradients all tokens of the same batches pass between the stages, and also numbers that the ranks cannot share."""
+    model, reference = make("Llama"), make("Llama")
     pipe, mesh = divided(comm, model, "1f1b")
-    for length in (7, 8):
-        tokens = batches(0)[0][:, :7].repeat(1, 2)[:, :length]
-        with torch.no_grad():
-            expected = reference(tokens)
-            if pipe.comm.rank == 0:
-                x = pipe.stages(0, None, (tokens,), {})
-                assert x.shape == (2, length, SIZES["width"])
-                pipe.comm.send(x, 1)
-            else:
-                x = pipe.comm.recv(torch.empty(2, length, SIZES["width"]), 0)
-                torch.testing.assert_close(pipe.stages(1, x, (), {}), expected, rtol=0, atol=1e-5)
-    tokens = batches(0)
-    loss = sum(reference(rows, rows.roll(-1, 1)).item() for rows in tokens)
-    assert pipe.step(tokens, last=targets(tokens)).item() == pytest.approx(loss, rel=1e-6)
+    even, odd = batches(0), [rows[:, :7] for rows in batches(1)[:3]]
+    for run, tokens in ((pipe.step, even), (pipe.evaluate, even), (pipe.evaluate, odd), (pipe.step, even)):
+        expected = sum(reference(rows, rows.roll(-1, 1)).item() for rows in tokens)
+        assert run(tokens, last=targets(tokens)).item() == pytest.approx(expected, rel=1e-6)
+    for rows in (even[0], odd[0]):
+        torch.testing.assert_close(pipe.next_logits(rows), reference(rows)[:, -1:].detach(), rtol=0, atol=1e-5)
     mesh.free()
 
 
