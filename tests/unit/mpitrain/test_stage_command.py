@@ -40,7 +40,7 @@ def test_svg(tmp_path: Path) -> None:
     root = ElementTree.parse(tmp_path / "x.svg").getroot()
     told = [title.text or "" for title in root.iter(f"{SVG}title")]
     assert len(told) == 6 * 5 * 3  # each stage and micro-batch: F, I, W
-    assert told[0] == "forward, stage 0, micro-batch 0: 0 to 0.5 s"
+    assert told[0] == "forward of stage 0, micro-batch 0: 0 to 0.5 s"
     right = max(float(rect.get("x", 0)) + float(rect.get("width", 0)) for rect in root.iter(f"{SVG}rect"))
     assert right <= float(root.get("width", 0))
 
