@@ -4,8 +4,8 @@ A linear layer's backward has two products, one for each half. In a block `with 
 product alone, and `later` collects the second one. Gradients of other parameters, such as norms, take little time and do not wait.
 
 In a block `with added_in_place():` the second product is added to the gradient that a weight has already. autograd would write the
-product to memory, and then read it again to add it, which takes a fifth of the product's time for few tokens. (Megatron-LM calls this the
-fusion of gradient accumulation.)
+product to memory, and then read it again to add it, which takes a fifth of the product's time for few tokens. Megatron-LM calls this
+the fusion of gradient accumulation.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpitrain.tensor import products
+from mpitrain import products
 from mpitrain.products import product, product_into, rows
 
 LIBRARIES = [
