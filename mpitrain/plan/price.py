@@ -1,0 +1,203 @@
+"""The price of a step: seconds by cause and bytes by link, for a model on a machine in a layout."""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from mpitrain.plan.block import Block, block_of, head_s
+from mpitrain.plan.layout import Layout, Software
+from mpitrain.plan.links import Sent, gather, group, message, reduce
+from mpitrain.plan.machine import Machine
+from mpitrain.plan.transformer import Transformer
+from mpitrain.stages.schedules import SCHEDULES, Times
+
+CAUSES = {
+    "compute": "forward and backward of the busiest stage",
+    "again": "activations that are computed again",
+    "tensor": "exchanges between tensor-parallel ranks",
+    "context": "keys and values of other ranks",
+    "experts": "tokens to and from experts",
+    "bubble": "waiting for other stages of the pipeline",
+    "messages": "messages between stages that nothing hides",
+    "gradients": "reductions of gradients that nothing hides",
+    "gathers": "gathers of parameters that nothing hides",
+    "optimizer": "the optimizer's step",
+}
+"""Where the time of a step goes."""
+
+OPTIMIZER_BYTES = {2: 30, 4: 28}
+"""Bytes that AdamW reads and writes for a parameter, by the bytes of a number in forward and backward: gradient, parameter in fp32 and
+two moments, read; the last three and the parameter for the forward, written."""
+
+
+class Price(NamedTuple):
+    """Of one step."""
+
+    seconds: dict[str, float]
+    """By cause, see `CAUSES`."""
+    sent: dict[str, Sent]
+    """What one rank sends, by its purpose: tensor, context, experts, pipeline, gradients, gathers. All of it, hidden or not."""
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+def price(model: Transformer, machine: Machine, software: Software, layout: Layout) -> Price:
+    """The price of a step. ValueError for a schedule that is not defined for these numbers."""
+    made, (head_forward, head_backward) = block_of(model, machine, software, layout), _head(model, machine, layout)
+    n, p = layout.num_micro, layout.pipeline
+    one = made.forward + made.backward
+    blocks, has_head = busiest_stage(
+        model.layers, p, layout.stages_per_rank, (head_forward + head_backward) / (one + made.again), software.balances_stages
+    )
+    seconds = dict.fromkeys(CAUSES, 0.0)
+    seconds["compute"] = n * (blocks * one + has_head * (head_forward + head_backward))
+    seconds["again"] = n * blocks * made.again
+    repeats = 2 if layout.recompute == "block" else 1  # forwards of which the messages are sent
+    sent = {
+        "tensor": made.tensor.times(n * blocks * (1 + repeats)),
+        "context": made.context.times(n * blocks * (2 + repeats)),
+        "experts": made.experts.times(n * blocks * (1 + repeats)),
+    }
+    # Communication that is repeated is in "again".
+    seconds["tensor"] = 2 * n * blocks * made.tensor.seconds
+    seconds["context"] = 3 * n * blocks * made.context.seconds
+    seconds["experts"] = 2 * n * blocks * made.experts.seconds
+    backward = blocks * (made.backward + made.again + made.sent_backward) + has_head * head_backward
+    if p > 1:
+        seconds["bubble"] = _idle(layout, model.layers / p, made)
+        sent["pipeline"], seconds["messages"] = _messages(model, machine, software, layout)
+    parameters = rank_parameters(model, layout)
+    _add_data(seconds, sent, model, machine, software, layout, parameters, blocks, backward)
+    spread = layout.shards if layout.zero else 1
+    stream = machine.memory_bandwidth * machine.efficiency.stream
+    seconds["optimizer"] = parameters / spread * OPTIMIZER_BYTES[machine.element_bytes] / stream
+    return Price(seconds, sent)
+
+
+def _head(model: Transformer, machine: Machine, layout: Layout) -> tuple[float, float]:
+    return head_s(model, machine, layout.tensor, layout.context, layout.micro)
+
+
+@lru_cache(maxsize=65536)
+def busiest_stage(layers: int, ranks: int, stages_per_rank: int, head: float, is_balanced: bool) -> tuple[float, bool]:
+    """The number of blocks of the busiest rank of a pipeline, and whether it also has the head.
+
+    `head`: the cost of the head, in blocks. All chunks of a rank count as much as the largest chunk, because the other ranks wait for it.
+    """
+    if ranks == 1:
+        return layers, True
+    stages = ranks * stages_per_rank
+    if not is_balanced:
+        return math.ceil(layers / stages) * stages_per_rank, True
+    most = math.ceil(layers / stages)
+    while True:  # blocks of a stage; the last one has as many fewer as the head costs
+        last = max(0, math.floor(most - head))
+        if (stages - 1) * most + last >= layers and (head <= most):
+            return most * stages_per_rank, False
+        with_head = layers - (stages - 1) * most
+        if with_head <= most and with_head + head <= most + 1:
+            # Not worth one block more on all other stages: the last rank is the busiest one.
+            return most * (stages_per_rank - 1) + max(with_head, 0), True
+        most += 1
+
+
+def _idle(layout: Layout, blocks: float, made: Block) -> float:
+    """Seconds in which the busiest rank waits for others."""
+    times = Times(
+        blocks * (made.forward + made.sent_forward),
+        blocks * (made.backward - made.weights + made.again + made.sent_backward),
+        blocks * made.weights,
+    )
+    idle = scheduled(layout.schedule, layout.pipeline, layout.num_micro, layout.stages_per_rank).idle(times)
+    # The formulae hold for weights <= forward <= input gradients, and the times of a block are in this order.
+    assert idle is not None, (layout, times)
+    return idle
+
+
+@lru_cache(maxsize=65536)
+def scheduled(name: str, ranks: int, num_micro: int, stages_per_rank: int):  # type: ignore[no-untyped-def]
+    """A schedule of a pipeline; ValueError where it is not defined."""
+    return SCHEDULES[name](ranks, num_micro, *([stages_per_rank] if name == "interleaved" else []))
+
+
+def _messages(model: Transformer, machine: Machine, software: Software, layout: Layout) -> tuple[Sent, float]:
+    """What a rank in the middle sends to its neighbours, and the seconds that nothing hides."""
+    nbytes = layout.micro * model.context / layout.context * model.width * machine.element_bytes
+    stride = layout.tensor * layout.context * layout.data
+    within = stride * layout.pipeline <= machine.ranks_per_node
+    is_part = layout.sequence or software.sends_parts
+    one = message(machine, nbytes / layout.tensor if is_part else nbytes, within_node=within)
+    if is_part and not layout.sequence:
+        one = one.plus(gather(machine, nbytes, group(machine, layout.tensor, 1)))
+    n, v, p = layout.num_micro, layout.stages_per_rank, layout.pipeline
+    sent = one.times(2 * n * v)
+    # The first micro-batch passes all stages and its gradient comes back; nothing can be computed then.
+    exposed = 2 * (p - 1) * one.seconds
+    if not software.overlaps_messages:
+        exposed += sent.seconds
+    return sent, exposed
+
+
+def rank_parameters(model: Transformer, layout: Layout) -> float:
+    """Parameters of the rank of a pipeline that has most, before ZeRO spreads them: one of the first or last stage."""
+    t, p = layout.tensor, layout.pipeline
+    mlp = model.experts * model.expert_matrices / layout.experts
+    router = model.experts * model.width if model.experts > 1 else 0
+    of_block = (model.attention_matrices + mlp) / t + router + model.vectors
+    embeddings = model.vocab * model.width / t * (2 if p == 1 and not model.tied else 1)
+    return math.ceil(model.layers / p) * of_block + embeddings + model.positions * model.width
+
+
+def _add_data(
+    seconds: dict[str, float],
+    sent: dict[str, Sent],
+    model: Transformer,
+    machine: Machine,
+    software: Software,
+    layout: Layout,
+    parameters: float,
+    blocks: float,
+    backward: float,
+) -> None:
+    """Reductions of gradients and gathers of parameters."""
+    ranks = layout.data * layout.context
+    if ranks == 1:
+        return
+    joins, shared = software.joins_adapters, layout.resident
+    shards = group(machine, layout.shards, layout.tensor)
+    n = layout.num_micro
+    times = n if software.reduces_each_micro_batch and layout.pipeline == 1 else 1
+    nbytes = parameters * software.grad_bytes
+    if layout.zero == 0:
+        reduction = reduce(machine, nbytes, group(machine, ranks, layout.tensor), joins_adapters=joins)
+    else:
+        reduction = gather(machine, nbytes, shards, joins_adapters=joins)
+        copies = group(machine, layout.copies, layout.tensor * layout.shards)
+        reduction = reduction.plus(reduce(machine, nbytes / layout.shards, copies, joins_adapters=joins))
+    sent["gradients"] = reduction.times(times)
+    first = 1 / max(blocks, 1)  # the gather or reduction of one block, which nothing can hide
+    overlap = machine.efficiency.overlap
+    reductions = sent["gradients"].seconds
+    hidden = 0.0
+    if software.overlaps(layout) and layout.zero != 1:
+        hidden = overlap * min(reductions * (1 - first / times), times * backward * (1 - first))
+    seconds["gradients"] = reductions - hidden
+    if layout.zero == 0:
+        return
+    one = gather(machine, parameters * machine.element_bytes, shards, joins_adapters=joins, is_shared=shared)
+    if layout.zero < 3 or shared:
+        # After the optimizer's step each rank needs the new values of the others, before the next forward.
+        sent["gathers"] = one
+        seconds["gathers"] = one.seconds
+        return
+    sent["gathers"] = one.times(2 * n)
+    gathers = sent["gathers"].seconds
+    hidden_gathers = 0.0
+    if software.overlaps_gathers:
+        work = sum(seconds[cause] for cause in ("compute", "again", "tensor", "context", "experts"))
+        # In the backward, reductions take a part of the time that can hide gathers.
+        free = work * (1 - first) - hidden / overlap
+        hidden_gathers = overlap * max(0.0, min(gathers - one.seconds * first, free))
+    seconds["gathers"] = gathers - hidden_gathers
