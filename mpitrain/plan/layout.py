@@ -1,7 +1,9 @@
 """How a run is spread over ranks (`Layout`), and what its software does that changes the price (`Software`)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
+
+from mpitrain.stages.schedules import SCHEDULES
 
 Recompute = Literal["none", "attention", "block"]
 
@@ -88,6 +90,17 @@ class Software:
     joins_adapters: bool = True
     """A group with several ranks on each node uses the network adapters of all of them."""
 
+    sequence: bool = True
+    """The layouts that it has: sequence parallelism with tensor parallelism."""
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    """... ZeRO stages"""
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    """... schedules of pipelines"""
+    interleaved: tuple[int, ...] = (2,)
+    """... stages of a rank in the schedule "interleaved" """
+    recompute: tuple[Recompute, ...] = ("none", "attention", "block")
+    """... recomputation"""
+
     def overlaps(self, layout: Layout) -> bool:
         """Whether reductions of gradients run beside the backward."""
         return self.overlaps_gradients and (layout.pipeline == 1 or self.overlaps_under_pipeline)
@@ -107,11 +120,18 @@ MEGATRON_2021 = Software(
     joins_adapters=False,  # see docs/plan.md: NCCL of that time, from table 2's ZeRO-3 rows and figure 13
     sends_parts=True,  # the scatter/gather optimization, section 4.1 of 2104.04473
     balances_stages=False,  # megatron/model/transformer.py: each stage has num_layers / stages layers
+    sequence=False,
+    zero=(0,),
+    schedules=("gpipe", "1f1b", "interleaved"),
+    interleaved=(2, 3, 4, 6, 8),
+    recompute=("none", "block"),
 )
 """Megatron-LM at the time of 2104.04473. With --DDP-impl torch, torch's DistributedDataParallel reduces gradients beside the last
 backward. With --DDP-impl local, Megatron's own reduces them after it."""
-MEGATRON_2022 = MEGATRON_2021
-"""Megatron-LM at the time of 2205.05198: sequence parallelism and selective recomputation are properties of a layout."""
+MEGATRON_2022 = replace(
+    MEGATRON_2021, name="Megatron-LM 3.0", sequence=True, recompute=("none", "attention", "block")
+)
+"""Megatron-LM at the time of 2205.05198, which adds sequence parallelism and selective recomputation."""
 DEEPSPEED_2021 = Software(
     "DeepSpeed 0.3",
     fused_attention=False,
@@ -119,8 +139,14 @@ DEEPSPEED_2021 = Software(
     recomputes_projections=False,
     grad_bytes=2,
     joins_adapters=False,
+    sequence=False,
+    schedules=(),
+    recompute=("none", "block"),
 )
 """DeepSpeed's ZeRO-3 at the time of 2104.04473, in Megatron's model. It gathers each parameter by itself."""
-LLAMA_2024 = Software("Llama 3's trainer", balances_stages=True)
+LLAMA_2024 = Software("Llama 3's trainer", zero=(2,), schedules=("interleaved",), interleaved=(2, 4, 8))
 """Section 3.3.2 of 2407.21783: FSDP, gradients reduced in fp32, messages between stages in the background, one layer fewer on the
 first and on the last stage."""
+
+NAMED = {"mpitrain": MPITRAIN, "megatron-2021": MEGATRON_2021, "megatron-2022": MEGATRON_2022, "llama-2024": LLAMA_2024}
+"""The programs that `--software` takes by name."""

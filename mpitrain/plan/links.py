@@ -1,6 +1,7 @@
 """Seconds and bytes of collectives and messages, by the link that they cross."""
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 from mpitrain.plan.machine import Machine
@@ -16,10 +17,12 @@ class Sent(NamedTuple):
     """To other nodes."""
 
     def times(self, count: float) -> "Sent":
-        return Sent(*(count * value for value in self))
+        return Sent(count * self.seconds, count * self.node_bytes, count * self.network_bytes)
 
     def plus(self, other: "Sent") -> "Sent":
-        return Sent(*(a + b for a, b in zip(self, other, strict=True)))
+        return Sent(
+            self.seconds + other.seconds, self.node_bytes + other.node_bytes, self.network_bytes + other.network_bytes
+        )
 
 
 class Group(NamedTuple):
@@ -34,6 +37,7 @@ class Group(NamedTuple):
         return self.size // self.on_node
 
 
+@lru_cache(maxsize=4096)
 def group(machine: Machine, size: int, stride: int) -> Group:
     """The group of `size` ranks whose numbers are `stride` apart."""
     fitting = max(1, machine.ranks_per_node // stride)

@@ -9,7 +9,7 @@ from mpitrain.plan.layout import Layout, Software
 from mpitrain.plan.links import Sent, gather, group, message, reduce
 from mpitrain.plan.machine import Machine
 from mpitrain.plan.transformer import Transformer
-from mpitrain.stages.schedules import SCHEDULES, Times
+from mpitrain.stages.schedules import SCHEDULES, Schedule, Times
 
 CAUSES = {
     "compute": "forward and backward of the busiest stage",
@@ -81,26 +81,25 @@ def _head(model: Transformer, machine: Machine, layout: Layout) -> tuple[float, 
 
 
 @lru_cache(maxsize=65536)
-def busiest_stage(layers: int, ranks: int, stages_per_rank: int, head: float, is_balanced: bool) -> tuple[float, bool]:
+def busiest_stage(layers: int, ranks: int, stages_per_rank: int, head: float, is_balanced: bool) -> tuple[int, bool]:
     """The number of blocks of the busiest rank of a pipeline, and whether it also has the head.
 
-    `head`: the cost of the head, in blocks. All chunks of a rank count as much as the largest chunk, because the other ranks wait for it.
+    `head`: the cost of the head, in blocks. `is_balanced`: it counts when blocks are dealt to stages; else all stages have as many. All chunks of a rank count as much as the largest chunk, because the other ranks wait for it.
     """
     if ranks == 1:
         return layers, True
     stages = ranks * stages_per_rank
+    most = math.ceil(layers / stages)  # blocks of a stage
     if not is_balanced:
-        return math.ceil(layers / stages) * stages_per_rank, True
-    most = math.ceil(layers / stages)
-    while True:  # blocks of a stage; the last one has as many fewer as the head costs
-        last = max(0, math.floor(most - head))
-        if (stages - 1) * most + last >= layers and (head <= most):
-            return most * stages_per_rank, False
-        with_head = layers - (stages - 1) * most
-        if with_head <= most and with_head + head <= most + 1:
-            # Not worth one block more on all other stages: the last rank is the busiest one.
-            return most * (stages_per_rank - 1) + max(with_head, 0), True
+        return most * stages_per_rank, True
+    pace, found = math.inf, (layers, True)
+    while most < pace:
+        last = max(0, layers - (stages - 1) * most)  # blocks of the stage with the head
+        if (slowest := max(most, last + head)) < pace:
+            pace = slowest
+            found = (most * stages_per_rank, False) if slowest == most else (most * (stages_per_rank - 1) + last, True)
         most += 1
+    return found
 
 
 def _idle(layout: Layout, blocks: float, made: Block) -> float:
@@ -117,7 +116,7 @@ def _idle(layout: Layout, blocks: float, made: Block) -> float:
 
 
 @lru_cache(maxsize=65536)
-def scheduled(name: str, ranks: int, num_micro: int, stages_per_rank: int):  # type: ignore[no-untyped-def]
+def scheduled(name: str, ranks: int, num_micro: int, stages_per_rank: int) -> Schedule:
     """A schedule of a pipeline; ValueError where it is not defined."""
     return SCHEDULES[name](ranks, num_micro, *([stages_per_rank] if name == "interleaved" else []))
 

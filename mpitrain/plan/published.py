@@ -3,7 +3,7 @@
 All rows of all tables of one machine use the constants of that machine's file. The software of a table is one `Software`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -158,6 +158,11 @@ def _korthikanti_5() -> tuple[Row, ...]:
     return tuple(made)
 
 
+def _days(row: Row, of: Price) -> float:
+    """For 300 billion tokens."""
+    return 300e9 / (row.layout.batch * row.model.context / of.step_s) / 86400
+
+
 def _llama_4() -> tuple[Row, ...]:
     rows = [(8192, 1, 64, 8192, 32, 430), (16384, 1, 128, 8192, 16, 400), (16384, 16, 8, 131072, 16, 380)]
     model = NAMED["llama3-405b"]
@@ -184,12 +189,67 @@ def _llama_4() -> tuple[Row, ...]:
 
 NARAYANAN = "Narayanan et al. 2021, arXiv 2104.04473"
 _PTD, _ZERO = _narayanan_2()
+# Section 5.1 states 34 days for 1,024 GPUs and a batch of 1,536, at 140 TFLOP/s a GPU. It states no layout: tensor parallelism within the
+# node, stages that fit memory, and no interleaving, as in table 2.
+_GPT3 = Row("GPT-3 175B, 300 B tokens", NAMED["gpt3-175b"], _megatron(8, 8, 1, 1, 1536, 1024), 34, MEGATRON_2021)
+
 TABLES = (
-    Table("Narayanan 2021, table 1", NARAYANAN, "TFLOP/s a GPU", "a100", _tflops_with_recompute, _narayanan_1()),
-    Table("Narayanan 2021, table 2, PTD-P", NARAYANAN, "TFLOP/s a GPU", "a100", _tflops_with_recompute, _PTD),
-    Table("Narayanan 2021, table 2, ZeRO-3", NARAYANAN, "TFLOP/s a GPU", "a100", _tflops_with_recompute, _ZERO),
+    Table("Narayanan 2021, table 1", NARAYANAN, "TFLOP/s", "a100", _tflops_with_recompute, _narayanan_1()),
+    Table("Narayanan 2021, table 2, PTD-P", NARAYANAN, "TFLOP/s", "a100", _tflops_with_recompute, _PTD),
+    Table("Narayanan 2021, table 2, ZeRO-3", NARAYANAN, "TFLOP/s", "a100", _tflops_with_recompute, _ZERO),
+    Table("Narayanan 2021, section 5.1", NARAYANAN, "days", "a100", _days, (_GPT3,)),
     Table(
         "Korthikanti 2022, table 5", "Korthikanti et al. 2022, arXiv 2205.05198", "s", "a100", _seconds, _korthikanti_5()
     ),
-    Table("Llama 3, table 4", "Llama team 2024, arXiv 2407.21783", "TFLOP/s a GPU", "h100", _tflops, _llama_4()),
+    Table("Llama 3 405B, table 4", "Llama team 2024, arXiv 2407.21783", "TFLOP/s", "h100", _tflops, _llama_4()),
 )
+"""TFLOP/s are those of one GPU."""
+
+
+class Choice(NamedTuple):
+    """A figure of a paper that compares layouts. `best`: the name of the layout that was the fastest."""
+
+    name: str
+    machine: str
+    model: Transformer
+    layouts: dict[str, Layout]
+    best: str
+    software: Software
+
+
+class Chosen(NamedTuple):
+    """The layout that is predicted to be the fastest, and by how much it is faster than the paper's."""
+
+    choice: Choice
+    seconds: dict[str, float]
+
+    @property
+    def best(self) -> str:
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+    @property
+    def excess(self) -> float:
+        """The predicted time of the paper's best layout over that of the predicted best, minus 1."""
+        return self.seconds[self.choice.best] / self.seconds[self.best] - 1
+
+
+def choose(choice: Choice) -> Chosen:
+    """Price all layouts of a figure."""
+    on = machines.load(choice.machine)
+    priced = {name: price(choice.model, on, choice.software, layout) for name, layout in choice.layouts.items()}
+    return Chosen(choice, {name: of.step_s for name, of in priced.items()})
+
+
+def _choices() -> Iterator[Choice]:
+    """Models and layouts: examples/sc21/run_figure_13.sh and run_figure_16.sh of Megatron-LM."""
+    for batch in (32, 128):
+        of_degrees = {f"tensor {64 // p}, pipeline {p}": _megatron(64 // p, p, 1, 1, batch, 64) for p in (2, 4, 8, 16, 32)}
+        name = f"Narayanan 2021, figure 13, batch {batch}"
+        yield Choice(name, "a100", gpt("162B", 32, 20480, 128), of_degrees, "tensor 8, pipeline 8", MEGATRON_2021)
+    for batch in (128, 512):
+        of_sizes = {f"micro-batch {micro}": _megatron(8, 8, 1, micro, batch, 64) for micro in (1, 2, 4, 8)}
+        name = f"Narayanan 2021, figure 16, batch {batch}"
+        yield Choice(name, "a100", gpt("91B", 32, 15360, 128), of_sizes, "micro-batch 2", MEGATRON_2021)
+
+
+CHOICES = tuple(_choices())
