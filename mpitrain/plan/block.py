@@ -68,7 +68,15 @@ def _stream(machine: Machine) -> float:
 
 @lru_cache(maxsize=4096)
 def block(
-    model: Transformer, machine: Machine, software: Software, tensor: int, context: int, experts: int, micro: int, sequence: bool, recompute: str
+    model: Transformer,
+    machine: Machine,
+    software: Software,
+    tensor: int,
+    context: int,
+    experts: int,
+    micro: int,
+    sequence: bool,
+    recompute: str,
 ) -> Block:
     """The seconds of one block; the arguments are those fields of a `Layout` on which they depend."""
     tokens = micro * model.context / context  # of this rank

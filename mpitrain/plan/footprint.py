@@ -47,7 +47,9 @@ def _states(model: Transformer, machine: Machine, software: Software, layout: La
     beside = min(shards, max(1, machine.ranks_per_node // layout.tensor)) if layout.resident else 1
     block = params / max(1, math.ceil(model.layers / layout.pipeline))
     masters = 4 * params / shards
-    is_in_place = e == 4 and (layout.resident or shards == 1)  # the optimizer updates the parameters of forward and backward
+    is_in_place = e == 4 and (
+        layout.resident or shards == 1
+    )  # the optimizer updates the parameters of forward and backward
     if layout.zero == 3 and not layout.resident:
         parameters, gathered = 0.0, 2 * block * e * (shards > 1)
     else:

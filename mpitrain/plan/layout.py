@@ -128,9 +128,7 @@ MEGATRON_2021 = Software(
 )
 """Megatron-LM at the time of 2104.04473. With --DDP-impl torch, torch's DistributedDataParallel reduces gradients beside the last
 backward. With --DDP-impl local, Megatron's own reduces them after it."""
-MEGATRON_2022 = replace(
-    MEGATRON_2021, name="Megatron-LM 3.0", sequence=True, recompute=("none", "attention", "block")
-)
+MEGATRON_2022 = replace(MEGATRON_2021, name="Megatron-LM 3.0", sequence=True, recompute=("none", "attention", "block"))
 """Megatron-LM at the time of 2205.05198, which adds sequence parallelism and selective recomputation."""
 DEEPSPEED_2021 = Software(
     "DeepSpeed 0.3",

@@ -22,7 +22,7 @@ class LearningRate(NamedTuple):
 
 
 def scaled(
-    lr: float, from_batch: int, batch: int, rule: str = "sqrt", *, warmup_tokens: float | None = None, context: int = 1
+    lr: float, from_batch: int, batch: int, rule: str, *, warmup_tokens: float | None = None, tokens_of_step: int = 1
 ) -> LearningRate:
     """The learning rate for `batch` sequences, if `lr` is good for `from_batch` sequences.
 
@@ -36,5 +36,5 @@ def scaled(
             raise ValueError(f"{name}: expected a positive number, got {value:g}")
     ratio = batch / from_batch
     factor = {"sqrt": math.sqrt(ratio), "linear": ratio, "none": 1.0}[rule]
-    steps = None if warmup_tokens is None else math.ceil(warmup_tokens / (batch * context))
+    steps = None if warmup_tokens is None else math.ceil(warmup_tokens / tokens_of_step)
     return LearningRate(rule, lr * factor, steps)

@@ -44,7 +44,9 @@ def group(machine: Machine, size: int, stride: int) -> Group:
     return Group(size, math.gcd(size, fitting) if size > fitting else size)
 
 
-def gather(machine: Machine, nbytes: float, group: Group, *, joins_adapters: bool = True, is_shared: bool = False) -> Sent:
+def gather(
+    machine: Machine, nbytes: float, group: Group, *, joins_adapters: bool = True, is_shared: bool = False
+) -> Sent:
     """An all-gather of `nbytes` altogether, or a reduce-scatter, which sends as much.
 
     Within a node each rank sends (n - 1) / n of the bytes. Between nodes the ranks of a node share the work, each with its own network
@@ -70,7 +72,9 @@ def gather(machine: Machine, nbytes: float, group: Group, *, joins_adapters: boo
     return Sent(max(over / rate, inside / node_rate) + latency, inside, over)
 
 
-def reduce(machine: Machine, nbytes: float, group: Group, *, joins_adapters: bool = True, is_shared: bool = False) -> Sent:
+def reduce(
+    machine: Machine, nbytes: float, group: Group, *, joins_adapters: bool = True, is_shared: bool = False
+) -> Sent:
     """An all-reduce of `nbytes`: a reduce-scatter and an all-gather."""
     return gather(machine, nbytes, group, joins_adapters=joins_adapters, is_shared=is_shared).times(2)
 
@@ -78,7 +82,9 @@ def reduce(machine: Machine, nbytes: float, group: Group, *, joins_adapters: boo
 def message(machine: Machine, nbytes: float, *, within_node: bool) -> Sent:
     """`nbytes` to one other rank."""
     if within_node:
-        return Sent(nbytes / (machine.node_bandwidth * machine.efficiency.node_link) + machine.node_latency_s, nbytes, 0.0)
+        return Sent(
+            nbytes / (machine.node_bandwidth * machine.efficiency.node_link) + machine.node_latency_s, nbytes, 0.0
+        )
     return Sent(nbytes / (machine.bandwidth * machine.efficiency.link) + machine.latency_s, 0.0, nbytes)
 
 

@@ -49,7 +49,11 @@ def price(model: Transformer, machine: Machine, software: Software, layout: Layo
     n, p = layout.num_micro, layout.pipeline
     one = made.forward + made.backward
     blocks, has_head = busiest_stage(
-        model.layers, p, layout.stages_per_rank, (head_forward + head_backward) / (one + made.again), software.balances_stages
+        model.layers,
+        p,
+        layout.stages_per_rank,
+        (head_forward + head_backward) / (one + made.again),
+        software.balances_stages,
     )
     seconds = dict.fromkeys(CAUSES, 0.0)
     seconds["compute"] = n * (blocks * one + has_head * (head_forward + head_backward))

@@ -125,7 +125,13 @@ def _narayanan_2() -> tuple[tuple[Row, ...], tuple[Row, ...]]:
         ("gpt-530b", 2240, 1, 2240, 48),
     ]
     ptd = tuple(
-        Row(f"{name.partition('-')[2].upper()}, {gpus} GPUs", NAMED[name], _megatron(8, p, 1, 1, batch, gpus), tflops, MEGATRON_2021)
+        Row(
+            f"{name.partition('-')[2].upper()}, {gpus} GPUs",
+            NAMED[name],
+            _megatron(8, p, 1, 1, batch, gpus),
+            tflops,
+            MEGATRON_2021,
+        )
         for name, p, gpus, batch, tflops in rows
     )
     return ptd, tuple(
@@ -199,7 +205,12 @@ TABLES = (
     Table("Narayanan 2021, table 2, ZeRO-3", NARAYANAN, "TFLOP/s", "a100", _tflops_with_recompute, _ZERO),
     Table("Narayanan 2021, section 5.1", NARAYANAN, "days", "a100", _days, (_GPT3,)),
     Table(
-        "Korthikanti 2022, table 5", "Korthikanti et al. 2022, arXiv 2205.05198", "s", "a100", _seconds, _korthikanti_5()
+        "Korthikanti 2022, table 5",
+        "Korthikanti et al. 2022, arXiv 2205.05198",
+        "s",
+        "a100",
+        _seconds,
+        _korthikanti_5(),
     ),
     Table("Llama 3 405B, table 4", "Llama team 2024, arXiv 2407.21783", "TFLOP/s", "h100", _tflops, _llama_4()),
 )
@@ -243,7 +254,9 @@ def choose(choice: Choice) -> Chosen:
 def _choices() -> Iterator[Choice]:
     """Models and layouts: examples/sc21/run_figure_13.sh and run_figure_16.sh of Megatron-LM."""
     for batch in (32, 128):
-        of_degrees = {f"tensor {64 // p}, pipeline {p}": _megatron(64 // p, p, 1, 1, batch, 64) for p in (2, 4, 8, 16, 32)}
+        of_degrees = {
+            f"tensor {64 // p}, pipeline {p}": _megatron(64 // p, p, 1, 1, batch, 64) for p in (2, 4, 8, 16, 32)
+        }
         name = f"Narayanan 2021, figure 13, batch {batch}"
         yield Choice(name, "a100", gpt("162B", 32, 20480, 128), of_degrees, "tensor 8, pipeline 8", MEGATRON_2021)
     for batch in (128, 512):

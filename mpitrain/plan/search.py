@@ -260,7 +260,9 @@ def reasons(found: Found) -> list[Reason]:
                 made.append(Reason(label, str(value), quickest[value], _slower(quickest[value], best)))
             else:
                 plan = smallest[value]
-                made.append(Reason(label, str(value), plan, f"does not fit: lacks {plan.lacks_bytes / 1e9:,.1f} GB a rank"))
+                made.append(
+                    Reason(label, str(value), plan, f"does not fit: lacks {plan.lacks_bytes / 1e9:,.1f} GB a rank")
+                )
     return made
 
 
@@ -273,7 +275,9 @@ def _slower(plan: Plan, best: Plan) -> str:
     if ratio < 0:
         return f"{-ratio:.1%} faster" + lacks
     more = {cause: plan.price.seconds[cause] - best.price.seconds[cause] for cause in CAUSES}
-    causes = sorted((cause for cause in more if more[cause] > 0.2 * (plan.step_s - best.step_s)), key=lambda cause: -more[cause])
+    causes = sorted(
+        (cause for cause in more if more[cause] > 0.2 * (plan.step_s - best.step_s)), key=lambda cause: -more[cause]
+    )
     said = ", ".join(f"{cause} +{more[cause]:.2f} s" for cause in causes[:2])
     return f"{ratio:.1%} slower" + (f": {said}" if said else "") + lacks
 

@@ -81,7 +81,9 @@ def find(name: str, context: int | None = None) -> Transformer:
         model = from_config(path / "config.json" if path.is_dir() else path)
     else:
         near = difflib.get_close_matches(name, NAMED, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(NAMED)}, or the path of a config.json"
+        hint = (
+            f"did you mean {near[0]}?" if near else f"expected one of {', '.join(NAMED)}, or the path of a config.json"
+        )
         raise ValueError(f"unknown model {name!r}: {hint}")
     if context is None or context == model.context:
         return model
@@ -120,7 +122,20 @@ def gpt(name: str, layers: int, width: int, heads: int, *, vocab: int = 51200, c
     return of_sizes(name, config, None)
 
 
-_PLAIN = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "codegen", "gpt_bigcode", "starcoder2", "mpt"}
+_PLAIN = {
+    "gpt2",
+    "gpt_neo",
+    "gpt_neox",
+    "gptj",
+    "opt",
+    "bloom",
+    "falcon",
+    "phi",
+    "codegen",
+    "gpt_bigcode",
+    "starcoder2",
+    "mpt",
+}
 """The types of transformers models whose feed-forward layer has two matrices."""
 
 
@@ -131,7 +146,9 @@ def from_config(path: Path) -> Transformer:
     except (OSError, ValueError) as error:
         raise ValueError(f"model file {path}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"model file {path}: expected the settings of a transformers model, got {type(config).__name__}")
+        raise ValueError(
+            f"model file {path}: expected the settings of a transformers model, got {type(config).__name__}"
+        )
     config = config.get("text_config") or config  # of a model of several modalities
     if config.get("is_encoder_decoder"):
         raise ValueError(f"model file {path}: expected a decoder-only model, got an encoder and a decoder")
@@ -182,7 +199,14 @@ def _named() -> dict[str, Transformer]:
     public = {name: replace(own[f"llama-{size}"], name=name) for name, size in same.items()}
     # Table 3 of 2407.21783.
     public["llama3-405b"] = replace(
-        public["llama3-70b"], name="llama3-405b", layers=126, width=16384, heads=128, inner=53248, vectors=2 * 16384, trains=None
+        public["llama3-70b"],
+        name="llama3-405b",
+        layers=126,
+        width=16384,
+        heads=128,
+        inner=53248,
+        vectors=2 * 16384,
+        trains=None,
     )
     # GPT-3 (2005.14165, table 2.1) as Narayanan et al. trained it (2104.04473, section 5.1), and two more of their models.
     public["gpt3-175b"] = gpt("gpt3-175b", 96, 12288, 96)
