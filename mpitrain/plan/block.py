@@ -52,7 +52,7 @@ class Block(NamedTuple):
 
 
 def product_s(machine: Machine, rows: float, inner: float, columns: float, count: float = 1) -> float:
-    """`count` matrix products (rows x inner) (inner x columns). Reading and writing adds to computing: kernels hide only a part of it."""
+    """`count` matrix products (rows x inner) (inner x columns). Reading and writing adds to computing: kernels hide only a part."""
     flops = 2 * rows * inner * columns
     nbytes = machine.element_bytes * (rows * inner + inner * columns + rows * columns)
     return count * (flops / _flops(machine) + nbytes / _stream(machine)) + machine.launch_s

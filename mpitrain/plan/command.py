@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mpitrain plan",
-        description="Considers all layouts of a model on a machine: which fit, how long a step takes, and why. One process, without MPI.",
+        description="Considers all layouts of a model on a machine: which fit, and how long a step takes. One process, without MPI.",
     )
     parser.add_argument("--model", help=f"{', '.join(NAMED)}, or a transformers config.json")
     parser.add_argument("--ranks", type=_count, help="number of ranks: GPUs, or processes on CPUs")

@@ -17,7 +17,7 @@ KINDS = {
     "optimizer": "AdamW's two moments, and the parameters in fp32",
     "units": "parameters and gradients of two blocks, gathered or on their way",
     "activations": "kept for the backward, of all micro-batches in flight",
-    "temporary": "activations of one block that are computed again, and the logits",
+    "temporary": "activations of one block that are computed again, or the logits",
 }
 """The kinds of memory."""
 
@@ -29,12 +29,14 @@ def footprint(model: Transformer, machine: Machine, software: Software, layout: 
     p, chunks = layout.pipeline, layout.stages_per_rank
     blocks = math.ceil(model.layers / (p * chunks))  # of a chunk
     if p == 1:
-        held = {"activations": kept * model.layers, "temporary": again + logits}
+        held = {"activations": kept * model.layers, "temporary": max(again, logits)}
+        if layout.num_micro == 1:  # gradients come while activations go
+            states["gradients"] = max(0.0, states["gradients"] - held["activations"])
     else:
         schedule = scheduled(layout.schedule, p, layout.num_micro, chunks)
         last = schedule.rank_of(p * chunks - 1)
         of_ranks = (
-            {"activations": schedule.peak(rank) * blocks * kept, "temporary": again + logits * (rank == last)}
+            {"activations": schedule.peak(rank) * blocks * kept, "temporary": max(again, logits * (rank == last))}
             for rank in {0, last}
         )
         held = max(of_ranks, key=lambda one: sum(one.values()))
@@ -96,8 +98,14 @@ def _activations(
         scores = tokens * model.heads / tensor * model.context * ((2 * e + 1) if software.dropout else e)
     inner = tokens * model.experts_per_token * model.inner * e / tensor
     core = heads + 2 * keys + scores  # queries, keys, values
-    attention = 2 * stream + core + heads + mask  # inputs of the norm and of the matrices; input of the projection
-    mlp = 2 * stream + inner * (4 if model.gated else 2) + mask
+    norm = stream
+    if model.has_rms_norms:
+        core += keys  # before the rotation they are in one piece of memory with the values
+        norm = stream if software.fused_norms else 2 * stream
+    # Ranks of one node that share memory keep one gathered input together.
+    matrix = tokens * model.width * e if software.keeps_gathered and not machine.shares_memory else stream
+    attention = norm + matrix + core + heads + mask  # the last heads: input of the projection
+    mlp = norm + matrix + inner * (4 if model.gated else 2) + mask
     whole = attention + mlp
     logits = tokens * model.vocab / tensor * (e + 2 * 4)  # and in fp32, and their gradient
     if recompute == "block":

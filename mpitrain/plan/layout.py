@@ -69,6 +69,10 @@ class Software:
     """The scores of attention never reach memory, and the half of them that is masked is not computed (FlashAttention)."""
     dropout: bool = False
     """Dropout of the attention's and of the blocks' outputs."""
+    fused_norms: bool = True
+    """RMS norms keep their input alone for the backward; else also the input divided by its norm."""
+    keeps_gathered: bool = False
+    """With sequence parallelism, the gathered inputs of matrices are kept for the backward; else the backward gathers them again."""
     recomputes_projections: bool = True
     """Recomputation of attention includes the matrices before and after it; else only its core."""
     grad_bytes: int = 4
@@ -106,7 +110,7 @@ class Software:
         return self.overlaps_gradients and (layout.pipeline == 1 or self.overlaps_under_pipeline)
 
 
-MPITRAIN = Software("mpitrain")
+MPITRAIN = Software("mpitrain", fused_norms=False, keeps_gathered=True)
 """This library, as docs/sharding.md and docs/parallel.md describe it."""
 MEGATRON_2021 = Software(
     "Megatron-LM 2.2",

@@ -88,7 +88,8 @@ def _head(model: Transformer, machine: Machine, layout: Layout) -> tuple[float, 
 def busiest_stage(layers: int, ranks: int, stages_per_rank: int, head: float, is_balanced: bool) -> tuple[int, bool]:
     """The number of blocks of the busiest rank of a pipeline, and whether it also has the head.
 
-    `head`: the cost of the head, in blocks. `is_balanced`: it counts when blocks are dealt to stages; else all stages have as many. All chunks of a rank count as much as the largest chunk, because the other ranks wait for it.
+    `head`: the cost of the head, in blocks. `is_balanced`: it counts when blocks are dealt to stages; else all stages have as many. All
+    stages of a rank count as much as the largest one, because the other ranks wait for it.
     """
     if ranks == 1:
         return layers, True

@@ -87,8 +87,8 @@ def _narayanan_1() -> tuple[Row, ...]:
         ("1T", 128, 25600, 160, 8, 64, 1, 1, 384, 3072, 163),
     ]
     return tuple(
-        Row(name, gpt(name, l, h, a), _megatron(t, p, v, micro, batch, 8 * nodes), tflops, MEGATRON_2021)
-        for name, l, h, a, t, p, v, micro, nodes, batch, tflops in rows
+        Row(name, gpt(name, layers, h, a), _megatron(t, p, v, micro, batch, 8 * nodes), tflops, MEGATRON_2021)
+        for name, layers, h, a, t, p, v, micro, nodes, batch, tflops in rows
     )
 
 
@@ -148,16 +148,17 @@ def _narayanan_2() -> tuple[tuple[Row, ...], tuple[Row, ...]]:
 
 def _korthikanti_5() -> tuple[Row, ...]:
     """Models and layouts: table 3 of the paper. Stages of a rank: section 6."""
-    rows = [  # layers, width, heads, pipeline, stages of a rank, micro-batch, batch, seconds with full recomputation, and with the paper's
+    # Layers, width, heads, pipeline, stages of a rank, micro-batch, batch, seconds with full recomputation, and with the paper's.
+    rows = [
         ("22B", 48, 6144, 64, 1, 1, 4, 4, 1.42, 1.10),
         ("175B", 96, 12288, 96, 8, 3, 1, 64, 18.13, 13.75),
         ("530B", 105, 20480, 128, 35, 3, 1, 280, 49.05, 37.83),
         ("1T", 128, 25600, 160, 64, 1, 1, 512, 94.42, 71.49),
     ]
     made = []
-    for name, l, h, a, p, v, micro, batch, full, present in rows:
+    for name, layers, h, a, p, v, micro, batch, full, present in rows:
         layout = _megatron(8, p, v, micro, batch, 8 * p)
-        model = gpt(name, l, h, a)
+        model = gpt(name, layers, h, a)
         made.append(Row(f"{name}, full recomputation", model, layout, full, MEGATRON_2022))
         selective = layout._replace(sequence=True, recompute="attention")
         made.append(Row(f"{name}, selective, sequence parallel", model, selective, present, MEGATRON_2022))
@@ -195,8 +196,8 @@ def _llama_4() -> tuple[Row, ...]:
 
 NARAYANAN = "Narayanan et al. 2021, arXiv 2104.04473"
 _PTD, _ZERO = _narayanan_2()
-# Section 5.1 states 34 days for 1,024 GPUs and a batch of 1,536, at 140 TFLOP/s a GPU. It states no layout: tensor parallelism within the
-# node, stages that fit memory, and no interleaving, as in table 2.
+# Section 5.1 states 34 days for 1,024 GPUs and a batch of 1,536, at 140 TFLOP/s a GPU, and no layout. This one has tensor parallelism
+# within the node, stages that fit memory, and no interleaving, as in table 2.
 _GPT3 = Row("GPT-3 175B, 300 B tokens", NAMED["gpt3-175b"], _megatron(8, 8, 1, 1, 1536, 1024), 34, MEGATRON_2021)
 
 TABLES = (

@@ -131,7 +131,8 @@ def search(job: Job) -> Found:
     Raises:
         ValueError: no layout is possible at all.
     """
-    fitting, too_large = [], []
+    fitting: list[Plan] = []
+    too_large: list[Plan] = []
     for layout in layouts(job):
         try:
             plan = Plan(job, layout, footprint(job.model, job.machine, job.software, layout))

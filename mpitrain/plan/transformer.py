@@ -38,6 +38,11 @@ class Transformer:
     """Family and size in the trainer's settings; None: the trainer lacks the model."""
 
     @property
+    def has_rms_norms(self) -> bool:
+        """Norms without biases; these models also have rotary positions."""
+        return self.vectors <= 2 * self.width
+
+    @property
     def attention_matrices(self) -> int:
         """Parameters of a block's four matrices around the attention."""
         return self.width * self.head_width * (2 * self.heads + 2 * self.kv_heads)
@@ -56,7 +61,7 @@ class Transformer:
     def parameters(self) -> int:
         """All parameters; tied ones count once."""
         embeddings = self.vocab * self.width * (1 if self.tied else 2) + self.positions * self.width
-        last_norm = self.width * (2 if self.vectors > 2 * self.width else 1)
+        last_norm = self.width * (1 if self.has_rms_norms else 2)
         return self.layers * self.block_parameters + embeddings + last_norm
 
     @property
