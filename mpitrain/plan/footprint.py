@@ -49,13 +49,10 @@ def _states(model: Transformer, machine: Machine, software: Software, layout: La
     beside = min(shards, max(1, machine.ranks_per_node // layout.tensor)) if layout.resident else 1
     block = params / max(1, math.ceil(model.layers / layout.pipeline))
     masters = 4 * params / shards
-    is_in_place = e == 4 and (
-        layout.resident or shards == 1
-    )  # the optimizer updates the parameters of forward and backward
-    if layout.zero == 3 and not layout.resident:
-        parameters, gathered = 0.0, 2 * block * e * (shards > 1)
-    else:
-        parameters, gathered = params * e / beside, 0.0
+    is_gathered = layout.zero == 3 and not layout.resident and shards > 1
+    is_in_place = e == 4 and not is_gathered  # the optimizer updates the parameters of forward and backward
+    parameters = 0.0 if is_gathered else params * e / beside
+    gathered = 2 * block * e if is_gathered else 0.0
     waits = layout.pipeline > 1 or not software.reduces_each_micro_batch or layout.zero == 1
     ranks = layout.data * layout.context
     full = params * e if waits and ranks > 1 and not (e == 4 and layout.zero == 0) else 0.0
