@@ -4,7 +4,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from mpitrain.plan.block import Block, block_of, head_s
+from mpitrain.plan.block import block_of, head_s
 from mpitrain.plan.layout import Layout, Software
 from mpitrain.plan.links import Sent, gather, group, message, reduce
 from mpitrain.plan.machine import Machine
@@ -70,8 +70,12 @@ def price(model: Transformer, machine: Machine, software: Software, layout: Layo
     seconds["experts"] = 2 * n * blocks * made.experts.seconds
     backward = blocks * (made.backward + made.again + made.sent_backward) + has_head * head_backward
     if p > 1:
-        seconds["bubble"] = _idle(layout, model.layers / p, made)
-        sent["pipeline"], seconds["messages"] = _messages(model, machine, software, layout)
+        times = stage_times(model, machine, software, layout)
+        seconds["bubble"] = _idle(layout, times)
+        sent["pipeline"] = _message(model, machine, software, layout).times(2 * n * layout.stages_per_rank)
+        # The first micro-batch passes all stages, and its gradient comes back: nothing can be computed then.
+        exposed = 0.0 if software.overlaps_messages else sent["pipeline"].seconds
+        seconds["messages"] = exposed + 2 * (p - 1) * times.message
     parameters = rank_parameters(model, layout)
     _add_data(seconds, sent, model, machine, software, layout, parameters, blocks, backward)
     spread = layout.shards if layout.zero else 1
@@ -107,13 +111,19 @@ def busiest_stage(layers: int, ranks: int, stages_per_rank: int, head: float, is
     return found
 
 
-def _idle(layout: Layout, blocks: float, made: Block) -> float:
-    """Seconds in which the busiest rank waits for others."""
-    times = Times(
+def stage_times(model: Transformer, machine: Machine, software: Software, layout: Layout) -> Times:
+    """Seconds of a rank in the middle of a pipeline for one micro-batch, and of one message."""
+    made, blocks = block_of(model, machine, software, layout), model.layers / layout.pipeline
+    return Times(
         blocks * (made.forward + made.sent_forward),
         blocks * (made.backward - made.weights + made.again + made.sent_backward),
         blocks * made.weights,
+        _message(model, machine, software, layout).seconds if layout.pipeline > 1 else 0.0,
     )
+
+
+def _idle(layout: Layout, times: Times) -> float:
+    """Seconds in which the busiest rank waits for others, without the time of messages."""
     idle = scheduled(layout.schedule, layout.pipeline, layout.num_micro, layout.stages_per_rank).idle(times)
     # The formulae hold for weights <= forward <= input gradients, and the times of a block are in this order.
     assert idle is not None, (layout, times)
@@ -126,22 +136,15 @@ def scheduled(name: str, ranks: int, num_micro: int, stages_per_rank: int) -> Sc
     return SCHEDULES[name](ranks, num_micro, *([stages_per_rank] if name == "interleaved" else []))
 
 
-def _messages(model: Transformer, machine: Machine, software: Software, layout: Layout) -> tuple[Sent, float]:
-    """What a rank in the middle sends to its neighbours, and the seconds that nothing hides."""
+def _message(model: Transformer, machine: Machine, software: Software, layout: Layout) -> Sent:
+    """The activations of a micro-batch, from one rank to the next stage."""
     nbytes = layout.micro * model.context / layout.context * model.width * machine.element_bytes
-    stride = layout.tensor * layout.context * layout.data
-    within = stride * layout.pipeline <= machine.ranks_per_node
+    within_node = layout.ranks <= machine.ranks_per_node
     is_part = layout.sequence or software.sends_parts
-    one = message(machine, nbytes / layout.tensor if is_part else nbytes, within_node=within)
+    sent = message(machine, nbytes / layout.tensor if is_part else nbytes, within_node=within_node)
     if is_part and not layout.sequence:
-        one = one.plus(gather(machine, nbytes, group(machine, layout.tensor, 1)))
-    n, v, p = layout.num_micro, layout.stages_per_rank, layout.pipeline
-    sent = one.times(2 * n * v)
-    # The first micro-batch passes all stages and its gradient comes back; nothing can be computed then.
-    exposed = 2 * (p - 1) * one.seconds
-    if not software.overlaps_messages:
-        exposed += sent.seconds
-    return sent, exposed
+        sent = sent.plus(gather(machine, nbytes, group(machine, layout.tensor, 1)))
+    return sent
 
 
 def rank_parameters(model: Transformer, layout: Layout) -> float:
