@@ -76,8 +76,24 @@ def price(model: Transformer, machine: Machine, software: Software, layout: Layo
         # The first micro-batch passes all stages, and its gradient comes back: nothing can be computed then.
         exposed = 0.0 if software.overlaps_messages else sent["pipeline"].seconds
         seconds["messages"] = exposed + 2 * (p - 1) * times.message
+    if layout.data * layout.context > 1:
+        first = 1 / max(blocks, 1)  # what belongs to one block begins or ends alone
+        reductions, count = _reductions(model, machine, software, layout)
+        beside = 0.0  # seconds in which reductions and computation both run
+        if software.overlaps(layout) and layout.zero != 1:
+            beside = min(reductions.seconds * (1 - first / count), count * backward * (1 - first))
+        sent["gradients"] = reductions
+        seconds["gradients"] = reductions.seconds - machine.efficiency.overlap * beside
+        if layout.zero:
+            gathers, count = _gathers(model, machine, software, layout)
+            work = sum(seconds[cause] for cause in ("compute", "again", "tensor", "context", "experts"))
+            gathers_beside = 0.0
+            if count > 1 and software.overlaps_gathers:
+                # Reductions take a part of the time that can hide gathers.
+                gathers_beside = max(0.0, min(gathers.seconds * (1 - first / count), work * (1 - first) - beside))
+            sent["gathers"] = gathers
+            seconds["gathers"] = gathers.seconds - machine.efficiency.overlap * gathers_beside
     parameters = rank_parameters(model, layout)
-    _add_data(seconds, sent, model, machine, software, layout, parameters, blocks, backward)
     spread = layout.shards if layout.zero else 1
     stream = machine.memory_bandwidth * machine.efficiency.stream
     seconds["optimizer"] = parameters / spread * OPTIMIZER_BYTES[machine.element_bytes] / stream
@@ -157,54 +173,27 @@ def rank_parameters(model: Transformer, layout: Layout) -> float:
     return math.ceil(model.layers / p) * of_block + embeddings + model.positions * model.width
 
 
-def _add_data(
-    seconds: dict[str, float],
-    sent: dict[str, Sent],
-    model: Transformer,
-    machine: Machine,
-    software: Software,
-    layout: Layout,
-    parameters: float,
-    blocks: float,
-    backward: float,
-) -> None:
-    """Reductions of gradients and gathers of parameters."""
-    ranks = layout.data * layout.context
-    if ranks == 1:
-        return
-    joins, shared = software.joins_adapters, layout.resident
-    shards = group(machine, layout.shards, layout.tensor)
-    n = layout.num_micro
-    times = n if software.reduces_each_micro_batch and layout.pipeline == 1 else 1
-    nbytes = parameters * software.grad_bytes
+def _reductions(model: Transformer, machine: Machine, software: Software, layout: Layout) -> tuple[Sent, int]:
+    """The reductions of gradients of a step, and how often each gradient is reduced."""
+    joins, ranks = software.joins_adapters, layout.data * layout.context
+    nbytes = rank_parameters(model, layout) * software.grad_bytes
     if layout.zero == 0:
-        reduction = reduce(machine, nbytes, group(machine, ranks, layout.tensor), joins_adapters=joins)
+        sent = reduce(machine, nbytes, group(machine, ranks, layout.tensor), joins_adapters=joins)
     else:
-        reduction = gather(machine, nbytes, shards, joins_adapters=joins)
+        sent = gather(machine, nbytes, group(machine, layout.shards, layout.tensor), joins_adapters=joins)
         copies = group(machine, layout.copies, layout.tensor * layout.shards)
-        reduction = reduction.plus(reduce(machine, nbytes / layout.shards, copies, joins_adapters=joins))
-    sent["gradients"] = reduction.times(times)
-    first = 1 / max(blocks, 1)  # the gather or reduction of one block, which nothing can hide
-    overlap = machine.efficiency.overlap
-    reductions = sent["gradients"].seconds
-    hidden = 0.0
-    if software.overlaps(layout) and layout.zero != 1:
-        hidden = overlap * min(reductions * (1 - first / times), times * backward * (1 - first))
-    seconds["gradients"] = reductions - hidden
-    if layout.zero == 0:
-        return
-    one = gather(machine, parameters * machine.element_bytes, shards, joins_adapters=joins, is_shared=shared)
-    if layout.zero < 3 or shared:
-        # After the optimizer's step each rank needs the new values of the others, before the next forward.
-        sent["gathers"] = one
-        seconds["gathers"] = one.seconds
-        return
-    sent["gathers"] = one.times(2 * n)
-    gathers = sent["gathers"].seconds
-    hidden_gathers = 0.0
-    if software.overlaps_gathers:
-        work = sum(seconds[cause] for cause in ("compute", "again", "tensor", "context", "experts"))
-        # In the backward, reductions take a part of the time that can hide gathers.
-        free = work * (1 - first) - hidden / overlap
-        hidden_gathers = overlap * max(0.0, min(gathers - one.seconds * first, free))
-    seconds["gathers"] = gathers - hidden_gathers
+        sent = sent.plus(reduce(machine, nbytes / layout.shards, copies, joins_adapters=joins))
+    count = layout.num_micro if software.reduces_each_micro_batch and layout.pipeline == 1 else 1
+    return sent.times(count), count
+
+
+def _gathers(model: Transformer, machine: Machine, software: Software, layout: Layout) -> tuple[Sent, int]:
+    """The gathers of parameters of a step, and how often each parameter is gathered.
+
+    Once after the optimizer's step, if ranks keep full parameters; else before each forward and each backward.
+    """
+    nbytes = rank_parameters(model, layout) * machine.element_bytes
+    ranks = group(machine, layout.shards, layout.tensor)
+    sent = gather(machine, nbytes, ranks, joins_adapters=software.joins_adapters, is_shared=layout.resident)
+    count = 2 * layout.num_micro if layout.zero == 3 and not layout.resident else 1
+    return sent.times(count), count
