@@ -97,7 +97,7 @@ def _no_collections() -> Iterator[None]:
 
 
 def _memory(words: list[str]) -> int:
-    from mpitrain.memory import command
+    from mpitrain.plan.memory import command
 
     if collectives.launched_rank() > 0:
         return 0  # one process is enough, also under mpirun

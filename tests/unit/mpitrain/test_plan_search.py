@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.config import check_ranks, from_toml, parse
-from mpitrain.memory.prediction import predict
 from mpitrain.models.sizes import SIZES, flops_per_token, num_parameters, resolve
 from mpitrain.plan.footprint import footprint
 from mpitrain.plan.layout import MEGATRON_2021, MPITRAIN, Layout
 from mpitrain.plan.learning_rate import scaled
 from mpitrain.plan.links import exchange, gather, group, message, reduce
 from mpitrain.plan.machine import load
+from mpitrain.plan.memory.prediction import predict
 from mpitrain.plan.price import busiest_stage, price
 from mpitrain.plan.search import Job, Plan, layouts, reasons, search
 from mpitrain.plan.settings import to_toml
