@@ -1,4 +1,4 @@
-"""The command line: `mpirun -np N python -m mpitrain [train|sample|bench|memory|schedules] [settings]`."""
+"""The command line: `mpirun -np N python -m mpitrain [train|sample|bench|memory|plan|schedules] [settings]`."""
 
 import argparse
 import gc
@@ -14,6 +14,7 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain bench [--peers none,ddp,fsdp]         compare the time of a step (under mpirun; --help shows more)
        python -m mpitrain bench --report FILE ...               combine the figures of several launches (one process, no mpirun)
        python -m mpitrain memory --np N [--nodes M] [--json]    predict the memory of a run with these settings (one process)
+       python -m mpitrain plan --model M --ranks N --machine X  find the fastest layout of a large run (one process; --help shows more)
        python -m mpitrain schedules check|show                  prove or draw the schedules of pipelines (one process)
 """
 
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(words)
     if command == "memory":
         return _memory(words)
+    if command == "plan":
+        return _plan(words)
     if command == "schedules":
         return _schedules(words)
     comm = collectives.world()
@@ -45,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(USAGE, end="")
         else:
             with comm.together():
-                raise ValueError(f"unknown command {command!r}; expected train, sample, bench, memory or schedules")
+                raise ValueError(
+                    f"unknown command {command!r}; expected train, sample, bench, memory, plan or schedules"
+                )
     except Exception as error:
         if not collectives.on_all_ranks(error):
             raise  # ends the job, with this rank's traceback
@@ -92,7 +97,7 @@ def _no_collections() -> Iterator[None]:
 
 
 def _memory(words: list[str]) -> int:
-    from mpitrain.memory import command
+    from mpitrain.plan.memory import command
 
     if collectives.launched_rank() > 0:
         return 0  # one process is enough, also under mpirun
@@ -102,6 +107,18 @@ def _memory(words: list[str]) -> int:
         print(f"mpitrain: error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _plan(words: list[str]) -> int:
+    from mpitrain.plan import command
+
+    if collectives.launched_rank() > 0:
+        return 0
+    try:
+        return command.main(words)
+    except (ValueError, OSError) as error:
+        print(f"mpitrain: error: {error}", file=sys.stderr)
+        return 1
 
 
 def _schedules(words: list[str]) -> int:

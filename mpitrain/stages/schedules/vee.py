@@ -108,9 +108,11 @@ def dual_pipe_v(num_ranks: int, num_micro: int) -> Schedule:
 
     def idle(times: Times) -> float | None:
         forward, input_grads, weight_grads, _ = times
-        if not weight_grads <= input_grads <= forward:
+        if weight_grads > input_grads or forward > times.backward:
             return None
-        return (num_ranks - 1) * (forward + input_grads - weight_grads) / 2
+        # A backward that takes longer than a forward makes the ranks wait for each other in the pairs, too.
+        slower = max((num_ranks - 1) * (input_grads - forward) - forward, 0)
+        return ((num_ranks - 1) * (forward + input_grads - weight_grads) + slower) / 2
 
     return Schedule(
         "dualpipe-v",

@@ -15,7 +15,7 @@ from ways import WAYS, spread
 
 import mpitrain
 from collectives import Communicator
-from mpitrain.memory.step import Tracker
+from mpitrain.plan.memory.step import Tracker
 from mpitrain.sharding import MixedPrecisionPolicy
 
 pytestmark = pytest.mark.ranks(1, 2)

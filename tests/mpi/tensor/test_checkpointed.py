@@ -9,9 +9,9 @@ from torch import nn
 import mpitrain
 from collectives import Communicator, Mesh
 from mpitrain.config import parse
-from mpitrain.memory.step import Tracker
 from mpitrain.models import GPT
 from mpitrain.parts import ranks_with_input
+from mpitrain.plan.memory.step import Tracker
 from mpitrain.tensor import Style
 from mpitrain.train.model import make_model
 

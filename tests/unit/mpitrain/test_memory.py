@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpitrain.config import parse
-from mpitrain.memory.prediction import KINDS, Prediction, predict
+from mpitrain.plan.memory.prediction import KINDS, Prediction, predict
 from mpitrain.tensor.node_arrays import Sizes
 
 SMALL = ["--model.width", "64", "--model.layers", "4", "--model.heads", "2", "--train.batch", "16"]

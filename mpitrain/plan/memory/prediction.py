@@ -8,9 +8,9 @@ import torch
 
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data import scan
-from mpitrain.memory.step import StepRank, measure, takes_grads_over, units_of
-from mpitrain.memory.tensor_ranks import TensorRank, cut
 from mpitrain.models import build, num_parameters
+from mpitrain.plan.memory.step import StepRank, measure, takes_grads_over, units_of
+from mpitrain.plan.memory.tensor_ranks import TensorRank, cut
 from mpitrain.sharding.unit.layout import Layout, lay_out
 
 Shapes = tuple[tuple[tuple[int, ...], ...], ...]
@@ -75,7 +75,9 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     check_ranks(config, num_ranks)
     parallel, reduce_bytes = config.parallel, getattr(torch, config.parallel.reduce_dtype).itemsize
     if parallel.device == "cuda":
-        raise ConfigError("memory: no prediction for GPUs yet; pass --parallel.device cpu")
+        raise ConfigError(
+            "memory: no prediction for GPUs yet; pass --parallel.device cpu, or see python -m mpitrain plan"
+        )
     num_data = num_ranks // parallel.tensor
     group = (
         1 if parallel.stage == 0 else num_data // parallel.copies

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from collectives import Communicator
-from mpitrain.memory.tracker import Tracker
 from mpitrain.models import LanguageModel
+from mpitrain.plan.memory.tracker import Tracker
 from mpitrain.tensor import tensor_parallel
 from mpitrain.tensor.exchange import Exchange
 from mpitrain.tensor.layers import TensorRanks

@@ -14,9 +14,9 @@ from torch._subclasses import FakeTensorMode
 
 from collectives.environment import switch
 from mpitrain.config import Config
-from mpitrain.memory.tensor_ranks import SharedActivations, TensorRank, cut
-from mpitrain.memory.tracker import Tracker, total
 from mpitrain.models import LanguageModel, TransformerConfig, build
+from mpitrain.plan.memory.tensor_ranks import SharedActivations, TensorRank, cut
+from mpitrain.plan.memory.tracker import Tracker, total
 from mpitrain.sharding import checkpoint_activations
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from collectives import is_live_terminal
 from mpitrain.config import Config, ConfigError, TrainConfig, parse
-from mpitrain.memory.prediction import KINDS, Prediction, predict
+from mpitrain.plan.memory.prediction import KINDS, Prediction, predict
 
 USAGE = """usage: python -m mpitrain memory --np N [--nodes M] [--json] [settings]
 

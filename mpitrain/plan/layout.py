@@ -1,0 +1,154 @@
+"""How a run is spread over ranks (`Layout`), and what its software does that changes the price (`Software`)."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from mpitrain.stages.schedules import SCHEDULES
+
+Recompute = Literal["none", "attention", "block"]
+
+
+class Layout(NamedTuple):
+    """The degrees of each kind of parallelism, and the division of a batch. The ranks of `tensor` are neighbours, then those of
+    `context`, then those of `data`; the stages of a pipeline are farthest apart."""
+
+    tensor: int = 1
+    """Ranks that hold each layer together."""
+    pipeline: int = 1
+    """Ranks that have stages of one model, one after the other."""
+    context: int = 1
+    """Ranks that share a sequence."""
+    experts: int = 1
+    """Ranks, of `data` x `context`, that hold the experts of a layer together."""
+    data: int = 1
+    """Ranks that share the batch."""
+    copies: int = 1
+    """Copies of the shards; each is spread over `data` x `context` / `copies` ranks."""
+    zero: int = 0
+    """ZeRO stage."""
+    schedule: str = "1f1b"
+    """Of a pipeline: a name of `mpitrain.stages.schedules.SCHEDULES`."""
+    stages_per_rank: int = 1
+    """Of a pipeline."""
+    micro: int = 1
+    """Sequences of a micro-batch on one rank."""
+    batch: int = 1
+    """Sequences of a step: a multiple of `data` x `micro`."""
+    sequence: bool = True
+    """With `tensor`: the tokens between the cut matrices are shared, too."""
+    recompute: Recompute = "none"
+    """What is computed again in the backward."""
+    resident: bool = False
+    """The ranks of a node hold full parameters together, in shared memory."""
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def num_micro(self) -> int:
+        """Micro-batches of a step on one rank."""
+        return self.batch // (self.data * self.micro)
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which one copy of parameters, gradients or optimizer state is spread, where ZeRO spreads it."""
+        return self.data * self.context // self.copies
+
+    def __str__(self) -> str:
+        degrees = {"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "ep": self.experts, "dp": self.data}
+        return " ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "1 rank"
+
+
+@dataclass(frozen=True)
+class Software:
+    """Properties of a training program. They are documented facts about it, and never depend on a single run."""
+
+    name: str
+    fused_attention: bool = True
+    """The scores of attention never reach memory, and the half of them that is masked is not computed (FlashAttention)."""
+    dropout: bool = False
+    """Dropout of the attention's and of the blocks' outputs."""
+    fused_norms: bool = True
+    """RMS norms keep their input alone for the backward; else also the input divided by its norm."""
+    keeps_gathered: bool = False
+    """With sequence parallelism, the gathered inputs of matrices are kept for the backward; else the backward gathers them again."""
+    recomputes_projections: bool = True
+    """Recomputation of attention includes the matrices before and after it; else only its core."""
+    grad_bytes: int = 4
+    """Bytes of a number in the reductions of gradients."""
+    overlaps_gradients: bool = True
+    """Reductions of gradients run beside the backward, if there is no pipeline."""
+    overlaps_under_pipeline: bool = True
+    """... and also if there is one."""
+    reduces_each_micro_batch: bool = True
+    """Without a pipeline, gradients are reduced in each micro-batch; else once a step, and full gradients are kept until then."""
+    overlaps_gathers: bool = True
+    """Gathers of parameters (ZeRO-3) run beside forward and backward."""
+    overlaps_messages: bool = True
+    """Messages between stages of a pipeline run beside computation."""
+    sends_parts: bool = False
+    """Without sequence parallelism, each rank of a tensor-parallel group sends a part of the message between stages."""
+    balances_stages: bool = True
+    """The head and the embedding count when layers are dealt to stages."""
+    joins_adapters: bool = True
+    """A group with several ranks on each node uses the network adapters of all of them."""
+
+    sequence: bool = True
+    """The layouts that it has: sequence parallelism with tensor parallelism."""
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    """... ZeRO stages"""
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    """... schedules of pipelines"""
+    interleaved: tuple[int, ...] = (2,)
+    """... stages of a rank in the schedule "interleaved" """
+    recompute: tuple[Recompute, ...] = ("none", "attention", "block")
+    """... recomputation"""
+
+    def overlaps(self, layout: Layout) -> bool:
+        """Whether reductions of gradients run beside the backward."""
+        return self.overlaps_gradients and (layout.pipeline == 1 or self.overlaps_under_pipeline)
+
+
+MPITRAIN = Software("mpitrain", fused_norms=False, keeps_gathered=True)
+"""This library, as docs/sharding.md and docs/parallel.md describe it."""
+MEGATRON_2021 = Software(
+    "Megatron-LM 2.2",
+    fused_attention=False,
+    dropout=True,
+    recomputes_projections=False,
+    grad_bytes=2,  # examples/sc21/CONFIG.sh: --fp16 without --accumulate-allreduce-grads-in-fp32
+    overlaps_under_pipeline=False,  # examples/sc21/run_table_1.sh: --DDP-impl torch without a pipeline, else --DDP-impl local
+    reduces_each_micro_batch=False,  # megatron/schedules.py: no_sync for all micro-batches but the last
+    overlaps_messages=False,  # megatron/p2p_communication.py: each exchange is waited for
+    joins_adapters=False,  # see docs/plan.md: NCCL of that time, from table 2's ZeRO-3 rows and figure 13
+    sends_parts=True,  # the scatter/gather optimization, section 4.1 of 2104.04473
+    balances_stages=False,  # megatron/model/transformer.py: each stage has num_layers / stages layers
+    sequence=False,
+    zero=(0,),
+    schedules=("gpipe", "1f1b", "interleaved"),
+    interleaved=(2, 3, 4, 6, 8),
+    recompute=("none", "block"),
+)
+"""Megatron-LM at the time of 2104.04473. With --DDP-impl torch, torch's DistributedDataParallel reduces gradients beside the last
+backward. With --DDP-impl local, Megatron's own reduces them after it."""
+MEGATRON_2022 = replace(MEGATRON_2021, name="Megatron-LM 3.0", sequence=True, recompute=("none", "attention", "block"))
+"""Megatron-LM at the time of 2205.05198, which adds sequence parallelism and selective recomputation."""
+DEEPSPEED_2021 = Software(
+    "DeepSpeed 0.3",
+    fused_attention=False,
+    dropout=True,
+    recomputes_projections=False,
+    grad_bytes=2,
+    joins_adapters=False,
+    sequence=False,
+    schedules=(),
+    recompute=("none", "block"),
+)
+"""DeepSpeed's ZeRO-3 at the time of 2104.04473, in Megatron's model. It gathers each parameter by itself."""
+LLAMA_2024 = Software("Llama 3's trainer", zero=(2,), schedules=("interleaved",), interleaved=(2, 4, 8))
+"""Section 3.3.2 of 2407.21783: FSDP, gradients reduced in fp32, messages between stages in the background, one layer fewer on the
+first and on the last stage."""
+
+NAMED = {"mpitrain": MPITRAIN, "megatron-2021": MEGATRON_2021, "megatron-2022": MEGATRON_2022, "llama-2024": LLAMA_2024}
+"""The programs that `--software` takes by name."""

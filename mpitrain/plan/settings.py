@@ -1,0 +1,51 @@
+"""A plan as settings of the trainer: a TOML file for `--config`."""
+
+import json
+from typing import Any
+
+from mpitrain.plan.learning_rate import LearningRate
+from mpitrain.plan.search import Plan
+from mpitrain.plan.transformer import in_settings
+
+
+def sections(plan: Plan, lr: LearningRate | None = None) -> dict[str, dict[str, Any]]:
+    """The settings of a run by this plan. `[model]` is there only if the trainer has the model.
+
+    Raises:
+        ValueError: the trainer cannot run the layout.
+    """
+    layout, job = plan.layout, plan.job
+    if plan.is_lacking:
+        raise ValueError(f"the trainer lacks context and expert parallelism, which {layout} needs")
+    made: dict[str, dict[str, Any]] = {}
+    if (model := in_settings(job.model)) is not None:
+        made["model"] = model
+    parallel: dict[str, Any] = {"stage": layout.zero, "copies": layout.copies, "tensor": layout.tensor}
+    if layout.tensor > 1:
+        parallel["sequence"] = layout.sequence
+    if layout.pipeline > 1:
+        parallel |= {"pipeline": layout.pipeline, "schedule": layout.schedule}
+    if job.machine.shares_memory and layout.zero:
+        parallel["storage"] = "resident" if layout.resident else "private"
+    if job.machine.element_bytes == 2:
+        parallel["param_dtype"] = "bfloat16"
+    parallel["checkpoint_activations"] = layout.recompute
+    made["parallel"] = parallel
+    if lr is not None:
+        made["optim"] = {"lr": lr.lr} | ({} if lr.warmup_steps is None else {"warmup_steps": lr.warmup_steps})
+    made["train"] = {"batch": layout.batch, "accumulate": layout.num_micro}
+    return made
+
+
+def to_toml(plan: Plan, lr: LearningRate | None = None) -> str:
+    """The settings as TOML, with a comment that says what they are for."""
+    job = plan.job
+    head = [
+        f"# {job.model.name} on {job.ranks} ranks of {job.machine.name}: {plan.step_s:.4g} s a step, {plan.nbytes / 1e9:.3g} GB a rank"
+    ]
+    if in_settings(job.model) is None:
+        head.append("# The trainer lacks this model, so there is no section [model].")
+    lines = ["\n".join(head)]
+    for name, values in sections(plan, lr).items():
+        lines.append("\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]))
+    return "\n\n".join(lines) + "\n"
