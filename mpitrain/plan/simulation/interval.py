@@ -1,6 +1,6 @@
 """The best time between two checkpoints: by formulas, and by trying many on the same failures."""
 
-from math import exp, inf, sqrt
+from math import inf, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +39,8 @@ def expected_goodput(interval_s: float, *, checkpoint_s: float, restart_s: float
     if mtbf_s == inf:
         return interval_s / (interval_s + checkpoint_s)
     # A failure may hit a restart as well. Each is followed by a restart, and by the whole interval.
-    lasts = mtbf_s * exp(restart_s / mtbf_s) * np.expm1((interval_s + checkpoint_s) / mtbf_s)
+    with np.errstate(over="ignore"):  # a machine that hardly ever lasts so long has a goodput of 0
+        lasts = mtbf_s * np.exp(restart_s / mtbf_s) * np.expm1((interval_s + checkpoint_s) / mtbf_s)
     return float(interval_s / lasts)
 
 
