@@ -1,0 +1,104 @@
+"""The constants of a machine file as plain data, and their text. Without torch and MPI."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+Value = str | bool | int | float | Sequence[float]
+
+
+class Constant(NamedTuple):
+    """A value of a machine file, and how it was measured."""
+
+    value: Value
+    how: str
+
+
+Sections = Mapping[str, Mapping[str, Constant]]
+"""The constants by section and key. The section "" stands before the others, and has no name in the file."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The section [kernels]: times on this machine in place of shares of its limits. Pairs are of forward and backward.
+
+    On CPUs the kernels of a step differ by a factor of ten in the share of the memory's bandwidth that they reach, and tensors that
+    fit the cache are faster than the memory.
+    """
+
+    product_flops: tuple[float, float]
+    """FLOP/s of a linear layer with its bias: 2 x rows x inputs x outputs forward, twice this backward."""
+    cut_product_flops: tuple[float, float]
+    """The same of products of a tensor-parallel layer, which may use another library."""
+    attention_flops: tuple[float, float]
+    """FLOP/s of causal attention: 2 x tokens x keys x width forward, without the masked half; 2.5 times this backward."""
+    norm_s: tuple[float, float]
+    """Seconds of a layer norm, per element."""
+    gelu_s: tuple[float, float]
+    """Seconds of GELU (tanh), per element of the feed-forward layer."""
+    residual_s: float
+    """Seconds of a sum with the residual, per element. The backward has such a sum of two gradients, too."""
+    loss_s: tuple[float, float]
+    """Seconds of the cross entropy, per logit."""
+    operation_s: tuple[float, float]
+    """Seconds of an operation on very few numbers, with autograd."""
+    update_s: float
+    """Seconds of AdamW (fused), per parameter."""
+    grad_norm_s: float
+    """Seconds of the norm of gradients, per parameter."""
+    add_s: float
+    """Seconds of adding a gradient to one of an earlier micro-batch, per parameter."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            for number in value if isinstance(value, tuple) else (value,):
+                if not number > 0:
+                    raise ValueError(f"kernels.{field.name}: expected positive numbers, got {value}")
+
+
+@dataclass(frozen=True)
+class Links:
+    """The section [links]: bytes per second, and seconds of a small one, of each kind of communication.
+
+    The bytes are those that an optimal algorithm moves through the busiest rank: (n - 1) / n of the array for a gather, twice this for
+    an all-reduce. Within a node, then between nodes. None: these ranks have no such link.
+    """
+
+    node_all_reduce: tuple[float, float] | None = None
+    node_all_gather: tuple[float, float] | None = None
+    node_reduce_scatter: tuple[float, float] | None = None
+    node_message: tuple[float, float] | None = None
+    all_reduce: tuple[float, float] | None = None
+    all_gather: tuple[float, float] | None = None
+    reduce_scatter: tuple[float, float] | None = None
+    message: tuple[float, float] | None = None
+
+
+def to_toml(sections: Sections, header: str) -> str:
+    """The text of a machine file: `header` and the origin of each constant as comments."""
+    lines = [*_commented(header)]
+    for name, constants in sections.items():
+        lines += ["", f"[{name}]"] if name else [""]
+        for key, constant in constants.items():
+            lines += [*_commented(constant.how), f"{key} = {_text(constant.value)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _commented(text: str) -> list[str]:
+    return [f"# {line}" for line in text.splitlines()]
+
+
+def _text(value: Value) -> str:
+    """A TOML value. Four digits are more than a measurement gives; whole numbers are exact."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        text = f"{value:.4g}"
+        return text if "." in text or "e" in text else f"{text}.0"  # without either, TOML has a whole number
+    return f"[{', '.join(map(_text, value))}]"
