@@ -1,5 +1,7 @@
 """`measured`: all constants of the cluster at hand."""
 
+from time import perf_counter
+
 import torch
 
 from collectives import Communicator
@@ -20,18 +22,25 @@ ORDER = (
 def measured(comm: Communicator, device: torch.device, *, name: str = "measured", seconds: float = 40.0) -> Sections:
     """The constants of a machine file. Collective: all ranks get the same values. `device`: of this rank.
 
-    CPUs are measured in fp32, GPUs in bf16. `seconds`: of the measurement, without the first call of each operation; it takes longer
-    if five rounds do.
+    CPUs are measured in fp32, GPUs in bf16. `seconds`: of the measurement, which takes longer if five rounds do.
+    ValueError on all ranks if the nodes have different numbers of ranks.
     """
+    place = comm.placement
+    if place.smallest_node != place.largest_node:
+        with comm.together():
+            raise ValueError(
+                f"plan --measure: expected the same number of ranks on each node, got {place.smallest_node} to {place.largest_node}"
+            )
     keep_freed_memory()  # as a sharded model does
     is_cpu = device.type == "cpu"
     dtype = torch.float32 if is_cpu else torch.bfloat16
     rig = Rig(comm, device, dtype)
-    computed = kernels(rig, 0.7 * seconds)
-    sent = links(rig, 0.25 * seconds, float(computed[""]["memory_bandwidth"].value))  # type: ignore[arg-type]
     used = max(comm.all_gather_object(own_bytes()))
+    begun = perf_counter()
+    computed = kernels(rig, begun + 0.75 * seconds)
+    sent = links(rig, begun + seconds, float(computed[""]["memory_bandwidth"].value))  # type: ignore[arg-type]
     if is_cpu:
-        of_node, on_node = min(comm.all_gather_object(node_bytes())), max(comm.placement)
+        of_node, on_node = min(comm.all_gather_object(node_bytes())), comm.node.size
         memory = Constant(
             of_node // on_node,
             f"The node's memory, or its cgroup's limit, {of_node:,} bytes, by {on_node} ranks of a node.",
@@ -46,7 +55,7 @@ def measured(comm: Communicator, device: torch.device, *, name: str = "measured"
         "name": Constant(name, "How a plan calls this machine."),
         "memory": memory,
         "ranks_per_node": Constant(
-            max(comm.placement), f"As in the job of the measurement: {comm.size} ranks, {comm.num_nodes} nodes."
+            comm.node.size, f"As in the job of the measurement: {comm.size} ranks, {comm.num_nodes} nodes."
         ),
         "element_bytes": Constant(dtype.itemsize, "Of a number in forward and backward."),
         "shares_memory": Constant(is_cpu, "Whether the ranks of a node can hold full parameters together."),

@@ -32,10 +32,10 @@ class Sizes(NamedTuple):
 ON_CPU, ON_GPU = Sizes(512, 768, 1 << 23), Sizes(8192, 3072, 1 << 26)
 
 
-def kernels(rig: Rig, seconds: float) -> dict[str, dict[str, Constant]]:
-    """The constants of a rank's computation, by section of the machine file. Collective; takes about `seconds`."""
+def kernels(rig: Rig, until: float) -> dict[str, dict[str, Constant]]:
+    """The constants of a rank's computation, by section of the machine file. Collective; until `perf_counter` is `until`."""
     comm, sizes = rig.comm, ON_GPU if rig.device.type == "cuda" else ON_CPU
-    series = mean_rank(comm, take_turns_within(comm, _contestants(rig, sizes), seconds))
+    series = mean_rank(comm, take_turns_within(comm, _contestants(rig, sizes), until))
     peak = sum(comm.all_gather_object(matmul_flops_per_s(rig.device, rig.dtype))) / comm.size
     return constants({key: float(np.median(taken)) for key, taken in series.items()}, peak, sizes, rig.dtype.itemsize)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from math import log2
 from statistics import fmean, harmonic_mean
+from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,15 +29,12 @@ class Found(NamedTuple):
     links: dict[str, tuple[float, float]]
 
 
-def links(rig: Rig, seconds: float, memory_bandwidth: float) -> dict[str, dict[str, Constant]]:
-    """The constants of communication, by section of the machine file. Collective; takes about `seconds`.
+def links(rig: Rig, until: float, memory_bandwidth: float) -> dict[str, dict[str, Constant]]:
+    """The constants of communication, by section of the machine file. Collective; until `perf_counter` is `until`.
 
-    `memory_bandwidth`: stands for links that these ranks do not have. ValueError if the nodes have different numbers of ranks.
+    `memory_bandwidth`: stands for links that these ranks do not have. All nodes have the same number of ranks.
     """
     comm = rig.comm
-    with comm.together():
-        if len(set(comm.placement)) > 1:
-            raise ValueError(f"plan --measure: expected equally many ranks on each node, got {list(comm.placement)}")
     levels: dict[Level, Communicator] = {}
     if comm.node.size > 1:
         levels["node"] = comm.node
@@ -44,9 +42,9 @@ def links(rig: Rig, seconds: float, memory_bandwidth: float) -> dict[str, dict[s
         levels["network"] = comm.split(comm.node.rank, comm.rank)
     found = {level: Found(level_comm.size, {}) for level, level_comm in levels.items()}
     if levels:
-        for (level, name), pair in _measured(rig, levels, seconds).items():
+        for (level, name), pair in _measured(rig, levels, until - 0.2 * (until - perf_counter())).items():
             found[level].links[name] = pair
-    hidden = _hidden(rig, seconds / 4)
+    hidden = _hidden(rig, until)
     if "network" in levels:
         levels["network"].free()
     sections = constants(found, memory_bandwidth)
@@ -90,7 +88,7 @@ def _summary(found: Found) -> tuple[float, float, float]:
 
 
 def _measured(
-    rig: Rig, levels: Mapping[Level, Communicator], seconds: float
+    rig: Rig, levels: Mapping[Level, Communicator], until: float
 ) -> dict[tuple[Level, str], tuple[float, float]]:
     """(bytes per second, seconds of a small one) by level and operation."""
     contestants: dict[tuple[Level, str, int], Contestant] = {}
@@ -99,7 +97,7 @@ def _measured(
             count = max(nbytes // 4 // comm.size, 1) * comm.size
             for name, (prepare, call) in _calls(rig, comm, count).items():
                 contestants[level, name, nbytes] = Calls(rig, call, SMALL_CALLS if nbytes == SMALL else 1, prepare)
-    series = slowest(rig.comm, take_turns_within(rig.comm, contestants, seconds))
+    series = slowest(rig.comm, take_turns_within(rig.comm, contestants, until))
     taken = {key: float(np.median(values)) for (key, _), values in series.items()}
     found = {}
     for level, comm in levels.items():
@@ -142,7 +140,7 @@ def _array(rig: Rig, comm: Communicator, count: int) -> torch.Tensor:
     return torch.zeros(count, device=rig.device)
 
 
-def _hidden(rig: Rig, seconds: float) -> float:
+def _hidden(rig: Rig, until: float) -> float:
     """The part of the shorter one of a reduce-scatter and a product that is hidden if both run at the same time."""
     comm = rig.comm
     count = _OVERLAPPED // comm.size * comm.size
@@ -159,6 +157,6 @@ def _hidden(rig: Rig, seconds: float) -> float:
         "reduction": Calls(rig, lambda: comm.reduce_scatter(part, whole), 1, whole.zero_),
         "both": Calls(rig, both, 1, whole.zero_),
     }
-    series = slowest(comm, take_turns_within(comm, contestants, seconds))
+    series = slowest(comm, take_turns_within(comm, contestants, until))
     product, reduction, together = (float(np.median(series[name, "call"])) for name in contestants)
     return min(max((product + reduction - together) / min(product, reduction), 0.01), 1.0)

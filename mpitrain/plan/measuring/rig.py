@@ -74,16 +74,16 @@ class Gradients(NamedTuple):
         return {"forward": forward, "backward": backward}
 
 
-def take_turns_within(comm: Communicator, contestants: Mapping[K, Contestant], seconds: float) -> Series[K]:
-    """This rank's seconds in as many rounds as fit `seconds`, at least LEAST. Collective. The first round does not count.
+def take_turns_within(comm: Communicator, contestants: Mapping[K, Contestant], until: float) -> Series[K]:
+    """This rank's seconds in as many rounds as end until `perf_counter` is `until`, at least LEAST. Collective.
 
-    As `take_turns` of the kit, which has a fixed number of rounds.
+    A first round does not count. As `take_turns` of the kit, which has a fixed number of rounds.
     """
     take_turns(contestants, rounds=1)  # touches memory, and loads libraries
-    names, begun = list(contestants), time.perf_counter()
+    names = list(contestants)
     taken: dict[tuple[K, str], list[float]] = {}
     for round_ in range(MOST):
-        if comm.broadcast_object(round_ >= LEAST and time.perf_counter() - begun > seconds):
+        if comm.broadcast_object(round_ >= LEAST and time.perf_counter() > until):
             break
         for i in drawn_order(round_, len(names)):
             for action, value in contestants[names[i]].turn(round_).items():

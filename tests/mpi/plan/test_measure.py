@@ -1,0 +1,80 @@
+"""A short measurement of this machine gives plausible constants, the same on all ranks."""
+
+import math
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib.util import find_spec
+
+import msgspec
+import pytest
+import torch
+
+from collectives import Communicator
+from mpitrain.plan.measuring.cluster import measured
+from mpitrain.plan.measuring.constants import Kernels, Links, Sections, to_toml
+
+
+@pytest.fixture(scope="module")
+def sections() -> Sections:
+    import collectives
+
+    return measured(collectives.world(), torch.device("cpu"), name="here", seconds=1)
+
+
+def numbers(sections: Sections) -> Iterator[tuple[str, float]]:
+    for section in sections.values():
+        for key, constant in section.items():
+            if not isinstance(constant.value, str):
+                yield from (
+                    (key, v) for v in (constant.value if isinstance(constant.value, tuple) else (constant.value,))
+                )
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.timeout_s(240)
+def test_constants_are_positive_and_the_same_on_all_ranks(comm: Communicator, sections: Sections) -> None:
+    assert all(math.isfinite(value) and value > 0 for _, value in numbers(sections))
+    assert all(other == sections for other in comm.all_gather_object(sections))
+    assert all(0 < constant.value <= 1 for constant in sections["efficiency"].values())  # type: ignore[operator]
+
+
+@pytest.mark.ranks(1, 2)
+def test_constants_are_those_of_a_computer(comm: Communicator, sections: Sections) -> None:
+    """Within wide limits, which a wrong unit or a forgotten factor of a thousand breaks."""
+    values = {key: constant.value for name in ("", "kernels") for key, constant in sections[name].items()}
+    limits = {
+        "flops": (1e8, 1e14),
+        "memory_bandwidth": (1e8, 1e12),
+        "launch_s": (1e-7, 1e-3),
+        "node_bandwidth": (1e7, 1e12),
+    }
+    limits |= {
+        "node_latency_s": (1e-8, 0.1),
+        "memory": (1e8, 1e14),
+        "update_s": (1e-11, 1e-6),
+        "grad_norm_s": (1e-12, 1e-6),
+    }
+    for key, (least, most) in limits.items():
+        assert least < values[key] < most, key  # type: ignore[operator]
+    assert values["ranks_per_node"] == comm.node.size
+    is_linked = comm.size > 1
+    assert [*sections["links"]] == [
+        f.name for f in fields(Links) if is_linked and f.name.startswith("node_") and comm.num_nodes == 1
+    ]
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_file_is_read_back(comm: Communicator, sections: Sections) -> None:
+    text = to_toml(sections, "Of a test.")
+    read = tomllib.loads(text)
+    kernels, links = (msgspec.convert(read[name], kind) for name, kind in (("kernels", Kernels), ("links", Links)))
+    assert kernels.gelu_s == pytest.approx(sections["kernels"]["gelu_s"].value, rel=1e-3)
+    assert (links.node_message is not None) == (comm.node.size > 1)
+    if find_spec("mpitrain.plan.machine") is None:
+        pytest.skip("the planner's reader is not there")
+    from mpitrain.plan.machine import from_text
+
+    machine = from_text(text, "a test")
+    assert machine.flops == pytest.approx(sections[""]["flops"].value, rel=1e-3)
+    assert machine.element_bytes == 4 and machine.shares_memory

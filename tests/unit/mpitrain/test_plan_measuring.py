@@ -1,0 +1,147 @@
+"""The machine file of `plan --measure`: its text, and the arithmetic from seconds to constants. Without measurements."""
+
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from mpitrain.plan.measuring import kernels, links
+from mpitrain.plan.measuring.constants import Constant, Kernels, Links, to_toml
+from mpitrain.plan.measuring.links import Found
+from mpitrain.plan.measuring.memory import node_bytes
+
+SIZES = kernels.Sizes(tokens=512, width=768, parameters=1000)
+FLOPS = 2 * 512 * 768 * 4 * 768
+CAUSAL = 2 * 512 * 256 * 768  # without the masked half
+OF_CALLS = {"cut forward": FLOPS / 8e10, "cut backward": 2 * FLOPS / 4e10, "residual": 512 * 768 * 1e-9, "small": 3e-6}
+OF_CALLS |= {"copy": 8000 / 1e10, "add": 2e-6, "grad norm": 1e-6, "update": 4e-6}
+OF_GRADIENTS = {
+    "linear": (FLOPS / 5e10, 2 * FLOPS / 1e11),
+    "attention": (CAUSAL / 1e10, 2.5 * CAUSAL / 2e10),
+    "norm": (512 * 768 * 1e-9, 512 * 768 * 2e-9),
+    "gelu": (512 * 3072 * 3e-9, 512 * 3072 * 4e-9),
+    "loss": (512 * kernels.CLASSES * 1e-9, 512 * kernels.CLASSES * 5e-9),
+    "small with autograd": (kernels.SMALL * 4e-6, kernels.SMALL * 5e-6),
+}
+TAKEN = {(name, "call"): seconds for name, seconds in OF_CALLS.items()} | {
+    (name, action): seconds
+    for name, pair in OF_GRADIENTS.items()
+    for action, seconds in zip(("forward", "backward"), pair, strict=True)
+}
+"""What the contestants took in the tests."""
+
+
+def test_the_file_is_toml_with_the_origin_of_each_constant() -> None:
+    sections = {
+        "": {
+            "name": Constant('a "b"', "A name."),
+            "memory": Constant(12_638_251_008, "Whole."),
+            "one": Constant(1.0, "Not whole."),
+            "small": Constant(1.23456e-9, "Cut to four digits."),
+            "yes": Constant(True, "Two\nlines."),
+        },
+        "links": {"pair": Constant((2e9, 0.5), "A pair.")},
+    }
+    text = to_toml(sections, "First.\nSecond.")
+    assert text.startswith("# First.\n# Second.\n\n# A name.\nname = ")
+    assert "# Two\n# lines.\nyes = true\n" in text and "\n\n[links]\n# A pair.\n" in text
+    read = tomllib.loads(text)
+    assert read == {
+        "name": 'a "b"', "memory": 12_638_251_008, "one": 1.0, "small": 1.235e-9, "yes": True, "links": {"pair": [2e9, 0.5]},
+    }  # fmt: skip
+    assert isinstance(read["one"], float)
+
+
+def test_constants_of_kernels() -> None:
+    found = kernels.constants(TAKEN, 9e10, SIZES, 4)
+    values = {name: constant.value for section in found.values() for name, constant in section.items()}
+    read = msgspec.convert({name: constant.value for name, constant in found["kernels"].items()}, Kernels)
+    assert [*found["kernels"]] == [field.name for field in fields(Kernels)]
+    assert read.product_flops == pytest.approx((5e10, 1e11))
+    assert read.cut_product_flops == pytest.approx((8e10, 4e10))
+    assert read.attention_flops == pytest.approx((1e10, 2e10))
+    assert read.norm_s == pytest.approx((1e-9, 2e-9)) and read.gelu_s == pytest.approx((3e-9, 4e-9))
+    assert read.loss_s == pytest.approx((1e-9, 5e-9)) and read.operation_s == pytest.approx((4e-6, 5e-6))
+    assert (read.residual_s, read.update_s, read.grad_norm_s, read.add_s) == pytest.approx((1e-9, 4e-9, 1e-9, 2e-9))
+    assert values["memory_bandwidth"] == pytest.approx(1e10) and values["launch_s"] == 3e-6
+    assert values["flops"] == 9e10
+    assert values["product"] == pytest.approx(7.5e10 / 9e10)  # 3 units of work in 1/5 + 2/10 of time
+    assert values["attention"] == pytest.approx(3.5 / (1 + 2.5 / 2) * 1e10 / 9e10)
+    # A block's 2 norms, 2 x 2 sums and GELU of four widths take 6 + 4 + 28 ns an element, and move 40 numbers of 4 bytes.
+    assert values["stream"] == pytest.approx(160 / 38e-9 / 1e10)
+
+
+def test_no_share_exceeds_the_whole() -> None:
+    """A layer that is faster than the square product is the peak, and a kernel in the cache reaches more than the memory."""
+    found = kernels.constants(TAKEN | {("copy", "call"): 1.0}, 1e10, SIZES, 4)
+    assert found[""]["flops"].value == pytest.approx(7.5e10)
+    assert found["efficiency"]["product"].value == found["efficiency"]["stream"].value == 1
+
+
+PAIRS = {"all_reduce": (4e9, 8e-6), "all_gather": (8e9, 4e-6), "reduce_scatter": (2e9, 6e-6), "message": (1e9, 9e-6)}
+
+
+def test_constants_of_links() -> None:
+    slower = {name: (rate / 10, latency * 10) for name, (rate, latency) in PAIRS.items()}
+    found = links.constants({"node": Found(8, PAIRS), "network": Found(2, slower)}, 1e10)
+    top = {key: constant.value for key, constant in found[""].items()}
+    assert top == pytest.approx({"node_bandwidth": 8e9, "bandwidth": 8e8, "node_latency_s": 2e-6, "latency_s": 6e-5})
+    harmonic = 3 / (1 / 4 + 1 / 8 + 1 / 2)
+    assert found["efficiency"]["node_link"].value == pytest.approx(harmonic / 8)
+    read = msgspec.convert({name: constant.value for name, constant in found["links"].items()}, Links)
+    assert read.node_message == (1e9, 9e-6) and read.reduce_scatter == pytest.approx((2e8, 6e-5))
+
+
+def test_links_that_are_not_there_have_the_values_of_those_that_are() -> None:
+    of_node = links.constants({"node": Found(2, PAIRS)}, 1e10)
+    assert of_node[""]["bandwidth"].value == of_node[""]["node_bandwidth"].value == 8e9
+    assert "all ranks are on one node" in of_node[""]["bandwidth"].how
+    assert not any(
+        "Not measured" in constant.how
+        for constant in (of_node[""]["node_bandwidth"], of_node["efficiency"]["node_link"])
+    )
+    across = links.constants({"network": Found(2, PAIRS)}, 1e10)
+    assert across[""]["node_bandwidth"].value == across[""]["bandwidth"].value == 8e9
+    assert "each node has one rank" in across[""]["node_bandwidth"].how and set(across["links"]) == set(PAIRS)
+    alone = links.constants({}, 1e10)
+    assert alone[""]["bandwidth"].value == 5e9 and alone["links"] == {}
+
+
+def test_kernels_refuse_what_is_not_positive() -> None:
+    values = {name: constant.value for name, constant in kernels.constants(TAKEN, 9e10, SIZES, 4)["kernels"].items()}
+    with pytest.raises(msgspec.ValidationError, match=r"kernels\.gelu_s: expected positive numbers"):
+        msgspec.convert(values | {"gelu_s": (0.0, 1.0)}, Kernels)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "limits", "expected"),
+    [
+        ("0::/a/b", {}, 4096 * 1024),
+        ("0::/a/b", {"sys/fs/cgroup/a/memory.max": "1000000"}, 1_000_000),  # of an outer group
+        ("0::/a/b", {"sys/fs/cgroup/a/memory.max": "1000000", "sys/fs/cgroup/a/b/memory.max": "max"}, 1_000_000),
+        ("0::/not/there", {"sys/fs/cgroup/memory.max": "2000000"}, 2_000_000),  # within a container
+        ("5:cpu,memory:/job", {"sys/fs/cgroup/memory/job/memory.limit_in_bytes": "3000000"}, 3_000_000),
+        (
+            "5:memory:/job",
+            {"sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9223372036854771712"},
+            4096 * 1024,
+        ),  # none
+        ("4:cpu:/job", {"sys/fs/cgroup/cpu/job/memory.limit_in_bytes": "5"}, 4096 * 1024),
+    ],
+)
+def test_memory_within_limits(tmp_path: Path, cgroup: str, limits: dict[str, str], expected: int) -> None:
+    for name, text in {
+        "proc/meminfo": "MemTotal: 4096 kB\nMemFree: 1 kB\n",
+        "proc/self/cgroup": cgroup + "\n",
+        **limits,
+    }.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert node_bytes(tmp_path) == expected
+
+
+def test_memory_of_this_machine() -> None:
+    assert 1 << 28 < node_bytes() < 1 << 50
