@@ -19,7 +19,7 @@ def measure_into(path: str, comm: Communicator, *, threads: int | None = None, s
     # torch takes seconds to import, so it follows the check of the file.
     from mpitrain.config import ParallelConfig
     from mpitrain.plan.measuring.cluster import measured
-    from mpitrain.plan.measuring.constants import to_toml
+    from mpitrain.plan.measuring.constants import to_text, to_toml
     from mpitrain.train.hardware import take_hardware
 
     hardware = take_hardware(comm, ParallelConfig(threads=threads))
@@ -36,7 +36,6 @@ def measure_into(path: str, comm: Communicator, *, threads: int | None = None, s
             table = Table("", "", title=f"{path}, from {comm.size} ranks", show_header=False)
             for name, constants in sections.items():
                 for key, constant in constants.items():
-                    values = constant.value if isinstance(constant.value, list | tuple) else [constant.value]
-                    shown = "  ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
+                    shown = f"{constant.value:.4g}" if isinstance(constant.value, float) else to_text(constant.value)
                     table.add_row(f"{name}.{key}" if name else key, shown)
             console().print(table)

@@ -1,11 +1,14 @@
 """The constants of a machine file as plain data, and their text. Without torch and MPI."""
 
 import json
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
+from math import log
 from typing import NamedTuple
 
-Value = str | bool | int | float | Sequence[float]
+Value = str | bool | int | float | Sequence[float] | Sequence[Sequence[float]]
 
 
 class Constant(NamedTuple):
@@ -28,11 +31,14 @@ class Kernels:
     """
 
     product_flops: tuple[float, float]
-    """FLOP/s of a linear layer with its bias: 2 x rows x inputs x outputs forward, twice this backward."""
+    """FLOP/s of a linear layer with its bias: 2 x rows x inputs x outputs forward, twice this backward. Without `weight_s`."""
     cut_product_flops: tuple[float, float]
     """The same of products of a tensor-parallel layer, which may use another library."""
-    attention_flops: tuple[float, float]
-    """FLOP/s of causal attention: 2 x tokens x keys x width forward, without the masked half; 2.5 times this backward."""
+    weight_s: tuple[float, float]
+    """Seconds that such a layer takes for each of its weights, however few rows there are: it reads them from memory."""
+    attention_flops: tuple[tuple[float, float, float], ...]
+    """(keys, FLOP/s forward, FLOP/s backward) of causal attention by the length of the sequence, which increases: 2 x tokens x keys x
+    width forward, without the masked half; 2.5 times this backward. Kernels take other blocks for other lengths."""
     norm_s: tuple[float, float]
     """Seconds of a layer norm, per element."""
     gelu_s: tuple[float, float]
@@ -53,9 +59,36 @@ class Kernels:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            for number in value if isinstance(value, tuple) else (value,):
-                if not number > 0:
+            numbers = [*chain.from_iterable(value)] if field.name == "attention_flops" else value
+            least_is_zero = field.name == "weight_s"
+            for number in numbers if isinstance(numbers, list | tuple) else (numbers,):
+                if not (number > 0 or (least_is_zero and number == 0)):
                     raise ValueError(f"kernels.{field.name}: expected positive numbers, got {value}")
+        lengths = [length for length, *_ in self.attention_flops]
+        if not lengths or lengths != sorted(set(lengths)):
+            raise ValueError(f"kernels.attention_flops: expected lengths that increase, got {lengths}")
+
+    def product_s(self, rows: float, inputs: float, outputs: float, *, is_cut: bool = False) -> tuple[float, float]:
+        """Seconds of a layer, forward and backward."""
+        weights = inputs * outputs
+        forward, backward = self.cut_product_flops if is_cut else self.product_flops
+        flops = 2 * rows * weights
+        return flops / forward + weights * self.weight_s[0], 2 * flops / backward + weights * self.weight_s[1]
+
+    def attention_s(self, tokens: float, keys: float, width: float) -> tuple[float, float]:
+        """Seconds of causal attention of whole sequences, forward and backward. Between two lengths the rate is interpolated."""
+        lengths, forward, backward = zip(*self.attention_flops, strict=True)
+        flops = 2 * tokens * keys * width
+        return flops / _between(keys, lengths, forward), 2.5 * flops / _between(keys, lengths, backward)
+
+
+def _between(x: float, places: Sequence[float], values: Sequence[float]) -> float:
+    """The value at `x`, on lines over the logarithm of the places; beyond them the nearest one's."""
+    at = bisect(places, x)
+    if at in (0, len(places)):
+        return values[max(at - 1, 0)]
+    share = log(x / places[at - 1]) / log(places[at] / places[at - 1])
+    return values[at - 1] * (1 - share) + values[at] * share
 
 
 @dataclass(frozen=True)
@@ -82,7 +115,7 @@ def to_toml(sections: Sections, header: str) -> str:
     for name, constants in sections.items():
         lines += ["", f"[{name}]"] if name else [""]
         for key, constant in constants.items():
-            lines += [*_commented(constant.how), f"{key} = {_text(constant.value)}"]
+            lines += [*_commented(constant.how), f"{key} = {to_text(constant.value)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -90,8 +123,8 @@ def _commented(text: str) -> list[str]:
     return [f"# {line}" for line in text.splitlines()]
 
 
-def _text(value: Value) -> str:
-    """A TOML value. Four digits are more than a measurement gives; whole numbers are exact."""
+def to_text(value: Value) -> str:
+    """A value as TOML. Four digits are more than a measurement gives; whole numbers are exact."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -101,4 +134,4 @@ def _text(value: Value) -> str:
     if isinstance(value, float):
         text = f"{value:.4g}"
         return text if "." in text or "e" in text else f"{text}.0"  # without either, TOML has a whole number
-    return f"[{', '.join(map(_text, value))}]"
+    return f"[{', '.join(map(to_text, value))}]"

@@ -14,7 +14,10 @@ from mpitrain.plan.measuring.rig import Calls, Gradients, Rig, take_turns_within
 from mpitrain.tensor.products import product
 from mpitrain.train.hardware import matmul_flops_per_s
 
-HEADS, BATCH, CLASSES = 12, 2, 4096
+CLASSES = 4096
+FEW_ROWS = 64
+HEAD, LENGTHS = 64, (128, 256, 1024)
+"""The width of an attention head, and the lengths of the sequences: torch's kernel for CPUs has other blocks from 192 and from 768."""
 SMALL = 200
 """Operations on very few numbers that are timed together."""
 
@@ -23,7 +26,6 @@ class Sizes(NamedTuple):
     """Of the operations. Each operation but the smallest takes at least tens of microseconds."""
 
     tokens: int
-    """Of BATCH sequences."""
     width: int
     parameters: int
     """So many that the arrays of an optimizer exceed the caches."""
@@ -53,12 +55,21 @@ def constants(
     def rate(name: str, forward: float, backward: float) -> tuple[float, float]:
         return forward / taken[name, "forward"], backward / taken[name, "backward"]
 
-    flops, causal = 2 * tokens * width * wide, 2 * tokens * (tokens // BATCH) * width
-    product, attention = rate("linear", flops, 2 * flops), rate("attention", causal, 2.5 * causal)
-    product_flops, attention_flops = (
-        3 / (1 / product[0] + 2 / product[1]),
-        3.5 / (1 / attention[0] + 2.5 / attention[1]),
-    )
+    weights, flops = width * wide, 2 * tokens * width * wide
+    for_weights = [
+        _fixed((FEW_ROWS, taken["few rows", action]), (tokens, taken["linear", action]))
+        for action in ("forward", "backward")
+    ]
+
+    def of_rows(forward: float, backward: float) -> tuple[float, float]:
+        """FLOP/s, without the time for the weights alone, which noise must not make the larger part."""
+        return flops / max(forward - for_weights[0], forward / 2), 2 * flops / max(
+            backward - for_weights[1], backward / 2
+        )
+
+    attention = [(length, *rate(f"attention {length}", *_attention_flops(length, sizes))) for length in LENGTHS]
+    _, *middle = attention[1]
+    product_flops = 3 * flops / (taken["linear", "forward"] + taken["linear", "backward"])
     peak = max(peak_flops, product_flops)
     norm, gelu = pair("norm", tokens * width, tokens * width), pair("gelu", tokens * wide, tokens * wide)
     residual = taken["residual", "call"] / (tokens * width)
@@ -66,7 +77,7 @@ def constants(
     # In widths of a token, forward and backward: a norm reads and writes 2 + 3, a sum 3 + 2, and a GELU 2 + 3 of four widths.
     streamed = itemsize * (2 * 5 + 2 * 5 + 4 * 5) / (2 * sum(norm) + 4 * residual + 4 * sum(gelu))
     linear = f"a linear layer with its bias, {tokens:,} x {width:,} by {width:,} x {wide:,}"
-    causal_attention = f"causal attention of {BATCH} x {tokens // BATCH:,} tokens, {HEADS} heads"
+    causal = f"causal attention, heads of {HEAD}"
     return {
         "": {
             "flops": Constant(peak, "A square product: the best of 20."),
@@ -75,17 +86,23 @@ def constants(
         },
         "efficiency": {
             "product": Constant(product_flops / peak, f"Forward and backward of {linear}."),
-            "attention": Constant(min(attention_flops / peak, 1.0), f"Forward and backward of {causal_attention}."),
+            "attention": Constant(
+                min(3.5 / (1 / middle[0] + 2.5 / middle[1]) / peak, 1.0), f"Forward and backward of {causal}, {LENGTHS[1]} tokens."
+            ),
             # At most 1: what fits the cache may be faster than the memory.
             "stream": Constant(min(streamed / copied, 1.0), "Two norms, two sums and a GELU of a block, forward and backward."),
         },
         "kernels": {
-            "product_flops": Constant(product, f"Of {linear}."),
+            "product_flops": Constant(of_rows(taken["linear", "forward"], taken["linear", "backward"]), f"Of {linear}."),
             "cut_product_flops": Constant(
-                (flops / taken["cut forward", "call"], 2 * flops / taken["cut backward", "call"]),
+                of_rows(taken["cut forward", "call"], taken["cut backward", "call"]),
                 "The same products of a tensor-parallel layer, without bias and autograd.",
             ),
-            "attention_flops": Constant(attention, f"Of {causal_attention}; the masked half is not counted."),
+            "weight_s": Constant(
+                (for_weights[0] / weights, for_weights[1] / weights),
+                f"From {linear.removeprefix('a ')}, and with {FEW_ROWS} rows: what does not depend on the rows, per weight.",
+            ),
+            "attention_flops": Constant(tuple(attention), f"Of {causal}; (tokens, forward, backward); the masked half is not counted."),
             "norm_s": Constant(norm, f"A layer norm of {tokens:,} x {width:,}, per element."),
             "gelu_s": Constant(gelu, f"GELU (tanh) of {tokens:,} x {wide:,}, per element."),
             "residual_s": Constant(residual, f"A sum of {tokens:,} x {width:,}, per element."),
@@ -100,6 +117,25 @@ def constants(
     }  # fmt: skip
 
 
+def _fixed(few: tuple[float, float], many: tuple[float, float]) -> float:
+    """The seconds for no rows, from (rows, seconds) of few and of many rows; at least 0, and at most half of those of many."""
+    (few_rows, few_s), (rows, rows_s) = few, many
+    return min(max(few_s - (rows_s - few_s) / (rows - few_rows) * few_rows, 0.0), rows_s / 2)
+
+
+def _attention_shape(length: int, sizes: Sizes) -> tuple[int, int, int]:
+    """Sequences, tokens of each, heads. Longer sequences have fewer heads, so the work is about the same."""
+    heads = max(sizes.width // HEAD * LENGTHS[0] // length, 1)
+    return max(sizes.tokens // length, 1), length, heads
+
+
+def _attention_flops(length: int, sizes: Sizes) -> tuple[float, float]:
+    """Forward and backward; the masked half is not counted."""
+    sequences, tokens, heads = _attention_shape(length, sizes)
+    flops = 2 * sequences * tokens * tokens * heads * HEAD
+    return flops, 2.5 * flops
+
+
 def _contestants(rig: Rig, sizes: Sizes) -> dict[str, Contestant]:
     tokens, width, parameters = sizes
     generator = torch.Generator(rig.device).manual_seed(0)
@@ -111,7 +147,6 @@ def _contestants(rig: Rig, sizes: Sizes) -> dict[str, Contestant]:
     x, weight, bias = drawn(tokens, width), drawn(4 * width, width), drawn(4 * width)
     x_, weight_, grad = (t.detach() for t in (x, weight, drawn(tokens, 4 * width)))
     x_next = drawn(tokens, width, grad=False)
-    heads = drawn(BATCH, tokens // BATCH, 3, HEADS, width // HEADS)
     targets = torch.randint(CLASSES, (tokens,), device=rig.device, generator=generator)
     one, few = torch.zeros(1, device=rig.device), torch.zeros(8, device=rig.device, requires_grad=True)
     a, b = (drawn(parameters, dtype=torch.float32, grad=False) for _ in range(2))
@@ -125,12 +160,17 @@ def _contestants(rig: Rig, sizes: Sizes) -> dict[str, Contestant]:
             z = z + 1
         return z
 
+    def queries(length: int) -> torch.Tensor:
+        sequences, tokens, heads = _attention_shape(length, sizes)
+        return drawn(sequences, tokens, 3, heads, HEAD)
+
     forward_backward = partial(Gradients, rig)
     return {
         "linear": forward_backward(F.linear, (x, weight, bias)),
+        "few rows": forward_backward(F.linear, (drawn(FEW_ROWS, width), weight, bias)),
         "cut forward": Calls(rig, lambda: product(x_, weight_.t())),
         "cut backward": Calls(rig, cut_backward),
-        "attention": forward_backward(_attention, (heads,)),
+        **{f"attention {length}": forward_backward(_attention, (queries(length),)) for length in LENGTHS},
         "norm": forward_backward(partial(_norm, width), (x, drawn(width), drawn(width))),
         "gelu": forward_backward(partial(F.gelu, approximate="tanh"), (drawn(tokens, 4 * width),)),
         "residual": Calls(rig, lambda: x_ + x_next),

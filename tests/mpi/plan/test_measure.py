@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib.util import find_spec
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,19 +23,22 @@ def sections() -> Sections:
     return measured(collectives.world(), torch.device("cpu"), name="here", seconds=1)
 
 
-def numbers(sections: Sections) -> Iterator[tuple[str, float]]:
-    for section in sections.values():
-        for key, constant in section.items():
-            if not isinstance(constant.value, str):
-                yield from (
-                    (key, v) for v in (constant.value if isinstance(constant.value, tuple) else (constant.value,))
-                )
+def numbers(value: Any) -> Iterator[float]:
+    """All numbers in a value."""
+    if isinstance(value, tuple):
+        for part in value:
+            yield from numbers(part)
+    elif not isinstance(value, str):
+        yield value
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.timeout_s(240)
 def test_constants_are_positive_and_the_same_on_all_ranks(comm: Communicator, sections: Sections) -> None:
-    assert all(math.isfinite(value) and value > 0 for _, value in numbers(sections))
+    for section in sections.values():
+        for key, constant in section.items():
+            least = 0.0 if key == "weight_s" else 1e-15  # noise may exceed the time for weights alone
+            assert all(least <= value < math.inf for value in numbers(constant.value)), (key, constant)
     assert all(other == sections for other in comm.all_gather_object(sections))
     assert all(0 < constant.value <= 1 for constant in sections["efficiency"].values())  # type: ignore[operator]
 

@@ -14,12 +14,20 @@ from mpitrain.plan.measuring.memory import node_bytes
 
 SIZES = kernels.Sizes(tokens=512, width=768, parameters=1000)
 FLOPS = 2 * 512 * 768 * 4 * 768
-CAUSAL = 2 * 512 * 256 * 768  # without the masked half
-OF_CALLS = {"cut forward": FLOPS / 8e10, "cut backward": 2 * FLOPS / 4e10, "residual": 512 * 768 * 1e-9, "small": 3e-6}
+CAUSAL = 2 * 512 * 128 * 768  # without the masked half
+OF_CALLS = {
+    "cut forward": FLOPS / 8e10 + 1e-4,
+    "cut backward": 2 * FLOPS / 4e10 + 3e-4,
+    "residual": 512 * 768 * 1e-9,
+    "small": 3e-6,
+}
 OF_CALLS |= {"copy": 8000 / 1e10, "add": 2e-6, "grad norm": 1e-6, "update": 4e-6}
 OF_GRADIENTS = {
-    "linear": (FLOPS / 5e10, 2 * FLOPS / 1e11),
-    "attention": (CAUSAL / 1e10, 2.5 * CAUSAL / 2e10),
+    "linear": (FLOPS / 5e10 + 1e-4, 2 * FLOPS / 1e11 + 3e-4),
+    "few rows": (FLOPS / 8 / 5e10 + 1e-4, 2 * FLOPS / 8 / 1e11 + 3e-4),
+    "attention 128": (CAUSAL / 5e9, 2.5 * CAUSAL / 1e10),
+    "attention 256": (CAUSAL / 1e10, 2.5 * CAUSAL / 2e10),
+    "attention 1024": (4 / 3 * CAUSAL / 3e10, 2.5 * 4 / 3 * CAUSAL / 4e10),  # of one head
     "norm": (512 * 768 * 1e-9, 512 * 768 * 2e-9),
     "gelu": (512 * 3072 * 3e-9, 512 * 3072 * 4e-9),
     "loss": (512 * kernels.CLASSES * 1e-9, 512 * kernels.CLASSES * 5e-9),
@@ -61,13 +69,17 @@ def test_constants_of_kernels() -> None:
     assert [*found["kernels"]] == [field.name for field in fields(Kernels)]
     assert read.product_flops == pytest.approx((5e10, 1e11))
     assert read.cut_product_flops == pytest.approx((8e10, 4e10))
-    assert read.attention_flops == pytest.approx((1e10, 2e10))
+    assert read.weight_s == pytest.approx((1e-4 / (4 * 768**2), 3e-4 / (4 * 768**2)))
+    for length, pair in zip(
+        read.attention_flops, ((128, 5e9, 1e10), (256, 1e10, 2e10), (1024, 3e10, 4e10)), strict=True
+    ):
+        assert length == pytest.approx(pair)
     assert read.norm_s == pytest.approx((1e-9, 2e-9)) and read.gelu_s == pytest.approx((3e-9, 4e-9))
     assert read.loss_s == pytest.approx((1e-9, 5e-9)) and read.operation_s == pytest.approx((4e-6, 5e-6))
     assert (read.residual_s, read.update_s, read.grad_norm_s, read.add_s) == pytest.approx((1e-9, 4e-9, 1e-9, 2e-9))
     assert values["memory_bandwidth"] == pytest.approx(1e10) and values["launch_s"] == 3e-6
     assert values["flops"] == 9e10
-    assert values["product"] == pytest.approx(7.5e10 / 9e10)  # 3 units of work in 1/5 + 2/10 of time
+    assert values["product"] == pytest.approx(3 * FLOPS / sum(OF_GRADIENTS["linear"]) / 9e10)
     assert values["attention"] == pytest.approx(3.5 / (1 + 2.5 / 2) * 1e10 / 9e10)
     # A block's 2 norms, 2 x 2 sums and GELU of four widths take 6 + 4 + 28 ns an element, and move 40 numbers of 4 bytes.
     assert values["stream"] == pytest.approx(160 / 38e-9 / 1e10)
@@ -76,8 +88,31 @@ def test_constants_of_kernels() -> None:
 def test_no_share_exceeds_the_whole() -> None:
     """A layer that is faster than the square product is the peak, and a kernel in the cache reaches more than the memory."""
     found = kernels.constants(TAKEN | {("copy", "call"): 1.0}, 1e10, SIZES, 4)
-    assert found[""]["flops"].value == pytest.approx(7.5e10)
+    assert found[""]["flops"].value == pytest.approx(3 * FLOPS / sum(OF_GRADIENTS["linear"]))
     assert found["efficiency"]["product"].value == found["efficiency"]["stream"].value == 1
+
+
+def test_seconds_of_products_and_attention() -> None:
+    """At the sizes that were measured they are what was measured; between two lengths they are in between."""
+    found = kernels.constants(TAKEN, 9e10, SIZES, 4)["kernels"]
+    read = msgspec.convert({name: constant.value for name, constant in found.items()}, Kernels)
+    assert read.product_s(512, 768, 3072) == pytest.approx(OF_GRADIENTS["linear"])
+    assert read.product_s(64, 768, 3072) == pytest.approx(OF_GRADIENTS["few rows"])
+    assert read.product_s(512, 768, 3072, is_cut=True)[0] == pytest.approx(OF_CALLS["cut forward"])
+    assert read.attention_s(512, 256, 384) == pytest.approx((CAUSAL / 1e10, 2.5 * CAUSAL / 2e10))
+    rate = 2 * 512 * 512 * 100 / read.attention_s(512, 512, 100)[0]
+    assert rate == pytest.approx(2e10)  # halfway from 256 to 1024, in factors
+    for length, nearest in ((1, 128), (100_000, 1024)):
+        near, far = (read.attention_s(1, keys, 1)[0] / keys for keys in (length, nearest))
+        assert near == pytest.approx(far)
+
+
+@pytest.mark.parametrize(
+    ("few_s", "many_s", "expected"),
+    [(2.0, 9.0, 1.0), (0.5, 8.0, 0.0), (9.0, 9.0, 4.5)],  # the last two are noise
+)
+def test_seconds_for_no_rows(few_s: float, many_s: float, expected: float) -> None:
+    assert kernels._fixed((64, few_s), (512, many_s)) == pytest.approx(expected)
 
 
 PAIRS = {"all_reduce": (4e9, 8e-6), "all_gather": (8e9, 4e-6), "reduce_scatter": (2e9, 6e-6), "message": (1e9, 9e-6)}
@@ -113,6 +148,9 @@ def test_kernels_refuse_what_is_not_positive() -> None:
     values = {name: constant.value for name, constant in kernels.constants(TAKEN, 9e10, SIZES, 4)["kernels"].items()}
     with pytest.raises(msgspec.ValidationError, match=r"kernels\.gelu_s: expected positive numbers"):
         msgspec.convert(values | {"gelu_s": (0.0, 1.0)}, Kernels)
+    with pytest.raises(msgspec.ValidationError, match="lengths that increase"):
+        msgspec.convert(values | {"attention_flops": ((256, 1.0, 1.0), (128, 1.0, 1.0))}, Kernels)
+    assert msgspec.convert(values | {"weight_s": (0.0, 0.0)}, Kernels).weight_s == (0, 0)
 
 
 @pytest.mark.parametrize(
