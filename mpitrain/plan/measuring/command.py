@@ -27,8 +27,7 @@ def measure_into(path: str, comm: Communicator, *, threads: int | None = None, s
     header = (
         f"Measured by `python -m mpitrain plan --measure` on {comm.size} ranks, {hardware.threads} threads each, {comm.num_nodes} "
         f"nodes.\nSeconds, bytes, bytes per second, FLOP/s. Medians of at least 5 rounds, in which all ranks do the same at once: "
-        "of\ncomputation the mean of the ranks, of communication the slowest rank. Pairs are of forward and backward; of links, of "
-        "much data and of\nlittle."
+        "of\ncomputation the mean of the ranks, of communication the slowest rank. Pairs are of forward and backward."
     )
     with comm.together("writing the machine file"):
         if comm.rank == 0:

@@ -11,6 +11,10 @@ from typing import NamedTuple
 Value = str | bool | int | float | Sequence[float] | Sequence[Sequence[float]]
 
 
+Sizes = tuple[tuple[float, float], ...]
+"""(bytes, seconds) of the same operation."""
+
+
 class Constant(NamedTuple):
     """A value of a machine file, and how it was measured."""
 
@@ -93,20 +97,47 @@ def _between(x: float, places: Sequence[float], values: Sequence[float]) -> floa
 
 @dataclass(frozen=True)
 class Links:
-    """The section [links]: bytes per second, and seconds of a small one, of each kind of communication.
+    """The section [links]: (bytes, seconds) of each kind of communication, for several sizes, which increase.
 
-    The bytes are those that an optimal algorithm moves through the busiest rank: (n - 1) / n of the array for a gather, twice this for
-    an all-reduce. Within a node, then between nodes. None: these ranks have no such link.
+    Within a node of all its ranks, then between `num_nodes` nodes of one rank of each. The bytes are those of the whole array, as in
+    `python -m collectives bench`. None: these ranks have no such link.
     """
 
-    node_all_reduce: tuple[float, float] | None = None
-    node_all_gather: tuple[float, float] | None = None
-    node_reduce_scatter: tuple[float, float] | None = None
-    node_message: tuple[float, float] | None = None
-    all_reduce: tuple[float, float] | None = None
-    all_gather: tuple[float, float] | None = None
-    reduce_scatter: tuple[float, float] | None = None
-    message: tuple[float, float] | None = None
+    num_nodes: int = 1
+    node_all_reduce: Sizes | None = None
+    node_all_gather: Sizes | None = None
+    node_reduce_scatter: Sizes | None = None
+    node_message: Sizes | None = None
+    all_reduce: Sizes | None = None
+    all_gather: Sizes | None = None
+    reduce_scatter: Sizes | None = None
+    message: Sizes | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            sizes = getattr(self, field.name)
+            if field.name == "num_nodes" or sizes is None:
+                continue
+            places = [nbytes for nbytes, _ in sizes]
+            if not places or places != sorted(set(places)) or not all(seconds > 0 for _, seconds in sizes):
+                raise ValueError(f"links.{field.name}: expected sizes that increase, and positive seconds, got {sizes}")
+
+    def seconds(self, name: str, nbytes: float) -> float | None:
+        """Of one kind, by the name of its field; None if it was not measured.
+
+        On a line between two sizes; beyond the largest in proportion; as long as the smallest below that.
+        """
+        sizes: Sizes | None = getattr(self, name)
+        if sizes is None:
+            return None
+        places, seconds = zip(*sizes, strict=True)
+        at = bisect(places, nbytes)
+        if at == 0:
+            return seconds[0]
+        if at == len(places):
+            return seconds[-1] * nbytes / places[-1]
+        share = (nbytes - places[at - 1]) / (places[at] - places[at - 1])
+        return seconds[at - 1] * (1 - share) + seconds[at] * share
 
 
 def to_toml(sections: Sections, header: str) -> str:

@@ -12,21 +12,24 @@ import torch
 from collectives import Communicator
 from collectives.bench.kit.turns import Contestant, slowest
 from collectives.bench.results import bus_factor
-from mpitrain.plan.measuring.constants import Constant
+from mpitrain.plan.measuring.constants import Constant, Sizes
 from mpitrain.plan.measuring.rig import Calls, Rig, take_turns_within
 
-SMALL, LARGE = 1 << 10, 1 << 24  # bytes of the whole array, fp32
-SMALL_CALLS = 20  # timed together
+CALLS = {1 << 10: 20, 1 << 16: 10, 1 << 20: 4, 1 << 24: 1}
+"""The sizes of the whole array, fp32, in bytes, and the calls that are timed together. The largest exceeds most caches."""
+SMALL, LARGE = min(CALLS), max(CALLS)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 _OVERLAPPED = 1 << 22  # fp32 numbers of the reduction beside a product
+MESSAGES = {"message": 2}
+"""Messages of a call: there and back."""
 Level = Literal["node", "network"]
 
 
 class Found(NamedTuple):
-    """`size`: ranks of a group. `links`: bytes per second, and seconds of a small one, by operation."""
+    """`size`: ranks of a group. `links`: seconds by operation and size."""
 
     size: int
-    links: dict[str, tuple[float, float]]
+    links: dict[str, Sizes]
 
 
 def links(rig: Rig, until: float, memory_bandwidth: float) -> dict[str, dict[str, Constant]]:
@@ -42,8 +45,8 @@ def links(rig: Rig, until: float, memory_bandwidth: float) -> dict[str, dict[str
         levels["network"] = comm.split(comm.node.rank, comm.rank)
     found = {level: Found(level_comm.size, {}) for level, level_comm in levels.items()}
     if levels:
-        for (level, name), pair in _measured(rig, levels, until - 0.2 * (until - perf_counter())).items():
-            found[level].links[name] = pair
+        for (level, name), sizes in _measured(rig, levels, until - 0.2 * (until - perf_counter())).items():
+            found[level].links[name] = sizes
     hidden = _hidden(rig, until)
     if "network" in levels:
         levels["network"].free()
@@ -76,36 +79,39 @@ def constants(found: Mapping[Level, Found], memory_bandwidth: float) -> dict[str
             top[key] = Constant(value, how if is_there else stand_in)
         how = f"All-reduce, all-gather and reduce-scatter {where}, harmonic mean."
         shares[efficiency] = Constant(share, how if is_there else stand_in)
-        for name, pair in of_level.links.items() if of_level else ():
-            each[prefix + name] = Constant(pair, f"{LARGE >> 20} MiB and {SMALL} bytes {where}.")
+        for name, sizes in of_level.links.items() if of_level else ():
+            each[prefix + name] = Constant(sizes, f"(bytes, seconds) {where}.")
+    if "network" in found:
+        each["num_nodes"] = Constant(found["network"].size, "Of the groups between nodes.")
     return {"": top, "efficiency": shares, "links": each}
 
 
 def _summary(found: Found) -> tuple[float, float, float]:
     """The bandwidth of the fastest collective, the share of it that they reach on average, and the latency of one round."""
-    rates, latencies = zip(*(found.links[name] for name in COLLECTIVES), strict=True)
+    rates, latencies = [], []
+    for name in COLLECTIVES:
+        (small, small_s), *_, (large, large_s) = found.links[name]
+        # Noise must not make the small one the larger part.
+        rates.append(bus_factor(name, found.size) * (large - small) / max(large_s - small_s, large_s / 2))
+        latencies.append(small_s)
     return max(rates), harmonic_mean(rates) / max(rates), fmean(latencies) / log2(found.size)
 
 
-def _measured(
-    rig: Rig, levels: Mapping[Level, Communicator], until: float
-) -> dict[tuple[Level, str], tuple[float, float]]:
-    """(bytes per second, seconds of a small one) by level and operation."""
+def _measured(rig: Rig, levels: Mapping[Level, Communicator], until: float) -> dict[tuple[Level, str], Sizes]:
+    """Seconds by level and operation: the median of the slowest rank's."""
     contestants: dict[tuple[Level, str, int], Contestant] = {}
     for level, comm in levels.items():
-        for nbytes in (SMALL, LARGE):
+        for nbytes, calls in CALLS.items():
             count = max(nbytes // 4 // comm.size, 1) * comm.size
             for name, (prepare, call) in _calls(rig, comm, count).items():
-                contestants[level, name, nbytes] = Calls(rig, call, SMALL_CALLS if nbytes == SMALL else 1, prepare)
+                contestants[level, name, nbytes] = Calls(rig, call, calls, prepare)
     series = slowest(rig.comm, take_turns_within(rig.comm, contestants, until))
     taken = {key: float(np.median(values)) for (key, _), values in series.items()}
-    found = {}
-    for level, comm in levels.items():
-        for name in (*COLLECTIVES, "message"):
-            small, large = taken[level, name, SMALL], taken[level, name, LARGE]
-            factor = 1.0 if name == "message" else bus_factor(name, comm.size)
-            found[level, name] = factor * LARGE / max(large - small, large / 2), small
-    return found
+    return {
+        (level, name): tuple((nbytes, taken[level, name, nbytes] / MESSAGES.get(name, 1)) for nbytes in CALLS)
+        for level in levels
+        for name in (*COLLECTIVES, *MESSAGES)
+    }
 
 
 def _calls(rig: Rig, comm: Communicator, count: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:

@@ -62,10 +62,13 @@ def test_constants_are_those_of_a_computer(comm: Communicator, sections: Section
     for key, (least, most) in limits.items():
         assert least < values[key] < most, key  # type: ignore[operator]
     assert values["ranks_per_node"] == comm.node.size
-    is_linked = comm.size > 1
+    is_linked = comm.node.size > 1 and comm.num_nodes == 1
     assert [*sections["links"]] == [
-        f.name for f in fields(Links) if is_linked and f.name.startswith("node_") and comm.num_nodes == 1
+        field.name for field in fields(Links) if is_linked and field.name.startswith("node_")
     ]
+    for constant in sections["links"].values():
+        (_, small_s), *_, (_, large_s) = constant.value  # type: ignore[misc]
+        assert small_s < large_s
 
 
 @pytest.mark.ranks(1, 2)

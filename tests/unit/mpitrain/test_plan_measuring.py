@@ -115,31 +115,53 @@ def test_seconds_for_no_rows(few_s: float, many_s: float, expected: float) -> No
     assert kernels._fixed((64, few_s), (512, many_s)) == pytest.approx(expected)
 
 
-PAIRS = {"all_reduce": (4e9, 8e-6), "all_gather": (8e9, 4e-6), "reduce_scatter": (2e9, 6e-6), "message": (1e9, 9e-6)}
+def of_sizes(small_s: float, large_s: float) -> tuple[tuple[float, float], ...]:
+    return (links.SMALL, small_s), (1 << 20, 1e-3), (links.LARGE, large_s + small_s)
+
+
+SPAN = links.LARGE - links.SMALL
+OF_NODE = {
+    "all_reduce": of_sizes(8e-6, SPAN / 4e9), "all_gather": of_sizes(4e-6, SPAN / 8e9),
+    "reduce_scatter": of_sizes(6e-6, SPAN / 2e9), "message": of_sizes(9e-6, SPAN / 1e9),
+}  # fmt: skip
+"""4, 8 and 2 GB of the array per second, after the latency."""
 
 
 def test_constants_of_links() -> None:
-    slower = {name: (rate / 10, latency * 10) for name, (rate, latency) in PAIRS.items()}
-    found = links.constants({"node": Found(8, PAIRS), "network": Found(2, slower)}, 1e10)
+    """A gather on 8 ranks moves 7/8 of the array through each, and an all-reduce twice this."""
+    slower = {name: tuple((size, 10 * seconds) for size, seconds in sizes) for name, sizes in OF_NODE.items()}
+    found = links.constants({"node": Found(8, OF_NODE), "network": Found(2, slower)}, 1e10)
     top = {key: constant.value for key, constant in found[""].items()}
-    assert top == pytest.approx({"node_bandwidth": 8e9, "bandwidth": 8e8, "node_latency_s": 2e-6, "latency_s": 6e-5})
-    harmonic = 3 / (1 / 4 + 1 / 8 + 1 / 2)
-    assert found["efficiency"]["node_link"].value == pytest.approx(harmonic / 8)
+    assert top == pytest.approx({"node_bandwidth": 7e9, "bandwidth": 4e8, "node_latency_s": 2e-6, "latency_s": 6e-5})
+    harmonic = 3 / (1 / 7 + 1 / 7 + 1 / 1.75)
+    assert found["efficiency"]["node_link"].value == pytest.approx(harmonic / 7)
     read = msgspec.convert({name: constant.value for name, constant in found["links"].items()}, Links)
-    assert read.node_message == (1e9, 9e-6) and read.reduce_scatter == pytest.approx((2e8, 6e-5))
+    assert read.num_nodes == 2 and read.node_message == OF_NODE["message"] and read.message == slower["message"]
+
+
+def test_seconds_of_links() -> None:
+    read = Links(node_message=((1000, 1e-6), (2000, 3e-6), (4000, 4e-6)))
+    found = [read.seconds("node_message", nbytes) for nbytes in (0, 1000, 1500, 2000, 3000, 4000, 8000)]
+    assert found == pytest.approx([1e-6, 1e-6, 2e-6, 3e-6, 3.5e-6, 4e-6, 8e-6])
+    assert read.seconds("message", 1000) is None
+    with pytest.raises(ValueError, match="sizes that increase"):
+        Links(message=((2000, 1.0), (1000, 1.0)))
 
 
 def test_links_that_are_not_there_have_the_values_of_those_that_are() -> None:
-    of_node = links.constants({"node": Found(2, PAIRS)}, 1e10)
-    assert of_node[""]["bandwidth"].value == of_node[""]["node_bandwidth"].value == 8e9
+    of_node = links.constants({"node": Found(2, OF_NODE)}, 1e10)
+    assert of_node[""]["bandwidth"].value == of_node[""]["node_bandwidth"].value == pytest.approx(4e9)
     assert "all ranks are on one node" in of_node[""]["bandwidth"].how
     assert not any(
         "Not measured" in constant.how
         for constant in (of_node[""]["node_bandwidth"], of_node["efficiency"]["node_link"])
     )
-    across = links.constants({"network": Found(2, PAIRS)}, 1e10)
-    assert across[""]["node_bandwidth"].value == across[""]["bandwidth"].value == 8e9
-    assert "each node has one rank" in across[""]["node_bandwidth"].how and set(across["links"]) == set(PAIRS)
+    across = links.constants({"network": Found(2, OF_NODE)}, 1e10)
+    assert across[""]["node_bandwidth"].value == across[""]["bandwidth"].value == pytest.approx(4e9)
+    assert "each node has one rank" in across[""]["node_bandwidth"].how and set(across["links"]) == {
+        *OF_NODE,
+        "num_nodes",
+    }
     alone = links.constants({}, 1e10)
     assert alone[""]["bandwidth"].value == 5e9 and alone["links"] == {}
 
