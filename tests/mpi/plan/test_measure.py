@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib.util import find_spec
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ import torch
 from collectives import Communicator
 from mpitrain.plan.measuring.cluster import measured
 from mpitrain.plan.measuring.constants import Kernels, Links, Sections, to_toml
+from mpitrain.plan.measuring.links import links
+from mpitrain.plan.measuring.rig import Rig
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +78,9 @@ def test_constants_are_those_of_a_computer(comm: Communicator, sections: Section
 def test_the_file_is_read_back(comm: Communicator, sections: Sections) -> None:
     text = to_toml(sections, "Of a test.")
     read = tomllib.loads(text)
-    kernels, links = (msgspec.convert(read[name], kind) for name, kind in (("kernels", Kernels), ("links", Links)))
+    kernels, of_links = (msgspec.convert(read[name], kind) for name, kind in (("kernels", Kernels), ("links", Links)))
     assert kernels.gelu_s == pytest.approx(sections["kernels"]["gelu_s"].value, rel=1e-3)
-    assert (links.node_message is not None) == (comm.node.size > 1)
+    assert (of_links.node_message is not None) == (comm.node.size > 1)
     if find_spec("mpitrain.plan.machine") is None:
         pytest.skip("the planner's reader is not there")
     from mpitrain.plan.machine import from_text
@@ -85,3 +88,18 @@ def test_the_file_is_read_back(comm: Communicator, sections: Sections) -> None:
     machine = from_text(text, "a test")
     assert machine.flops == pytest.approx(sections[""]["flops"].value, rel=1e-3)
     assert machine.element_bytes == 4 and machine.shares_memory
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.one_node
+@pytest.mark.timeout_s(240)
+def test_links_between_nodes(two_nodes: Communicator) -> None:
+    """Of nodes with one rank each, and with two."""
+    found = links(Rig(two_nodes, torch.device("cpu"), torch.float32), perf_counter(), 1e10)
+    expected = {"all_reduce", "all_gather", "reduce_scatter", "message"}
+    if two_nodes.node.size > 1:
+        expected |= {f"node_{name}" for name in expected}
+    assert {*found["links"]} == expected | {"num_nodes"} and found["links"]["num_nodes"].value == 2
+    assert all(found[""][key].value > 0 for key in ("bandwidth", "latency_s", "node_bandwidth"))  # type: ignore[operator]
+    assert "Not measured" not in found[""]["bandwidth"].how
+    assert ("Not measured" in found[""]["node_bandwidth"].how) == (two_nodes.node.size == 1)
