@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from collectives.bench.kit.turns import Contestant, mean_rank
 from mpitrain.plan.measuring.constants import Constant
 from mpitrain.plan.measuring.rig import Calls, Gradients, Rig, take_turns_within
-from mpitrain.tensor.products import product
+from mpitrain.products import product
 from mpitrain.train.hardware import matmul_flops_per_s
 
 CLASSES = 4096
