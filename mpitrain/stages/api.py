@@ -127,6 +127,8 @@ class Pipeline:
         self._streams: dict[bool, Streams] = {True: {}, False: {}}
         self._records: deque[Record] = deque(maxlen=_NUM_RECORDS)
         self._has_warmed_up = False
+        self.communication_s = 0.0
+        """Seconds that this rank has waited for results of other stages so far, in steps and evaluations."""
 
     def step(
         self,
@@ -156,7 +158,7 @@ class Pipeline:
             run.take(at)
         run.messages.end()
         self._add_tied(earlier)
-        total = self._from_last_stage(run.total)
+        total = self._from_last_stage(run)
         run.record.stop = perf_counter()
         self._keep(run.record)
         return total
@@ -176,7 +178,7 @@ class Pipeline:
         """
         run = self._begin("evaluate", forwards(self.schedule, len(inputs)), inputs, loss_of, last)
         run.all()
-        return self._from_last_stage(run.total)
+        return self._from_last_stage(run)
 
     @torch.no_grad()
     def next_logits(self, inputs: Inputs) -> torch.Tensor:
@@ -252,9 +254,12 @@ class Pipeline:
         program = schedule.program(self.comm.rank)
         return Run(self.stages, messages, program, calls, loss_of or _itself, last, scale)
 
-    def _from_last_stage(self, total: torch.Tensor) -> torch.Tensor:
-        self.comm.broadcast(total, self.schedule.rank_of(self.schedule.num_stages - 1))
-        return total
+    def _from_last_stage(self, run: Run) -> torch.Tensor:
+        """The sum of the losses, on all ranks."""
+        began = perf_counter()
+        self.comm.broadcast(run.total, self.schedule.rank_of(self.schedule.num_stages - 1))
+        self.communication_s += run.waited_s + perf_counter() - began
+        return run.total
 
     @property
     def _device(self) -> torch.device:

@@ -34,6 +34,8 @@ class Run:
         self.total = torch.zeros((), dtype=torch.float64)
         """The sum of the losses, on the rank of the last stage."""
         self.record = Record(perf_counter())
+        self.waited_s = 0.0
+        """Seconds of waiting for other ranks' results."""
         # The last action that computes gradients of weights, of each stage: then their hooks run.
         self._last_of_weights = set(
             {action.stage: at for at, action in enumerate(program) if action.kind in ("B", "W")}.values()
@@ -44,10 +46,11 @@ class Run:
 
     def take(self, at: int) -> None:
         """Run the action of that number in the program. An error has a note that says where each micro-batch was."""
-        action = self.program[at]
+        action, before = self.program[at], perf_counter()
         try:
             came = self._come(action)
             begun = perf_counter()
+            self.waited_s += begun - before
             with nullcontext() if at in self._last_of_weights else added_in_place():
                 self._compute(action, came)
         except Exception as error:

@@ -25,6 +25,12 @@ class Passes(Protocol):
     def last_logits(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
         """(B, L) int64 -> (B, 1, V): the logits after the last token, without gradients."""
 
+    def communication_s(self) -> float:
+        """Seconds that this rank has spent in messages of the passes, with the waits for other ranks."""
+
+    def report(self) -> tuple[str, str] | None:
+        """A line about the last steps, and a picture of them as SVG; None if there is nothing to tell."""
+
 
 class WholePasses:
     """The passes of a model that each rank computes from the first block to the last."""
@@ -48,6 +54,12 @@ class WholePasses:
     def last_logits(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
         return self._model(tokens_BL)[:, -1:]
 
+    def communication_s(self) -> float:
+        return 0.0
+
+    def report(self) -> None:
+        return None
+
     def _loss(self, batch: MicroBatch) -> torch.Tensor:
         tokens, targets = batch.to(self._device)
         return self._model(tokens, targets, reduction="sum")
@@ -69,6 +81,13 @@ class StagedPasses:
 
     def last_logits(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
         return self._pipe.next_logits(tokens_BL)
+
+    def communication_s(self) -> float:
+        return self._pipe.communication_s
+
+    def report(self) -> tuple[str, str]:
+        measured = self._pipe.measured()
+        return f"pipeline {self._pipe.schedule.name}: idle for {measured.idle()}", measured.svg()
 
     def _given(self, batches: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], list[dict[str, object]]]:
         there = [batch.to(self._device) for batch in batches]

@@ -71,7 +71,9 @@ class Trainer:
         self.step = 0
         self.metrics: MetricsFile | None = None  # on rank 0, while it trains
         self._own_comm_s = 0.0
-        random_states.seed_all(config.train.seed, self.data.rank)
+        # The ranks of `tp` have the same numbers; two stages of a pipeline have not.
+        self._seed_of = self.data.rank + self.data.size * self.mesh["pp"].rank
+        random_states.seed_all(config.train.seed, self._seed_of)
 
     def _begin(self) -> None:
         """Find the checkpoint from which the run continues, if there is one."""
@@ -179,7 +181,7 @@ class Trainer:
                 config=self.config,
                 comm=self.comm,
                 fingerprint=self.corpus.fingerprint,
-                seed_of=self.data.rank,
+                seed_of=self._seed_of,
                 # A checkpoint of another run may have the name of one of this run's copies.
                 copies=self.config.checkpoint.copies if self.config.resume == "auto" else (),
             )
@@ -246,6 +248,7 @@ class Trainer:
                 self._evaluate_and_report()
             stopped = self._train(terminal)
         if self.step > begun_at:
+            self._report_passes()
             self._say(f"saved {self.run.checkpoint(self.step)}")
         if terminal is not None:
             terminal.close()
@@ -276,6 +279,18 @@ class Trainer:
                 if stopped or last:
                     ckpt.wait()
         return stopped
+
+    def _report_passes(self) -> None:
+        """The timeline of the last steps, if there is a pipeline."""
+        report = self.passes.report()
+        if report is None:
+            return
+        line, picture = report
+        file = self.run.folder / "pipeline.svg"
+        with self.comm.together():
+            if self.comm.rank == 0:
+                file.write_text(picture)
+        self._say(f"{line}; {file} shows the last step beside the planned one")
 
     def _check_lock(self) -> None:
         with self.comm.together():
@@ -322,4 +337,5 @@ class Trainer:
 
     def _comm_s(self) -> float:
         """Seconds that this rank has spent in communication, with the waits for other ranks."""
-        return sharding.communication_s(self.model) + tensor.communication_s(self.model) + self._own_comm_s
+        of_model = sharding.communication_s(self.model) + tensor.communication_s(self.model)
+        return of_model + self.passes.communication_s() + self._own_comm_s
