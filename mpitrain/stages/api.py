@@ -210,11 +210,14 @@ class Pipeline:
         """The measured seconds of each kind of action by stage, and of a message: `Measured.times`. Collective."""
         return self.measured().times()
 
-    def draw(self, path: str | PathLike[str]) -> None:
-        """Write a picture of the planned and the measured timeline to an SVG file, on rank 0 of the pipeline. Collective."""
+    def draw(self, path: str | PathLike[str] | None) -> None:
+        """Write a picture of the planned and the measured timeline to an SVG file. Collective.
+
+        path: of rank 0 of the pipeline, which writes the file. None: no file; so in a mesh of several pipelines, one writes the file.
+        """
         measured = self.measured()
         with self.comm.together("draw"):
-            if self.comm.rank == 0:
+            if self.comm.rank == 0 and path is not None:
                 Path(path).write_text(measured.svg())
 
     def _keep(self, record: Record) -> None:

@@ -15,7 +15,7 @@ from mpitrain.stages import pipeline
 
 MICRO, CONTEXT = 8, 16
 SIZES = {"vocab": 50, "context": CONTEXT, "width": 24, "layers": 8, "heads": 2}
-SCHEDULES = ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
+SCHEDULES = extent(["1f1b", "interleaved", "zb-v"], ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
 
 
 def gpt() -> LanguageModel:
