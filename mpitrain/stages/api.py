@@ -15,10 +15,9 @@ from collectives import Communicator
 from collectives.diagnosis import stacks
 from mpitrain import parts
 from mpitrain.agreement import check_alike
-from mpitrain.axes import group_among, group_of
 from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.optimizer_checks import watch_optimizers
-from mpitrain.optim.spread import mark_cut, mark_replaced, spread_of
+from mpitrain.optim.spread import spread_of
 from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.stages.division import costs_of, divide
 from mpitrain.stages.executor import Run
@@ -30,6 +29,7 @@ from mpitrain.stages.plan import StagePlan
 from mpitrain.stages.records import Measured, Record, gathered
 from mpitrain.stages.schedules import Schedule, StageTimes, make_schedule
 from mpitrain.stages.schedules.forwards import forwards
+from mpitrain.stages.tied import mark, ranks_of_params
 from mpitrain.stages.transformers import stage_plan_of_transformers
 
 # Stacks in the reports of errors and of long waits tell the place in the pipeline.
@@ -112,14 +112,10 @@ class Pipeline:
         watch_optimizers()
         watch_norms()
         mine = [stage for stage in range(schedule.num_stages) if schedule.rank_of(stage) == comm.rank]
-        names = {param: name for name, param in model.named_parameters()}
-        ranks = _ranks_of_params(model, plan, division, schedule)
+        before = dict(model.named_parameters())
+        ranks = ranks_of_params(model, ModelStages.names_of(model, plan, division), schedule)
         self.stages = ModelStages(model, plan, division, mine)
-        self._tied = self._mark(ranks)
-        here = set(model.parameters())
-        for param, name in names.items():
-            if param not in here:
-                mark_replaced(param, name, "pipeline")
+        self._tied = mark(model, before, ranks, comm)
         take_linear_layers(model)
         if any(param.device.type in ("cpu", "meta") for param in model.parameters()):
             keep_freed_memory()
@@ -149,7 +145,7 @@ class Pipeline:
         of micro-batches is not that of the schedule.
         """
         run = self._begin("step", self.schedule, inputs, loss_of, last, scale)
-        earlier = self._take_tied()
+        earlier = self._tied.take(self.stages.model)
         final = max(at for at, action in enumerate(run.program) if action.kind != "F")
         self._reduce_gradients(False)
         for at in range(len(run.program)):
@@ -157,7 +153,7 @@ class Pipeline:
                 self._reduce_gradients(True)
             run.take(at)
         run.messages.end()
-        self._add_tied(earlier)
+        self._tied.add(self.stages.model, earlier)
         total = self._from_last_stage(run)
         run.record.stop = perf_counter()
         self._keep(run.record)
@@ -283,57 +279,6 @@ class Pipeline:
         change: Any = getattr(self.stages.model, "set_requires_gradient_sync", None)
         if change is not None:
             change(reduces)
-
-    def _mark(self, ranks: Mapping[nn.Parameter, frozenset[int]]) -> list[tuple[str, Communicator]]:
-        """Mark the parameters of this rank as parts of a model in stages. `ranks`: those that have each parameter of the whole model.
-
-        Returns the names of parameters that stages of several ranks have, each with these ranks. Collective.
-        """
-        groups = {some: group_among(self.comm, some) for some in dict.fromkeys(ranks.values()) if len(some) > 1}
-        tied = []
-        for name, param in self.stages.model.named_parameters():
-            is_cut = (part := parts.part_of(param)) is not None
-            part = part or parts.whole(param.shape, group_of(self.comm, 1), is_partial=False)
-            part.stages, part.tied = self.comm, groups.get(ranks[param])
-            if not is_cut:
-                mark_cut(param, name, part)
-            if part.tied is not None:
-                tied.append((name, part.tied))
-        return tied
-
-    def _take_tied(self) -> list[torch.Tensor | None]:
-        """Take the gradients that parameters on several ranks have from earlier steps: they are sums already."""
-        earlier = []
-        for name, _ in self._tied:
-            param = self.stages.model.get_parameter(name)
-            earlier.append(param.grad)
-            param.grad = None
-        return earlier
-
-    def _add_tied(self, earlier: Sequence[torch.Tensor | None]) -> None:
-        """Add up the gradients of parameters that stages of several ranks have, and add those of earlier steps.
-
-        Of a sharded parameter these are means over the data-parallel ranks: each stage has the same rows of it.
-        """
-        for (name, group), before in zip(self._tied, earlier, strict=True):
-            param = self.stages.model.get_parameter(name)
-            if not param.requires_grad:
-                continue
-            grad = torch.zeros_like(param) if param.grad is None else param.grad
-            group.all_reduce(grad)
-            param.grad = grad if before is None else before.add_(grad)
-
-
-def _ranks_of_params(
-    model: nn.Module, plan: StagePlan, division: Sequence[range], schedule: Schedule
-) -> dict[nn.Parameter, frozenset[int]]:
-    """The ranks whose stages have each parameter of the whole model. Modules that the plan does not name are in all stages."""
-    ranks: dict[nn.Parameter, frozenset[int]] = {}
-    for stage, names in enumerate(ModelStages.names_of(model, plan, division)):
-        for param in (param for name in names for param in model.get_submodule(name).parameters()):
-            ranks[param] = ranks.get(param, frozenset()) | {schedule.rank_of(stage)}
-    everywhere = frozenset(range(schedule.num_ranks))
-    return {param: ranks.get(param, everywhere) for param in model.parameters()}
 
 
 def _call(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -290,7 +290,7 @@ class Trainer:
         with self.comm.together():
             if self.comm.rank == 0:
                 file.write_text(picture)
-        self._say(f"{line}; {file} shows the last step beside the planned one")
+        self._say(f"{line}\n{file} shows the last step beside the planned one")
 
     def _check_lock(self) -> None:
         with self.comm.together():

@@ -1,4 +1,4 @@
-"""The programs in docs/parallel.md run."""
+"""The programs in docs/parallel.md and docs/pipelines.md run."""
 
 import re
 from pathlib import Path
@@ -8,21 +8,26 @@ from tiny_transformers import tiny
 
 from collectives import Communicator
 
-PAGE = Path(__file__).resolve().parents[3] / "docs/parallel.md"
-PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PROGRAMS = [
+    (page, program)
+    for page in ("parallel.md", "pipelines.md")
+    for program in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+]
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_a_program_runs(comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.chdir(shared_tmp)
-    if "transformers" in PROGRAMS[number]:
+    page, program = PROGRAMS[number]
+    if "transformers" in program:
         pytest.importorskip("transformers", minversion="5")
         if comm.rank == 0:
             tiny("llama").save_pretrained("Llama")
         comm.barrier()
     names: dict[str, object] = {}
-    exec(compile(PROGRAMS[number], str(PAGE), "exec"), names)
+    exec(compile(program, page, "exec"), names)
     loss = names["loss"]
     assert loss.isfinite(), loss  # type: ignore[attr-defined]
     names["mesh"].free()  # type: ignore[attr-defined]
