@@ -55,6 +55,10 @@ class TrainedModel:
         """Seconds of communication, including waits, since the beginning; None if they are not measured."""
         return None
 
+    def planned_s(self) -> float | None:
+        """Seconds of forwards and backwards by the plan of a pipeline; None for other models. Collective."""
+        return None
+
     def held(self) -> Iterator[torch.Tensor]:
         """The tensors of a rank between two steps. For gradients, which have the size of the parameters, it yields meta tensors."""
         for param in (param for group in self.optimizer.param_groups for param in group["params"]):

@@ -26,6 +26,9 @@ LEGEND = (
     "step: slowest rank, median of the steps; forward ... other, in ms: mean of the ranks. comm: communication and waiting; if "
     "blank,\nit is part of forward and backward. state: parameters, gradients, optimizer; state and peaks: MB, largest rank."
 )
+LEGEND_OF_PIPELINES = (
+    "forward of a pipeline: forwards and backwards; planned: the same by its schedule and the times of its actions."
+)
 
 
 def cases(launches: Sequence[TrainingLaunch]) -> list[Case]:
@@ -50,7 +53,7 @@ def ratio(launches: Sequence[TrainingLaunch], case: Case, name: str, ours: str =
 def _median_row(everything: Sequence[Sequence[StepRow]], name: str) -> StepRow:
     every = [row for rows in everything for row in rows if row.name == name]
     common = [row for rows in everything for row in rows if row.name == name and len(rows) > 1] or every
-    times = {of: _median(common, of) for of in ("step_s", "tokens_per_s", "mfu", "loss")}
+    times = {of: _median(common, of) for of in ("step_s", "planned_s", "tokens_per_s", "mfu", "loss")}
     bytes_ = {item.name: _median(every, item.name) for item in fields(StepRow) if "_bytes" in item.name}
     phases = {item.name: _median([row.phases for row in common], item.name) for item in fields(Phases)}
     merged: dict[str, Any] = times | {of: None if value is None else int(value) for of, value in bytes_.items()}
@@ -77,6 +80,8 @@ def tables(launches: Sequence[TrainingLaunch]) -> Iterator[RenderableType]:
             yield from (Text(f"  skipped {name}: {reason}") for name, reason in skipped.items())
         if any(launch.measured for launch in group):
             yield Text(LEGEND, style="dim")
+        if any(row.planned_s is not None for launch in group for part in launch.measured for row in part.rows):
+            yield Text(LEGEND_OF_PIPELINES, style="dim")
         found = [launch.overhead for launch in group if launch.overhead is not None]
         if found:
             yield Text(overhead_line(found))
@@ -115,6 +120,7 @@ def _table(group: Sequence[TrainingLaunch], case: Case) -> Table:
             for ours in (OURS, TENSOR, SEQUENCE, *PIPELINES)
         ),
         *((name, lambda row, of=of: _ms(getattr(row.phases, of))) for name, of in PHASES.items()),
+        ("planned", lambda row: _ms(row.planned_s)),
         ("tokens/s", lambda row: f"{row.tokens_per_s:,.0f}"),
         ("MFU", lambda row: f"{row.mfu:.0%}"),
         ("state MB", lambda row: _megabytes(row.state_bytes)),

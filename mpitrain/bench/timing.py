@@ -131,6 +131,7 @@ def _row(
         mfu=flops_per_token(case.config()) * tokens / step_s / flops_per_s,
         loss=float(loss[0]),
         state_bytes=int(held[0]),
+        planned_s=model.planned_s(),
     )
 
 
