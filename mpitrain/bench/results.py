@@ -60,7 +60,7 @@ class StepRow:
     state_bytes: int
     """Parameters, gradients and the optimizer's state between two steps, on the rank that holds most."""
     planned_s: float | None = None
-    """Of a pipeline: forwards and backwards as the schedule plans them with the median times of its actions in the last of these steps."""
+    """Of a pipeline: forwards and backwards by its schedule and the median times of its actions, in the last of these steps."""
     peak_rss_bytes: int | None = None
     """Peak of the process's life, on the rank that needs most. This field and the next three need a launch with one contestant."""
     peak_pss_bytes: int | None = None

@@ -60,8 +60,9 @@ def show(
 ) -> None:
     """Print the fastest plans, what the best one takes, and why others lose."""
     job = found.job
+    ranks = f"{job.ranks} rank{'s' * (job.ranks > 1)}"
     console.print(
-        f"{job.model.name}: {job.model.parameters / 1e9:.3g} B parameters, {job.ranks} ranks of {job.machine.name}, "
+        f"{job.model.name}: {job.model.parameters / 1e9:.3g} B parameters, {ranks} of {job.machine.name}, "
         f"{job.batch} sequences of {job.model.context} tokens a step, {job.software.name}"
     )
     fitting = f"{len(found.fitting):,} fit {job.room / 1e9:.3g} GB a rank"
