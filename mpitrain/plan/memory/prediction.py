@@ -9,6 +9,7 @@ import torch
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data import scan
 from mpitrain.models import build, num_parameters
+from mpitrain.plan.memory.stage_ranks import stage_rank, take_stages
 from mpitrain.plan.memory.step import StepRank, measure, takes_grads_over, units_of
 from mpitrain.plan.memory.tensor_ranks import TensorRank, cut
 from mpitrain.sharding.unit.layout import Layout, lay_out
@@ -78,7 +79,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
         raise ConfigError(
             "memory: no prediction for GPUs yet; pass --parallel.device cpu, or see python -m mpitrain plan"
         )
-    num_data = num_ranks // parallel.tensor
+    num_data = num_ranks // (parallel.tensor * parallel.pipeline)
     group = (
         1 if parallel.stage == 0 else num_data // parallel.copies
     )  # ranks that share one copy of a tensor rank's part
@@ -100,14 +101,15 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     parts = _Parts(config, num_data, group, storage)
 
     def of_rank(rank: int) -> dict[str, int]:
-        data_rank = rank // parallel.tensor
+        stage, data_rank = divmod(rank // parallel.tensor, num_data)
         part = parts.of(
-            TensorRank(rank % parallel.tensor, parallel.tensor, _is_group_on_one_node(rank, parallel.tensor, on_node))
+            TensorRank(rank % parallel.tensor, parallel.tensor, _is_group_on_one_node(rank, parallel.tensor, on_node)),
+            stage,
         )
         counts = [layout.counts[data_rank % group] for layout in part.layouts]
         held, step = MASTER_BYTES * sum(counts), part.step
         full_bytes = sum(layout.numel for layout in part.layouts) * getattr(torch, parallel.param_dtype).itemsize
-        num_beside = _num_beside(rank, parallel.tensor, group, on_node)
+        num_beside = _num_beside(rank, parallel.tensor, num_data, group, on_node)
         lasting = {"resident": full_bytes // num_beside, "kept": full_bytes, "gathered": 0}[storage]
         num_buffers = 0 if num_data == 1 else min(len(counts), 2)
         return {
@@ -149,25 +151,29 @@ class _Part(NamedTuple):
 
 
 class _Parts:
-    """The parts of all tensor ranks. Parts of the same shapes are measured once."""
+    """The parts of all ranks. Parts of the same shapes in the same stage are measured once."""
 
     def __init__(self, config: Config, num_data: int, group: int, storage: str) -> None:
         self._config, self._num_data, self._group, self._storage = config, num_data, group, storage
-        self._shapes: dict[TensorRank, Shapes] = {}
-        self._made: dict[tuple[Shapes, bool], _Part] = {}
+        self._shapes: dict[tuple[TensorRank, int], Shapes] = {}
+        self._made: dict[tuple[Shapes, int, bool], _Part] = {}
 
-    def of(self, rank: TensorRank) -> _Part:
-        """The part of a rank."""
-        if rank not in self._shapes:
+    def of(self, rank: TensorRank, number: int) -> _Part:
+        """The part of a rank. `number`: its rank in the pipeline."""
+        stage = stage_rank(self._config.parallel, number, self._config.train.accumulate)
+        if (rank, number) not in self._shapes:
             with torch.device("meta"):
                 model = build(self._config.model.resolve())
             cut(model, rank, sequence=self._config.parallel.sequence)
-            self._shapes[rank] = tuple(tuple(tuple(param.shape) for param in unit) for unit in units_of(model))
-        shapes = self._shapes[rank]
-        if (key := (shapes, rank.is_on_one_node)) not in self._made:
+            if stage is not None:
+                take_stages(model, stage)
+            shapes = tuple(tuple(tuple(param.shape) for param in unit) for unit in units_of(model))
+            self._shapes[rank, number] = tuple(unit for unit in shapes if unit)
+        shapes = self._shapes[rank, number]
+        if (key := (shapes, number, rank.is_on_one_node)) not in self._made:
             layouts = [lay_out(unit, self._group, equal=self._storage != "resident") for unit in shapes]
             held = tuple(MASTER_BYTES * max(layout.counts) for layout in layouts)
-            step = measure(self._config, StepRank(self._num_data, rank, held, self._storage == "gathered"))
+            step = measure(self._config, StepRank(self._num_data, rank, held, self._storage == "gathered", stage))
             self._made[key] = _Part(layouts, max(prod(shape) for unit in shapes for shape in unit), step)
         return self._made[key]
 
@@ -178,11 +184,12 @@ def _is_group_on_one_node(rank: int, size: int, on_node: int) -> bool:
     return first // on_node == (first + size - 1) // on_node
 
 
-def _num_beside(rank: int, tensor: int, group: int, on_node: int) -> int:
+def _num_beside(rank: int, tensor: int, num_data: int, group: int, on_node: int) -> int:
     """The number of ranks, including this one, that are on its node and hold shards of the same copy of the same part."""
 
-    def holds(of: int) -> tuple[int, int]:
-        return of % tensor, of // tensor // group
+    def holds(of: int) -> tuple[int, int, int]:
+        stage, data_rank = divmod(of // tensor, num_data)
+        return stage, of % tensor, data_rank // group
 
     first = rank // on_node * on_node
     return sum(holds(other) == holds(rank) for other in range(first, first + on_node))

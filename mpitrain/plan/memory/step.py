@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from collectives.environment import switch
 from mpitrain.config import Config
 from mpitrain.models import LanguageModel, TransformerConfig, build
+from mpitrain.plan.memory.stage_ranks import StageRank, run, take_stages
 from mpitrain.plan.memory.tensor_ranks import SharedActivations, TensorRank, cut
 from mpitrain.plan.memory.tracker import Tracker, total
 from mpitrain.sharding import checkpoint_activations
@@ -42,6 +43,8 @@ class StepRank(NamedTuple):
     """The bytes of the shards' gradients, in the order of `units_of`."""
     is_gathered: bool
     """Whether full parameters are gathered for use."""
+    stage: StageRank | None = None
+    """Its place in a pipeline."""
 
 
 def measure(config: Config, rank: StepRank) -> Counter[str]:
@@ -65,6 +68,7 @@ def _run(config: Config, rank: StepRank, shared: SharedActivations, rows: int, *
         ranks = cut(model, rank.tensor, sequence=config.parallel.sequence)
         if ranks is not None:
             shared.take_part(ranks, tracker)
+        stages = None if rank.stage is None else take_stages(model, rank.stage)
         for param in model.parameters():
             tracker.ignore(param)
         if (what := config.parallel.checkpoint_activations) != "none":
@@ -77,6 +81,11 @@ def _run(config: Config, rank: StepRank, shared: SharedActivations, rows: int, *
             tracker.add("gradients", sum(rank.held))  # until the next step begins
         with tracker, torch.set_grad_enabled(train):
             tokens = torch.empty(num_micro, rows, sizes.context + 1, dtype=torch.int64)
+            if stages is not None and rank.stage is not None:
+                own = rank.tensor.size if train and config.parallel.sequence else 1
+                stream = (rows, sizes.context // own, sizes.width)
+                run(stages, rank.stage, tokens[0], stream, getattr(torch, config.parallel.param_dtype))
+                return tracker.peak
             loss = model(tokens[0, :, :-1], tokens[0, :, 1:], reduction="sum")
             if train:
                 loss.backward()
@@ -132,10 +141,11 @@ def _reduce(model: LanguageModel, tracker: Tracker, config: Config, rank: StepRa
 
     def on_grad(param: torch.Tensor, index: int) -> None:
         nonlocal at
-        assert param.grad is not None
+        if param.grad is None:  # the backward of a stage leaves it for later
+            return
         tracker.is_of(param.grad, "gradients")
         missing[index] -= 1
-        if adopted:
+        if adopted or rank.stage is not None:  # a pipeline keeps full gradients until the end of the step
             return
         if index == at and rank.num_data > 1:
             param.grad = None  # moved to a gradient buffer

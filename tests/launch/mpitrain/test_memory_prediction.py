@@ -52,6 +52,8 @@ SETTINGS = {
     "tensor": ["--parallel.tensor", "2"],
     "tensor, whole tokens": ["--parallel.tensor", "2", "--parallel.sequence", "false"],
     "tensor, computed again": ["--parallel.tensor", "2", "--parallel.checkpoint-activations", "--train.batch", "16"],
+    "pipeline": ["--parallel.pipeline", "2", "--train.accumulate", "4"],
+    "split backwards": ["--parallel.pipeline", "2", "--parallel.schedule", "zb-v", "--train.accumulate", "4"],
     "computed again": ["--parallel.checkpoint-activations", "--train.batch", "16"],
 }
 
@@ -79,7 +81,7 @@ def predicted_and_held(tmp_path: Path, which: str, allocator: dict[str, str]) ->
     return predicted, held
 
 
-@pytest.mark.parametrize("which", extent(["resident, fp32", "gathered, bf16", "llama", "tensor"], list(SETTINGS)))
+@pytest.mark.parametrize("which", extent(["resident, fp32", "gathered, bf16", "llama", "tensor", "pipeline"], list(SETTINGS)))
 def test_a_run_holds_what_was_predicted(tmp_path: Path, which: str) -> None:
     predicted, held = predicted_and_held(tmp_path, which, NO_HEAP)
     counted = predicted["rank_total"] - predicted["rank"]["allocator"]
