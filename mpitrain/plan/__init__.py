@@ -1,5 +1,7 @@
 """What a training run will take, before it is started: machines, models and layouts in numbers, their price, and a search.
 
-`command` is `python -m mpitrain plan`. No MPI, and no torch but for what the schedules of pipelines import. `memory` counts the bytes of
-the trainer's own operations on CPUs; `footprint` has formulae for any machine.
+`command` is `python -m mpitrain plan`. No MPI, and no torch but for what the schedules of pipelines import. `memory` counts the bytes
+of the trainer's own operations on CPUs; `footprint` has formulae for any machine. `measuring` writes the file of the machine at hand,
+`comparing` compares predicted with measured steps there, and `simulation` simulates long runs. `measuring` and
+`comparing` run on MPI ranks.
 """
