@@ -32,6 +32,8 @@ class TrainedSteps:
         count = config.train.batch // data.size // config.train.accumulate
         self._batches = _drawn(config.model.resolve(), config.train.accumulate, count, seed=data.rank)
         # As in the trainer: the mean over the targets of the data ranks.
+        self.grad_norm = 0.0
+        """Of the last step."""
         self._weight = data.size / (config.train.batch * self._model.config.context)
 
     def turn(self, round_: int) -> Seconds:
@@ -40,9 +42,9 @@ class TrainedSteps:
         begun = perf_counter()
         self._optimizer.zero_grad(set_to_none=True)
         total = self._passes.train(self._batches, lambda loss: self._stepper.scale(loss * self._weight))
-        norm = self._stepper.clip()
+        self.grad_norm = self._stepper.clip()
         loss = self._comm.all_reduce(np.array([total])).item()
-        self._stepper.step(loss, norm, number=round_ + 1)
+        self._stepper.step(loss, self.grad_norm, number=round_ + 1)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return {"step": perf_counter() - begun}

@@ -106,10 +106,10 @@ class Links:
     num_nodes: int = 1
     node_all_reduce: Sizes | None = None
     node_all_gather: Sizes | None = None
-    node_shared_gather: Sizes | None = None
-    """An all-gather into one array of the node, of which each rank writes its part."""
     node_reduce_scatter: Sizes | None = None
     node_message: Sizes | None = None
+    node_shared_gather: Sizes | None = None
+    """An all-gather into one array of the node, of which each rank writes its part."""
     all_reduce: Sizes | None = None
     all_gather: Sizes | None = None
     reduce_scatter: Sizes | None = None

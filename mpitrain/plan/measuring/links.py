@@ -103,7 +103,7 @@ def _measured(rig: Rig, levels: Mapping[Level, Communicator], until: float) -> d
     for level, comm in levels.items():
         for nbytes, calls in CALLS.items():
             count = max(nbytes // 4 // comm.size, 1) * comm.size
-            for name, (prepare, call) in _calls(rig, comm, count).items():
+            for name, (prepare, call) in _calls(rig, comm, count, level).items():
                 contestants[level, name, nbytes] = Calls(rig, call, calls, prepare)
     series = slowest(rig.comm, take_turns_within(rig.comm, contestants, until))
     taken = {key: float(np.median(values)) for (key, _), values in series.items()}
@@ -114,7 +114,9 @@ def _measured(rig: Rig, levels: Mapping[Level, Communicator], until: float) -> d
     }
 
 
-def _calls(rig: Rig, comm: Communicator, count: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+def _calls(
+    rig: Rig, comm: Communicator, count: int, level: Level
+) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     """For each operation: what writes the array that is sent, as the computation before it does, and the operation."""
     whole, part = _array(rig, comm, count), torch.zeros(count // comm.size, device=rig.device)
     gathered = torch.zeros(count, device=rig.device)
@@ -135,7 +137,7 @@ def _calls(rig: Rig, comm: Communicator, count: int) -> dict[str, tuple[Callable
         "reduce_scatter": (whole.zero_, lambda: comm.reduce_scatter(part, whole)),
         "message": (message.zero_, there_and_back),
     }
-    if rig.device.type == "cpu" and comm.num_nodes == 1:
+    if rig.device.type == "cpu" and level == "node":
         shared = comm.shared(count, torch.float32)
         calls["shared_gather"] = part.zero_, lambda: comm.all_gather(shared, part)
     return calls
