@@ -66,7 +66,7 @@ def test_launches_are_merged_by_medians() -> None:
     launches = [launch(Row("a", 1.0, seconds, seconds)) for seconds in (2.0, 9.0, 3.0)]
     assert merged(launches) == [Row("a", 1.0, 3.0, 2.0)]
     console = Console(width=150, file=StringIO())
-    console.print(*tables([*launches, launch(*ROWS, threads=2)]))
+    console.print(*tables([*launches, launch(*ROWS, threads=2)]), sep="\n")
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "medians of 3 launches" in text and "medians of 3 steps" in text and "launch 2: median error 88.9%" in text
     assert "60% of 5 pairs more than 15% apart in order; the layout predicted as best takes 50.0% more" in text
