@@ -15,6 +15,7 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain bench --report FILE ...               combine the figures of several launches (one process, no mpirun)
        python -m mpitrain memory --np N [--nodes M] [--json]    predict the memory of a run with these settings (one process)
        python -m mpitrain plan --model M --ranks N --machine X  find the fastest layout of a large run (one process; --help shows more)
+       python -m mpitrain plan --measure FILE | --compare FILE  measure this cluster for plans, and check them (under mpirun)
        python -m mpitrain schedules check|show                  prove or draw the schedules of pipelines (one process)
 """
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(words)
     if command == "memory":
         return _memory(words)
-    if command == "plan":
+    if command == "plan" and not _has(words, "--measure", "--compare"):
         return _plan(words)
     if command == "schedules":
         return _schedules(words)
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from mpitrain.bench.command import main as bench
 
             bench(words, comm)
+        elif command == "plan":
+            _plan_on_ranks(words, comm)
         elif command == "help":
             print(USAGE, end="")
         else:
@@ -111,14 +114,30 @@ def _memory(words: list[str]) -> int:
 
 def _plan(words: list[str]) -> int:
     from mpitrain.plan import command
+    from mpitrain.plan.comparing import command as comparing
 
     if collectives.launched_rank() > 0:
         return 0
     try:
+        if _has(words, "--compare-report"):
+            comparing.report(words)
+            return 0
         return command.main(words)
     except (ValueError, OSError) as error:
         print(f"mpitrain: error: {error}", file=sys.stderr)
         return 1
+
+
+def _plan_on_ranks(words: list[str], comm: collectives.Communicator) -> None:
+    from mpitrain.plan.comparing import command as comparing
+    from mpitrain.plan.measuring import command as measuring
+
+    (measuring if _has(words, "--measure") else comparing).main(words, comm)
+
+
+def _has(words: list[str], *flags: str) -> bool:
+    """Whether one of the flags is among the words, also as --flag=value."""
+    return any(word.partition("=")[0] in flags for word in words)
 
 
 def _schedules(words: list[str]) -> int:

@@ -11,7 +11,8 @@ from mpitrain.bench.model import TrainedModel, TrainingSetup
 from mpitrain.init import initialize
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.stages import pipeline
-from mpitrain.stages.division import costs_of, divide
+from mpitrain.stages.division import costs_of
+from mpitrain.stages.schedules.dividing import divide
 
 
 class StagedModel(TrainedModel):

@@ -14,7 +14,10 @@ from mpitrain.plan import layout as layouts
 from mpitrain.plan import machine as machines
 from mpitrain.plan import report, settings
 from mpitrain.plan.learning_rate import RULES, LearningRate, scaled
+from mpitrain.plan.price import scheduled, stage_times
 from mpitrain.plan.search import Found, Job, search
+from mpitrain.plan.simulation import command as simulation
+from mpitrain.plan.simulation import draw, simulate
 from mpitrain.plan.transformer import NAMED, find, in_settings
 
 FIXED = {
@@ -41,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             f"plan: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; --help shows all options"
         )
-    if options.plot is not None:
-        raise ValueError("plan: --plot needs --published")
+    if options.plot is not None and not options.simulate:
+        raise ValueError("plan: --plot needs --published or --simulate")
     machine = machines.load(options.machine)
     fixed = tuple(
         (name, getattr(options, f"fixed_{name}")) for name in FIXED if getattr(options, f"fixed_{name}") is not None
@@ -53,6 +56,9 @@ def main(argv: Sequence[str]) -> int:
     model = find(options.model, options.context)
     lr = _learning_rate(options, options.batch * model.context)
     found = search(Job(model, machine, layouts.NAMED[options.software], options.ranks, options.batch, fixed))
+    if options.simulate:
+        _simulate(options, found)
+        return 0
     price = options.price if options.price is not None else machine.price
     if options.json:
         print(json.dumps(report.as_data(found, options.top, price, options.tokens, lr), indent=1))
@@ -68,7 +74,9 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mpitrain plan",
-        description="Considers all layouts of a model on a machine: which fit, and how long a step takes. One process, without MPI.",
+        description="Considers all layouts of a model on a machine: which fit, and how long a step takes. One process, without MPI. "
+        "Under mpirun: --measure FILE writes the machine file of the cluster at hand, and --compare MACHINE compares predicted with "
+        "measured steps; each has its own --help.",
     )
     parser.add_argument("--model", help=f"{', '.join(NAMED)}, or a transformers config.json")
     parser.add_argument("--ranks", type=_count, help="number of ranks: GPUs, or processes on CPUs")
@@ -105,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     comparing.add_argument(
         "--published", action="store_true", help="print the predictions beside tables of papers, as Markdown"
     )
-    comparing.add_argument("--plot", metavar="FILE", help="also write a picture of them, as SVG")
+    comparing.add_argument("--plot", metavar="FILE", help="also write a picture of them, or of --simulate, as SVG")
+    simulation.options(parser)
     return parser
 
 
@@ -145,6 +154,34 @@ def _learning_rate(options: Any, tokens_of_step: int) -> LearningRate | None:
         warmup_tokens=options.warmup_tokens,
         tokens_of_step=tokens_of_step,
     )
+
+
+def _simulate(options: argparse.Namespace, found: Found) -> None:
+    """Simulate a run by the best plan, and print or draw it."""
+    plan = found.best
+    if plan is None:
+        raise ValueError("plan: no layout fits that the trainer can run, so there is nothing to simulate")
+    layout, seconds, of = plan.layout, plan.price.seconds, found.job
+    job = simulation.job_of(
+        options,
+        scheduled(layout.schedule, layout.pipeline, layout.num_micro, layout.stages_per_rank),
+        stage_times(of.model, of.machine, of.software, layout),
+        copies=layout.data,
+        tensor_ranks=layout.tensor,
+        reduction_s=seconds["gradients"] + seconds["gathers"],
+        optimizer_s=seconds["optimizer"],
+        tokens=of.tokens,
+    )
+    outcome = simulate(job, options.seed)
+    if options.json:
+        print(json.dumps({"layout": layout._asdict(), **outcome.to_dict()}, indent=1))
+    else:
+        live = is_live_terminal()
+        console = Console(width=None if live else 130, force_terminal=live, highlight=False)
+        console.print(f"{of.model.name}, {of.ranks} ranks of {of.machine.name}: {report.told(plan)}")
+        simulation.show(outcome, console)
+    if options.plot is not None:
+        draw(outcome, options.plot)
 
 
 def _write(path: Path, found: Found, lr: LearningRate | None, *, is_quiet: bool) -> None:

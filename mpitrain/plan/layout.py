@@ -51,6 +51,11 @@ class Layout(NamedTuple):
         return self.batch // (self.data * self.micro)
 
     @property
+    def is_cut(self) -> bool:
+        """Layers are cut over ranks, or in stages."""
+        return self.tensor > 1 or self.pipeline > 1
+
+    @property
     def shards(self) -> int:
         """Ranks over which one copy of parameters, gradients or optimizer state is spread, where ZeRO spreads it."""
         return self.data * self.context // self.copies
@@ -85,6 +90,10 @@ class Software:
     """Without a pipeline, gradients are reduced in each micro-batch; else once a step, and full gradients are kept until then."""
     overlaps_gathers: bool = True
     """Gathers of parameters (ZeRO-3) run beside forward and backward."""
+    gathers_each_forward: bool = False
+    """In ZeRO stages 1 and 2 each micro-batch begins with a gather of parameters; else only the first one of a step."""
+    recomputes_last: bool = True
+    """Recomputation includes the last product of what is computed again, although the backward does not need its result."""
     overlaps_messages: bool = True
     """Messages between stages of a pipeline run beside computation."""
     sends_parts: bool = False
@@ -110,7 +119,13 @@ class Software:
         return self.overlaps_gradients and (layout.pipeline == 1 or self.overlaps_under_pipeline)
 
 
-MPITRAIN = Software("mpitrain", fused_norms=False, keeps_gathered=True)
+MPITRAIN = Software(
+    "mpitrain",
+    fused_norms=False,
+    keeps_gathered=True,
+    gathers_each_forward=True,  # sharding/step/step.py: `open` marks full parameters as expired
+    recomputes_last=False,  # torch's checkpoint stops when it has all tensors that the backward needs
+)
 """This library, as docs/sharding.md and docs/parallel.md describe it."""
 MEGATRON_2021 = Software(
     "Megatron-LM 2.2",

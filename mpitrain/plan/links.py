@@ -45,22 +45,52 @@ def group(machine: Machine, size: int, stride: int) -> Group:
 
 
 def gather(
-    machine: Machine, nbytes: float, group: Group, *, joins_adapters: bool = True, is_shared: bool = False
+    machine: Machine,
+    nbytes: float,
+    group: Group,
+    *,
+    joins_adapters: bool = True,
+    is_shared: bool = False,
+    into_shared: bool = False,
+    parts: int = 1,
 ) -> Sent:
-    """An all-gather of `nbytes` altogether, or a reduce-scatter, which sends as much.
+    """An all-gather of `nbytes` altogether.
 
     Within a node each rank sends (n - 1) / n of the bytes. Between nodes the ranks of a node share the work, each with its own network
     adapter; without `joins_adapters` all bytes go through one adapter. `is_shared`: ranks of a node see each other's bytes anyway.
+    `into_shared`: they gather into one array of the node. `parts`: the number of gathers by which this is done.
     """
+    if group.num_nodes == 1 and is_shared:
+        return Sent()
+    within = "node_shared_gather" if into_shared else "node_all_gather"
+    measured = _measured(machine, nbytes, group, "" if is_shared else within, "all_gather", parts)
+    return _sent(machine, nbytes, group, joins_adapters, is_shared, measured)
+
+
+def scatter(machine: Machine, nbytes: float, group: Group, *, joins_adapters: bool = True, parts: int = 1) -> Sent:
+    """A reduce-scatter, which sends as much as an all-gather."""
+    measured = _measured(machine, nbytes, group, "node_reduce_scatter", "reduce_scatter", parts)
+    return _sent(machine, nbytes, group, joins_adapters, False, measured)
+
+
+def reduce(machine: Machine, nbytes: float, group: Group, *, joins_adapters: bool = True, parts: int = 1) -> Sent:
+    """An all-reduce of `nbytes`: a reduce-scatter and an all-gather."""
+    measured = _measured(machine, nbytes, group, "node_all_reduce", "all_reduce", parts)
+    return _sent(machine, nbytes, group, joins_adapters, False, None if measured is None else measured / 2).times(2)
+
+
+def _sent(
+    machine: Machine, nbytes: float, group: Group, joins_adapters: bool, is_shared: bool, measured: float | None
+) -> Sent:
+    """What an all-gather sends. `measured`: its seconds, instead of those of the limits."""
     if group.size == 1:
         return Sent()
     node_rate = machine.node_bandwidth * machine.efficiency.node_link
     nodes, beside = group.num_nodes, group.on_node
     if nodes == 1:
-        if is_shared:
-            return Sent()
         sent = (beside - 1) / beside * nbytes
-        return Sent(sent / node_rate + math.log2(beside) * machine.node_latency_s, sent, 0.0)
+        seconds = sent / node_rate + math.log2(beside) * machine.node_latency_s
+        return Sent(seconds if measured is None else measured, sent, 0.0)
     latency = math.log2(nodes) * machine.latency_s
     rate = machine.bandwidth * machine.efficiency.link
     if not joins_adapters:
@@ -69,23 +99,38 @@ def gather(
     over = (nodes - 1) / nodes * nbytes / beside
     inside = 0.0 if is_shared else (beside - 1) / beside * nbytes
     # The two levels run at the same time, as in NCCL's rings: the slower one counts.
-    return Sent(max(over / rate, inside / node_rate) + latency, inside, over)
+    seconds = max(over / rate, inside / node_rate) + latency
+    return Sent(seconds if measured is None else measured, inside, over)
 
 
-def reduce(
-    machine: Machine, nbytes: float, group: Group, *, joins_adapters: bool = True, is_shared: bool = False
-) -> Sent:
-    """An all-reduce of `nbytes`: a reduce-scatter and an all-gather."""
-    return gather(machine, nbytes, group, joins_adapters=joins_adapters, is_shared=is_shared).times(2)
+def _measured(machine: Machine, nbytes: float, group: Group, within: str, between: str, parts: int) -> float | None:
+    """Measured seconds of a collective: within the node, then between nodes, where each rank has its share of the bytes.
+
+    None if they were not measured. Groups of another size than the measured ones send another share of the bytes.
+    """
+    links, total = machine.links, 0.0
+    if links is None:
+        return None
+    for name, of, count, size in (
+        (within, nbytes, group.on_node, machine.ranks_per_node),
+        (between, nbytes / group.on_node, group.num_nodes, links.num_nodes),
+    ):
+        if count == 1 or not name:
+            continue
+        seconds = links.seconds(name, of / parts)
+        if seconds is None:
+            return None
+        total += parts * seconds * ((count - 1) / count) / ((size - 1) / size)
+    return total
 
 
 def message(machine: Machine, nbytes: float, *, within_node: bool) -> Sent:
     """`nbytes` to one other rank."""
+    measured = machine.links and machine.links.seconds("node_message" if within_node else "message", nbytes)
     if within_node:
-        return Sent(
-            nbytes / (machine.node_bandwidth * machine.efficiency.node_link) + machine.node_latency_s, nbytes, 0.0
-        )
-    return Sent(nbytes / (machine.bandwidth * machine.efficiency.link) + machine.latency_s, 0.0, nbytes)
+        seconds = nbytes / (machine.node_bandwidth * machine.efficiency.node_link) + machine.node_latency_s
+        return Sent(measured or seconds, nbytes, 0.0)
+    return Sent(measured or nbytes / (machine.bandwidth * machine.efficiency.link) + machine.latency_s, 0.0, nbytes)
 
 
 def exchange(machine: Machine, nbytes: float, group: Group) -> Sent:

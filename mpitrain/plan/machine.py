@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from mpitrain.plan.measuring.constants import Kernels, Links
+
 
 @dataclass(frozen=True)
 class Efficiency:
@@ -72,6 +74,10 @@ class Machine:
     """The ranks of a node can hold full parameters together: CPUs."""
     price: float | None = None
     """Of one rank for an hour, if no other price is given."""
+    kernels: Kernels | None = None
+    """Measured times of kernels, in place of shares of the limits: `plan --measure` writes them."""
+    links: Links | None = None
+    """Measured times of communication, in place of shares of the limits."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -80,6 +86,9 @@ class Machine:
                 raise ValueError(f"{field.name}: expected a positive number, got {value:g}")
         if self.element_bytes not in (2, 4):
             raise ValueError(f"element_bytes: expected 2 or 4, got {self.element_bytes}")
+
+
+_SECTIONS: dict[str, type[Any]] = {"efficiency": Efficiency, "kernels": Kernels, "links": Links}
 
 
 def names() -> list[str]:
@@ -115,11 +124,13 @@ def from_text(text: str, source: str) -> Machine:
         document = tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"machine file {source} is not valid TOML: {error}") from None
-    shares = document.get("efficiency", {})
-    if not isinstance(shares, dict):
-        raise ValueError(f"machine file {source}: efficiency: expected a section [efficiency], got {shares!r}")
+    for name in _SECTIONS:
+        if not isinstance(section := document.get(name, {}), dict):
+            raise ValueError(f"machine file {source}: {name}: expected a section [{name}], got {section!r}")
     _check_keys(document, Machine, source, "")
-    _check_keys(shares, Efficiency, source, "efficiency.")
+    for name, kind in _SECTIONS.items():
+        if name in document:
+            _check_keys(document[name], kind, source, f"{name}.")
     try:
         return msgspec.convert(document, Machine)
     except msgspec.ValidationError as error:  # also the ValueErrors of the dataclasses

@@ -5,11 +5,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mpitrain.plan.block import block_of, head_s
+from mpitrain.plan.kernels import kernels_of
 from mpitrain.plan.layout import Layout, Software
-from mpitrain.plan.links import Sent, gather, group, message, reduce
+from mpitrain.plan.links import Sent, gather, group, message, reduce, scatter
 from mpitrain.plan.machine import Machine
 from mpitrain.plan.transformer import Transformer
-from mpitrain.stages.schedules import SCHEDULES, Schedule, Times
+from mpitrain.stages.schedules import SCHEDULES, Schedule, StageTimes, Times
+from mpitrain.stages.schedules.dividing import divide
+from mpitrain.stages.schedules.schedule import Kind
+from mpitrain.stages.schedules.timeline import timeline
 
 CAUSES = {
     "compute": "forward and backward of the busiest stage",
@@ -24,10 +28,6 @@ CAUSES = {
     "optimizer": "the optimizer's step",
 }
 """Where the time of a step goes."""
-
-OPTIMIZER_BYTES = {2: 30, 4: 28}
-"""Bytes that AdamW reads and writes for a parameter, by the bytes of a number in forward and backward: gradient, parameter in fp32 and
-two moments, read; the last three and the parameter for the forward, written."""
 
 
 class Price(NamedTuple):
@@ -64,18 +64,16 @@ def price(model: Transformer, machine: Machine, software: Software, layout: Layo
         "context": made.context.times(n * blocks * (2 + repeats)),
         "experts": made.experts.times(n * blocks * (1 + repeats)),
     }
-    # Communication that is repeated is in "again".
-    seconds["tensor"] = 2 * n * blocks * made.tensor.seconds
+    # Communication that is repeated is in "again". The embedding and the head together exchange half as much as a block. The shares of
+    # the limits were fitted without these exchanges.
+    ends = 0.5 if machine.links is not None else 0.0
+    seconds["tensor"] = 2 * n * (blocks + ends) * made.tensor.seconds
     seconds["context"] = 3 * n * blocks * made.context.seconds
     seconds["experts"] = 2 * n * blocks * made.experts.seconds
     backward = blocks * (made.backward + made.again + made.sent_backward) + has_head * head_backward
     if p > 1:
-        times = stage_times(model, machine, software, layout)
-        seconds["bubble"] = _idle(layout, times)
         sent["pipeline"] = _message(model, machine, software, layout).times(2 * n * layout.stages_per_rank)
-        # The first micro-batch passes all stages, and its gradient comes back: nothing can be computed then.
-        exposed = 0.0 if software.overlaps_messages else sent["pipeline"].seconds
-        seconds["messages"] = exposed + 2 * (p - 1) * times.message
+        seconds["bubble"], seconds["messages"] = _waits(model, machine, software, layout, sent["pipeline"].seconds)
     if layout.data * layout.context > 1:
         first = 1 / max(blocks, 1)  # what belongs to one block begins or ends alone
         reductions, count = _reductions(model, machine, software, layout)
@@ -93,15 +91,14 @@ def price(model: Transformer, machine: Machine, software: Software, layout: Layo
                 gathers_beside = max(0.0, min(gathers.seconds * (1 - first / count), work * (1 - first) - beside))
             sent["gathers"] = gathers
             seconds["gathers"] = gathers.seconds - machine.efficiency.overlap * gathers_beside
-    parameters = rank_parameters(model, layout)
-    spread = layout.shards if layout.zero else 1
-    stream = machine.memory_bandwidth * machine.efficiency.stream
-    seconds["optimizer"] = parameters / spread * OPTIMIZER_BYTES[machine.element_bytes] / stream
+    seconds["gradients"] += _other_gradients(model, machine, software, layout)
+    kernels = kernels_of(machine, is_cut=layout.is_cut)
+    seconds["optimizer"] = kernels.optimizer(rank_parameters(model, layout) / (layout.shards if layout.zero else 1))
     return Price(seconds, sent)
 
 
 def _head(model: Transformer, machine: Machine, layout: Layout) -> tuple[float, float]:
-    return head_s(model, machine, layout.tensor, layout.context, layout.micro)
+    return head_s(model, machine, layout.tensor, layout.context, layout.micro, layout.is_cut)
 
 
 @lru_cache(maxsize=65536)
@@ -127,9 +124,29 @@ def busiest_stage(layers: int, ranks: int, stages_per_rank: int, head: float, is
     return found
 
 
-def stage_times(model: Transformer, machine: Machine, software: Software, layout: Layout) -> Times:
-    """Seconds of a rank in the middle of a pipeline for one micro-batch, and of one message."""
-    made, blocks = block_of(model, machine, software, layout), model.layers / layout.pipeline
+def stage_times(model: Transformer, machine: Machine, software: Software, layout: Layout) -> tuple[Times, ...]:
+    """Seconds of each stage for one micro-batch, and of one message. Blocks are dealt to stages as the program does."""
+    count = layout.pipeline * layout.stages_per_rank
+    if software.balances_stages:
+        costs = [float(model.block_parameters - model.vectors)] * model.layers
+        blocks = [len(own) for own in divide(0.0, costs, float(model.vocab * model.width), count)]
+    else:
+        blocks = [math.ceil(model.layers / count)] * count
+    of_head = _head(model, machine, layout)
+    times = [_times(model, machine, software, layout, own) for own in blocks]
+    last = times[-1]
+    half = of_head[1] / 2  # of the head's backward: a product for the input, and one for the weights
+    times[-1] = last._replace(
+        forward=last.forward + of_head[0],
+        input_grads=last.input_grads + half,
+        weight_grads=last.weight_grads + half,
+    )
+    return tuple(times)
+
+
+def _times(model: Transformer, machine: Machine, software: Software, layout: Layout, blocks: float) -> Times:
+    """Seconds of `blocks` blocks for one micro-batch, and of one message."""
+    made = block_of(model, machine, software, layout)
     return Times(
         blocks * (made.forward + made.sent_forward),
         blocks * (made.backward - made.weights + made.again + made.sent_backward),
@@ -138,12 +155,39 @@ def stage_times(model: Transformer, machine: Machine, software: Software, layout
     )
 
 
-def _idle(layout: Layout, times: Times) -> float:
-    """Seconds in which the busiest rank waits for others, without the time of messages."""
-    idle = scheduled(layout.schedule, layout.pipeline, layout.num_micro, layout.stages_per_rank).idle(times)
-    # The formulae hold for weights <= forward <= input gradients, and the times of a block are in this order.
-    assert idle is not None, (layout, times)
-    return idle
+_MOST_ACTIONS = 1024
+"""Of a pipeline, whose timeline is computed on a measured machine. Larger ones take too long for a search."""
+
+
+def _waits(
+    model: Transformer, machine: Machine, software: Software, layout: Layout, sent_s: float
+) -> tuple[float, float]:
+    """Seconds in which the busiest rank waits for other stages, and those that messages add. `sent_s`: of all messages of a rank."""
+    schedule = scheduled(layout.schedule, layout.pipeline, layout.num_micro, layout.stages_per_rank)
+    if machine.kernels is not None and 3 * schedule.num_stages * schedule.num_micro <= _MOST_ACTIONS:
+        times = stage_times(model, machine, software, layout)
+        works = [0.0] * schedule.num_ranks
+        for stage, of_stage in enumerate(times):
+            works[schedule.rank_of(stage)] += schedule.num_micro * of_stage.work
+        alone = _total(schedule, times, 0.0)
+        return alone - max(works), _total(schedule, times, times[0].message) - alone
+    middle = _times(model, machine, software, layout, model.layers / layout.pipeline)
+    idle = schedule.idle(middle)
+    if (
+        idle is None
+    ):  # the formulae hold for weights <= forward <= input gradients, and measured times may be in another order
+        idle = timeline(schedule, middle._replace(message=0.0)).total - schedule.num_micro * middle.work
+    # The first micro-batch passes all stages, and its gradient comes back: nothing can be computed then.
+    exposed = 0.0 if software.overlaps_messages else sent_s
+    return idle, exposed + 2 * (layout.pipeline - 1) * middle.message
+
+
+def _total(schedule: Schedule, times: tuple[Times, ...], message: float) -> float:
+    """Seconds of a step's actions, if each stage has its own times."""
+    kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
+    return timeline(
+        schedule, StageTimes(tuple({kind: of.of(kind, 1) for kind in kinds} for of in times), message)
+    ).total
 
 
 @lru_cache(maxsize=65536)
@@ -175,25 +219,47 @@ def rank_parameters(model: Transformer, layout: Layout) -> float:
 
 def _reductions(model: Transformer, machine: Machine, software: Software, layout: Layout) -> tuple[Sent, int]:
     """The reductions of gradients of a step, and how often each gradient is reduced."""
-    joins, ranks = software.joins_adapters, layout.data * layout.context
+    joins, ranks, parts = software.joins_adapters, layout.data * layout.context, _units(model, layout)
     nbytes = rank_parameters(model, layout) * software.grad_bytes
     if layout.zero == 0:
-        sent = reduce(machine, nbytes, group(machine, ranks, layout.tensor), joins_adapters=joins)
+        sent = reduce(machine, nbytes, group(machine, ranks, layout.tensor), joins_adapters=joins, parts=parts)
     else:
-        sent = gather(machine, nbytes, group(machine, layout.shards, layout.tensor), joins_adapters=joins)
+        shards = group(machine, layout.shards, layout.tensor)
+        sent = scatter(machine, nbytes, shards, joins_adapters=joins, parts=parts)
         copies = group(machine, layout.copies, layout.tensor * layout.shards)
-        sent = sent.plus(reduce(machine, nbytes / layout.shards, copies, joins_adapters=joins))
+        sent = sent.plus(reduce(machine, nbytes / layout.shards, copies, joins_adapters=joins, parts=parts))
     count = layout.num_micro if software.reduces_each_micro_batch and layout.pipeline == 1 else 1
     return sent.times(count), count
+
+
+def _other_gradients(model: Transformer, machine: Machine, software: Software, layout: Layout) -> float:
+    """Seconds of moving gradients into the memory of reductions, and of adding those of several micro-batches."""
+    full, n = rank_parameters(model, layout), layout.num_micro
+    own = full / (layout.shards if layout.zero else 1)
+    count = n if software.reduces_each_micro_batch and layout.pipeline == 1 else 1  # reductions
+    moves = count if layout.data * layout.context > 1 else 0
+    # Stages of a pipeline add products of weights in place. Without ZeRO the reduced gradients are copied once more.
+    adds = n - 1 if layout.pipeline == 1 else 0
+    if moves and not layout.zero:
+        moves += 1
+    return kernels_of(machine, is_cut=layout.is_cut).gradients(full, own, moves=moves, adds=adds)
 
 
 def _gathers(model: Transformer, machine: Machine, software: Software, layout: Layout) -> tuple[Sent, int]:
     """The gathers of parameters of a step, and how often each parameter is gathered.
 
-    Once after the optimizer's step, if ranks keep full parameters; else before each forward and each backward.
+    Before each forward and each backward in stage 3, unless ranks keep full parameters; else before each forward, or once a step.
     """
     nbytes = rank_parameters(model, layout) * machine.element_bytes
-    ranks = group(machine, layout.shards, layout.tensor)
-    sent = gather(machine, nbytes, ranks, joins_adapters=software.joins_adapters, is_shared=layout.resident)
-    count = 2 * layout.num_micro if layout.zero == 3 and not layout.resident else 1
+    ranks, joins = group(machine, layout.shards, layout.tensor), software.joins_adapters
+    is_shared, parts = layout.resident, _units(model, layout)
+    sent = gather(machine, nbytes, ranks, joins_adapters=joins, is_shared=is_shared, parts=parts)
+    count = layout.num_micro if software.gathers_each_forward else 1
+    if layout.zero == 3 and not layout.resident:
+        count = 2 * layout.num_micro
     return sent.times(count), count
+
+
+def _units(model: Transformer, layout: Layout) -> int:
+    """Parts in which a rank's parameters are gathered and their gradients reduced: blocks."""
+    return max(1, math.ceil(model.layers / layout.pipeline))

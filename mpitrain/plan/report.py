@@ -75,7 +75,7 @@ def show(
     if best is None:
         _show_none(console, found)
         return
-    console.print(f"\nThe fastest that the trainer can run: {_told(best)}")
+    console.print(f"\nThe fastest that the trainer can run: {told(best)}")
     console.print(_details(best))
     _show_totals(console, best, price, tokens)
     if lr is not None:
@@ -91,7 +91,7 @@ def _show_none(console: Console, found: Found) -> None:
     else:
         least = min(found.too_large, key=lambda plan: plan.nbytes)
         lacks = f"lacks {least.lacks_bytes / 1e9:,.3g} GB a rank"
-        console.print(f"No layout fits. The one that needs least memory {lacks}: {_told(least)}")
+        console.print(f"No layout fits. The one that needs least memory {lacks}: {told(least)}")
         console.print(_memory(least))
 
 
@@ -177,7 +177,8 @@ def _others(found: Found) -> Table:
     return table
 
 
-def _told(plan: Plan) -> str:
+def told(plan: Plan) -> str:
+    """A layout in words."""
     of = plan.layout
     parts = [str(of), f"ZeRO {of.zero}" if of.zero else "", _schedule(plan), f"{of.num_micro} x {of.micro} sequences"]
     parts += [

@@ -3,7 +3,9 @@
 import json
 from typing import Any
 
+from mpitrain.plan.layout import Layout
 from mpitrain.plan.learning_rate import LearningRate
+from mpitrain.plan.machine import Machine
 from mpitrain.plan.search import Plan
 from mpitrain.plan.transformer import in_settings
 
@@ -20,21 +22,28 @@ def sections(plan: Plan, lr: LearningRate | None = None) -> dict[str, dict[str, 
     made: dict[str, dict[str, Any]] = {}
     if (model := in_settings(job.model)) is not None:
         made["model"] = model
+    made["parallel"] = parallel_section(layout, job.machine)
+    if lr is not None:
+        made["optim"] = {"lr": lr.lr} | ({} if lr.warmup_steps is None else {"warmup_steps": lr.warmup_steps})
+    made["train"] = {"batch": layout.batch, "accumulate": layout.num_micro}
+    return made
+
+
+def parallel_section(layout: Layout, machine: Machine) -> dict[str, Any]:
+    """The section `[parallel]` of a layout."""
     parallel: dict[str, Any] = {"stage": layout.zero, "copies": layout.copies, "tensor": layout.tensor}
     if layout.tensor > 1:
         parallel["sequence"] = layout.sequence
     if layout.pipeline > 1:
         parallel |= {"pipeline": layout.pipeline, "schedule": layout.schedule}
-    if job.machine.shares_memory and layout.zero:
+        if layout.schedule == "interleaved":
+            parallel["stages_per_rank"] = layout.stages_per_rank
+    if machine.shares_memory and layout.zero:
         parallel["storage"] = "resident" if layout.resident else "private"
-    if job.machine.element_bytes == 2:
+    if machine.element_bytes == 2:
         parallel["param_dtype"] = "bfloat16"
     parallel["checkpoint_activations"] = layout.recompute
-    made["parallel"] = parallel
-    if lr is not None:
-        made["optim"] = {"lr": lr.lr} | ({} if lr.warmup_steps is None else {"warmup_steps": lr.warmup_steps})
-    made["train"] = {"batch": layout.batch, "accumulate": layout.num_micro}
-    return made
+    return parallel
 
 
 def to_toml(plan: Plan, lr: LearningRate | None = None) -> str:

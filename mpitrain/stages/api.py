@@ -19,7 +19,7 @@ from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.optimizer_checks import watch_optimizers
 from mpitrain.optim.spread import spread_of
 from mpitrain.optim.torch_calls import watch_norms
-from mpitrain.stages.division import costs_of, divide
+from mpitrain.stages.division import costs_of
 from mpitrain.stages.executor import Run
 from mpitrain.stages.linear import take_linear_layers
 from mpitrain.stages.messages import Messages, Streams
@@ -28,6 +28,7 @@ from mpitrain.stages.places import in_program, of_message
 from mpitrain.stages.plan import StagePlan
 from mpitrain.stages.records import Measured, Record, gathered
 from mpitrain.stages.schedules import Schedule, StageTimes, make_schedule
+from mpitrain.stages.schedules.dividing import divide
 from mpitrain.stages.schedules.forwards import forwards
 from mpitrain.stages.tied import mark, ranks_of_params
 from mpitrain.stages.transformers import stage_plan_of_transformers

@@ -1,15 +1,46 @@
 """`plan --measure FILE` under mpirun: measures, writes the machine file, and prints its constants."""
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rich.table import Table
 
 from collectives import Communicator
+from collectives.bench.kit.arguments import positive_seconds
 from collectives.bench.kit.running import writable
-from collectives.commands.terminal import console
+from collectives.commands.terminal import console, positive
+
+SECONDS = 40.0
 
 
-def measure_into(path: str, comm: Communicator, *, threads: int | None = None, seconds: float = 40.0) -> None:
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"plan: {message}")
+
+
+def main(words: Sequence[str], comm: Communicator) -> None:
+    """Run the command. Collective. Errors are raised on all ranks."""
+    parser = _Parser(
+        prog="mpirun -np N python -m mpitrain plan",
+        description="Measures the cluster at hand, with one rank for each GPU, or as many ranks on each node as a training has.",
+    )
+    parser.add_argument(
+        "--measure", metavar="FILE.toml", required=True, help="the machine file to write, for --machine"
+    )
+    parser.add_argument(
+        "--threads", type=positive, help="threads of each rank (default: its share of the node's cores)"
+    )
+    parser.add_argument(
+        "--seconds", type=positive_seconds, default=SECONDS, help=f"of the measurement (default: {SECONDS:g})"
+    )
+    with comm.together():
+        options = parser.parse_args(list(words))
+    measure_into(options.measure, comm, threads=options.threads, seconds=options.seconds)
+
+
+def measure_into(path: str, comm: Communicator, *, threads: int | None = None, seconds: float = SECONDS) -> None:
     """Measure on all ranks; rank 0 writes the file and prints. Collective.
 
     `threads`: of each rank, as the setting parallel.threads. OSError on all ranks, before the measurement, if the file cannot be

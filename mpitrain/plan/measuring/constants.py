@@ -37,7 +37,7 @@ class Kernels:
     product_flops: tuple[float, float]
     """FLOP/s of a linear layer with its bias: 2 x rows x inputs x outputs forward, twice this backward. Without `weight_s`."""
     cut_product_flops: tuple[float, float]
-    """The same of products of a tensor-parallel layer, which may use another library."""
+    """The same of a layer that is cut over ranks or in a stage of a pipeline, which may use another library."""
     weight_s: tuple[float, float]
     """Seconds that such a layer takes for each of its weights, however few rows there are: it reads them from memory."""
     attention_flops: tuple[tuple[float, float, float], ...]
@@ -108,6 +108,8 @@ class Links:
     node_all_gather: Sizes | None = None
     node_reduce_scatter: Sizes | None = None
     node_message: Sizes | None = None
+    node_shared_gather: Sizes | None = None
+    """An all-gather into one array of the node, of which each rank writes its part."""
     all_reduce: Sizes | None = None
     all_gather: Sizes | None = None
     reduce_scatter: Sizes | None = None

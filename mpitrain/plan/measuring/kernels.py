@@ -96,7 +96,7 @@ def constants(
             "product_flops": Constant(of_rows(taken["linear", "forward"], taken["linear", "backward"]), f"Of {linear}."),
             "cut_product_flops": Constant(
                 of_rows(taken["cut forward", "call"], taken["cut backward", "call"]),
-                "The same products of a tensor-parallel layer, without bias and autograd.",
+                "The same of a layer that is cut over ranks or in a stage of a pipeline, without autograd.",
             ),
             "weight_s": Constant(
                 (for_weights[0] / weights, for_weights[1] / weights),
@@ -145,7 +145,7 @@ def _contestants(rig: Rig, sizes: Sizes) -> dict[str, Contestant]:
         return values.to(dtype).requires_grad_(grad)
 
     x, weight, bias = drawn(tokens, width), drawn(4 * width, width), drawn(4 * width)
-    x_, weight_, grad = (t.detach() for t in (x, weight, drawn(tokens, 4 * width)))
+    x_, weight_, bias_, grad = (t.detach() for t in (x, weight, bias, drawn(tokens, 4 * width)))
     x_next = drawn(tokens, width, grad=False)
     targets = torch.randint(CLASSES, (tokens,), device=rig.device, generator=generator)
     one, few = torch.zeros(1, device=rig.device), torch.zeros(8, device=rig.device, requires_grad=True)
@@ -154,6 +154,7 @@ def _contestants(rig: Rig, sizes: Sizes) -> dict[str, Contestant]:
     def cut_backward() -> None:
         product(grad, weight_)
         product(grad.t(), x_)
+        grad.sum(0)
 
     def small_with_autograd(z: torch.Tensor) -> torch.Tensor:
         for _ in range(SMALL):
@@ -168,7 +169,7 @@ def _contestants(rig: Rig, sizes: Sizes) -> dict[str, Contestant]:
     return {
         "linear": forward_backward(F.linear, (x, weight, bias)),
         "few rows": forward_backward(F.linear, (drawn(FEW_ROWS, width), weight, bias)),
-        "cut forward": Calls(rig, lambda: product(x_, weight_.t())),
+        "cut forward": Calls(rig, lambda: product(x_, weight_.t(), bias_)),
         "cut backward": Calls(rig, cut_backward),
         **{f"attention {length}": forward_backward(_attention, (queries(length),)) for length in LENGTHS},
         "norm": forward_backward(partial(_norm, width), (x, drawn(width), drawn(width))),

@@ -103,22 +103,23 @@ def _measured(rig: Rig, levels: Mapping[Level, Communicator], until: float) -> d
     for level, comm in levels.items():
         for nbytes, calls in CALLS.items():
             count = max(nbytes // 4 // comm.size, 1) * comm.size
-            for name, (prepare, call) in _calls(rig, comm, count).items():
+            for name, (prepare, call) in _calls(rig, comm, count, level).items():
                 contestants[level, name, nbytes] = Calls(rig, call, calls, prepare)
     series = slowest(rig.comm, take_turns_within(rig.comm, contestants, until))
     taken = {key: float(np.median(values)) for (key, _), values in series.items()}
     return {
         (level, name): tuple((nbytes, taken[level, name, nbytes] / MESSAGES.get(name, 1)) for nbytes in CALLS)
         for level in levels
-        for name in (*COLLECTIVES, *MESSAGES)
+        for name in dict.fromkeys(name for of_level, name, _ in contestants if of_level == level)
     }
 
 
-def _calls(rig: Rig, comm: Communicator, count: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+def _calls(
+    rig: Rig, comm: Communicator, count: int, level: Level
+) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     """For each operation: what writes the array that is sent, as the computation before it does, and the operation."""
     whole, part = _array(rig, comm, count), torch.zeros(count // comm.size, device=rig.device)
-    is_shared = rig.device.type == "cpu" and comm.num_nodes == 1
-    gathered = comm.shared(count, torch.float32) if is_shared else torch.zeros(count, device=rig.device)
+    gathered = torch.zeros(count, device=rig.device)
     message, partner = torch.zeros(count, device=rig.device), comm.rank ^ 1
 
     def there_and_back() -> None:
@@ -130,12 +131,16 @@ def _calls(rig: Rig, comm: Communicator, count: int) -> dict[str, tuple[Callable
             else:
                 comm.recv(message, partner)
 
-    return {
+    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "all_reduce": (whole.zero_, lambda: comm.all_reduce(whole)),
         "all_gather": (part.zero_, lambda: comm.all_gather(gathered, part)),
         "reduce_scatter": (whole.zero_, lambda: comm.reduce_scatter(part, whole)),
         "message": (message.zero_, there_and_back),
     }
+    if rig.device.type == "cpu" and level == "node":
+        shared = comm.shared(count, torch.float32)
+        calls["shared_gather"] = part.zero_, lambda: comm.all_gather(shared, part)
+    return calls
 
 
 def _array(rig: Rig, comm: Communicator, count: int) -> torch.Tensor:

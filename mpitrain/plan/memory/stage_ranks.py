@@ -10,12 +10,13 @@ import torch
 
 from mpitrain.config import ParallelConfig
 from mpitrain.models import LanguageModel
-from mpitrain.stages.division import costs_of, divide
+from mpitrain.stages.division import costs_of
 from mpitrain.stages.executor import Run
 from mpitrain.stages.linear import take_linear_layers
 from mpitrain.stages.messages import Messages
 from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.schedules import Action, Schedule, make_schedule
+from mpitrain.stages.schedules.dividing import divide
 from mpitrain.stages.schedules.forwards import forwards
 
 

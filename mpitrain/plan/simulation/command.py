@@ -16,6 +16,7 @@ from mpitrain.stages.schedules import Schedule, Times
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the flags. Their defaults are those of `Job`, except that a run has failures and checkpoints only if they are given."""
     add = parser.add_argument_group("simulation", "of a run event by event").add_argument
+    add("--simulate", action="store_true", help="simulate a run by the best plan")
     add(
         "--jitter",
         type=float,

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -202,3 +203,41 @@ def test_an_error_is_one_line() -> None:
     )
     assert result.returncode == 1
     assert result.stderr.startswith("mpitrain: error: unknown model 'llama4'") and result.stderr.count("\n") == 1
+
+
+def test_simulate_the_best_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "run.svg"
+    failures = ["--rank-mtbf-hours", "20000", "--checkpoint-seconds", "10", "--restart-seconds", "300"]
+    assert command.main([*SMALL, "--simulate", "--jitter", "0.01", *failures, "--plot", str(picture)]) == 0
+    shown = capsys.readouterr().out
+    assert "goodput" in shown and "llama3-8b, 16 ranks of H100: " in shown
+    assert picture.read_text().startswith("<?xml")
+    assert command.main([*SMALL, "--simulate", "--json", "--pipeline", "2", "--schedule", "zb-v"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["layout"]["pipeline"] == 2 and made["schedule"] == "zb-v" and made["ranks"] == 16
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
+def test_a_simulation_without_disturbances_takes_as_long_as_the_plan(
+    schedule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixed = ["--pipeline", "4", "--tensor", "2", "--schedule", schedule, "--micro", "1"]
+    command.main([*SMALL, *fixed, "--json"])
+    planned = json.loads(capsys.readouterr().out)["best"]["step_s"]
+    command.main([*SMALL, *fixed, "--simulate", "--json"])
+    simulated = json.loads(capsys.readouterr().out)
+    # The plan lets the busiest stage set the pace; the simulation has the stages as they are.
+    assert simulated["ideal_step_s"] == pytest.approx(planned, rel=0.1)
+
+
+def test_simulate_16384_ranks_within_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "llama3-405b", "--ranks", "16384", "--machine", "h100", "--batch", "2048", "--context", "8192"]
+    begun = time.process_time()
+    command.main([*words, "--simulate", "--json", "--jitter", "0.01", "--slow-ranks", "16", "--mtbf-hours", "3"])
+    assert time.process_time() - begun < 15  # 3 s on one core of a server
+    assert 0 < json.loads(capsys.readouterr().out)["goodput"] < 1
+
+
+def test_nothing_fits_to_be_simulated() -> None:
+    with pytest.raises(ValueError, match="no layout fits that the trainer can run, so there is nothing to simulate"):
+        command.main(["--model", "llama3-405b", "--ranks", "2", "--machine", "h100", "--batch", "2", "--simulate"])

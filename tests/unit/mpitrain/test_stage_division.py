@@ -13,7 +13,8 @@ from torch import nn
 from collectives import Communicator
 from mpitrain import parts
 from mpitrain.models import GPT, GPTConfig
-from mpitrain.stages.division import costs_of, divide
+from mpitrain.stages.division import costs_of
+from mpitrain.stages.schedules.dividing import divide
 
 
 @settings(deadline=None, max_examples=100)

@@ -153,8 +153,8 @@ def torchs(schedule: Schedule, rank: int) -> list[tuple[str, int, int]]:
 
 
 # Model, ranks, micro-batches, milliseconds of F, I, W and a message; the shares of idle time of 1F1B, ZB-H1 and interleaved 1F1B.
-# Qi et al., Zero Bubble Pipeline Parallelism, 2401.10241: the tables of profiled times and of bubble rates. With 22 layers, the embedding
-# and the head, each of the 8 ranks has 3 stages of one layer in interleaved 1F1B.
+# Qi et al., Zero Bubble Pipeline Parallelism, 2401.10241: the tables of profiled times and of bubble rates. With 22 layers, the
+# embedding and the head, each of the 8 ranks has 3 stages of one layer in interleaved 1F1B.
 PUBLISHED = [
     ("1.5B", 8, 24, (18.522, 18.086, 9.337, 0.601), 0.2431, 0.1585, 0.1055),
     ("1.5B", 8, 32, (18.513, 18.086, 9.331, 0.626), 0.1985, 0.1242, 0.0818),

@@ -1,0 +1,160 @@
+"""Prices on a machine with measured kernels and links."""
+
+from dataclasses import replace
+
+import pytest
+
+from mpitrain.plan import price as prices
+from mpitrain.plan.kernels import Part, kernels_of
+from mpitrain.plan.layout import MPITRAIN, Layout
+from mpitrain.plan.links import gather, group, message, reduce, scatter
+from mpitrain.plan.machine import from_text, load
+from mpitrain.plan.measuring.constants import Constant, Kernels, Links, to_toml
+from mpitrain.plan.price import price, stage_times
+from mpitrain.plan.transformer import find
+
+KERNELS = Kernels(
+    product_flops=(4e10, 5e10),
+    cut_product_flops=(8e10, 5e10),
+    weight_s=(1e-9, 2e-9),
+    attention_flops=((128, 1e10, 2e10), (256, 2e10, 3e10)),
+    norm_s=(1e-9, 2e-9),
+    gelu_s=(3e-9, 4e-9),
+    residual_s=5e-10,
+    loss_s=(1e-9, 2e-9),
+    operation_s=(3e-6, 4e-6),
+    update_s=2e-9,
+    grad_norm_s=4e-10,
+    add_s=6e-10,
+)
+LINKS = Links(
+    node_all_reduce=((1e3, 1e-5), (1e6, 1e-3)),
+    node_all_gather=((1e3, 2e-5), (1e6, 2e-3)),
+    node_shared_gather=((1e3, 3e-6), (1e6, 3e-4)),
+    node_reduce_scatter=((1e3, 4e-5), (1e6, 4e-3)),
+    node_message=((1e3, 5e-6), (1e6, 5e-4)),
+)
+PLAIN = replace(
+    load("h100"), element_bytes=4, shares_memory=True, ranks_per_node=2, flops=1e11, memory=12e9, memory_bandwidth=1e10
+)
+MACHINE = replace(PLAIN, kernels=KERNELS, links=LINKS)
+MODEL = replace(find("gpt-tiny"), layers=4)
+DATA = Layout(data=2, micro=4, batch=8)
+
+
+def step(layout: Layout) -> float:
+    return price(MODEL, MACHINE, MPITRAIN, layout).step_s
+
+
+def test_kernels_are_those_of_the_file() -> None:
+    whole, cut = (kernels_of(MACHINE, is_cut=is_cut) for is_cut in (False, True))
+    assert whole.product(128, 256, 512) == KERNELS.product_s(128, 256, 512)
+    assert cut.product(128, 256, 512) == KERNELS.product_s(128, 256, 512, is_cut=True)
+    part = Part(128, 1, 4, 4 * MODEL.width)
+    assert whole.attention(MODEL, MPITRAIN, part) == KERNELS.attention_s(128, MODEL.context, 4 * MODEL.head_width)
+    elements = 128 * MODEL.width
+    assert whole.elementwise(MODEL, MPITRAIN, part)[0] == pytest.approx(
+        elements * (2 * 1e-9 + 2 * 5e-10 + 4 * 3e-9) + 8 * 3e-6
+    )
+    # Two ranks that share the tokens between matrices have half of the norms and sums each.
+    less = whole.elementwise(MODEL, MPITRAIN, part)[1] - whole.elementwise(MODEL, MPITRAIN, part._replace(sharers=2))[1]
+    assert less == pytest.approx(elements / 2 * (2 * 2e-9 + 2 * 5e-10))
+    assert whole.optimizer(1000) == pytest.approx(1000 * (2e-9 + 4e-10 + 8 / 1e10))
+    assert whole.gradients(1000, 500, moves=2, adds=3) == pytest.approx(2 * 1000 * 8 / 1e10 + 3 * 500 * 6e-10)
+
+
+def test_collectives_are_those_of_the_file() -> None:
+    two = group(MACHINE, 2, 1)
+    assert gather(MACHINE, 1e6, two).seconds == pytest.approx(2e-3)
+    assert gather(MACHINE, 1e6, two, into_shared=True).seconds == pytest.approx(3e-4)
+    assert scatter(MACHINE, 1e6, two).seconds == pytest.approx(4e-3)
+    assert reduce(MACHINE, 1e6, two).seconds == pytest.approx(1e-3)
+    assert message(MACHINE, 1e6, within_node=True).seconds == pytest.approx(5e-4)
+    assert gather(MACHINE, 1e6, two, is_shared=True).seconds == 0
+    # Many small ones take longer, and send as much.
+    assert reduce(MACHINE, 1e3, two, parts=10).seconds == pytest.approx(10 * 1e-5)
+    assert reduce(MACHINE, 1e3, two, parts=10)[1:] == reduce(PLAIN, 1e3, two)[1:]
+    # Between nodes nothing was measured.
+    assert reduce(MACHINE, 1e6, group(MACHINE, 4, 1)) == reduce(PLAIN, 1e6, group(PLAIN, 4, 1))
+
+
+def test_collectives_between_nodes() -> None:
+    links = replace(LINKS, num_nodes=2, all_reduce=((1e3, 1e-4), (1e6, 1e-2)))
+    machine = replace(MACHINE, links=links)
+    within, between = 1e-3, links.seconds("all_reduce", 5e5)
+    assert between is not None
+    assert reduce(machine, 1e6, group(machine, 4, 1)).seconds == pytest.approx(within + between)
+    # Of four nodes each sends 3/4 in place of 1/2 of the bytes.
+    assert reduce(machine, 1e6, group(machine, 8, 1)).seconds == pytest.approx(within + 1.5 * between)
+
+
+def test_storage_and_micro_batches() -> None:
+    private, resident = DATA._replace(zero=2), DATA._replace(zero=2, resident=True)
+    assert step(resident) < step(private)
+    gathers = price(MODEL, MACHINE, MPITRAIN, private).sent["gathers"].seconds
+    assert price(MODEL, MACHINE, MPITRAIN, resident).sent["gathers"].seconds == 0
+    # Each micro-batch begins with a gather, and stage 3 also gathers for each backward.
+    four = private._replace(micro=1)
+    assert price(MODEL, MACHINE, MPITRAIN, four).sent["gathers"].seconds == pytest.approx(4 * gathers)
+    assert price(MODEL, MACHINE, MPITRAIN, four._replace(zero=3)).sent["gathers"].seconds == pytest.approx(8 * gathers)
+    assert step(four) > step(private)
+
+
+def test_recomputation_stops_before_the_last_product_unless_it_is_cut() -> None:
+    kernels, tokens = kernels_of(MACHINE, is_cut=False), 4 * MODEL.context
+    whole = price(MODEL, MACHINE, MPITRAIN, DATA._replace(recompute="block")).seconds["again"] / MODEL.layers
+    all_ = price(MODEL, MACHINE, replace(MPITRAIN, recomputes_last=True), DATA._replace(recompute="block"))
+    left_out = all_.seconds["again"] / MODEL.layers - whole
+    assert left_out == pytest.approx(kernels.product(tokens, MODEL.inner, MODEL.width)[0])
+    cut = Layout(tensor=2, micro=8, batch=8, recompute="block")
+    assert price(MODEL, MACHINE, MPITRAIN, cut) == price(MODEL, MACHINE, replace(MPITRAIN, recomputes_last=True), cut)
+
+
+def test_stages_have_the_blocks_of_the_trainer() -> None:
+    layout = Layout(pipeline=2, micro=1, batch=8)
+    first, last = stage_times(MODEL, MACHINE, MPITRAIN, layout)
+    assert last.forward > first.forward  # the head
+    whole = stage_times(MODEL, MACHINE, MPITRAIN, Layout(micro=1, batch=8))
+    assert len(whole) == 1 and whole[0].message == 0 < first.message
+
+
+def test_the_waits_of_a_pipeline_follow_from_its_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(pipeline=2, micro=1, batch=8)
+    exact = price(MODEL, MACHINE, MPITRAIN, layout)
+    assert exact.seconds["bubble"] > 0 and exact.seconds["messages"] > 0
+    # The formula, for large pipelines, has stages that are alike.
+    monkeypatch.setattr(prices, "_MOST_ACTIONS", 0)
+    assert price(MODEL, MACHINE, MPITRAIN, layout).step_s == pytest.approx(exact.step_s, rel=0.1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+def test_products_of_weights_may_take_longest(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No schedule's formula need hold for measured times."""
+    monkeypatch.setattr(prices, "_MOST_ACTIONS", 0)
+    machine = replace(MACHINE, kernels=replace(KERNELS, cut_product_flops=(4e11, 1e10)))
+    chunks = 1 if schedule in ("gpipe", "1f1b", "zb-h1") else 2
+    layout = Layout(pipeline=2, schedule=schedule, stages_per_rank=chunks, micro=1, batch=8)
+    assert price(MODEL, machine, MPITRAIN, layout).seconds["bubble"] >= 0
+
+
+def test_the_file_of_measure_is_a_machine() -> None:
+    def constants(of: object) -> dict[str, Constant]:
+        return {name: Constant(value, "From a test.") for name, value in vars(of).items() if value is not None}
+
+    plain = constants(PLAIN)
+    del plain["efficiency"]
+    text = to_toml(
+        {
+            "": plain,
+            "efficiency": constants(PLAIN.efficiency),
+            "kernels": constants(KERNELS),
+            "links": constants(LINKS),
+        },
+        "Of a test.",
+    )
+    read = from_text(text, "x")
+    assert read.kernels == KERNELS and read.links == LINKS
+    with pytest.raises(ValueError, match=r"unknown key kernels.gelu in machine file x: did you mean kernels.gelu_s"):
+        from_text(text.replace("gelu_s", "gelu"), "x")
+    with pytest.raises(ValueError, match=r"kernels.norm_s is missing"):
+        from_text("\n".join(line for line in text.splitlines() if "norm_s =" not in line or "grad" in line), "x")
