@@ -87,6 +87,10 @@ class Machine:
         if self.element_bytes not in (2, 4):
             raise ValueError(f"element_bytes: expected 2 or 4, got {self.element_bytes}")
 
+    def __hash__(self) -> int:
+        """Of few fields, because caches of prices ask for it often, and the measured times are many numbers."""
+        return hash((self.name, self.flops, self.memory))
+
 
 _SECTIONS: dict[str, type[Any]] = {"efficiency": Efficiency, "kernels": Kernels, "links": Links}
 

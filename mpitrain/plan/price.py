@@ -1,6 +1,7 @@
 """The price of a step: seconds by cause and bytes by link, for a model on a machine in a layout."""
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -127,11 +128,9 @@ def busiest_stage(layers: int, ranks: int, stages_per_rank: int, head: float, is
 def stage_times(model: Transformer, machine: Machine, software: Software, layout: Layout) -> tuple[Times, ...]:
     """Seconds of each stage for one micro-batch, and of one message. Blocks are dealt to stages as the program does."""
     count = layout.pipeline * layout.stages_per_rank
+    blocks: Sequence[int] = [math.ceil(model.layers / count)] * count
     if software.balances_stages:
-        costs = [float(model.block_parameters - model.vectors)] * model.layers
-        blocks = [len(own) for own in divide(0.0, costs, float(model.vocab * model.width), count)]
-    else:
-        blocks = [math.ceil(model.layers / count)] * count
+        blocks = _dealt(model.layers, model.block_parameters - model.vectors, model.vocab * model.width, count)
     of_head = _head(model, machine, layout)
     times = [_times(model, machine, software, layout, own) for own in blocks]
     last = times[-1]
@@ -142,6 +141,12 @@ def stage_times(model: Transformer, machine: Machine, software: Software, layout
         weight_grads=last.weight_grads + half,
     )
     return tuple(times)
+
+
+@lru_cache(maxsize=4096)
+def _dealt(layers: int, block: int, head: int, stages: int) -> tuple[int, ...]:
+    """The number of blocks of each stage, as the trainer divides them. `block`, `head`: their parameters in matrices."""
+    return tuple(len(own) for own in divide(0.0, [float(block)] * layers, float(head), stages))
 
 
 def _times(model: Transformer, machine: Machine, software: Software, layout: Layout, blocks: float) -> Times:
@@ -155,7 +160,7 @@ def _times(model: Transformer, machine: Machine, software: Software, layout: Lay
     )
 
 
-_MOST_ACTIONS = 1024
+_MOST_ACTIONS = 128
 """Of a pipeline, whose timeline is computed on a measured machine. Larger ones take too long for a search."""
 
 

@@ -103,6 +103,6 @@ def config_of(size: Size, layout: Layout, machine: Machine) -> Config:
     return config
 
 
-def fewer(size: Size, **changes: int | None) -> Size:
+def with_changes(size: Size, **changes: int | None) -> Size:
     """The size with those of `changes` that are not None."""
     return replace(size, **{name: value for name, value in changes.items() if value is not None})

@@ -10,7 +10,7 @@ from collectives.bench.kit.arguments import add_json
 from collectives.bench.kit.running import measure_and_show
 from collectives.commands.terminal import console, positive
 from mpitrain.plan import machine as machines
-from mpitrain.plan.comparing.cases import Size, config_of, fewer, layouts
+from mpitrain.plan.comparing.cases import Size, config_of, layouts, with_changes
 from mpitrain.plan.comparing.report import tables
 from mpitrain.plan.comparing.results import ComparisonLaunch, Row
 from mpitrain.plan.layout import MPITRAIN
@@ -29,7 +29,7 @@ def main(words: Sequence[str], comm: Communicator) -> None:
     with comm.together():
         options = _parser().parse_args(list(words))
         machine = machines.load(options.compare)
-        size = fewer(Size(), **{name: getattr(options, name) for name in _SIZES})
+        size = with_changes(Size(), **{name: getattr(options, name) for name in _SIZES})
         chosen = {
             name: layout
             for name, layout in layouts(comm.size, size.batch).items()
