@@ -157,10 +157,10 @@ def cut(
 
 
 def refuse_pickle() -> NoReturn:
-    """TypeError for a pickle of a model that is cut, and so holds this rank's parts and communicators."""
+    """TypeError for a pickle of a model that is cut or in stages, and so holds this rank's parts and communicators."""
     raise TypeError(
-        "a model that tensor_parallel has cut cannot be pickled: this rank has only its parts of the parameters; use mpitrain.save, or "
-        "pickle mpitrain.full_state_dict(model)"
+        "a model that tensor_parallel has cut, or pipeline has divided, cannot be pickled: this rank has only its parts; use "
+        "mpitrain.save, or pickle mpitrain.full_state_dict(model)"
     )
 
 

@@ -72,6 +72,11 @@ class ShardedModule(nn.Module):
             for unit, synced in before:
                 unit.sync_gradients = synced
 
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that backwards under `no_sync` have left, if there are any. Collective, outside of the block."""
+        if self._step is not None:
+            self._step.reduce_gradients()
+
     def unshard(self) -> None:
         """Fill and show the full parameters of this module, but not of sharded modules within it. Collective."""
         if self._unit.state is UnitState.SHARDED:

@@ -1,5 +1,6 @@
 """`pipeline`: a plain model, divided into stages over ranks, in place."""
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -21,6 +22,7 @@ from mpitrain.optim.spread import spread_of
 from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.stages.division import costs_of
 from mpitrain.stages.executor import Run
+from mpitrain.stages.inputs import Inputs, call_of, check_inputs, described
 from mpitrain.stages.linear import take_linear_layers
 from mpitrain.stages.messages import Messages, Streams
 from mpitrain.stages.model_stages import ModelStages
@@ -42,8 +44,6 @@ stacks.name(
 )
 
 _NUM_RECORDS = 8
-
-Inputs = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 
 
 def pipeline(
@@ -79,7 +79,9 @@ def pipeline(
             raise ValueError(
                 f"{type(model).__name__} brings no plan along (an attribute stage_plan); pass plan=, a mpitrain.stages.StagePlan"
             )
+        _check_plan(model, plan)
         divided = _division(model, plan, division, made.num_stages)
+        _check_params(ModelStages.names_of(model, plan, divided), model, made)
     described = [f"{name} of shape {tuple(param.shape)}" for name, param in model.named_parameters()]
     check_alike(
         comm,
@@ -88,6 +90,32 @@ def pipeline(
         remedy="build the same model on all ranks, and divide it alike",
     )
     return Pipeline(model, comm, made, plan, divided)
+
+
+def _check_plan(model: nn.Module, plan: StagePlan) -> None:
+    """ValueError for a forward that cannot take a stream, and for blocks that are used twice."""
+    params = inspect.signature(model.forward).parameters.values()
+    if not any(param.name == plan.stream or param.kind is param.VAR_KEYWORD for param in params):
+        raise ValueError(
+            f"the plan's stream is {plan.stream!r}, which is no argument of {type(model).__name__}.forward; expected the argument by "
+            "which it takes the output of an earlier stage in place of its input"
+        )
+    blocks = list(model.get_submodule(plan.blocks)._modules.values())
+    if len(set(map(id, blocks))) < len(blocks):
+        raise ValueError(f"{plan.blocks} has a block twice; a pipeline cannot divide blocks that share all weights")
+
+
+def _check_params(names_of_stages: Sequence[Sequence[str]], model: nn.Module, schedule: Schedule) -> None:
+    """ValueError for a rank without parameters."""
+    has = {
+        schedule.rank_of(stage)
+        for stage, names in enumerate(names_of_stages)
+        if any(True for name in names for _ in model.get_submodule(name).parameters())
+    }
+    if lacking := set(range(schedule.num_ranks)) - has:
+        raise ValueError(
+            f"rank {min(lacking)} of the pipeline would have no parameters; expected another division, or fewer ranks"
+        )
 
 
 def _division(model: nn.Module, plan: StagePlan, counts: Sequence[int] | None, num_stages: int) -> list[range]:
@@ -140,11 +168,15 @@ class Pipeline:
         Args: inputs: for each micro-batch the arguments of the model: a tensor, a sequence or a mapping. The first stage gets all of
         them, the others the named ones but the plan's `input`. The micro-batches may have different sizes. loss_of(output, micro): the
         loss of the model's output, on the rank of the last stage; None: the output is the loss. last: for each micro-batch, more named
-        arguments for the last stage alone, such as the targets. scale: changes a loss before its backward.
+        arguments for the last stage alone, such as the targets. scale: changes a loss before its backward; it is called on each rank.
 
         Returns: the sum of the losses, before `scale`: a float64 scalar, the same on all ranks. ValueError on all ranks if the number
         of micro-batches is not that of the schedule.
         """
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "step: gradients are disabled (torch.no_grad); evaluate computes a loss without gradients"
+            )
         run = self._begin("step", self.schedule, inputs, loss_of, last, scale)
         earlier = self._tied.take(self.stages.model)
         final = max(at for at, action in enumerate(run.program) if action.kind != "F")
@@ -153,6 +185,10 @@ class Pipeline:
             if at == final:
                 self._reduce_gradients(True)
             run.take(at)
+        # The last action may have had no backward: the gradient of a stage's input was computed with those of its weights.
+        reduce: Any = getattr(self.stages.model, "reduce_gradients", None)
+        if reduce is not None:
+            reduce()
         run.messages.end()
         self._tied.add(self.stages.model, earlier)
         total = self._from_last_stage(run)
@@ -239,19 +275,20 @@ class Pipeline:
             for what, given in (("inputs", inputs), ("last", last)):
                 if given is not None and len(given) != schedule.num_micro:
                     raise ValueError(f"expected {schedule.num_micro} micro-batches, got {len(given)} ({what})")
-            if not inputs:
-                raise ValueError("expected at least one micro-batch, got none")
-            calls = [_call(given) for given in inputs]
-            mine = [_shape(call) for call in calls]
-        shapes = self.comm.all_gather_object(mine)
-        if len({len(each) for each in shapes}) > 1:
-            raise ValueError(
-                f"{name}: expected the same number of micro-batches on all ranks, got {[len(each) for each in shapes]}"
-            )
-        messages = Messages(
-            self.comm, schedule, self._streams[torch.is_grad_enabled()], shapes[schedule.rank_of(0)], self._device
-        )
+            if isinstance(inputs, torch.Tensor) or not inputs:
+                raise ValueError(
+                    "expected a sequence of micro-batches, at least one, in place of a tensor or of nothing"
+                )
+            calls = [call_of(given) for given in inputs]
+            mine = [described(call) for call in calls]
+        everyone = self.comm.all_gather_object(mine)
+        with self.comm.together(name):
+            check_inputs(everyone)
+        shapes = [each.shapes for each in everyone[0]]
+        messages = Messages(self.comm, schedule, self._streams[torch.is_grad_enabled()], shapes, self._device)
         program = schedule.program(self.comm.rank)
+        if scale is not None and self.comm.rank != schedule.rank_of(schedule.num_stages - 1):
+            scale(torch.zeros((), device=self._device))  # a scaler, such as torch's, begins with its first call
         return Run(self.stages, messages, program, calls, loss_of or _itself, last, scale)
 
     def _from_last_stage(self, run: Run) -> torch.Tensor:
@@ -280,26 +317,6 @@ class Pipeline:
         change: Any = getattr(self.stages.model, "set_requires_gradient_sync", None)
         if change is not None:
             change(reduces)
-
-
-def _call(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and named arguments of the model."""
-    if isinstance(given, torch.Tensor):
-        return (given,), {}
-    if isinstance(given, Mapping):
-        return (), dict(given)
-    if isinstance(given, Sequence):
-        return tuple(given), {}
-    raise TypeError(f"expected a tensor, a sequence or a mapping for each micro-batch, got {type(given).__name__}")
-
-
-def _shape(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[int, ...]:
-    """The shape of the first tensor of a call."""
-    args, kwargs = call
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            return tuple(value.shape)
-    raise ValueError("the inputs of a micro-batch contain no tensor")
 
 
 def _itself(output: Any, micro: int) -> torch.Tensor:

@@ -51,7 +51,8 @@ class Run:
             came = self._come(action)
             begun = perf_counter()
             self.waited_s += begun - before
-            with nullcontext() if at in self._last_of_weights else added_in_place():
+            in_place = action.kind != "F" and at not in self._last_of_weights
+            with added_in_place() if in_place else nullcontext():
                 self._compute(action, came)
         except Exception as error:
             error.add_note(places_of(self.program, at))
@@ -93,6 +94,11 @@ class Run:
         y = self._stages(stage, x, args, kwargs)
         if is_last:
             y = self._loss_of(y, micro)
+            if not isinstance(y, torch.Tensor) or y.numel() != 1:
+                raise ValueError(
+                    f"expected the loss of a micro-batch, one number, got {_shown(y)}; pass the targets in last=, or loss_of=, a "
+                    "function of the output"
+                )
             self.total += y.detach().to("cpu", torch.float64)
             y = y if self._scale is None else self._scale(y)
         else:
@@ -107,3 +113,7 @@ class Run:
         if x is not None:
             assert x.grad is not None
             self.messages.send("B", stage, micro, x.grad)
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

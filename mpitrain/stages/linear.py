@@ -34,7 +34,8 @@ class _Linear(Function):
 
 class _StageLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled(input.device.type):  # it casts the operands of torch's own functions
+        # autocast casts the operands of torch's own functions. A weight that is computed has a graph, through which one backward goes.
+        if torch.is_autocast_enabled(input.device.type) or not self.weight.is_leaf:
             return super().forward(input)
         return _Linear.apply(input, self.weight, self.bias)
 

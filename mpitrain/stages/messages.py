@@ -8,7 +8,7 @@ a stage passes on the activations of an input of some shape, it sends a note of 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -25,20 +25,19 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 Shape = tuple[int, ...]
 
-
-Streams = dict[tuple[int, Shape], tuple[Shape, torch.dtype]]
-"""The shape and dtype of the activations that a stage passes on, by the stage and the shape of the model's input."""
+Streams = dict[tuple[int, Hashable], tuple[Shape, torch.dtype]]
+"""The shape and dtype of the activations that a stage passes on, by the stage and the shapes of the model's inputs."""
 
 
 class Messages:
-    """The messages of one rank in one step. `shapes`: of the input of each micro-batch. `device`: of the activations."""
+    """The messages of one rank in one step. `shapes`: of the inputs of each micro-batch. `device`: of the activations."""
 
     def __init__(
         self,
         comm: Communicator,
         schedule: Schedule,
         streams: Streams,
-        shapes: Sequence[Shape],
+        shapes: Sequence[Hashable],
         device: torch.device,
     ) -> None:
         self._comm, self._streams, self._shapes, self._device = comm, streams, shapes, device
@@ -75,6 +74,11 @@ class Messages:
             if key not in self._streams:
                 self._streams[key] = tuple(x.shape), x.dtype
                 self._keep(_note(x), rank, _TAG_OF_NOTES)
+            elif self._streams[key] != (tuple(x.shape), x.dtype):
+                raise RuntimeError(
+                    f"pipeline: stage {stage} passes on a tensor of shape {tuple(x.shape)}, {x.dtype}; for earlier inputs of the same "
+                    f"shapes it passed on {self._streams[key]}; expected the same as before"
+                )
         self._keep(x, rank, _TAGS[kind])
         while self._sent and self._sent[0][0].done():
             self._sent.popleft()[0].wait()
@@ -95,7 +99,7 @@ class Messages:
         x: torch.Tensor = work.wait()
         return x
 
-    def _key(self, needed: tuple[str, int, int]) -> tuple[int, Shape]:
+    def _key(self, needed: tuple[str, int, int]) -> tuple[int, Hashable]:
         """The activations whose shape a message has: the gradient of a stage's input has that of what the stage before passed on."""
         kind, stage, micro = needed
         return stage if kind == "F" else stage - 1, self._shapes[micro]

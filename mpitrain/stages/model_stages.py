@@ -47,10 +47,33 @@ class _Leave(_PassOn):
     """In the place of the module after a stage's blocks: takes the stream that the stage passes on."""
 
     x: torch.Tensor | None = None
+    expected: torch.Tensor | None = None
+    """The output of the last block, which must be this stream."""
+    is_open = False
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        self.x = x
+        if self.expected is not None and not _is_same(x, self.expected):
+            raise _between()
+        self.x, self.expected, self.is_open = x, None, False
         return x
+
+
+def _is_same(x: Any, y: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory; autograd's wrappers of a tensor differ. Also for tensors without memory."""
+    if not isinstance(x, torch.Tensor) or x.shape != y.shape or x.storage_offset() != y.storage_offset():
+        return False
+    return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
+
+
+def _between() -> ValueError:
+    return ValueError(
+        "pipeline: the model computes with the stream between two blocks, for example adds a residual there, and at a border of stages "
+        "this would be done twice; let the blocks do it"
+    )
+
+
+def _of_kind(stand_ins: Mapping[str, nn.Module], kind: type[Any]) -> Any:
+    return next((each for each in stand_ins.values() if isinstance(each, kind)), None)
 
 
 class ModelStages:
@@ -84,6 +107,9 @@ class ModelStages:
                     del model.get_submodule(parent)._modules[key]
         for block in self._blocks.children():
             block.register_forward_hook(_check_stream)
+        for stage in mine:
+            self._watch_borders(stage)
+        self._is_called = False
 
     def _split_stream(self, blocks: range) -> SplitStream | None:
         """Let the stream pass between these blocks and those of other stages. How the stream that comes is split; None if it is not."""
@@ -99,6 +125,33 @@ class ModelStages:
                 block.register_forward_hook(split.pass_on)
         return comes_split
 
+    def _watch_borders(self, stage: int) -> None:
+        """Check that nothing is computed between the blocks of two stages, which would be computed twice."""
+        own, stand_ins = self._division[stage], self._stand_ins[stage]
+        enter, leave = _of_kind(stand_ins, _Enter), _of_kind(stand_ins, _Leave)
+        if not own:
+            return
+        first, last = (self._blocks.get_submodule(self._keys[at]) for at in (own[0], own[-1]))
+
+        def comes(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._stage != stage or enter is None or enter.x is None:
+                return  # also where a backward computes a block again
+            stream, *others = (*args, *kwargs.values())
+            if not _is_same(stream, enter.x):
+                raise _between()
+            if any(isinstance(x, torch.Tensor) and _is_same(x, enter.x) for x in others):
+                raise ValueError(
+                    f"pipeline: {type(block).__name__} gets the stream of the first block as one more argument; the later stages of a "
+                    "pipeline do not have it"
+                )
+
+        def goes(block: nn.Module, args: Any, output: Any) -> None:
+            if self._stage == stage and leave is not None and leave.is_open:
+                leave.expected = output
+
+        first.register_forward_pre_hook(comes, with_kwargs=True, prepend=True)
+        last.register_forward_hook(goes)
+
     @staticmethod
     def names_of(model: nn.Module, plan: StagePlan, division: Sequence[range]) -> list[list[str]]:
         """The modules of each stage."""
@@ -109,7 +162,13 @@ class ModelStages:
 
     def __call__(self, stage: int, x: torch.Tensor | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The output of one stage. `x`: that of the stage before; None in the first stage, which gets the inputs of the model."""
-        self._stage = stage
+        self._stage, self._is_called = stage, True
+        try:
+            return self._call(stage, x, args, kwargs)
+        finally:
+            self._is_called = False
+
+    def _call(self, stage: int, x: torch.Tensor | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if x is None:
             return self.model(*args, **kwargs, **self._plan.options)
         if stage in self._split and torch.is_grad_enabled():
@@ -119,10 +178,15 @@ class ModelStages:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the model: of one stage. Hooks before it, such as those of `fully_shard`, see all modules of this rank."""
+        if not self._is_called:
+            raise RuntimeError(
+                f"this {type(self.model).__name__} is in stages, of which this rank has some; call step, evaluate or next_logits of "
+                "its pipeline"
+            )
         stand_ins = self._stand_ins[self._stage]
-        enter, leave = (
-            next((each for each in stand_ins.values() if isinstance(each, kind)), None) for kind in (_Enter, _Leave)
-        )
+        enter, leave = _of_kind(stand_ins, _Enter), _of_kind(stand_ins, _Leave)
+        if leave is not None:
+            leave.is_open = True
         if enter is not None:
             enter.x = kwargs[self._plan.stream]
             kwargs[self._plan.stream] = enter.x.detach()  # what is computed from it before the blocks is not used
@@ -134,6 +198,8 @@ class ModelStages:
             for each in (enter, leave):
                 if each is not None:
                     each.x = None
+            if leave is not None:
+                leave.expected, leave.is_open = None, False
 
     def _stand_ins_of(self, stage: int) -> dict[str, nn.Module]:
         """What stands in the place of each module that the stage does not have, by name."""

@@ -45,7 +45,7 @@ def make_model(config: Config, mesh: Mesh, device: torch.device) -> tuple[Langua
             offload_policy=CPUOffloadPolicy() if parallel.offload else None,
             device=device,
         )
-    if (what := parallel.checkpoint_activations) != "none":
+    if (what := parallel.checkpoint_activations) != "none" and len(model.blocks):  # a stage may have no block
         partition, offload = parallel.partition_activations, parallel.offload_activations
         checkpoint_activations(model, model.blocks, what=what, partition=partition, offload=offload)
     initialize(model, seed=config.train.seed)

@@ -49,7 +49,8 @@ class Reducer:
         self._missing: dict[Unit, set[tuple[Gradients, int]]] = {}
         self._next = 0  # index, in the order, of the gradients to reduce next
         self._left_some = False  # whether this backward skipped a reduction, under `no_sync`
-        self._waits = False  # whether full gradients of backwards under `no_sync` wait for their reduction
+        self.waits = False
+        """Whether full gradients of backwards under `no_sync` wait for their reduction."""
         self.reducing: Gradients | None = None
         """The gradients whose reduction has begun and has not ended."""
         # The buffers, in host memory. The first one is free.
@@ -156,12 +157,12 @@ class Reducer:
         self._end_one()
         for gradients in self.done:
             gradients.finish_offload()
-        if self._left_some or self._waits:
-            self._waits = any(flat.has_full_grads for unit in self.units for flat in unit.flats)
+        if self._left_some or self.waits:
+            self.waits = any(flat.has_full_grads for unit in self.units for flat in unit.flats)
 
     def check_reduced(self, params: Iterable[torch.Tensor], doing: str) -> None:
         """RuntimeError if gradients of these shards still wait for their reduction, so that `doing` would miss them."""
-        if not self._waits:
+        if not self.waits:
             return
         asked = {id(param) for param in params}
         for flat in (flat for unit in self.units for flat in unit.flats):
@@ -176,7 +177,7 @@ class Reducer:
         for unit in self.units:
             for flat in unit.flats:
                 flat.drop_grads()
-        self._waits = False
+        self.waits = False
 
     def give_up(self) -> None:
         """Wait for a reduction that began before an exception, and drop its result."""

@@ -359,6 +359,13 @@ class TrainingStep:
 
     # Between steps
 
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that wait, by a backward that adds zeros to one of them. Collective."""
+        if not self.reducer.waits:
+            return
+        smallest = min((param for _, each in self.reducer.order for param in each.params), key=lambda p: p.full.numel())
+        torch.autograd.backward([smallest.full], [torch.zeros_like(smallest.full)])
+
     def settle(self) -> None:
         """Called before shards are returned to the user or written: see [Note: fence put off] in fences.py. Not collective."""
         self._fence.settle()
