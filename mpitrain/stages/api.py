@@ -272,13 +272,13 @@ class Pipeline:
         """Check the arguments of all ranks, and agree on the shapes of the micro-batches."""
         with self.comm.together(name):
             self._check_norms()
+            if isinstance(inputs, torch.Tensor):
+                raise ValueError("expected a sequence of micro-batches, got one tensor")
             for what, given in (("inputs", inputs), ("last", last)):
                 if given is not None and len(given) != schedule.num_micro:
                     raise ValueError(f"expected {schedule.num_micro} micro-batches, got {len(given)} ({what})")
-            if isinstance(inputs, torch.Tensor) or not inputs:
-                raise ValueError(
-                    "expected a sequence of micro-batches, at least one, in place of a tensor or of nothing"
-                )
+            if not inputs:
+                raise ValueError("expected at least one micro-batch, got none")
             calls = [call_of(given) for given in inputs]
             mine = [described(call) for call in calls]
         everyone = self.comm.all_gather_object(mine)
