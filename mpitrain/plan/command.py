@@ -14,7 +14,7 @@ from mpitrain.plan import layout as layouts
 from mpitrain.plan import machine as machines
 from mpitrain.plan import report, settings
 from mpitrain.plan.learning_rate import RULES, LearningRate, scaled
-from mpitrain.plan.price import scheduled, stage_times
+from mpitrain.plan.price import stage_times
 from mpitrain.plan.search import Found, Job, search
 from mpitrain.plan.simulation import command as simulation
 from mpitrain.plan.simulation import draw, simulate
@@ -164,7 +164,7 @@ def _simulate(options: argparse.Namespace, found: Found) -> None:
     layout, seconds, of = plan.layout, plan.price.seconds, found.job
     job = simulation.job_of(
         options,
-        scheduled(layout.schedule, layout.pipeline, layout.num_micro, layout.stages_per_rank),
+        layouts.scheduled(layout.schedule, layout.pipeline, layout.num_micro, layout.stages_per_rank),
         stage_times(of.model, of.machine, of.software, layout),
         copies=layout.data,
         tensor_ranks=layout.tensor,

@@ -1,9 +1,13 @@
 """How a run is spread over ranks (`Layout`), and what its software does that changes the price (`Software`)."""
 
+import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from mpitrain.stages.schedules import SCHEDULES
+from mpitrain.plan.transformer import Transformer
+from mpitrain.stages.schedules import SCHEDULES, Schedule
+from mpitrain.stages.schedules.dividing import divide
 
 Recompute = Literal["none", "attention", "block"]
 
@@ -59,6 +63,11 @@ class Layout(NamedTuple):
     def shards(self) -> int:
         """Ranks over which one copy of parameters, gradients or optimizer state is spread, where ZeRO spreads it."""
         return self.data * self.context // self.copies
+
+    @property
+    def expert_shards(self) -> int:
+        """As `shards`, for the parameters of experts, which fewer ranks share."""
+        return max(1, self.shards // self.experts)
 
     def __str__(self) -> str:
         degrees = {"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "ep": self.experts, "dp": self.data}
@@ -167,3 +176,91 @@ first and on the last stage."""
 
 NAMED = {"mpitrain": MPITRAIN, "megatron-2021": MEGATRON_2021, "megatron-2022": MEGATRON_2022, "llama-2024": LLAMA_2024}
 """The programs that `--software` takes by name."""
+
+
+@lru_cache(maxsize=65536)
+def scheduled(name: str, ranks: int, num_micro: int, stages_per_rank: int) -> Schedule:
+    """A schedule of a pipeline; ValueError where it is not defined."""
+    return SCHEDULES[name](ranks, num_micro, *([stages_per_rank] if name == "interleaved" else []))
+
+
+def stage_blocks(model: Transformer, software: Software, layout: Layout) -> tuple[int, ...]:
+    """The number of blocks of each stage of the pipeline. Programs that do not balance stages have as many blocks in all of them."""
+    count = layout.pipeline * layout.stages_per_rank
+    if not software.balances_stages:
+        return (math.ceil(model.layers / count),) * count
+    return _dealt(model.layers, model.block_parameters - model.vectors, model.vocab * model.width, count)
+
+
+@lru_cache(maxsize=4096)
+def _dealt(layers: int, block: int, head: int, stages: int) -> tuple[int, ...]:
+    """As the trainer deals blocks to stages. `block`, `head`: their parameters in matrices. With few layers the first stages, and the
+    last one, have none."""
+    divided = divide(0.0, [float(block)] * layers, float(head), min(stages, layers + 1))
+    return (0,) * (stages - len(divided)) + tuple(len(own) for own in divided)
+
+
+def rank_blocks(model: Transformer, software: Software, layout: Layout) -> tuple[int, ...]:
+    """The number of blocks of each rank of the pipeline. ValueError for a schedule that is not defined for these numbers."""
+    if layout.pipeline == 1:
+        return (model.layers,)
+    of = (layout.schedule, layout.pipeline, layout.num_micro, layout.stages_per_rank)
+    return _of_ranks(stage_blocks(model, software, layout), *of)
+
+
+@lru_cache(maxsize=65536)
+def _of_ranks(blocks: tuple[int, ...], name: str, ranks: int, num_micro: int, stages_per_rank: int) -> tuple[int, ...]:
+    schedule, made = scheduled(name, ranks, num_micro, stages_per_rank), [0] * ranks
+    for stage, own in enumerate(blocks):
+        made[schedule.rank_of(stage)] += own
+    return tuple(made)
+
+
+class Held(NamedTuple):
+    """Parameters of a rank, before ZeRO spreads them."""
+
+    dense: float
+    """Those of which all `data` x `context` ranks have copies."""
+    experts: float
+    """Those of experts: `data` x `context` / `experts` ranks have the same ones."""
+
+    @property
+    def all(self) -> float:
+        return self.dense + self.experts
+
+    def own(self, layout: Layout) -> float:
+        """Those that one rank updates."""
+        if not layout.zero:
+            return self.all
+        return self.dense / layout.shards + self.experts / layout.expert_shards
+
+
+def held(model: Transformer, layout: Layout, blocks: int, *, has_embedding: bool, has_head: bool) -> Held:
+    """The parameters of a rank of a pipeline with this number of blocks. Tied embeddings are on the first and on the last stage."""
+    router = model.experts * model.width if model.experts > 1 else 0
+    feed_forward = model.experts * model.expert_matrices / layout.experts / layout.tensor
+    of_block = model.attention_matrices / layout.tensor + router + model.vectors
+    matrices = min(has_embedding + has_head, 1 if model.tied else 2)
+    dense = blocks * of_block + matrices * model.vocab * model.width / layout.tensor
+    dense += has_embedding * model.positions * model.width
+    if model.experts == 1:
+        return Held(dense + blocks * feed_forward, 0.0)
+    return Held(dense, blocks * feed_forward)
+
+
+def candidates(model: Transformer, software: Software, layout: Layout) -> dict[int, Held]:
+    """Parameters of the ranks of a pipeline of which one holds most: the first, the one with most blocks, and that of the head."""
+    blocks = rank_blocks(model, software, layout)
+    last = 0
+    if layout.pipeline > 1:
+        schedule = scheduled(layout.schedule, layout.pipeline, layout.num_micro, layout.stages_per_rank)
+        last = schedule.rank_of(schedule.num_stages - 1)
+    return {
+        rank: held(model, layout, blocks[rank], has_embedding=rank == 0, has_head=rank == last)
+        for rank in sorted({0, blocks.index(max(blocks)), last})
+    }
+
+
+def rank_parameters(model: Transformer, software: Software, layout: Layout) -> Held:
+    """Parameters of the rank of a pipeline that has most."""
+    return max(candidates(model, software, layout).values(), key=lambda of: of.all)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mpitrain.config import check_ranks, from_toml, parse
 from mpitrain.models.sizes import SIZES, flops_per_token, num_parameters, resolve
-from mpitrain.plan.footprint import footprint
-from mpitrain.plan.layout import MEGATRON_2021, MPITRAIN, Layout
+from mpitrain.plan.footprint import activations, footprint
+from mpitrain.plan.layout import MEGATRON_2021, MPITRAIN, Layout, rank_parameters, stage_blocks
 from mpitrain.plan.learning_rate import scaled
 from mpitrain.plan.links import exchange, gather, group, message, reduce
 from mpitrain.plan.machine import load
@@ -122,17 +122,40 @@ def test_messages_and_exchanges() -> None:
 # Prices and memory
 
 
-@given(st.integers(1, 12), st.integers(1, 4), st.integers(0, 60), st.floats(0, 5))
-def test_the_busiest_stage_is_the_best_division(ranks: int, chunks: int, more: int, head: float) -> None:
-    layers = ranks * chunks + more
-    blocks, has_head = busiest_stage(layers, ranks, chunks, head, True)
-    assert blocks + has_head * head >= (layers + head) / ranks - 1e-9 or chunks > 1 or ranks == 1
-    if chunks == 1 and ranks > 1:
-        paces = [
-            max(most, max(0, layers - (ranks - 1) * most) + head) for most in range(-(-layers // ranks), layers + 1)
-        ]
-        assert blocks + has_head * head == pytest.approx(min(paces))
-    assert busiest_stage(layers, ranks, chunks, head, False)[1]
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=12), st.integers(1, 4), st.floats(0, 5))
+def test_the_busiest_stage_sets_the_pace(blocks: list[int], chunks: int, head: float) -> None:
+    most, has_head = busiest_stage(blocks, chunks, head)
+    slowest = max([*blocks[:-1], blocks[-1] + head])
+    assert most + has_head * head == pytest.approx(max(blocks) * (chunks - 1) + slowest)
+
+
+def test_time_and_memory_of_a_pipeline_use_the_division_of_the_trainer() -> None:
+    model, layout = NAMED["llama3-8b"], Layout(pipeline=8, micro=1, batch=64)
+    assert stage_blocks(model, MPITRAIN, layout) == (5, 5, 5, 5, 5, 5, 2, 0)
+    kept = activations(model, H100, MPITRAIN, layout)[0]
+    assert footprint(model, H100, MPITRAIN, layout)["activations"] == 8 * 5 * kept
+    one = price(model, H100, MPITRAIN, Layout(batch=64)).seconds["compute"]
+    assert price(model, H100, MPITRAIN, layout).seconds["compute"] == pytest.approx(one * 5 / (32 + 2.4), rel=0.05)
+    assert rank_parameters(model, MPITRAIN, layout).all == 5 * model.block_parameters + model.vocab * model.width
+    assert stage_blocks(NAMED["gpt3-175b"], MEGATRON_2021, layout) == (12,) * 8
+
+
+def test_a_busy_head_does_not_hide_the_exchanges_of_other_stages() -> None:
+    layout = Layout(tensor=2, pipeline=8, micro=1, batch=64)
+    made = price(NAMED["llama3.2-1b"], H100, MPITRAIN, layout)
+    assert stage_blocks(NAMED["llama3.2-1b"], MPITRAIN, layout)[-1] == 0
+    assert made.sent["tensor"].node_bytes > 0
+
+
+def test_ranks_with_other_experts_do_not_share_the_optimizer() -> None:
+    model, layout = NAMED["mixtral-8x7b"], Layout(data=64, experts=8, zero=2, micro=1, batch=64)
+    everything = 64 * footprint(model, H100, MPITRAIN, layout)["optimizer"]
+    assert everything == pytest.approx(12 * model.parameters, rel=1e-3)
+    alone = rank_parameters(model, MPITRAIN, layout._replace(experts=1, zero=0))
+    assert rank_parameters(model, MPITRAIN, layout).own(layout) == pytest.approx(alone.all / 64)
+    reduced = price(model, H100, MPITRAIN, layout._replace(zero=0)).sent["gradients"]
+    plain = price(model, H100, MPITRAIN, layout._replace(zero=0, experts=1)).sent["gradients"]
+    assert 0 < reduced.seconds < plain.seconds
 
 
 def test_seconds_by_cause_are_the_step() -> None:
