@@ -1,12 +1,13 @@
 """All layouts of a model on a number of ranks that make sense, the fastest that fit, and why the others lose."""
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from mpitrain.plan.footprint import footprint
-from mpitrain.plan.layout import Layout, Software
+from mpitrain.plan.layout import Layout, Software, rank_blocks
 from mpitrain.plan.machine import Machine
 from mpitrain.plan.price import CAUSES, Price, price
 from mpitrain.plan.transformer import Transformer
@@ -142,12 +143,46 @@ def search(job: Job) -> Found:
     if not fitting and not too_large:
         given = "".join(f", {name} {value}" for name, value in job.fixed)
         raise ValueError(
-            f"no layout of {job.model.name} on {job.ranks} ranks with a batch of {job.batch} sequences{given}: the batch must be a "
-            "multiple of the data-parallel ranks, and the model must have a block for each stage; choose another --batch or --ranks"
+            f"no layout of {job.model.name} on {job.ranks} ranks with a batch of {job.batch} sequences{given}: {_why_none(job)}"
         )
     # Equal times: less memory first.
     fitting.sort(key=lambda plan: (plan.step_s, plan.nbytes))
     return Found(job, fitting, too_large)
+
+
+def _why_none(job: Job) -> str:
+    """Which option leaves no layout, and its possible values."""
+    fixed = dict(job.fixed)
+    if "schedule" in fixed and fixed.get("pipeline") == 1:
+        return "a schedule needs a pipeline; choose another --pipeline, or leave out --schedule"
+    for name in fixed:
+        others = tuple(item for item in job.fixed if item[0] != name)
+        if values := _values(replace(job, fixed=others), name):
+            flag = "context-ranks" if name == "context" else name.replace("_", "-")
+            return f"with the other options {job.software.name} can have --{flag} {', '.join(map(str, values))}"
+    if fixed and _values(replace(job, fixed=()), "data"):
+        return "these options exclude each other; leave some out"
+    return (
+        "the batch must be a multiple of the data-parallel ranks, and the model must have a block for each stage; choose another "
+        "--batch or --ranks"
+    )
+
+
+def _values(job: Job, name: str) -> list[Any]:
+    """The values of a field in all layouts that are possible."""
+    values = set()
+    for layout in layouts(job):
+        if getattr(layout, name) not in values and _is_defined(job, layout):
+            values.add(getattr(layout, name))
+    return sorted(values)
+
+
+def _is_defined(job: Job, layout: Layout) -> bool:
+    try:
+        rank_blocks(job.model, job.software, layout)
+    except ValueError:
+        return False
+    return True
 
 
 def layouts(job: Job) -> Iterator[Layout]:
@@ -206,8 +241,9 @@ def _schedules(job: Job, pipeline: int, num_micro: int) -> Iterator[tuple[str, i
     for name in job.software.schedules:
         counts = {"interleaved": job.software.interleaved, "zb-v": (2,), "dualpipe-v": (2,)}.get(name, (1,))
         for count in counts:
-            stages = pipeline * count
-            if stages <= job.model.layers and (job.software.balances_stages or job.model.layers % stages == 0):
+            stages, layers = pipeline * count, job.model.layers
+            # If a program balances stages, the last one may have the head alone.
+            if stages <= layers + 1 if job.software.balances_stages else layers % stages == 0:
                 yield name, count
 
 
@@ -235,7 +271,8 @@ def _copies(job: Job, one: Layout, zero: int) -> list[int]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def reasons(found: Found) -> list[Reason]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mpitrain.config import check_ranks, from_toml, parse
 from mpitrain.models.sizes import SIZES, flops_per_token, num_parameters, resolve
 from mpitrain.plan.footprint import activations, footprint
-from mpitrain.plan.layout import MEGATRON_2021, MPITRAIN, Layout, rank_parameters, stage_blocks
+from mpitrain.plan.layout import LLAMA_2024, MEGATRON_2021, MPITRAIN, Layout, Software, rank_parameters, stage_blocks
 from mpitrain.plan.learning_rate import scaled
 from mpitrain.plan.links import exchange, gather, group, message, reduce
 from mpitrain.plan.machine import load
@@ -262,10 +262,34 @@ def test_less_memory_never_gives_a_faster_plan(ranks: int, batch: int, model: st
 def test_a_part_of_the_layout_can_be_fixed() -> None:
     found = search(job(tensor=4, zero=3, schedule="1f1b"))
     assert {(plan.layout.tensor, plan.layout.zero, plan.layout.schedule) for plan in found.fitting} == {(4, 3, "1f1b")}
-    with pytest.raises(
-        ValueError, match="no layout of llama3-8b on 64 ranks with a batch of 128 sequences, tensor 3: the batch must"
-    ):
-        search(job(tensor=3))
+    assert {layout.stages_per_rank for layout in layouts(job(pipeline=4, schedule="interleaved"))} == {2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "software", "why"),
+    [
+        ({"tensor": 3}, MPITRAIN, "tensor 3: with the other options mpitrain can have --tensor 1, 2, 4, 8, 16$"),
+        ({"copies": 3}, MPITRAIN, "--copies 1, 2, 4, 8"),
+        ({"schedule": "gpipe", "pipeline": 1}, MPITRAIN, "a schedule needs a pipeline"),
+        ({"zero": 3}, LLAMA_2024, "with the other options Llama 3's trainer can have --zero 2$"),
+        ({"copies": 3, "tensor": 3}, MPITRAIN, "these options exclude each other"),
+    ],
+)
+def test_why_no_layout_is_possible(fixed: dict[str, object], software: Software, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        search(replace(job(**fixed), software=software))
+
+
+def test_the_last_stage_may_have_the_head_alone() -> None:
+    small = Job(replace(find("llama3-8b"), layers=7), H100, MPITRAIN, 4, 16, (("pipeline", 4), ("schedule", "zb-v")))
+    assert search(small).num_layouts
+
+
+def test_a_billion_ranks_have_divisors_at_once() -> None:
+    began = time.process_time()
+    with pytest.raises(ValueError, match="the batch must be a multiple"):
+        search(job(ranks=10**9, batch=7))
+    assert time.process_time() - began < 5
 
 
 def test_experts_and_context_are_estimated() -> None:
