@@ -76,7 +76,8 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Software:
-    """Properties of a training program. They are documented facts about it, and never depend on a single run."""
+    """Properties of a training program. They never depend on a single run. All are documented
+    facts but `joins_adapters`, which is inferred from published times."""
 
     name: str
     fused_attention: bool = True
@@ -94,7 +95,7 @@ class Software:
     overlaps_gradients: bool = True
     """Reductions of gradients run beside the backward, if there is no pipeline."""
     overlaps_under_pipeline: bool = True
-    """... and also if there is one."""
+    """Reductions of gradients also run beside the backward of a pipeline."""
     reduces_each_micro_batch: bool = True
     """Without a pipeline, gradients are reduced in each micro-batch; else once a step, and full gradients are kept until then."""
     overlaps_gathers: bool = True
@@ -113,15 +114,18 @@ class Software:
     """A group with several ranks on each node uses the network adapters of all of them."""
 
     sequence: bool = True
-    """The layouts that it has: sequence parallelism with tensor parallelism."""
+    """It has sequence parallelism with tensor parallelism."""
     zero: tuple[int, ...] = (0, 1, 2, 3)
-    """... ZeRO stages"""
+    """The ZeRO stages that it has."""
     schedules: tuple[str, ...] = tuple(SCHEDULES)
-    """... schedules of pipelines"""
+    """The schedules of pipelines that it has."""
     interleaved: tuple[int, ...] = (2,)
-    """... stages of a rank in the schedule "interleaved" """
+    """The numbers of stages of a rank that its schedule `interleaved` has."""
     recompute: tuple[Recompute, ...] = ("none", "attention", "block")
-    """... recomputation"""
+    """The kinds of recomputation that it has."""
+
+    lacks: tuple[str, ...] = ("context", "experts")
+    """Degrees that are estimated, although the program does not have them: fields of a `Layout`."""
 
     def overlaps(self, layout: Layout) -> bool:
         """Whether reductions of gradients run beside the backward."""
@@ -171,7 +175,9 @@ DEEPSPEED_2021 = Software(
     recompute=("none", "block"),
 )
 """DeepSpeed's ZeRO-3 at the time of 2104.04473, in Megatron's model. It gathers each parameter by itself."""
-LLAMA_2024 = Software("Llama 3's trainer", zero=(2,), schedules=("interleaved",), interleaved=(2, 4, 8))
+LLAMA_2024 = Software(
+    "Llama 3's trainer", zero=(2,), schedules=("interleaved",), interleaved=(2, 4, 8), lacks=("experts",)
+)
 """Section 3.3.2 of 2407.21783: FSDP, gradients reduced in fp32, messages between stages in the background, one layer fewer on the
 first and on the last stage."""
 

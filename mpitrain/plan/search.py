@@ -1,21 +1,24 @@
-"""All layouts of a model on a number of ranks that make sense, the fastest that fit, and why the others lose."""
+"""All layouts of a model on a number of ranks that make sense, and the fastest that fit."""
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpitrain.plan.footprint import footprint
 from mpitrain.plan.layout import Layout, Software, rank_blocks
 from mpitrain.plan.machine import Machine
-from mpitrain.plan.price import CAUSES, Price, price
+from mpitrain.plan.price import Price, price
 from mpitrain.plan.transformer import Transformer
 
 MAX_MICRO = 32
 """Sequences of a micro-batch at most."""
 MIN_CONTEXT_TOKENS = 4096
 """Tokens of a rank at least, if ranks share a sequence: fewer make attention and its messages inefficient."""
+
+
+_LACKED = {"context": "context parallelism", "experts": "expert parallelism"}
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,9 @@ class Plan:
         return self.price.step_s
 
     @property
-    def is_lacking(self) -> bool:
-        """The trainer cannot run this layout yet."""
-        return self.layout.context > 1 or self.layout.experts > 1
+    def lacks(self) -> str:
+        """What the program lacks to run this layout; empty if it has all."""
+        return " and ".join(_LACKED[name] for name in self.job.software.lacks if getattr(self.layout, name) > 1)
 
     @property
     def tokens_per_s(self) -> float:
@@ -98,16 +101,6 @@ class Plan:
         return self.days(tokens) * 24 * self.job.ranks * price_per_hour
 
 
-class Reason(NamedTuple):
-    """Why a kind of layout loses: the best plan of this kind, against the best of all."""
-
-    kind: str
-    """The field of the layout."""
-    value: str
-    plan: Plan
-    why: str
-
-
 @dataclass(frozen=True)
 class Found:
     """The result of a search. `fitting`: fastest first. `num_layouts`: all that were considered."""
@@ -122,8 +115,8 @@ class Found:
 
     @property
     def best(self) -> Plan | None:
-        """The fastest that the trainer can run."""
-        return next((plan for plan in self.fitting if not plan.is_lacking), None)
+        """The fastest that the program can run."""
+        return next((plan for plan in self.fitting if not plan.lacks), None)
 
 
 def search(job: Job) -> Found:
@@ -273,63 +266,3 @@ def _copies(job: Job, one: Layout, zero: int) -> list[int]:
 def _divisors(number: int) -> list[int]:
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-def reasons(found: Found) -> list[Reason]:
-    """For each value of each field of a layout that the best plan does not have: what the best plan with this value lacks."""
-    best = found.best
-    if best is None:
-        return []
-    made = []
-    for label, key in _KINDS.items():
-        chosen = key(best.layout)
-        quickest: dict[Any, Plan] = {}
-        for plan in sorted(found.fitting, key=lambda plan: plan.is_lacking):  # a stable sort
-            quickest.setdefault(key(plan.layout), plan)
-        smallest: dict[Any, Plan] = {}
-        for plan in found.too_large:
-            value = key(plan.layout)
-            if value not in quickest and (value not in smallest or plan.nbytes < smallest[value].nbytes):
-                smallest[value] = plan
-        for value in sorted(quickest.keys() | smallest.keys(), key=lambda value: (str(type(value)), value)):
-            if value == chosen:
-                continue
-            if value in quickest:
-                made.append(Reason(label, str(value), quickest[value], _slower(quickest[value], best)))
-            else:
-                plan = smallest[value]
-                made.append(
-                    Reason(label, str(value), plan, f"does not fit: lacks {plan.lacks_bytes / 1e9:,.1f} GB a rank")
-                )
-    return made
-
-
-def _slower(plan: Plan, best: Plan) -> str:
-    """How much slower a plan is, and the causes that add most."""
-    ratio = plan.step_s / best.step_s - 1
-    lacks = "; the trainer lacks it" if plan.is_lacking else ""
-    if abs(ratio) < 5e-4:
-        return "as fast" + lacks
-    if ratio < 0:
-        return f"{-ratio:.1%} faster" + lacks
-    more = {cause: plan.price.seconds[cause] - best.price.seconds[cause] for cause in CAUSES}
-    causes = sorted(
-        (cause for cause in more if more[cause] > 0.2 * (plan.step_s - best.step_s)), key=lambda cause: -more[cause]
-    )
-    said = ", ".join(f"{cause} +{more[cause]:.2f} s" for cause in causes[:2])
-    return f"{ratio:.1%} slower" + (f": {said}" if said else "") + lacks
-
-
-_KINDS: dict[str, Callable[[Layout], Any]] = {
-    "tensor": lambda layout: layout.tensor,
-    "pipeline": lambda layout: layout.pipeline,
-    "context": lambda layout: layout.context,
-    "experts": lambda layout: layout.experts,
-    "ZeRO": lambda layout: layout.zero,
-    "copies": lambda layout: layout.copies,
-    "schedule": lambda layout: layout.schedule if layout.pipeline > 1 else "no pipeline",
-    "micro-batch": lambda layout: layout.micro,
-    "recompute": lambda layout: layout.recompute,
-    "storage": lambda layout: "resident" if layout.resident else "private",
-}
-"""The fields of a layout that `reasons` compares, by their name in a report."""

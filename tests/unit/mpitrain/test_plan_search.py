@@ -1,5 +1,6 @@
 """Layouts, their price and memory, the search, and the settings that it writes."""
 
+import io
 import json
 import time
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from mpitrain.config import check_ranks, from_toml, parse
 from mpitrain.models.sizes import SIZES, flops_per_token, num_parameters, resolve
@@ -18,7 +20,8 @@ from mpitrain.plan.links import exchange, gather, group, message, reduce
 from mpitrain.plan.machine import load
 from mpitrain.plan.memory.prediction import predict
 from mpitrain.plan.price import busiest_stage, price
-from mpitrain.plan.search import Job, Plan, layouts, reasons, search
+from mpitrain.plan.report import _size, reasons, show
+from mpitrain.plan.search import Job, Plan, layouts, search
 from mpitrain.plan.settings import to_toml
 from mpitrain.plan.transformer import NAMED, find, of_sizes
 
@@ -242,11 +245,11 @@ def test_the_search_ranks_what_fits() -> None:
     assert all(plan.nbytes > found.job.room for plan in found.too_large)
     assert found.too_large
     best = found.best
-    assert best is not None and not best.is_lacking
+    assert best is not None and not best.lacks
     assert 0.3 < best.mfu < 0.7
     assert best.days(best.tokens_per_s * 86400) == pytest.approx(1)
     assert best.cost(best.tokens_per_s * 3600, 2.0) == pytest.approx(128)
-    assert any(plan.is_lacking for plan in found.fitting)
+    assert any(plan.lacks for plan in found.fitting)
 
 
 @settings(deadline=None, max_examples=6)
@@ -311,11 +314,34 @@ def test_reasons() -> None:
         if "slower" in reason.why:
             assert reason.why.startswith(f"{ratio:.1%} slower")
         elif "does not fit" in reason.why:
-            assert f"{reason.plan.lacks_bytes / 1e9:,.1f} GB" in reason.why
+            assert f"{reason.plan.lacks_bytes / 1e9:,.2f} GB" in reason.why
         else:
             assert ratio < 5e-4
     assert any("does not fit" in reason.why for reason in said.values())
     assert any(": again +" in reason.why or ": tensor +" in reason.why for reason in said.values())
+
+
+def test_plans_that_the_program_lacks_are_marked_below_those_that_it_has() -> None:
+    long = replace(find("llama3-8b"), context=32768)
+    for software, lacks in ((MPITRAIN, True), (LLAMA_2024, False)):
+        found = search(Job(long, H100, software, 64, 64))
+        wide = next(plan for plan in found.fitting if plan.layout.context > 1)
+        assert wide.lacks == "context parallelism" * lacks
+        assert found.best is not None and (not lacks or found.best.layout.context == 1)
+        console = Console(width=150, file=io.StringIO(), record=True)
+        show(console, found, 4, None, None, None)
+        out = console.export_text()
+        assert f"The fastest that {software.name} can run" in out
+        rows = out.split("recompute\n")[1].splitlines()
+        stars = ["*" in row for row in rows[: 7 if lacks else 4]]
+        assert stars[:4] == [False] * 4 and any(stars) == lacks
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"), [(0, ""), (12, "12 B"), (2e3, "2.00 kB"), (3e7, "30.00 MB"), (4e9, "4.00 GB")]
+)
+def test_bytes_in_a_fitting_unit(nbytes: float, said: str) -> None:
+    assert _size(nbytes) == said
 
 
 def test_other_programs_have_other_layouts() -> None:
@@ -344,7 +370,7 @@ def test_plans_are_settings(tmp_path: Path, machine: object) -> None:
     assert machine in (H100, CPU)
     one = Job(find("gpt-small", 256), CPU if machine is CPU else H100, MPITRAIN, 4, 16, (("pipeline", 1),))
     found = search(one)
-    chosen = [plan for plan in found.fitting if not plan.is_lacking]
+    chosen = [plan for plan in found.fitting if not plan.lacks]
     assert len(chosen) > 30
     for plan in chosen[::5]:
         path = tmp_path / "plan.toml"
@@ -369,6 +395,6 @@ def test_settings_of_pipelines_and_of_models_that_the_trainer_lacks() -> None:
     text = to_toml(Plan(whole, layout, {"activations": 1e9}))
     assert 'pipeline = 16\nschedule = "zb-h1"' in text
     assert "[model]" not in text.replace("section [model]", "")
-    assert "# The trainer lacks this model, so there is no section [model]." in text
+    assert "# The trainer lacks this model, so there is no section [model]: add one before use." in text
     with pytest.raises(ValueError, match="the trainer lacks context and expert parallelism, which cp 2 needs"):
         to_toml(Plan(whole, Layout(context=2, batch=1), {}))
