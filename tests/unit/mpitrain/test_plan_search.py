@@ -76,6 +76,15 @@ def test_config_json(tmp_path: Path) -> None:
             assert model.trains is None
             assert replace(model, name=own, trains=NAMED[own].trains) == NAMED[own]
     assert find(str(tmp_path), 512).positions == 512
+    neo = {"model_type": "gpt_neo", "hidden_size": 768, "num_layers": 12, "num_heads": 12, "vocab_size": 50257}
+    (tmp_path / "config.json").write_text(json.dumps(neo | {"max_position_embeddings": 1024}))
+    assert find(str(tmp_path)).parameters == NAMED["gpt-small"].parameters
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"} | {"model_type": "gemma"}
+        )
+    )
+    assert find(str(tmp_path)).tied
 
 
 @pytest.mark.parametrize(
@@ -85,6 +94,17 @@ def test_config_json(tmp_path: Path) -> None:
         (LLAMA | {"hidden_size": "4096"}, "hidden_size: expected a whole number of at least 1, got '4096'"),
         (LLAMA | {"is_encoder_decoder": True}, "expected a decoder-only model"),
         ([1], "expected the settings of a transformers model, got list"),
+        ({"text_config": "llama"}, "text_config: expected the settings of a model, got 'llama'"),
+        (LLAMA | {"hidden_size": True}, "hidden_size: expected a whole number of at least 1, got True"),
+        (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads: expected a divisor of 32 heads, got 5"),
+        (
+            LLAMA | {"num_experts": 4, "num_experts_per_tok": 8},
+            "num_experts_per_tok: expected at most 4 experts, got 8",
+        ),
+        (LLAMA | {"model_type": "bert"}, "expected a decoder-only model, got the encoder bert"),
+        (LLAMA | {"model_type": "falcon"}, "the attention of this falcon cannot be planned"),
+        (LLAMA | {"kv_lora_rank": 512}, "multi-head latent attention cannot be planned"),
+        (LLAMA | {"model_type": "qwen2_moe"}, "experts that all tokens share cannot be planned"),
     ],
 )
 def test_wrong_config_json(tmp_path: Path, numbers: object, message: str) -> None:
