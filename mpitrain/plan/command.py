@@ -14,7 +14,7 @@ from mpitrain.plan import layout as layouts
 from mpitrain.plan import machine as machines
 from mpitrain.plan import report, settings
 from mpitrain.plan.learning_rate import RULES, LearningRate, scaled
-from mpitrain.plan.price import scheduled, stage_times
+from mpitrain.plan.price import stage_times
 from mpitrain.plan.search import Found, Job, search
 from mpitrain.plan.simulation import command as simulation
 from mpitrain.plan.simulation import draw, simulate
@@ -164,9 +164,9 @@ def _simulate(options: argparse.Namespace, found: Found) -> None:
     layout, seconds, of = plan.layout, plan.price.seconds, found.job
     job = simulation.job_of(
         options,
-        scheduled(layout.schedule, layout.pipeline, layout.num_micro, layout.stages_per_rank),
+        layouts.scheduled(layout.schedule, layout.pipeline, layout.num_micro, layout.stages_per_rank),
         stage_times(of.model, of.machine, of.software, layout),
-        copies=layout.data,
+        copies=layout.data * layout.context,
         tensor_ranks=layout.tensor,
         reduction_s=seconds["gradients"] + seconds["gathers"],
         optimizer_s=seconds["optimizer"],
@@ -190,8 +190,12 @@ def _write(path: Path, found: Found, lr: LearningRate | None, *, is_quiet: bool)
     path.write_text(settings.to_toml(found.best, lr), encoding="utf-8")
     if not is_quiet:
         model = found.job.model.name
-        without = "" if in_settings(found.job.model) else f", without [model]: the trainer lacks {model}"
-        print(f"wrote {path}{without}; use it with --config {path}")
+        if in_settings(found.job.model):
+            print(f"wrote {path}; use it with --config {path}")
+        else:
+            print(
+                f"wrote {path}, without [model]: the trainer lacks {model}; add [model] for a model of your own before use"
+            )
 
 
 def _published(plot: str | None) -> None:

@@ -3,12 +3,10 @@
 For a run of this library on CPUs, `python -m mpitrain memory` counts the bytes of the model's own operations.
 """
 
-import math
 from functools import lru_cache
 
-from mpitrain.plan.layout import Layout, Software
+from mpitrain.plan.layout import Held, Layout, Software, candidates, rank_blocks, scheduled
 from mpitrain.plan.machine import Machine
-from mpitrain.plan.price import rank_parameters, scheduled
 from mpitrain.plan.transformer import Transformer
 
 KINDS = {
@@ -24,32 +22,35 @@ KINDS = {
 
 def footprint(model: Transformer, machine: Machine, software: Software, layout: Layout) -> dict[str, float]:
     """The bytes of the rank of a pipeline that needs most, by kind. ValueError for a schedule that is not defined for these numbers."""
-    states = _states(model, machine, software, layout)
     kept, again, logits = activations(model, machine, software, layout)
-    p, chunks = layout.pipeline, layout.stages_per_rank
-    blocks = math.ceil(model.layers / (p * chunks))  # of a chunk
-    if p == 1:
+    chunks, blocks = layout.stages_per_rank, rank_blocks(model, software, layout)
+    of_ranks = candidates(model, software, layout)
+    if layout.pipeline == 1:
+        states = _states(machine, software, layout, of_ranks[0], blocks[0])
         held = {"activations": kept * model.layers, "temporary": max(again, logits)}
         if layout.num_micro == 1:  # gradients come while activations go
             states["gradients"] = max(0.0, states["gradients"] - held["activations"])
-    else:
-        schedule = scheduled(layout.schedule, p, layout.num_micro, chunks)
-        last = schedule.rank_of(p * chunks - 1)
-        of_ranks = (
-            {"activations": schedule.peak(rank) * blocks * kept, "temporary": max(again, logits * (rank == last))}
-            for rank in {0, last}
-        )
-        held = max(of_ranks, key=lambda one: sum(one.values()))
-    return states | held
+        return states | held
+    schedule = scheduled(layout.schedule, layout.pipeline, layout.num_micro, chunks)
+    last = schedule.rank_of(schedule.num_stages - 1)
+    made = (
+        _states(machine, software, layout, params, blocks[rank])
+        | {
+            "activations": schedule.peak(rank) * blocks[rank] / chunks * kept,
+            "temporary": max(again, logits * (rank == last)),
+        }
+        for rank, params in of_ranks.items()
+    )
+    return max(made, key=lambda one: sum(one.values()))
 
 
-def _states(model: Transformer, machine: Machine, software: Software, layout: Layout) -> dict[str, float]:
-    params, e = rank_parameters(model, layout), machine.element_bytes
-    shards = layout.shards if layout.zero else 1
-    beside = min(shards, max(1, machine.ranks_per_node // layout.tensor)) if layout.resident else 1
-    block = params / max(1, math.ceil(model.layers / layout.pipeline))
-    masters = 4 * params / shards
-    is_gathered = layout.zero == 3 and not layout.resident and shards > 1
+def _states(machine: Machine, software: Software, layout: Layout, held: Held, blocks: int) -> dict[str, float]:
+    """Of a rank with these parameters and this number of blocks."""
+    params, e, own = held.all, machine.element_bytes, held.own(layout)
+    is_spread = layout.zero > 0 and layout.shards > 1
+    beside = min(layout.shards, max(1, machine.ranks_per_node // layout.tensor)) if layout.resident else 1
+    block = params / max(1, blocks)
+    is_gathered = layout.zero == 3 and not layout.resident and is_spread
     is_in_place = e == 4 and not is_gathered  # the optimizer updates the parameters of forward and backward
     parameters = 0.0 if is_gathered else params * e / beside
     gathered = 2 * block * e if is_gathered else 0.0
@@ -59,8 +60,8 @@ def _states(model: Transformer, machine: Machine, software: Software, layout: La
     buffers = 2 * block * software.grad_bytes if ranks > 1 and not waits else 0.0
     return {
         "parameters": parameters,
-        "gradients": 4 * params / shards + full,
-        "optimizer": 8 * params / shards + (0.0 if is_in_place else masters),
+        "gradients": 4 * own + full,
+        "optimizer": 8 * own + (0.0 if is_in_place else 4 * own),
         "units": gathered + buffers,
     }
 

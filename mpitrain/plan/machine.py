@@ -1,6 +1,7 @@
 """The numbers of a machine: what its ranks compute, hold and send. Read from small TOML files (`machines/`, or the user's own)."""
 
 import difflib
+import math
 import os
 import tomllib
 from dataclasses import MISSING, dataclass, fields
@@ -34,8 +35,11 @@ class Efficiency:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if not 0 < (value := getattr(self, field.name)) <= 1:
-                raise ValueError(f"efficiency.{field.name}: expected a share above 0 and at most 1, got {value:g}")
+            value, is_overlap = getattr(self, field.name), field.name == "overlap"
+            # CPUs whose MPI has no progress thread overlap nothing.
+            if not (0 < value <= 1 or (is_overlap and value == 0)):
+                least = "of at least 0" if is_overlap else "above 0"
+                raise ValueError(f"efficiency.{field.name}: expected a share {least} and at most 1, got {value:g}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class Machine:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
                 raise ValueError(f"{field.name}: expected a positive number, got {value:g}")
         if self.element_bytes not in (2, 4):
             raise ValueError(f"element_bytes: expected 2 or 4, got {self.element_bytes}")
@@ -138,7 +142,29 @@ def from_text(text: str, source: str) -> Machine:
     try:
         return msgspec.convert(document, Machine)
     except msgspec.ValidationError as error:  # also the ValueErrors of the dataclasses
-        raise ValueError(f"machine file {source}: {error}") from None
+        raise ValueError(f"machine file {source}: {_plain(str(error))}") from None
+
+
+def _plain(message: str) -> str:
+    """A message of msgspec with the key first: "flops: expected a number, got a text"."""
+    what, _, where = message.partition(" - at `$")
+    key = where.strip("`.")
+    for theirs, ours in _TYPES.items():
+        what = what.replace(f"`{theirs}`", ours)
+    what = what[:1].lower() + what[1:] if key else what
+    return f"{key}: {what}" if key else what
+
+
+_TYPES = {
+    "float | null": "a number",
+    "float": "a number",
+    "int": "a whole number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a section",
+}
+"""What msgspec's names of types are in TOML."""
 
 
 def _check_keys(given: dict[str, Any], kind: type[Any], source: str, prefix: str) -> None:

@@ -2,17 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from mpitrain.plan.block import block_of, head_s
 from mpitrain.plan.kernels import kernels_of
-from mpitrain.plan.layout import Layout, Software
+from mpitrain.plan.layout import Layout, Software, rank_blocks, rank_parameters, scheduled, stage_blocks
 from mpitrain.plan.links import Sent, gather, group, message, reduce, scatter
 from mpitrain.plan.machine import Machine
 from mpitrain.plan.transformer import Transformer
-from mpitrain.stages.schedules import SCHEDULES, Schedule, StageTimes, Times
-from mpitrain.stages.schedules.dividing import divide
+from mpitrain.stages.schedules import Schedule, StageTimes, Times
 from mpitrain.stages.schedules.schedule import Kind
 from mpitrain.stages.schedules.timeline import timeline
 
@@ -49,21 +47,20 @@ def price(model: Transformer, machine: Machine, software: Software, layout: Layo
     made, (head_forward, head_backward) = block_of(model, machine, software, layout), _head(model, machine, layout)
     n, p = layout.num_micro, layout.pipeline
     one = made.forward + made.backward
-    blocks, has_head = busiest_stage(
-        model.layers,
-        p,
-        layout.stages_per_rank,
-        (head_forward + head_backward) / (one + made.again),
-        software.balances_stages,
-    )
+    of_ranks = rank_blocks(model, software, layout)
+    blocks, has_head, most = model.layers, True, max(of_ranks)
+    if p > 1:
+        cost = one + made.again + made.sent_forward + made.sent_backward
+        head = (head_forward + head_backward) / cost
+        blocks, has_head = busiest_stage(stage_blocks(model, software, layout), layout.stages_per_rank, head)
     seconds = dict.fromkeys(CAUSES, 0.0)
     seconds["compute"] = n * (blocks * one + has_head * (head_forward + head_backward))
     seconds["again"] = n * blocks * made.again
     repeats = 2 if layout.recompute == "block" else 1  # forwards of which the messages are sent
     sent = {
-        "tensor": made.tensor.times(n * blocks * (1 + repeats)),
-        "context": made.context.times(n * blocks * (2 + repeats)),
-        "experts": made.experts.times(n * blocks * (1 + repeats)),
+        "tensor": made.tensor.times(n * most * (1 + repeats)),
+        "context": made.context.times(n * most * (2 + repeats)),
+        "experts": made.experts.times(n * most * (1 + repeats)),
     }
     # Communication that is repeated is in "again". The embedding and the head together exchange half as much as a block. The shares of
     # the limits were fitted without these exchanges.
@@ -94,7 +91,7 @@ def price(model: Transformer, machine: Machine, software: Software, layout: Layo
             seconds["gathers"] = gathers.seconds - machine.efficiency.overlap * gathers_beside
     seconds["gradients"] += _other_gradients(model, machine, software, layout)
     kernels = kernels_of(machine, is_cut=layout.is_cut)
-    seconds["optimizer"] = kernels.optimizer(rank_parameters(model, layout) / (layout.shards if layout.zero else 1))
+    seconds["optimizer"] = kernels.optimizer(rank_parameters(model, software, layout).own(layout))
     return Price(seconds, sent)
 
 
@@ -102,37 +99,22 @@ def _head(model: Transformer, machine: Machine, layout: Layout) -> tuple[float, 
     return head_s(model, machine, layout.tensor, layout.context, layout.micro, layout.is_cut)
 
 
-@lru_cache(maxsize=65536)
-def busiest_stage(layers: int, ranks: int, stages_per_rank: int, head: float, is_balanced: bool) -> tuple[int, bool]:
+def busiest_stage(blocks: Sequence[int], stages_per_rank: int, head: float) -> tuple[int, bool]:
     """The number of blocks of the busiest rank of a pipeline, and whether it also has the head.
 
-    `head`: the cost of the head, in blocks. `is_balanced`: it counts when blocks are dealt to stages; else all stages have as many. All
-    stages of a rank count as much as the largest one, because the other ranks wait for it.
+    `blocks`: of each stage. `head`: the cost of the head, in blocks. All stages of a rank count as much as the largest one, because
+    the other ranks wait for it.
     """
-    if ranks == 1:
-        return layers, True
-    stages = ranks * stages_per_rank
-    most = math.ceil(layers / stages)  # blocks of a stage
-    if not is_balanced:
-        return most * stages_per_rank, True
-    pace, found = math.inf, (layers, True)
-    while most < pace:
-        last = max(0, layers - (stages - 1) * most)  # blocks of the stage with the head
-        if (slowest := max(most, last + head)) < pace:
-            pace = slowest
-            found = (most * stages_per_rank, False) if slowest == most else (most * (stages_per_rank - 1) + last, True)
-        most += 1
-    return found
+    most, last = max(blocks), blocks[-1]
+    if most > last + head:
+        return most * stages_per_rank, False
+    return most * (stages_per_rank - 1) + last, True
 
 
 def stage_times(model: Transformer, machine: Machine, software: Software, layout: Layout) -> tuple[Times, ...]:
     """Seconds of each stage for one micro-batch, and of one message. Blocks are dealt to stages as the program does."""
-    count = layout.pipeline * layout.stages_per_rank
-    blocks: Sequence[int] = [math.ceil(model.layers / count)] * count
-    if software.balances_stages:
-        blocks = _dealt(model.layers, model.block_parameters - model.vectors, model.vocab * model.width, count)
     of_head = _head(model, machine, layout)
-    times = [_times(model, machine, software, layout, own) for own in blocks]
+    times = [_times(model, machine, software, layout, own) for own in stage_blocks(model, software, layout)]
     last = times[-1]
     half = of_head[1] / 2  # of the head's backward: a product for the input, and one for the weights
     times[-1] = last._replace(
@@ -141,12 +123,6 @@ def stage_times(model: Transformer, machine: Machine, software: Software, layout
         weight_grads=last.weight_grads + half,
     )
     return tuple(times)
-
-
-@lru_cache(maxsize=4096)
-def _dealt(layers: int, block: int, head: int, stages: int) -> tuple[int, ...]:
-    """The number of blocks of each stage, as the trainer divides them. `block`, `head`: their parameters in matrices."""
-    return tuple(len(own) for own in divide(0.0, [float(block)] * layers, float(head), stages))
 
 
 def _times(model: Transformer, machine: Machine, software: Software, layout: Layout, blocks: float) -> Times:
@@ -195,12 +171,6 @@ def _total(schedule: Schedule, times: tuple[Times, ...], message: float) -> floa
     ).total
 
 
-@lru_cache(maxsize=65536)
-def scheduled(name: str, ranks: int, num_micro: int, stages_per_rank: int) -> Schedule:
-    """A schedule of a pipeline; ValueError where it is not defined."""
-    return SCHEDULES[name](ranks, num_micro, *([stages_per_rank] if name == "interleaved" else []))
-
-
 def _message(model: Transformer, machine: Machine, software: Software, layout: Layout) -> Sent:
     """The activations of a micro-batch, from one rank to the next stage."""
     nbytes = layout.micro * model.context / layout.context * model.width * machine.element_bytes
@@ -212,35 +182,35 @@ def _message(model: Transformer, machine: Machine, software: Software, layout: L
     return sent
 
 
-def rank_parameters(model: Transformer, layout: Layout) -> float:
-    """Parameters of the rank of a pipeline that has most, before ZeRO spreads them: one of the first or last stage."""
-    t, p = layout.tensor, layout.pipeline
-    mlp = model.experts * model.expert_matrices / layout.experts
-    router = model.experts * model.width if model.experts > 1 else 0
-    of_block = (model.attention_matrices + mlp) / t + router + model.vectors
-    embeddings = model.vocab * model.width / t * (2 if p == 1 and not model.tied else 1)
-    return math.ceil(model.layers / p) * of_block + embeddings + model.positions * model.width
-
-
 def _reductions(model: Transformer, machine: Machine, software: Software, layout: Layout) -> tuple[Sent, int]:
     """The reductions of gradients of a step, and how often each gradient is reduced."""
-    joins, ranks, parts = software.joins_adapters, layout.data * layout.context, _units(model, layout)
-    nbytes = rank_parameters(model, layout) * software.grad_bytes
-    if layout.zero == 0:
-        sent = reduce(machine, nbytes, group(machine, ranks, layout.tensor), joins_adapters=joins, parts=parts)
-    else:
-        shards = group(machine, layout.shards, layout.tensor)
-        sent = scatter(machine, nbytes, shards, joins_adapters=joins, parts=parts)
-        copies = group(machine, layout.copies, layout.tensor * layout.shards)
-        sent = sent.plus(reduce(machine, nbytes / layout.shards, copies, joins_adapters=joins, parts=parts))
+    params, joins, parts = rank_parameters(model, software, layout), software.joins_adapters, _units(model, layout)
+    sent = Sent()
+    for number, experts, shards in (
+        (params.dense, 1, layout.shards),
+        (params.experts, layout.experts, layout.expert_shards),
+    ):
+        nbytes, ranks, stride = (
+            number * software.grad_bytes,
+            layout.data * layout.context // experts,
+            layout.tensor * experts,
+        )
+        if not nbytes:
+            continue
+        if layout.zero == 0:
+            sent = sent.plus(reduce(machine, nbytes, group(machine, ranks, stride), joins_adapters=joins, parts=parts))
+            continue
+        sent = sent.plus(scatter(machine, nbytes, group(machine, shards, stride), joins_adapters=joins, parts=parts))
+        copies = group(machine, ranks // shards, stride * shards)
+        sent = sent.plus(reduce(machine, nbytes / shards, copies, joins_adapters=joins, parts=parts))
     count = layout.num_micro if software.reduces_each_micro_batch and layout.pipeline == 1 else 1
     return sent.times(count), count
 
 
 def _other_gradients(model: Transformer, machine: Machine, software: Software, layout: Layout) -> float:
     """Seconds of moving gradients into the memory of reductions, and of adding those of several micro-batches."""
-    full, n = rank_parameters(model, layout), layout.num_micro
-    own = full / (layout.shards if layout.zero else 1)
+    params, n = rank_parameters(model, software, layout), layout.num_micro
+    full, own = params.all, params.own(layout)
     count = n if software.reduces_each_micro_batch and layout.pipeline == 1 else 1  # reductions
     moves = count if layout.data * layout.context > 1 else 0
     # Stages of a pipeline add products of weights in place. Without ZeRO the reduced gradients are copied once more.
@@ -255,10 +225,18 @@ def _gathers(model: Transformer, machine: Machine, software: Software, layout: L
 
     Before each forward and each backward in stage 3, unless ranks keep full parameters; else before each forward, or once a step.
     """
-    nbytes = rank_parameters(model, layout) * machine.element_bytes
-    ranks, joins = group(machine, layout.shards, layout.tensor), software.joins_adapters
-    is_shared, parts = layout.resident, _units(model, layout)
-    sent = gather(machine, nbytes, ranks, joins_adapters=joins, is_shared=is_shared, parts=parts)
+    params = rank_parameters(model, software, layout)
+    sent = Sent()
+    for number, experts, shards in (
+        (params.dense, 1, layout.shards),
+        (params.experts, layout.experts, layout.expert_shards),
+    ):
+        ranks = group(machine, shards, layout.tensor * experts)
+        nbytes, joins, parts = number * machine.element_bytes, software.joins_adapters, _units(model, layout)
+        if nbytes:
+            sent = sent.plus(
+                gather(machine, nbytes, ranks, joins_adapters=joins, is_shared=layout.resident, parts=parts)
+            )
     count = layout.num_micro if software.gathers_each_forward else 1
     if layout.zero == 3 and not layout.resident:
         count = 2 * layout.num_micro

@@ -1,16 +1,27 @@
-"""A search as tables for a terminal, and as data for JSON."""
+"""A search as tables for a terminal, and as data for JSON: the fastest plans, what the best one takes, and why the others lose."""
 
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from mpitrain.plan.footprint import KINDS
+from mpitrain.plan.layout import Layout
 from mpitrain.plan.learning_rate import RULES, LearningRate
 from mpitrain.plan.price import CAUSES
-from mpitrain.plan.search import Found, Plan, reasons
+from mpitrain.plan.search import Found, Plan
 
-LACKING = "estimated; the trainer lacks it"
+
+class Reason(NamedTuple):
+    """Why a kind of layout loses: the best plan of this kind, against the best of all."""
+
+    kind: str
+    """The field of the layout."""
+    value: str
+    plan: Plan
+    why: str
 
 
 def as_data(
@@ -37,7 +48,7 @@ def _plan(plan: Plan, price: float | None, tokens: float | None) -> dict[str, An
     made: dict[str, Any] = {
         "layout": plan.layout._asdict(),
         "num_micro": plan.layout.num_micro,
-        "trainer_lacks_it": plan.is_lacking,
+        "lacks": plan.lacks,
         "step_s": plan.step_s,
         "tokens_per_s": plan.tokens_per_s,
         "mfu": plan.mfu,
@@ -69,13 +80,13 @@ def show(
     console.print(f"{found.num_layouts:,} layouts were considered; {fitting}\n", style="dim")
     if found.fitting:
         console.print(_fastest(found, top))
-        if any(plan.is_lacking for plan in found.fitting[:top]):
-            console.print(f"* {LACKING}", style="dim")
+        if lacked := sorted({plan.lacks for plan in _lacking(found, top)}):
+            console.print(f"* estimated; {job.software.name} lacks {' and '.join(lacked)}", style="dim")
     best = found.best
     if best is None:
         _show_none(console, found)
         return
-    console.print(f"\nThe fastest that the trainer can run: {told(best)}")
+    console.print(f"\nThe fastest that {job.software.name} can run: {told(best)}")
     console.print(_details(best))
     _show_totals(console, best, price, tokens)
     if lr is not None:
@@ -87,10 +98,10 @@ def show(
 
 def _show_none(console: Console, found: Found) -> None:
     if found.fitting:
-        console.print(f"\nNo layout that fits can be run by the trainer: {LACKING}.")
+        console.print(f"\nNo layout that fits can be run: {found.job.software.name} lacks {found.fitting[0].lacks}.")
     else:
         least = min(found.too_large, key=lambda plan: plan.nbytes)
-        lacks = f"lacks {least.lacks_bytes / 1e9:,.3g} GB a rank"
+        lacks = f"lacks {_size(least.lacks_bytes)} a rank"
         console.print(f"No layout fits. The one that needs least memory {lacks}: {told(least)}")
         console.print(_memory(least))
 
@@ -102,16 +113,23 @@ def _fastest(found: Found, top: int) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("schedule", "recompute"):
         table.add_column(heading, no_wrap=True)
-    for plan in found.fitting[:top]:
+    for plan in [plan for plan in found.fitting if not plan.lacks][:top] + _lacking(found, top):
         of = plan.layout
         degrees = (of.tensor, of.pipeline, of.context, of.experts, of.data, of.copies, of.zero)
         micro = f"{of.num_micro} x {of.micro}"
-        memory = f"{plan.nbytes / 1e9:.1f} GB"
-        schedule = _schedule(plan) + " *" * plan.is_lacking
+        memory = _size(plan.nbytes)
+        schedule = _schedule(plan) + " *" * (plan.lacks != "")
         table.add_row(
             _seconds(plan.step_s), f"{plan.mfu:.1%}", memory, *map(str, degrees), micro, schedule, of.recompute
         )
     return table
+
+
+def _lacking(found: Found, top: int) -> list[Plan]:
+    """The fastest layouts that the program lacks: at most three, and no slower than its own fastest `top`."""
+    own = [plan for plan in found.fitting if not plan.lacks][:top]
+    slowest = own[-1].step_s if own else math.inf
+    return [plan for plan in found.fitting if plan.lacks and plan.step_s <= slowest][: min(top, 3)]
 
 
 def _details(plan: Plan) -> Table:
@@ -134,8 +152,8 @@ def _memory(plan: Plan) -> Table:
     table = _small("memory of a rank")
     for kind in KINDS:
         if plan.footprint[kind] > 0:
-            table.add_row(kind, f"{plan.footprint[kind] / 1e9:.2f} GB")
-    table.add_row("all", f"{plan.nbytes / 1e9:.2f} GB")
+            table.add_row(kind, _size(plan.footprint[kind]))
+    table.add_row("all", _size(plan.nbytes))
     return table
 
 
@@ -201,4 +219,67 @@ def _seconds(seconds: float) -> str:
 
 
 def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:,.2f} GB" if nbytes else ""
+    if not nbytes:
+        return ""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:,.2f} {name}"
+    return f"{nbytes:.0f} B"
+
+
+def reasons(found: Found) -> list[Reason]:
+    """For each value of each field of a layout that the best plan does not have: what the best plan with this value lacks."""
+    best = found.best
+    if best is None:
+        return []
+    made = []
+    for label, key in _KINDS.items():
+        chosen = key(best.layout)
+        quickest: dict[Any, Plan] = {}
+        for plan in sorted(found.fitting, key=lambda plan: plan.lacks != ""):  # a stable sort
+            quickest.setdefault(key(plan.layout), plan)
+        smallest: dict[Any, Plan] = {}
+        for plan in found.too_large:
+            value = key(plan.layout)
+            if value not in quickest and (value not in smallest or plan.nbytes < smallest[value].nbytes):
+                smallest[value] = plan
+        for value in sorted(quickest.keys() | smallest.keys(), key=lambda value: (str(type(value)), value)):
+            if value == chosen:
+                continue
+            if value in quickest:
+                made.append(Reason(label, str(value), quickest[value], _slower(quickest[value], best)))
+            else:
+                plan = smallest[value]
+                made.append(Reason(label, str(value), plan, f"does not fit: lacks {_size(plan.lacks_bytes)} a rank"))
+    return made
+
+
+def _slower(plan: Plan, best: Plan) -> str:
+    """How much slower a plan is, and the causes that add most."""
+    ratio = plan.step_s / best.step_s - 1
+    lacks = f"; needs {plan.lacks}, which {plan.job.software.name} lacks" if plan.lacks else ""
+    if abs(ratio) < 5e-4:
+        return "as fast" + lacks
+    if ratio < 0:
+        return f"{-ratio:.1%} faster" + lacks
+    more = {cause: plan.price.seconds[cause] - best.price.seconds[cause] for cause in CAUSES}
+    causes = sorted(
+        (cause for cause in more if more[cause] > 0.2 * (plan.step_s - best.step_s)), key=lambda cause: -more[cause]
+    )
+    said = ", ".join(f"{cause} +{_seconds(more[cause])}" for cause in causes[:2])
+    return f"{ratio:.1%} slower" + (f": {said}" if said else "") + lacks
+
+
+_KINDS: dict[str, Callable[[Layout], Any]] = {
+    "tensor": lambda layout: layout.tensor,
+    "pipeline": lambda layout: layout.pipeline,
+    "context": lambda layout: layout.context,
+    "experts": lambda layout: layout.experts,
+    "ZeRO": lambda layout: layout.zero,
+    "copies": lambda layout: layout.copies,
+    "schedule": lambda layout: layout.schedule if layout.pipeline > 1 else "no pipeline",
+    "micro-batch": lambda layout: layout.micro,
+    "recompute": lambda layout: layout.recompute,
+    "storage": lambda layout: "resident" if layout.resident else "private",
+}
+"""The fields of a layout that `reasons` compares, by their name in a report."""

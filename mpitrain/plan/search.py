@@ -1,20 +1,24 @@
-"""All layouts of a model on a number of ranks that make sense, the fastest that fit, and why the others lose."""
+"""All layouts of a model on a number of ranks that make sense, and the fastest that fit."""
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpitrain.plan.footprint import footprint
-from mpitrain.plan.layout import Layout, Software
+from mpitrain.plan.layout import Layout, Software, rank_blocks
 from mpitrain.plan.machine import Machine
-from mpitrain.plan.price import CAUSES, Price, price
+from mpitrain.plan.price import Price, price
 from mpitrain.plan.transformer import Transformer
 
 MAX_MICRO = 32
 """Sequences of a micro-batch at most."""
 MIN_CONTEXT_TOKENS = 4096
 """Tokens of a rank at least, if ranks share a sequence: fewer make attention and its messages inefficient."""
+
+
+_LACKED = {"context": "context parallelism", "experts": "expert parallelism"}
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,9 @@ class Plan:
         return self.price.step_s
 
     @property
-    def is_lacking(self) -> bool:
-        """The trainer cannot run this layout yet."""
-        return self.layout.context > 1 or self.layout.experts > 1
+    def lacks(self) -> str:
+        """What the program lacks to run this layout; empty if it has all."""
+        return " and ".join(_LACKED[name] for name in self.job.software.lacks if getattr(self.layout, name) > 1)
 
     @property
     def tokens_per_s(self) -> float:
@@ -97,16 +101,6 @@ class Plan:
         return self.days(tokens) * 24 * self.job.ranks * price_per_hour
 
 
-class Reason(NamedTuple):
-    """Why a kind of layout loses: the best plan of this kind, against the best of all."""
-
-    kind: str
-    """The field of the layout."""
-    value: str
-    plan: Plan
-    why: str
-
-
 @dataclass(frozen=True)
 class Found:
     """The result of a search. `fitting`: fastest first. `num_layouts`: all that were considered."""
@@ -121,8 +115,8 @@ class Found:
 
     @property
     def best(self) -> Plan | None:
-        """The fastest that the trainer can run."""
-        return next((plan for plan in self.fitting if not plan.is_lacking), None)
+        """The fastest that the program can run."""
+        return next((plan for plan in self.fitting if not plan.lacks), None)
 
 
 def search(job: Job) -> Found:
@@ -142,12 +136,46 @@ def search(job: Job) -> Found:
     if not fitting and not too_large:
         given = "".join(f", {name} {value}" for name, value in job.fixed)
         raise ValueError(
-            f"no layout of {job.model.name} on {job.ranks} ranks with a batch of {job.batch} sequences{given}: the batch must be a "
-            "multiple of the data-parallel ranks, and the model must have a block for each stage; choose another --batch or --ranks"
+            f"no layout of {job.model.name} on {job.ranks} ranks with a batch of {job.batch} sequences{given}: {_why_none(job)}"
         )
     # Equal times: less memory first.
     fitting.sort(key=lambda plan: (plan.step_s, plan.nbytes))
     return Found(job, fitting, too_large)
+
+
+def _why_none(job: Job) -> str:
+    """Which option leaves no layout, and its possible values."""
+    fixed = dict(job.fixed)
+    if "schedule" in fixed and fixed.get("pipeline") == 1:
+        return "a schedule needs a pipeline; choose another --pipeline, or leave out --schedule"
+    for name in fixed:
+        others = tuple(item for item in job.fixed if item[0] != name)
+        if values := _values(replace(job, fixed=others), name):
+            flag = "context-ranks" if name == "context" else name.replace("_", "-")
+            return f"with the other options {job.software.name} can have --{flag} {', '.join(map(str, values))}"
+    if fixed and _values(replace(job, fixed=()), "data"):
+        return "these options exclude each other; leave some out"
+    return (
+        "the batch must be a multiple of the data-parallel ranks, and the model must have a block for each stage; choose another "
+        "--batch or --ranks"
+    )
+
+
+def _values(job: Job, name: str) -> list[Any]:
+    """The values of a field in all layouts that are possible."""
+    values = set()
+    for layout in layouts(job):
+        if getattr(layout, name) not in values and _is_defined(job, layout):
+            values.add(getattr(layout, name))
+    return sorted(values)
+
+
+def _is_defined(job: Job, layout: Layout) -> bool:
+    try:
+        rank_blocks(job.model, job.software, layout)
+    except ValueError:
+        return False
+    return True
 
 
 def layouts(job: Job) -> Iterator[Layout]:
@@ -206,8 +234,9 @@ def _schedules(job: Job, pipeline: int, num_micro: int) -> Iterator[tuple[str, i
     for name in job.software.schedules:
         counts = {"interleaved": job.software.interleaved, "zb-v": (2,), "dualpipe-v": (2,)}.get(name, (1,))
         for count in counts:
-            stages = pipeline * count
-            if stages <= job.model.layers and (job.software.balances_stages or job.model.layers % stages == 0):
+            stages, layers = pipeline * count, job.model.layers
+            # If a program balances stages, the last one may have the head alone.
+            if stages <= layers + 1 if job.software.balances_stages else layers % stages == 0:
                 yield name, count
 
 
@@ -235,64 +264,5 @@ def _copies(job: Job, one: Layout, zero: int) -> list[int]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def reasons(found: Found) -> list[Reason]:
-    """For each value of each field of a layout that the best plan does not have: what the best plan with this value lacks."""
-    best = found.best
-    if best is None:
-        return []
-    made = []
-    for label, key in _KINDS.items():
-        chosen = key(best.layout)
-        quickest: dict[Any, Plan] = {}
-        for plan in sorted(found.fitting, key=lambda plan: plan.is_lacking):  # a stable sort
-            quickest.setdefault(key(plan.layout), plan)
-        smallest: dict[Any, Plan] = {}
-        for plan in found.too_large:
-            value = key(plan.layout)
-            if value not in quickest and (value not in smallest or plan.nbytes < smallest[value].nbytes):
-                smallest[value] = plan
-        for value in sorted(quickest.keys() | smallest.keys(), key=lambda value: (str(type(value)), value)):
-            if value == chosen:
-                continue
-            if value in quickest:
-                made.append(Reason(label, str(value), quickest[value], _slower(quickest[value], best)))
-            else:
-                plan = smallest[value]
-                made.append(
-                    Reason(label, str(value), plan, f"does not fit: lacks {plan.lacks_bytes / 1e9:,.1f} GB a rank")
-                )
-    return made
-
-
-def _slower(plan: Plan, best: Plan) -> str:
-    """How much slower a plan is, and the causes that add most."""
-    ratio = plan.step_s / best.step_s - 1
-    lacks = "; the trainer lacks it" if plan.is_lacking else ""
-    if abs(ratio) < 5e-4:
-        return "as fast" + lacks
-    if ratio < 0:
-        return f"{-ratio:.1%} faster" + lacks
-    more = {cause: plan.price.seconds[cause] - best.price.seconds[cause] for cause in CAUSES}
-    causes = sorted(
-        (cause for cause in more if more[cause] > 0.2 * (plan.step_s - best.step_s)), key=lambda cause: -more[cause]
-    )
-    said = ", ".join(f"{cause} +{more[cause]:.2f} s" for cause in causes[:2])
-    return f"{ratio:.1%} slower" + (f": {said}" if said else "") + lacks
-
-
-_KINDS: dict[str, Callable[[Layout], Any]] = {
-    "tensor": lambda layout: layout.tensor,
-    "pipeline": lambda layout: layout.pipeline,
-    "context": lambda layout: layout.context,
-    "experts": lambda layout: layout.experts,
-    "ZeRO": lambda layout: layout.zero,
-    "copies": lambda layout: layout.copies,
-    "schedule": lambda layout: layout.schedule if layout.pipeline > 1 else "no pipeline",
-    "micro-batch": lambda layout: layout.micro,
-    "recompute": lambda layout: layout.recompute,
-    "storage": lambda layout: "resident" if layout.resident else "private",
-}
-"""The fields of a layout that `reasons` compares, by their name in a report."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

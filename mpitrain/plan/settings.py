@@ -17,7 +17,7 @@ def sections(plan: Plan, lr: LearningRate | None = None) -> dict[str, dict[str, 
         ValueError: the trainer cannot run the layout.
     """
     layout, job = plan.layout, plan.job
-    if plan.is_lacking:
+    if layout.context > 1 or layout.experts > 1:
         raise ValueError(f"the trainer lacks context and expert parallelism, which {layout} needs")
     made: dict[str, dict[str, Any]] = {}
     if (model := in_settings(job.model)) is not None:
@@ -53,7 +53,7 @@ def to_toml(plan: Plan, lr: LearningRate | None = None) -> str:
         f"# {job.model.name} on {job.ranks} ranks of {job.machine.name}: {plan.step_s:.4g} s a step, {plan.nbytes / 1e9:.3g} GB a rank"
     ]
     if in_settings(job.model) is None:
-        head.append("# The trainer lacks this model, so there is no section [model].")
+        head.append("# The trainer lacks this model, so there is no section [model]: add one before use.")
     lines = ["\n".join(head)]
     for name, values in sections(plan, lr).items():
         lines.append("\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]))

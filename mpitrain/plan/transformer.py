@@ -144,6 +144,39 @@ _PLAIN = {
 """The types of transformers models whose feed-forward layer has two matrices."""
 
 
+_ENCODERS = {
+    "albert",
+    "bert",
+    "clip",
+    "deberta",
+    "deberta-v2",
+    "distilbert",
+    "electra",
+    "roberta",
+    "vit",
+    "xlm-roberta",
+}
+
+
+def _refused(config: dict[str, Any]) -> str:
+    """Why the numbers of a `Transformer` cannot describe this model; empty if they can."""
+    kind = str(config.get("model_type", ""))
+    if config.get("is_encoder_decoder"):
+        return "expected a decoder-only model, got an encoder and a decoder"
+    if kind in _ENCODERS:
+        return f"expected a decoder-only model, got the encoder {kind}"
+    if config.get("kv_lora_rank"):
+        return "kv_lora_rank: multi-head latent attention cannot be planned"
+    if config.get("n_shared_experts") or config.get("shared_expert_intermediate_size") or kind == "qwen2_moe":
+        return "experts that all tokens share cannot be planned"
+    # Transformers' default of these two models is multi-query attention.
+    if kind in ("falcon", "gpt_bigcode") and (
+        config.get("multi_query", True) or config.get("new_decoder_architecture")
+    ):
+        return f"multi_query or new_decoder_architecture: the attention of this {kind} cannot be planned"
+    return ""
+
+
 def from_config(path: Path) -> Transformer:
     """A model of a transformers `config.json`. ValueError for a file without the numbers of a decoder-only transformer."""
     try:
@@ -155,13 +188,15 @@ def from_config(path: Path) -> Transformer:
             f"model file {path}: expected the settings of a transformers model, got {type(config).__name__}"
         )
     config = config.get("text_config") or config  # of a model of several modalities
-    if config.get("is_encoder_decoder"):
-        raise ValueError(f"model file {path}: expected a decoder-only model, got an encoder and a decoder")
+    if not isinstance(config, dict):
+        raise ValueError(f"model file {path}: text_config: expected the settings of a model, got {config!r}")
+    if refused := _refused(config):
+        raise ValueError(f"model file {path}: {refused}")
 
     def number(*names: str, default: int | None = None) -> int:
         for name in names:
             if (value := config.get(name)) is not None:
-                if not isinstance(value, int) or value < 1:
+                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise ValueError(f"model file {path}: {name}: expected a whole number of at least 1, got {value!r}")
                 return value
         if default is None:
@@ -171,26 +206,34 @@ def from_config(path: Path) -> Transformer:
     kind = str(config.get("model_type", ""))
     plain = kind in _PLAIN
     width = number("hidden_size", "n_embd", "d_model")
-    heads = number("num_attention_heads", "n_head", "n_heads")
+    heads = number("num_attention_heads", "n_head", "n_heads", "num_heads")
     context = number("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", default=2048)
     experts = number("num_local_experts", "num_experts", "n_routed_experts", default=1)
     inner = number("intermediate_size", "n_inner", "ffn_dim", default=4 * width)
+    kv_heads = number("num_key_value_heads", default=heads)
+    experts_per_token = number("num_experts_per_tok", "top_k", default=1) if experts > 1 else 1
+    if heads % kv_heads:
+        raise ValueError(f"model file {path}: num_key_value_heads: expected a divisor of {heads} heads, got {kv_heads}")
+    if experts_per_token > experts:
+        raise ValueError(
+            f"model file {path}: num_experts_per_tok: expected at most {experts} experts, got {experts_per_token}"
+        )
     return Transformer(
         name=str(config.get("_name_or_path") or path.resolve().parent.name or kind),
-        layers=number("num_hidden_layers", "n_layer", "n_layers"),
+        layers=number("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
         width=width,
         heads=heads,
         vocab=number("vocab_size"),
         context=context,
-        kv_heads=number("num_key_value_heads", default=heads),
+        kv_heads=kv_heads,
         head_width=number("head_dim", default=width // heads),
         inner=number("moe_intermediate_size", default=inner) if experts > 1 else inner,
         gated=not plain,
-        tied=bool(config.get("tie_word_embeddings", plain)),
-        positions=context if kind in ("gpt2", "opt", "gpt_bigcode") else 0,
+        tied=bool(config.get("tie_word_embeddings", plain or kind.startswith("gemma"))),
+        positions=context if kind in ("gpt2", "gpt_neo", "opt", "gpt_bigcode") else 0,
         vectors=(13 if plain else 2) * width,
         experts=experts,
-        experts_per_token=number("num_experts_per_tok", "top_k", default=1),
+        experts_per_token=experts_per_token,
     )
 
 

@@ -64,8 +64,19 @@ def test_machine_file(tmp_path: Path) -> None:
         ),
         (("flops = 1e12\n", ""), "machine file x: flops is missing"),
         (("product = 0.8\n", ""), "machine file x: efficiency.product is missing"),
-        (("flops = 1e12", "flops = 'a'"), "machine file x: Expected `float`, got `str`"),
+        (("flops = 1e12", "flops = 'a'"), "machine file x: flops: expected a number, got a text$"),
         (("flops = 1e12", "flops = -1.0"), "machine file x: flops: expected a positive number, got -1"),
+        (("flops = 1e12", "flops = nan"), "machine file x: flops: expected a positive number, got nan"),
+        (("flops = 1e12", "flops = inf"), "expected a positive number, got inf"),
+        (("product = 0.8", "product = 'a'"), "machine file x: efficiency.product: expected a number, got a text$"),
+        (
+            ("overlap = 0.5", "overlap = -0.1"),
+            "efficiency.overlap: expected a share of at least 0 and at most 1, got -0.1",
+        ),
+        (
+            ("overlap = 0.5", "overlap = nan"),
+            "efficiency.overlap: expected a share of at least 0 and at most 1, got nan",
+        ),
         (("product = 0.8", "product = 1.8"), "efficiency.product: expected a share above 0 and at most 1, got 1.8"),
         (("launch_s = 1e-6", "launch_s = 1e-6\nelement_bytes = 3"), "element_bytes: expected 2 or 4, got 3"),
         (('name = "x"', "name = "), "machine file x is not valid TOML"),
@@ -74,6 +85,10 @@ def test_machine_file(tmp_path: Path) -> None:
 def test_wrong_machine_files(change: tuple[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_text(TEXT.replace(*change), "x")
+
+
+def test_a_machine_may_overlap_nothing() -> None:
+    assert from_text(TEXT.replace("overlap = 0.5", "overlap = 0"), "x").efficiency.overlap == 0
 
 
 def test_unknown_machines() -> None:
@@ -106,7 +121,7 @@ def test_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "learning rate 0.0006, warm-up 1,908 steps (square root: for Adam" in out
     for heading in ("seconds of a step", "memory of a rank", "a rank sends in a step", "why others lose"):
         assert heading in out
-    assert "estimated; the trainer lacks it" in out
+    assert "estimated; mpitrain lacks context parallelism" in out
     assert f"wrote {path}; use it with --config {path}" in " ".join(out.split())
     config = from_toml(path)
     assert (config.model.family, config.model.size, config.optim.warmup_steps) == ("llama", "8b", 1908)
@@ -117,7 +132,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(capsys.readouterr().out)
     assert len(data["plans"]) == 4
     best = data["best"]
-    assert not best["trainer_lacks_it"]
+    assert best["lacks"] == ""
     assert best["step_s"] == pytest.approx(sum(best["seconds"].values()))
     assert best["memory_bytes"] == pytest.approx(sum(best["memory"].values()))
     assert best["cost"] == pytest.approx(1000 * best["cost_per_billion_tokens"])

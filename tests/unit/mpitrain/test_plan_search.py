@@ -1,5 +1,6 @@
 """Layouts, their price and memory, the search, and the settings that it writes."""
 
+import io
 import json
 import time
 from dataclasses import replace
@@ -8,17 +9,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from mpitrain.config import check_ranks, from_toml, parse
 from mpitrain.models.sizes import SIZES, flops_per_token, num_parameters, resolve
-from mpitrain.plan.footprint import footprint
-from mpitrain.plan.layout import MEGATRON_2021, MPITRAIN, Layout
+from mpitrain.plan.footprint import activations, footprint
+from mpitrain.plan.layout import LLAMA_2024, MEGATRON_2021, MPITRAIN, Layout, Software, rank_parameters, stage_blocks
 from mpitrain.plan.learning_rate import scaled
 from mpitrain.plan.links import exchange, gather, group, message, reduce
 from mpitrain.plan.machine import load
 from mpitrain.plan.memory.prediction import predict
 from mpitrain.plan.price import busiest_stage, price
-from mpitrain.plan.search import Job, Plan, layouts, reasons, search
+from mpitrain.plan.report import _size, reasons, show
+from mpitrain.plan.search import Job, Plan, layouts, search
 from mpitrain.plan.settings import to_toml
 from mpitrain.plan.transformer import NAMED, find, of_sizes
 
@@ -73,6 +76,15 @@ def test_config_json(tmp_path: Path) -> None:
             assert model.trains is None
             assert replace(model, name=own, trains=NAMED[own].trains) == NAMED[own]
     assert find(str(tmp_path), 512).positions == 512
+    neo = {"model_type": "gpt_neo", "hidden_size": 768, "num_layers": 12, "num_heads": 12, "vocab_size": 50257}
+    (tmp_path / "config.json").write_text(json.dumps(neo | {"max_position_embeddings": 1024}))
+    assert find(str(tmp_path)).parameters == NAMED["gpt-small"].parameters
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"} | {"model_type": "gemma"}
+        )
+    )
+    assert find(str(tmp_path)).tied
 
 
 @pytest.mark.parametrize(
@@ -82,6 +94,17 @@ def test_config_json(tmp_path: Path) -> None:
         (LLAMA | {"hidden_size": "4096"}, "hidden_size: expected a whole number of at least 1, got '4096'"),
         (LLAMA | {"is_encoder_decoder": True}, "expected a decoder-only model"),
         ([1], "expected the settings of a transformers model, got list"),
+        ({"text_config": "llama"}, "text_config: expected the settings of a model, got 'llama'"),
+        (LLAMA | {"hidden_size": True}, "hidden_size: expected a whole number of at least 1, got True"),
+        (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads: expected a divisor of 32 heads, got 5"),
+        (
+            LLAMA | {"num_experts": 4, "num_experts_per_tok": 8},
+            "num_experts_per_tok: expected at most 4 experts, got 8",
+        ),
+        (LLAMA | {"model_type": "bert"}, "expected a decoder-only model, got the encoder bert"),
+        (LLAMA | {"model_type": "falcon"}, "the attention of this falcon cannot be planned"),
+        (LLAMA | {"kv_lora_rank": 512}, "multi-head latent attention cannot be planned"),
+        (LLAMA | {"model_type": "qwen2_moe"}, "experts that all tokens share cannot be planned"),
     ],
 )
 def test_wrong_config_json(tmp_path: Path, numbers: object, message: str) -> None:
@@ -122,17 +145,40 @@ def test_messages_and_exchanges() -> None:
 # Prices and memory
 
 
-@given(st.integers(1, 12), st.integers(1, 4), st.integers(0, 60), st.floats(0, 5))
-def test_the_busiest_stage_is_the_best_division(ranks: int, chunks: int, more: int, head: float) -> None:
-    layers = ranks * chunks + more
-    blocks, has_head = busiest_stage(layers, ranks, chunks, head, True)
-    assert blocks + has_head * head >= (layers + head) / ranks - 1e-9 or chunks > 1 or ranks == 1
-    if chunks == 1 and ranks > 1:
-        paces = [
-            max(most, max(0, layers - (ranks - 1) * most) + head) for most in range(-(-layers // ranks), layers + 1)
-        ]
-        assert blocks + has_head * head == pytest.approx(min(paces))
-    assert busiest_stage(layers, ranks, chunks, head, False)[1]
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=12), st.integers(1, 4), st.floats(0, 5))
+def test_the_busiest_stage_sets_the_pace(blocks: list[int], chunks: int, head: float) -> None:
+    most, has_head = busiest_stage(blocks, chunks, head)
+    slowest = max([*blocks[:-1], blocks[-1] + head])
+    assert most + has_head * head == pytest.approx(max(blocks) * (chunks - 1) + slowest)
+
+
+def test_time_and_memory_of_a_pipeline_use_the_division_of_the_trainer() -> None:
+    model, layout = NAMED["llama3-8b"], Layout(pipeline=8, micro=1, batch=64)
+    assert stage_blocks(model, MPITRAIN, layout) == (5, 5, 5, 5, 5, 5, 2, 0)
+    kept = activations(model, H100, MPITRAIN, layout)[0]
+    assert footprint(model, H100, MPITRAIN, layout)["activations"] == 8 * 5 * kept
+    one = price(model, H100, MPITRAIN, Layout(batch=64)).seconds["compute"]
+    assert price(model, H100, MPITRAIN, layout).seconds["compute"] == pytest.approx(one * 5 / (32 + 2.4), rel=0.05)
+    assert rank_parameters(model, MPITRAIN, layout).all == 5 * model.block_parameters + model.vocab * model.width
+    assert stage_blocks(NAMED["gpt3-175b"], MEGATRON_2021, layout) == (12,) * 8
+
+
+def test_a_busy_head_does_not_hide_the_exchanges_of_other_stages() -> None:
+    layout = Layout(tensor=2, pipeline=8, micro=1, batch=64)
+    made = price(NAMED["llama3.2-1b"], H100, MPITRAIN, layout)
+    assert stage_blocks(NAMED["llama3.2-1b"], MPITRAIN, layout)[-1] == 0
+    assert made.sent["tensor"].node_bytes > 0
+
+
+def test_ranks_with_other_experts_do_not_share_the_optimizer() -> None:
+    model, layout = NAMED["mixtral-8x7b"], Layout(data=64, experts=8, zero=2, micro=1, batch=64)
+    everything = 64 * footprint(model, H100, MPITRAIN, layout)["optimizer"]
+    assert everything == pytest.approx(12 * model.parameters, rel=1e-3)
+    alone = rank_parameters(model, MPITRAIN, layout._replace(experts=1, zero=0))
+    assert rank_parameters(model, MPITRAIN, layout).own(layout) == pytest.approx(alone.all / 64)
+    reduced = price(model, H100, MPITRAIN, layout._replace(zero=0)).sent["gradients"]
+    plain = price(model, H100, MPITRAIN, layout._replace(zero=0, experts=1)).sent["gradients"]
+    assert 0 < reduced.seconds < plain.seconds
 
 
 def test_seconds_by_cause_are_the_step() -> None:
@@ -219,11 +265,11 @@ def test_the_search_ranks_what_fits() -> None:
     assert all(plan.nbytes > found.job.room for plan in found.too_large)
     assert found.too_large
     best = found.best
-    assert best is not None and not best.is_lacking
+    assert best is not None and not best.lacks
     assert 0.3 < best.mfu < 0.7
     assert best.days(best.tokens_per_s * 86400) == pytest.approx(1)
     assert best.cost(best.tokens_per_s * 3600, 2.0) == pytest.approx(128)
-    assert any(plan.is_lacking for plan in found.fitting)
+    assert any(plan.lacks for plan in found.fitting)
 
 
 @settings(deadline=None, max_examples=6)
@@ -239,10 +285,34 @@ def test_less_memory_never_gives_a_faster_plan(ranks: int, batch: int, model: st
 def test_a_part_of_the_layout_can_be_fixed() -> None:
     found = search(job(tensor=4, zero=3, schedule="1f1b"))
     assert {(plan.layout.tensor, plan.layout.zero, plan.layout.schedule) for plan in found.fitting} == {(4, 3, "1f1b")}
-    with pytest.raises(
-        ValueError, match="no layout of llama3-8b on 64 ranks with a batch of 128 sequences, tensor 3: the batch must"
-    ):
-        search(job(tensor=3))
+    assert {layout.stages_per_rank for layout in layouts(job(pipeline=4, schedule="interleaved"))} == {2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "software", "why"),
+    [
+        ({"tensor": 3}, MPITRAIN, "tensor 3: with the other options mpitrain can have --tensor 1, 2, 4, 8, 16$"),
+        ({"copies": 3}, MPITRAIN, "--copies 1, 2, 4, 8"),
+        ({"schedule": "gpipe", "pipeline": 1}, MPITRAIN, "a schedule needs a pipeline"),
+        ({"zero": 3}, LLAMA_2024, "with the other options Llama 3's trainer can have --zero 2$"),
+        ({"copies": 3, "tensor": 3}, MPITRAIN, "these options exclude each other"),
+    ],
+)
+def test_why_no_layout_is_possible(fixed: dict[str, object], software: Software, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        search(replace(job(**fixed), software=software))
+
+
+def test_the_last_stage_may_have_the_head_alone() -> None:
+    small = Job(replace(find("llama3-8b"), layers=7), H100, MPITRAIN, 4, 16, (("pipeline", 4), ("schedule", "zb-v")))
+    assert search(small).num_layouts
+
+
+def test_a_billion_ranks_have_divisors_at_once() -> None:
+    began = time.process_time()
+    with pytest.raises(ValueError, match="the batch must be a multiple"):
+        search(job(ranks=10**9, batch=7))
+    assert time.process_time() - began < 5
 
 
 def test_experts_and_context_are_estimated() -> None:
@@ -264,11 +334,34 @@ def test_reasons() -> None:
         if "slower" in reason.why:
             assert reason.why.startswith(f"{ratio:.1%} slower")
         elif "does not fit" in reason.why:
-            assert f"{reason.plan.lacks_bytes / 1e9:,.1f} GB" in reason.why
+            assert f"{reason.plan.lacks_bytes / 1e9:,.2f} GB" in reason.why
         else:
             assert ratio < 5e-4
     assert any("does not fit" in reason.why for reason in said.values())
     assert any(": again +" in reason.why or ": tensor +" in reason.why for reason in said.values())
+
+
+def test_plans_that_the_program_lacks_are_marked_below_those_that_it_has() -> None:
+    long = replace(find("llama3-8b"), context=32768)
+    for software, lacks in ((MPITRAIN, True), (LLAMA_2024, False)):
+        found = search(Job(long, H100, software, 64, 64))
+        wide = next(plan for plan in found.fitting if plan.layout.context > 1)
+        assert wide.lacks == "context parallelism" * lacks
+        assert found.best is not None and (not lacks or found.best.layout.context == 1)
+        console = Console(width=150, file=io.StringIO(), record=True)
+        show(console, found, 4, None, None, None)
+        out = console.export_text()
+        assert f"The fastest that {software.name} can run" in out
+        rows = out.split("recompute\n")[1].splitlines()
+        stars = ["*" in row for row in rows[: 7 if lacks else 4]]
+        assert stars[:4] == [False] * 4 and any(stars) == lacks
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"), [(0, ""), (12, "12 B"), (2e3, "2.00 kB"), (3e7, "30.00 MB"), (4e9, "4.00 GB")]
+)
+def test_bytes_in_a_fitting_unit(nbytes: float, said: str) -> None:
+    assert _size(nbytes) == said
 
 
 def test_other_programs_have_other_layouts() -> None:
@@ -297,7 +390,7 @@ def test_plans_are_settings(tmp_path: Path, machine: object) -> None:
     assert machine in (H100, CPU)
     one = Job(find("gpt-small", 256), CPU if machine is CPU else H100, MPITRAIN, 4, 16, (("pipeline", 1),))
     found = search(one)
-    chosen = [plan for plan in found.fitting if not plan.is_lacking]
+    chosen = [plan for plan in found.fitting if not plan.lacks]
     assert len(chosen) > 30
     for plan in chosen[::5]:
         path = tmp_path / "plan.toml"
@@ -322,6 +415,6 @@ def test_settings_of_pipelines_and_of_models_that_the_trainer_lacks() -> None:
     text = to_toml(Plan(whole, layout, {"activations": 1e9}))
     assert 'pipeline = 16\nschedule = "zb-h1"' in text
     assert "[model]" not in text.replace("section [model]", "")
-    assert "# The trainer lacks this model, so there is no section [model]." in text
+    assert "# The trainer lacks this model, so there is no section [model]: add one before use." in text
     with pytest.raises(ValueError, match="the trainer lacks context and expert parallelism, which cp 2 needs"):
         to_toml(Plan(whole, Layout(context=2, batch=1), {}))
