@@ -23,13 +23,13 @@ class PartTensor(torch.Tensor):
     """
 
     _name: str
-    _full_shape: tuple[int, ...]
+    _full_shape: tuple[int, ...] | None
 
     @staticmethod
-    def of(part: torch.Tensor, name: str, full_shape: Sequence[int]) -> "PartTensor":
-        """The same memory as a part of the parameter `name`, which has the shape `full_shape`."""
+    def of(part: torch.Tensor, name: str, full_shape: Sequence[int] | None) -> "PartTensor":
+        """The same memory as a part of the parameter `name`, which has the shape `full_shape`. None: see `refuse`."""
         made = part.as_subclass(PartTensor)
-        made._name, made._full_shape = name, tuple(full_shape)
+        made._name, made._full_shape = name, None if full_shape is None else tuple(full_shape)
         return made
 
     @classmethod
@@ -57,19 +57,21 @@ class PartTensor(torch.Tensor):
     __reduce_ex__ = storage = untyped_storage = refuse_as_whole
 
 
-def refuse(name: str, shape: Sequence[int], full_shape: Sequence[int]) -> NoReturn:
-    """TypeError: this rank has a part of `shape` of the parameter `name`, and a file needs the whole."""
+def refuse(name: str, shape: Sequence[int], full_shape: Sequence[int] | None) -> NoReturn:
+    """TypeError: this rank has a part of `shape` of the parameter `name`, and a file needs the whole. None: it has the whole, and other
+    ranks have other parameters."""
+    has = "the parameters of its stages" if full_shape is None else f"{tuple(shape)} of {tuple(full_shape)}"
     raise TypeError(
-        f"{name} is divided over ranks: this rank has {tuple(shape)} of {tuple(full_shape)}, and a file of it would lack the parts of "
-        "the other ranks; write the whole model by mpitrain.save or mpitrain.export_weights, or take whole parameters from "
+        f"{name} is divided over ranks: this rank has {has}, and a file of it would lack the parts of the other ranks; "
+        "write the whole model by mpitrain.save or mpitrain.export_weights, or take whole parameters from "
         "mpitrain.full_state_dict(model)"
     )
 
 
 def watch_state_dicts(module: nn.Module) -> None:
-    """Mark the parts in the state dicts of a module whose parameters are cut, and let it refuse whole tensors with advice."""
+    """Mark the parts in the state dicts of a module whose parameters are cut or in stages. It refuses whole tensors with advice."""
     parts = {key: part_of(param) for key, param in module._parameters.items()}
-    cut = {key: part for key, part in parts.items() if part is not None and part.is_cut}
+    cut = {key: part for key, part in parts.items() if part is not None and (part.is_cut or part.is_in_stages)}
     if cut:
         module.register_state_dict_post_hook(partial(_mark, cut))
         module.register_load_state_dict_pre_hook(partial(_advise, cut))
@@ -81,7 +83,7 @@ def _mark(
     for key, part in cut.items():
         value = state_dict.get(prefix + key)
         if value is not None and not isinstance(value, nn.Parameter):
-            state_dict[prefix + key] = PartTensor.of(value, prefix + key, part.full_shape)
+            state_dict[prefix + key] = PartTensor.of(value, prefix + key, part.full_shape if part.is_cut else None)
 
 
 def _advise(

@@ -65,6 +65,11 @@ class Part:
         return self.copies is None or self.copies.size < self.over.size
 
     @property
+    def is_in_stages(self) -> bool:
+        """Whether other ranks have other parameters: the stages of a pipeline."""
+        return self.stages is not None and self.stages.size > 1
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank is the one among those with the same part that saves it and counts in norms."""
         return all(comm is None or comm.rank == 0 for comm in (self.copies, self.tied))

@@ -9,6 +9,7 @@ from collectives import Communicator
 from mpitrain import parts
 from mpitrain.axes import group_among, group_of
 from mpitrain.optim.spread import mark_cut, mark_replaced
+from mpitrain.part_tensor import watch_state_dicts
 from mpitrain.stages.schedules import Schedule
 
 
@@ -74,6 +75,9 @@ def mark(
             mark_cut(param, name, part)
         if part.tied is not None:
             tied.append((name, part.tied))
+    for module in model.modules():
+        if not any(part.is_cut for param in module._parameters.values() if (part := parts.part_of(param)) is not None):
+            watch_state_dicts(module)  # tensor_parallel has done so for modules that it has cut
     for name, param in before.items():
         if name not in here:
             mark_replaced(param, name, "pipeline")

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from mpitrain.models import GPT
 from mpitrain.models.loss import IGNORED
 from mpitrain.train.batches import MicroBatch
 from mpitrain.train.lr import learning_rate
+from mpitrain.train.passes import WholePasses
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.ranks(1, 2)
@@ -69,13 +70,14 @@ def values(trainer: Trainer) -> list[torch.Tensor]:
 
 def poison(trainer: Trainer, steps: set[int], *, value: float = math.nan, rank: int = -1) -> None:
     """The loss of one rank, in those steps (the first is 0), is not finite."""
-    loss = trainer._loss
+    passes = cast(WholePasses, trainer.passes)
+    loss = passes._loss
 
     def poisoned(batch: MicroBatch) -> torch.Tensor:
         here = trainer.step in steps and trainer.comm.rank == rank % trainer.comm.size
         return loss(batch) * value if here else loss(batch)
 
-    trainer._loss = poisoned  # type: ignore[method-assign]
+    passes._loss = poisoned  # type: ignore[method-assign]
 
 
 # The loss
@@ -320,8 +322,9 @@ def test_overflows_halve_the_scale_and_a_resume_knows_of_it(
 
 def test_a_scale_that_comes_to_nothing_is_an_error(make: Make) -> None:
     trainer = make("run", 40, *FP16)
-    loss = trainer._loss
-    trainer._loss = lambda batch: _infinite(loss(batch))  # type: ignore[method-assign]
+    passes = cast(WholePasses, trainer.passes)
+    loss = passes._loss
+    passes._loss = lambda batch: _infinite(loss(batch))  # type: ignore[method-assign]
     with pytest.raises(
         FloatingPointError, match=r"step 31: loss 5\.\d+, .* in float16, even with the loss scaled by 6.1e-05"
     ):

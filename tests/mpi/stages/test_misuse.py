@@ -1,5 +1,6 @@
 """Models and calls that a pipeline cannot compute as the plain model does: an error on all ranks, or the plain model's numbers."""
 
+import io
 from collections.abc import Callable
 
 import pytest
@@ -106,6 +107,8 @@ def test_what_is_refused(comm: Communicator) -> None:
         pipe.step(torch.stack(few()))
     with pytest.raises(RuntimeError, match="this Layers is in stages, of which this rank has some"):
         model(few()[0])
+    with pytest.raises(TypeError, match=r"this rank has the parameters of its stages, and a file of it would lack"):
+        torch.save(model.state_dict(), io.BytesIO())
     with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are disabled"):
         pipe.step(few())
 
