@@ -19,7 +19,7 @@ import collectives
 from mpitrain.config import parse
 from mpitrain.models import decay_groups, num_parameters
 from mpitrain.axes import mesh
-from mpitrain.train.trainer import make_model
+from mpitrain.train.model import make_model
 
 def pss():
     gc.collect()
@@ -36,7 +36,7 @@ comm.barrier()
 before = pss()
 comm.barrier()
 config = parse(["--model.width", "384", "--model.layers", "8", "--model.heads", "6", "--parallel.storage", sys.argv[1]])
-model = make_model(config, mesh(comm), torch.device("cpu"))
+model, _ = make_model(config, mesh(comm), torch.device("cpu"))
 optimizer = torch.optim.AdamW(decay_groups(model, 0.1), fused=True)
 tokens = torch.zeros(1, 17, dtype=torch.int64)
 for _ in range(2):

@@ -216,7 +216,7 @@ def test_wrong_use_is_refused_with_the_way_out(comm) -> None:
         for axis in ("model", "pp"):
             message = rf"nothing divides a model along mesh axes {axis}={comm.size},"
             with pytest.raises(
-                ValueError, match=f"{message}.*; expected sizes above 1 only of dp_replicate, dp_shard, cp, tp"
+                ValueError, match=f"{message}.*; expected sizes above 1 only of dp_replicate, dp_shard, cp, pp, tp"
             ):
                 fully_shard(nn.Linear(2, 2), Mesh(comm, {"dp_shard": 1, axis: -1}))
     with pytest.raises(ValueError, match="expected 'auto', 'resident' or 'private'"):

@@ -52,7 +52,8 @@ def made(mesh: Mesh, sequence: bool, *settings: str, device: str = "cpu") -> GPT
     config = parse(
         [*MODEL, "--parallel.tensor", str(mesh["tp"].size), "--parallel.sequence", str(sequence).lower(), *settings]
     )
-    return make_model(config, mesh, torch.device(device))
+    model, _ = make_model(config, mesh, torch.device(device))
+    return model
 
 
 def step(model: GPT) -> tuple[int, list[torch.Tensor]]:
