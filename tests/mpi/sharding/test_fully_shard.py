@@ -213,11 +213,14 @@ def test_wrong_use_is_refused_with_the_way_out(comm) -> None:
     with pytest.raises(ValueError, match="in stage 0 each rank has its own copy"):
         fully_shard(nn.Linear(2, 2), comm, stage=0, storage="resident")
     if comm.size > 1:
-        for axis in ("model", "pp"):
-            message = rf"nothing divides a model along mesh axes {axis}={comm.size},"
-            with pytest.raises(
-                ValueError, match=f"{message}.*; expected sizes above 1 only of dp_replicate, dp_shard, cp, pp, tp"
-            ):
+        for axis, message in (
+            (
+                "model",
+                "nothing divides a model along mesh axes model=.*; expected sizes above 1 only of dp_replicate, dp_shard, cp, pp, tp",
+            ),
+            ("pp", "is in no stage, but the mesh has pp=.* stages, whose ranks would train models that differ"),
+        ):
+            with pytest.raises(ValueError, match=message):
                 fully_shard(nn.Linear(2, 2), Mesh(comm, {"dp_shard": 1, axis: -1}))
     with pytest.raises(ValueError, match="expected 'auto', 'resident' or 'private'"):
         fully_shard(nn.Linear(2, 2), comm, storage="disk")  # type: ignore[arg-type]
