@@ -85,7 +85,7 @@ def test_every_mistake_is_one_line(corpus: Path, tmp_path: Path) -> None:
         [*words, ["trian"]],
         [
             *(message.format(tmp=tmp_path) for _, message in MISTAKES),
-            "unknown command 'trian'; expected train, sample, bench, memory or schedules",
+            "unknown command 'trian'; expected train, sample, bench, memory, plan or schedules",
         ],
     )
     assert printed == []
@@ -210,11 +210,11 @@ take_step = trainer.Trainer.train_step
 
 def train_step(self):
     if self.comm.rank == 1 and self.step == 2:
-        loss = self._loss
+        loss = self.passes._loss
         def fail(rows):
             loss(rows)  # in the middle of the step: the others go on to a backward without this rank
             raise ArithmeticError("something went wrong in the model")
-        self._loss = fail
+        self.passes._loss = fail
     return take_step(self)
 
 trainer.Trainer.train_step = train_step
