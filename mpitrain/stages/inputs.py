@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
+
+from mpitrain.agreement import hash_of_values
 
 Inputs = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 """The arguments of one forward: a tensor, a sequence of them, or named ones."""
@@ -12,17 +13,14 @@ Inputs = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments."""
 
-_MAX_HASHED = 1 << 14
-"""Elements of a tensor that are compared, at equal distances."""
-
 
 class Described(NamedTuple):
     """What the ranks compare of a micro-batch."""
 
     shapes: tuple[Any, ...]
     """The shapes and dtypes of all tensors: the streams of equal ones have equal shapes."""
-    values: str
-    """A hash of values on the CPU."""
+    values: tuple[str | None, ...]
+    """For each a hash of its values; None if they are not in host memory."""
 
 
 def call_of(given: Inputs) -> Call:
@@ -48,12 +46,9 @@ def described(call: Call) -> Described:
     ]
     if not tensors:
         raise ValueError("the inputs of a micro-batch contain no tensor")
-    values = xxhash.xxh3_64()
-    for _, x in tensors:
-        if x.device.type == "cpu" and x.layout == torch.strided:  # for values on a GPU the host would have to wait
-            some = x.detach().reshape(-1)[:: max(x.numel() // _MAX_HASHED, 1)].contiguous()
-            values.update(some.view(torch.uint8).numpy().data)
-    return Described(tuple((name, tuple(x.shape), str(x.dtype)) for name, x in tensors), values.hexdigest())
+    return Described(
+        tuple((name, tuple(x.shape), str(x.dtype)) for name, x in tensors), tuple(hash_of_values(x) for _, x in tensors)
+    )
 
 
 def check_inputs(everyone: Sequence[Sequence[Described]]) -> None:
