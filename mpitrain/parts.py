@@ -79,15 +79,10 @@ class Part:
         """The ranks that hold the model, if it is cut or in stages, and not both."""
         return self.over if self.stages is None or self.over.size > 1 else self.stages
 
-    def add_gradients(self, grad: Any) -> Any:
-        """The sum of the copies' gradients. Collective over `copies`. None: a backward that leaves the gradient for later."""
-        if grad is None:
-            return None
-        assert self.copies is not None
-        began = time.perf_counter()
-        total = self.copies.all_reduce(grad.contiguous().clone())
-        self.seconds += time.perf_counter() - began
-        return total
+    @property
+    def needs_sum(self) -> bool:
+        """Whether the gradient is a sum over several ranks."""
+        return self.is_partial and self.copies is not None and self.copies.size > 1
 
     def take(self, whole: Any) -> Any:
         """The part of a whole tensor (torch). A view if the part is one box."""
@@ -181,15 +176,45 @@ def part_of(param: Any) -> Part | None:
 
 def watch_gradient(param: Any) -> None:
     """Add up the copies' gradients of a marked parameter, if each is a part of a sum: when autograd has computed one, and before it is
-    accumulated. `fully_shard` does the same for the full parameter that it puts in place of this one."""
+    accumulated. `fully_shard` adds up those of a unit together instead, before it reduces them."""
     part = part_of(param)
-    if part is not None and part.is_partial and part.copies is not None and part.copies.size > 1:
+    if part is not None and part.needs_sum:
+
+        def added(grad: Any) -> Any:
+            if grad is None:  # a backward that leaves it for later
+                return None
+            total = grad.contiguous().clone()
+            add_gradients([(part, total)])
+            return total
+
         is_trained = param.requires_grad
         param.requires_grad_(
             True
         )  # torch takes hooks of trained parameters alone, and keeps them while a parameter is frozen
-        param.register_hook(part.add_gradients)
+        param.register_hook(added)
         param.requires_grad_(is_trained)
+
+
+def add_gradients(grads: Sequence[tuple[Part, Any]]) -> None:
+    """Add up the copies' gradients (torch) of several parts that need it, in place. Collective over the copies of each part.
+
+    The gradients of the same copies are reduced together: they are few numbers each, and every reduction waits for the slowest rank.
+    """
+    import torch
+
+    of_copies: dict[Communicator, list[tuple[Part, Any]]] = {}
+    for part, grad in grads:
+        assert part.copies is not None
+        of_copies.setdefault(part.copies, []).append((part, grad))
+    for copies, group in of_copies.items():
+        began = time.perf_counter()
+        if len(group) == 1 and group[0][1].is_contiguous():
+            copies.all_reduce(group[0][1])
+        else:
+            total = copies.all_reduce(torch.cat([grad.reshape(-1) for _, grad in group]))
+            for (_, grad), of_grad in zip(group, total.split([grad.numel() for _, grad in group]), strict=True):
+                grad.copy_(of_grad.view(grad.shape))
+        group[0][0].seconds += time.perf_counter() - began
 
 
 def stages_of(params: Iterable[Any]) -> Communicator | None:

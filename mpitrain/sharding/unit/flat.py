@@ -14,7 +14,7 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain.optim.spread import mark_spread
-from mpitrain.parts import mark_part, part_of, watch_gradient
+from mpitrain.parts import mark_part, part_of
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.unit.gradients import Gradients, where_shards_live
 from mpitrain.sharding.unit.layout import ShardBox, rows_of
@@ -74,7 +74,6 @@ class FlatParameters:
             if (part := part_of(original)) is not None:
                 mark_part(shard, part)
                 mark_part(full, part)
-                watch_gradient(full)
             mark_spread(shard, box.full_shape, copy=ranks.copy, everyone=ranks.everyone)
             self.params.append(ShardedParameter(name, users, full, shard, box, ranks, original.is_meta))
         # Each place of a module that shows a parameter. One flat list, because each forward and backward changes all of them.

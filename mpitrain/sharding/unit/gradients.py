@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from collectives import Work
+from mpitrain.parts import add_gradients, part_of
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy
 from mpitrain.sharding.unit.layout import Layout
 from mpitrain.sharding.unit.parameter import ShardedParameter
@@ -62,6 +63,9 @@ class Gradients:
         rank = ranks.shard.rank
         self._count, first = layout.counts[rank], layout.bounds[rank]
         self._begins = [layout.box(index, rank).start - first for index in range(len(params))]
+        parts = [(index, part_of(param.full)) for index, param in enumerate(params)]
+        # Those that are sums over ranks with the same data, as norms under sequence parallelism.
+        self._sums = [(index, part) for index, part in parts if part is not None and part.needs_sum]
         self._reduction: Work | None = None  # a reduction under way
         self._mean: torch.Tensor | None = None  # its result
         self._stream: torch.cuda.Stream | None = None  # for copies of gradients from the GPU to the host
@@ -96,6 +100,7 @@ class Gradients:
             elif index not in self.placed:
                 self._part(buffer, index).zero_()  # this rank did not use the parameter; other ranks may have used it
         self.placed.clear()
+        add_gradients([(part, numbers(self._part(buffer, index))) for index, part in self._sums])
 
         grads = buffer[: self.layout.numel]
         shard, replicate = self.ranks.shard, self.ranks.replicate
@@ -169,7 +174,13 @@ class Gradients:
             self._reduction = self._mean = None
 
     def adopt_grads(self) -> None:
-        """Make the full gradients the gradients of the shards, without a reduction, if the shards are whole parameters."""
+        """Make the full gradients the gradients of the shards, without a reduction, if the shards are whole parameters.
+
+        Collective if some of them are sums over ranks with the same data.
+        """
+        computed = ((part, self.params[index].full.grad) for index, part in self._sums)
+        with torch.no_grad():
+            add_gradients([(part, grad) for part, grad in computed if grad is not None])
         with self._beside(after_all=True):
             for index, param in enumerate(self.params):
                 self.was_used[index], self.was_fresh[index] = param.full.grad is not None, param.shard.grad is None
