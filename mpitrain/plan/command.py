@@ -14,6 +14,7 @@ from mpitrain.plan import layout as layouts
 from mpitrain.plan import machine as machines
 from mpitrain.plan import report, settings
 from mpitrain.plan.learning_rate import RULES, LearningRate, scaled
+from mpitrain.plan.overhead import overhead_of
 from mpitrain.plan.price import stage_times
 from mpitrain.plan.search import Found, Job, search
 from mpitrain.plan.simulation import command as simulation
@@ -169,7 +170,7 @@ def _simulate(options: argparse.Namespace, found: Found) -> None:
         copies=layout.data * layout.context,
         tensor_ranks=layout.tensor,
         reduction_s=seconds["gradients"] + seconds["gathers"],
-        optimizer_s=seconds["optimizer"],
+        optimizer_s=seconds["optimizer"] + overhead_of(of.machine, layout)[0],
         tokens=of.tokens,
     )
     outcome = simulate(job, options.seed)
@@ -199,8 +200,8 @@ def _write(path: Path, found: Found, lr: LearningRate | None, *, is_quiet: bool)
 
 
 def _published(plot: str | None) -> None:
-    from mpitrain.plan import published_report
+    from mpitrain.plan.published import report
 
-    print(published_report.markdown(), end="")
+    print(report.markdown(), end="")
     if plot is not None:
-        published_report.plot(plot)
+        report.plot(plot)

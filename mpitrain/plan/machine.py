@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from mpitrain.plan.measuring.constants import Kernels, Links
+from mpitrain.plan.measuring.constants import Kernels, Links, Overheads
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ class Machine:
     """Measured times of kernels, in place of shares of the limits: `plan --measure` writes them."""
     links: Links | None = None
     """Measured times of communication, in place of shares of the limits."""
+    overheads: Overheads | None = None
+    """Measured times of Python and of waits; None: nothing but `launch_s`."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -96,7 +98,7 @@ class Machine:
         return hash((self.name, self.flops, self.memory))
 
 
-_SECTIONS: dict[str, type[Any]] = {"efficiency": Efficiency, "kernels": Kernels, "links": Links}
+_SECTIONS: dict[str, type[Any]] = {"efficiency": Efficiency, "kernels": Kernels, "links": Links, "overheads": Overheads}
 
 
 def names() -> list[str]:

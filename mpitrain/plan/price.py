@@ -9,6 +9,7 @@ from mpitrain.plan.kernels import kernels_of
 from mpitrain.plan.layout import Layout, Software, rank_blocks, rank_parameters, scheduled, stage_blocks
 from mpitrain.plan.links import Sent, gather, group, message, reduce, scatter
 from mpitrain.plan.machine import Machine
+from mpitrain.plan.overhead import again_overhead_s, overhead_of
 from mpitrain.plan.transformer import Transformer
 from mpitrain.stages.schedules import Schedule, StageTimes, Times
 from mpitrain.stages.schedules.schedule import Kind
@@ -25,6 +26,7 @@ CAUSES = {
     "gradients": "reductions of gradients that nothing hides",
     "gathers": "gathers of parameters that nothing hides",
     "optimizer": "the optimizer's step",
+    "overhead": "Python, and ranks that wait for each other at exchanges",
 }
 """Where the time of a step goes."""
 
@@ -91,6 +93,9 @@ def price(model: Transformer, machine: Machine, software: Software, layout: Layo
             seconds["gathers"] = gathers.seconds - machine.efficiency.overlap * gathers_beside
     seconds["gradients"] += _other_gradients(model, machine, software, layout)
     kernels = kernels_of(machine, is_cut=layout.is_cut)
+    of_step, of_micro, of_block = overhead_of(machine, layout)
+    of_blocks = blocks * (of_block + again_overhead_s(machine, layout))
+    seconds["overhead"] = of_step + n * (layout.stages_per_rank * of_micro + of_blocks)
     seconds["optimizer"] = kernels.optimizer(rank_parameters(model, software, layout).own(layout))
     return Price(seconds, sent)
 
@@ -128,9 +133,12 @@ def stage_times(model: Transformer, machine: Machine, software: Software, layout
 def _times(model: Transformer, machine: Machine, software: Software, layout: Layout, blocks: float) -> Times:
     """Seconds of `blocks` blocks for one micro-batch, and of one message."""
     made = block_of(model, machine, software, layout)
+    _, of_micro, of_block = overhead_of(machine, layout)
+    overhead = (of_micro + blocks * of_block) / 2  # of a forward, and of a backward
+    again = made.again + again_overhead_s(machine, layout)
     return Times(
-        blocks * (made.forward + made.sent_forward),
-        blocks * (made.backward - made.weights + made.again + made.sent_backward),
+        blocks * (made.forward + made.sent_forward) + overhead,
+        blocks * (made.backward - made.weights + again + made.sent_backward) + overhead,
         blocks * made.weights,
         _message(model, machine, software, layout).seconds if layout.pipeline > 1 else 0.0,
     )

@@ -10,10 +10,11 @@ from collectives.bench.kit.arguments import add_json
 from collectives.bench.kit.running import measure_and_show
 from collectives.commands.terminal import console, positive
 from mpitrain.plan import machine as machines
-from mpitrain.plan.comparing.cases import Size, config_of, layouts, with_changes
+from mpitrain.plan.comparing.cases import layouts, with_changes
 from mpitrain.plan.comparing.report import tables
 from mpitrain.plan.comparing.results import ComparisonLaunch, Row
 from mpitrain.plan.layout import MPITRAIN
+from mpitrain.plan.measuring.small_gpt import Size, config_of
 from mpitrain.plan.price import price
 
 STEPS = 7

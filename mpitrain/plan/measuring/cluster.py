@@ -6,10 +6,12 @@ import torch
 
 from collectives import Communicator
 from mpitrain.heap import keep_freed_memory
-from mpitrain.plan.measuring.constants import Constant, Sections
+from mpitrain.plan.machine import from_text
+from mpitrain.plan.measuring.constants import Constant, Sections, to_toml
 from mpitrain.plan.measuring.kernels import kernels
 from mpitrain.plan.measuring.links import links
 from mpitrain.plan.measuring.memory import node_bytes, own_bytes
+from mpitrain.plan.measuring.overheads import overheads
 from mpitrain.plan.measuring.rig import Rig
 
 ORDER = (
@@ -37,8 +39,8 @@ def measured(comm: Communicator, device: torch.device, *, name: str = "measured"
     rig = Rig(comm, device, dtype)
     used = max(comm.all_gather_object(own_bytes()))
     begun = perf_counter()
-    computed = kernels(rig, begun + 0.75 * seconds)
-    sent = links(rig, begun + seconds, float(computed[""]["memory_bandwidth"].value))  # type: ignore[arg-type]
+    computed = kernels(rig, begun + 0.6 * seconds)
+    sent = links(rig, begun + 0.8 * seconds, float(computed[""]["memory_bandwidth"].value))  # type: ignore[arg-type]
     if is_cpu:
         of_node, on_node = min(comm.all_gather_object(node_bytes())), comm.node.size
         memory = Constant(
@@ -64,9 +66,12 @@ def measured(comm: Communicator, device: torch.device, *, name: str = "measured"
     }
     share = min(max(1 - used / float(memory.value), 0.01), 1.0)  # type: ignore[arg-type]
     rest = Constant(share, "All but what the process has before a model is made, the rank with most.")
-    return {
+    sections = {
         "": {key: top[key] for key in ORDER},
         "efficiency": computed["efficiency"] | sent["efficiency"] | {"memory": rest},
         "kernels": computed["kernels"],
         "links": sent["links"],
     }
+    if is_cpu:  # a GPU computes while Python goes on
+        sections["overheads"] = overheads(rig, from_text(to_toml(sections, ""), name), begun + seconds)
+    return sections

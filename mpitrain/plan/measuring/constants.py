@@ -5,7 +5,7 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
-from math import log
+from math import inf, log
 from typing import NamedTuple
 
 Value = str | bool | int | float | Sequence[float] | Sequence[Sequence[float]]
@@ -140,6 +140,39 @@ class Links:
             return seconds[-1] * nbytes / places[-1]
         share = (nbytes - places[at - 1]) / (places[at] - places[at - 1])
         return seconds[at - 1] * (1 - share) + seconds[at] * share
+
+
+Overhead = tuple[float, float, float]
+"""Seconds of a step, of a micro-batch, and of a block in a micro-batch, forward and backward."""
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """The section [overheads]: what a step takes besides the work of kernels and links, however small the model is.
+
+    It is the time of Python and torch, and of the ranks that wait for each other at each exchange. On GPUs the kernels' queue hides it.
+    None: these ranks cannot run such a layout.
+    """
+
+    data: Overhead
+    """Of data parallelism, with full parameters on each rank."""
+    gathered: Overhead
+    """Of ZeRO stage 3 whose ranks gather the parameters of each block."""
+    block_again_s: float
+    """Of a block that is computed again in the backward."""
+    tensor: Overhead | None = None
+    """Of tensor parallelism without sequence parallelism."""
+    sequence: Overhead | None = None
+    """Of tensor parallelism with sequence parallelism."""
+    stages: Overhead | None = None
+    """Of a pipeline. The second number is that of a micro-batch on one stage."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            numbers = (value,) if isinstance(value, float | int) else value or ()
+            if not all(0 <= number < inf for number in numbers):
+                raise ValueError(f"overheads.{field.name}: expected seconds of at least 0, got {value}")
 
 
 def to_toml(sections: Sections, header: str) -> str:

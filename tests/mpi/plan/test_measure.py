@@ -38,9 +38,9 @@ def numbers(value: Any) -> Iterator[float]:
 @pytest.mark.ranks(1, 2)
 @pytest.mark.timeout_s(240)
 def test_constants_are_positive_and_the_same_on_all_ranks(comm: Communicator, sections: Sections) -> None:
-    for section in sections.values():
+    for name, section in sections.items():
         for key, constant in section.items():
-            least = 0.0 if key == "weight_s" else 1e-15  # noise may exceed the time for weights alone
+            least = 0.0 if key == "weight_s" or name == "overheads" else 1e-15  # noise may exceed what is left
             assert all(least <= value < math.inf for value in numbers(constant.value)), (key, constant)
     assert all(other == sections for other in comm.all_gather_object(sections))
     assert all(0 < constant.value <= 1 for constant in sections["efficiency"].values())  # type: ignore[operator]
@@ -88,6 +88,9 @@ def test_the_file_is_read_back(comm: Communicator, sections: Sections) -> None:
     machine = from_text(text, "a test")
     assert machine.flops == pytest.approx(sections[""]["flops"].value, rel=1e-3)
     assert machine.element_bytes == 4 and machine.shares_memory
+    assert machine.overheads is not None
+    assert (machine.overheads.sequence is not None) == (comm.node.size > 1)
+    assert 1e-6 < sum(machine.overheads.data) < 10
 
 
 @pytest.mark.ranks(2, 4)

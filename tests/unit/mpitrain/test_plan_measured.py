@@ -1,6 +1,6 @@
 """Prices on a machine with measured kernels and links."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -9,7 +9,8 @@ from mpitrain.plan.kernels import Part, kernels_of
 from mpitrain.plan.layout import MPITRAIN, Layout
 from mpitrain.plan.links import gather, group, message, reduce, scatter
 from mpitrain.plan.machine import from_text, load
-from mpitrain.plan.measuring.constants import Constant, Kernels, Links, to_toml
+from mpitrain.plan.measuring.constants import Constant, Kernels, Links, Overheads, to_toml
+from mpitrain.plan.measuring.overheads import BASE, DEEP, MANY, fitted, layouts
 from mpitrain.plan.price import price, stage_times
 from mpitrain.plan.transformer import find
 
@@ -149,12 +150,83 @@ def test_the_file_of_measure_is_a_machine() -> None:
             "efficiency": constants(PLAIN.efficiency),
             "kernels": constants(KERNELS),
             "links": constants(LINKS),
+            "overheads": constants(OVERHEADS),
         },
         "Of a test.",
     )
     read = from_text(text, "x")
-    assert read.kernels == KERNELS and read.links == LINKS
+    assert (read.kernels, read.links, read.overheads) == (KERNELS, LINKS, OVERHEADS)
     with pytest.raises(ValueError, match=r"unknown key kernels.gelu in machine file x: did you mean kernels.gelu_s"):
         from_text(text.replace("gelu_s", "gelu"), "x")
     with pytest.raises(ValueError, match=r"kernels.norm_s is missing"):
         from_text("\n".join(line for line in text.splitlines() if "norm_s =" not in line or "grad" in line), "x")
+
+
+OVERHEADS = Overheads(
+    data=(0.1, 0.01, 0.001),
+    gathered=(0.1, 0.02, 0.002),
+    block_again_s=0.0005,
+    tensor=(0.2, 0.03, 0.003),
+    sequence=(0.2, 0.04, 0.005),
+    stages=(0.3, 0.05, 0.006),
+)
+
+
+def test_overheads_are_those_of_the_file() -> None:
+    """Four blocks."""
+    machine = replace(MACHINE, overheads=OVERHEADS)
+
+    def overhead(layout: Layout) -> float:
+        seconds = price(MODEL, machine, MPITRAIN, layout).seconds["overhead"]
+        assert price(MODEL, MACHINE, MPITRAIN, layout).seconds["overhead"] == 0
+        return seconds
+
+    assert overhead(DATA) == pytest.approx(0.1 + 0.01 + 4 * 0.001)
+    assert overhead(DATA._replace(micro=1)) == pytest.approx(0.1 + 4 * (0.01 + 4 * 0.001))
+    assert overhead(DATA._replace(recompute="block")) == pytest.approx(0.1 + 0.01 + 4 * 0.0015)
+    gathered = DATA._replace(zero=3)
+    assert overhead(gathered) == pytest.approx(0.1 + 0.02 + 4 * 0.002)
+    assert overhead(gathered._replace(resident=True)) == overhead(DATA)
+    tensor = Layout(tensor=2, micro=8, batch=8)
+    assert overhead(tensor) == pytest.approx(0.2 + 0.04 + 4 * 0.005)
+    assert overhead(tensor._replace(sequence=False)) == pytest.approx(0.2 + 0.03 + 4 * 0.003)
+    # A block that is computed again has the exchanges of a forward, too.
+    assert overhead(tensor._replace(recompute="block")) == pytest.approx(0.2 + 0.04 + 4 * (0.005 + 0.0005 + 0.002))
+
+
+def test_overheads_of_a_pipeline_are_those_of_its_stages() -> None:
+    """Ranks wait for the overhead of the others, as for their computation. Two stages of two blocks, and eight micro-batches."""
+    machine = replace(MACHINE, overheads=OVERHEADS)
+    layout = Layout(pipeline=2, micro=1, batch=8)
+    plain, more = (price(MODEL, of, MPITRAIN, layout) for of in (MACHINE, machine))
+    of_stage = 0.05 + 2 * 0.006
+    assert more.seconds["overhead"] == pytest.approx(0.3 + 8 * of_stage)
+    assert more.step_s - plain.step_s == pytest.approx(0.3 + 9 * of_stage, rel=0.01)
+    again = price(MODEL, machine, MPITRAIN, layout._replace(recompute="block")).seconds["overhead"]
+    assert again == pytest.approx(0.3 + 8 * (of_stage + 2 * 0.0005))
+    # Tensor parallelism within the stages adds its blocks' exchanges.
+    cut = price(MODEL, machine, MPITRAIN, layout._replace(tensor=2)).seconds["overhead"]
+    assert cut == pytest.approx(0.3 + 8 * (of_stage + 2 * (0.005 - 0.001)))
+
+
+def test_overheads_are_found_again() -> None:
+    """From the times that they cause."""
+    for stages in (1, 2, 4):
+        step, micro, block = 0.3, 0.02, 0.004
+        more = {
+            run: step + (run.num_micro + stages - 1) * (micro + run.blocks / stages * block)
+            for run in (BASE, DEEP, MANY)
+        }
+        assert fitted(more, stages) == pytest.approx((step, micro, block))
+    # Noise never makes a negative time.
+    assert min(fitted({BASE: 0.1, DEEP: 0.09, MANY: 0.05}, 1)) == 0
+
+
+@pytest.mark.parametrize(("ranks", "per_node", "tensor"), [(1, 1, 0), (2, 2, 2), (3, 3, 0), (48, 12, 4), (64, 32, 8)])
+def test_layouts_of_overheads_fit_the_ranks(ranks: int, per_node: int, tensor: int) -> None:
+    found = layouts(ranks, per_node)
+    assert all(layout.ranks == ranks for layout in found.values())
+    assert found["sequence"].tensor == tensor if tensor else "tensor" not in found
+    assert ("stages" in found) == (ranks % 2 == 0)
+    names = {field.name for field in fields(Overheads)} - {"block_again_s"}
+    assert names >= {*found} - {"again"}

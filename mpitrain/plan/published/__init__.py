@@ -1,0 +1,1 @@
+"""The comparison with published runs. tables.py: the tables of papers. report.py: the comparison as tables and as a plot."""
