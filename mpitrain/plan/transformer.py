@@ -218,7 +218,7 @@ def from_config(path: Path) -> Transformer:
         raise ValueError(
             f"model file {path}: num_experts_per_tok: expected at most {experts} experts, got {experts_per_token}"
         )
-    return Transformer(
+    made = Transformer(
         name=str(config.get("_name_or_path") or path.resolve().parent.name or kind),
         layers=number("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
         width=width,
@@ -235,6 +235,21 @@ def from_config(path: Path) -> Transformer:
         experts=experts,
         experts_per_token=experts_per_token,
     )
+    return replace(made, trains=_own_size(made, config))
+
+
+def _own_size(model: Transformer, config: dict[str, Any]) -> tuple[str, str] | None:
+    """The family and size of this library with the same numbers, also those that the price does not depend on; None if there is none."""
+    rope = config.get("rope_parameters") or config
+    others = config.get("attention_bias") or config.get("mlp_bias") or config.get("hidden_act", "silu") != "silu"
+    if config.get("model_type") != "llama" or config.get("rope_scaling") or rope.get("rope_type", "default") != "default" or others:
+        return None
+    for size in SIZES["llama"]:
+        own, numbers = NAMED[f"llama-{size}"], resolve(size, "llama")
+        same = replace(model, name=own.name, context=own.context, trains=own.trains) == own
+        if same and isinstance(numbers, LlamaConfig) and rope.get("rope_theta", 10000.0) == numbers.theta:
+            return own.trains
+    return None
 
 
 def _named() -> dict[str, Transformer]:

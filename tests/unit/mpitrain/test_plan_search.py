@@ -75,6 +75,16 @@ def test_config_json(tmp_path: Path) -> None:
             model = find(str(path))
             assert model.trains is None
             assert replace(model, name=own, trains=NAMED[own].trains) == NAMED[own]
+    # The trainer has Llama 3 8B with its own wavelengths alone.
+    for rope, trains in (
+        ({"rope_theta": 500000.0}, ("llama", "8b")),
+        ({"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}, ("llama", "8b")),
+        ({"rope_theta": 500000.0, "rope_scaling": {"factor": 8.0}}, None),
+        ({"rope_theta": 500000.0, "attention_bias": True}, None),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | rope))
+        assert find(str(tmp_path)).trains == trains
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
     assert find(str(tmp_path), 512).positions == 512
     neo = {"model_type": "gpt_neo", "hidden_size": 768, "num_layers": 12, "num_heads": 12, "vocab_size": 50257}
     (tmp_path / "config.json").write_text(json.dumps(neo | {"max_position_embeddings": 1024}))
