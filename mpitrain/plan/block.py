@@ -88,11 +88,11 @@ def block(
 
 def _in_tensor(machine: Machine, software: Software, nbytes: float, tensor: int, sequence: bool) -> Sent:
     """The exchanges around two matrices of one pass: an all-gather and a reduce-scatter, or an all-reduce."""
-    ranks, joins = group(machine, tensor, 1), software.joins_adapters
+    ranks, joins, of_tokens = group(machine, tensor, 1), software.joins_adapters, machine.shares_memory
     if not sequence:
-        return reduce(machine, nbytes, ranks, joins_adapters=joins)
-    whole = gather(machine, nbytes, ranks, joins_adapters=joins, into_shared=machine.shares_memory)
-    return whole.plus(scatter(machine, nbytes, ranks, joins_adapters=joins))
+        return reduce(machine, nbytes, ranks, joins_adapters=joins, of_tokens=of_tokens)
+    whole = gather(machine, nbytes, ranks, joins_adapters=joins, of_tokens=of_tokens)
+    return whole.plus(scatter(machine, nbytes, ranks, joins_adapters=joins, of_tokens=of_tokens))
 
 
 def _context(

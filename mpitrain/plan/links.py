@@ -51,31 +51,50 @@ def gather(
     *,
     joins_adapters: bool = True,
     is_shared: bool = False,
-    into_shared: bool = False,
+    of_tokens: bool = False,
     parts: int = 1,
 ) -> Sent:
     """An all-gather of `nbytes` altogether.
 
     Within a node each rank sends (n - 1) / n of the bytes. Between nodes the ranks of a node share the work, each with its own network
     adapter; without `joins_adapters` all bytes go through one adapter. `is_shared`: ranks of a node see each other's bytes anyway.
-    `into_shared`: they gather into one array of the node. `parts`: the number of gathers by which this is done.
+    `of_tokens`: an exchange of tensor parallelism between ranks that share memory. `parts`: the
+    number of gathers by which this is done.
     """
     if group.num_nodes == 1 and is_shared:
         return Sent()
-    within = "node_shared_gather" if into_shared else "node_all_gather"
+    within = "node_gather_tokens" if of_tokens else "node_all_gather"
     measured = _measured(machine, nbytes, group, "" if is_shared else within, "all_gather", parts)
     return _sent(machine, nbytes, group, joins_adapters, is_shared, measured)
 
 
-def scatter(machine: Machine, nbytes: float, group: Group, *, joins_adapters: bool = True, parts: int = 1) -> Sent:
+def scatter(
+    machine: Machine,
+    nbytes: float,
+    group: Group,
+    *,
+    joins_adapters: bool = True,
+    of_tokens: bool = False,
+    parts: int = 1,
+) -> Sent:
     """A reduce-scatter, which sends as much as an all-gather."""
-    measured = _measured(machine, nbytes, group, "node_reduce_scatter", "reduce_scatter", parts)
+    within = "node_scatter_tokens" if of_tokens else "node_reduce_scatter"
+    measured = _measured(machine, nbytes, group, within, "reduce_scatter", parts)
     return _sent(machine, nbytes, group, joins_adapters, False, measured)
 
 
-def reduce(machine: Machine, nbytes: float, group: Group, *, joins_adapters: bool = True, parts: int = 1) -> Sent:
+def reduce(
+    machine: Machine,
+    nbytes: float,
+    group: Group,
+    *,
+    joins_adapters: bool = True,
+    of_tokens: bool = False,
+    parts: int = 1,
+) -> Sent:
     """An all-reduce of `nbytes`: a reduce-scatter and an all-gather."""
-    measured = _measured(machine, nbytes, group, "node_all_reduce", "all_reduce", parts)
+    within = "node_sum_tokens" if of_tokens else "node_all_reduce"
+    measured = _measured(machine, nbytes, group, within, "all_reduce", parts)
     return _sent(machine, nbytes, group, joins_adapters, False, None if measured is None else measured / 2).times(2)
 
 

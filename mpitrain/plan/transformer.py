@@ -239,10 +239,15 @@ def from_config(path: Path) -> Transformer:
 
 
 def _own_size(model: Transformer, config: dict[str, Any]) -> tuple[str, str] | None:
-    """The family and size of this library with the same numbers, also those that the price does not depend on; None if there is none."""
+    """The family and size of this library with the same numbers, also those that no price depends on; None without one."""
     rope = config.get("rope_parameters") or config
     others = config.get("attention_bias") or config.get("mlp_bias") or config.get("hidden_act", "silu") != "silu"
-    if config.get("model_type") != "llama" or config.get("rope_scaling") or rope.get("rope_type", "default") != "default" or others:
+    if (
+        config.get("model_type") != "llama"
+        or config.get("rope_scaling")
+        or rope.get("rope_type", "default") != "default"
+        or others
+    ):
         return None
     for size in SIZES["llama"]:
         own, numbers = NAMED[f"llama-{size}"], resolve(size, "llama")

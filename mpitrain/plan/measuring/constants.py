@@ -108,8 +108,12 @@ class Links:
     node_all_gather: Sizes | None = None
     node_reduce_scatter: Sizes | None = None
     node_message: Sizes | None = None
-    node_shared_gather: Sizes | None = None
-    """An all-gather into one array of the node, of which each rank writes its part."""
+    node_gather_tokens: Sizes | None = None
+    """An exchange of tensor parallelism in the node's memory: an all-gather into one array of which each rank writes its part."""
+    node_scatter_tokens: Sizes | None = None
+    """The same of a reduce-scatter, with a copy of what a rank has computed into this memory. The other ranks read it there."""
+    node_sum_tokens: Sizes | None = None
+    """The same of an all-reduce."""
     all_reduce: Sizes | None = None
     all_gather: Sizes | None = None
     reduce_scatter: Sizes | None = None

@@ -14,6 +14,7 @@ from collectives.bench.kit.turns import Contestant, slowest
 from collectives.bench.results import bus_factor
 from mpitrain.plan.measuring.constants import Constant, Sizes
 from mpitrain.plan.measuring.rig import Calls, Rig, take_turns_within
+from mpitrain.tensor.exchange import Exchange
 
 CALLS = {1 << 10: 20, 1 << 16: 10, 1 << 20: 4, 1 << 24: 1}
 """The sizes of the whole array, fp32, in bytes, and the calls that are timed together. The largest exceeds most caches."""
@@ -138,9 +139,20 @@ def _calls(
         "message": (message.zero_, there_and_back),
     }
     if rig.device.type == "cpu" and level == "node":
-        shared = comm.shared(count, torch.float32)
-        calls["shared_gather"] = part.zero_, lambda: comm.all_gather(shared, part)
+        calls |= _exchanges(comm, count)
     return calls
+
+
+def _exchanges(comm: Communicator, count: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """Those of tensor parallelism in the memory of a node, in (tokens, features)."""
+    exchange = Exchange(comm)
+    rows = torch.zeros(count, 1)
+    own = torch.zeros(count // comm.size, 1)
+    return {
+        "gather_tokens": (own.zero_, lambda: exchange.gather(own, -2, count)),
+        "scatter_tokens": (rows.zero_, lambda: exchange.own_sum(exchange.room_with(rows), -2)),
+        "sum_tokens": (rows.zero_, lambda: exchange.whole_sum(exchange.room_with(rows))),
+    }
 
 
 def _array(rig: Rig, comm: Communicator, count: int) -> torch.Tensor:

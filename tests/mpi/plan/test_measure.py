@@ -101,7 +101,7 @@ def test_links_between_nodes(two_nodes: Communicator) -> None:
     found = links(Rig(two_nodes, torch.device("cpu"), torch.float32), perf_counter(), 1e10)
     expected = {"all_reduce", "all_gather", "reduce_scatter", "message"}
     if two_nodes.node.size > 1:
-        expected |= {f"node_{name}" for name in (*expected, "shared_gather")}
+        expected |= {f"node_{name}" for name in (*expected, "gather_tokens", "scatter_tokens", "sum_tokens")}
     assert {*found["links"]} == expected | {"num_nodes"} and found["links"]["num_nodes"].value == 2
     assert all(found[""][key].value > 0 for key in ("bandwidth", "latency_s", "node_bandwidth"))  # type: ignore[operator]
     assert "Not measured" not in found[""]["bandwidth"].how

@@ -31,7 +31,9 @@ KERNELS = Kernels(
 LINKS = Links(
     node_all_reduce=((1e3, 1e-5), (1e6, 1e-3)),
     node_all_gather=((1e3, 2e-5), (1e6, 2e-3)),
-    node_shared_gather=((1e3, 3e-6), (1e6, 3e-4)),
+    node_gather_tokens=((1e3, 3e-6), (1e6, 3e-4)),
+    node_scatter_tokens=((1e3, 7e-6), (1e6, 7e-4)),
+    node_sum_tokens=((1e3, 8e-6), (1e6, 8e-4)),
     node_reduce_scatter=((1e3, 4e-5), (1e6, 4e-3)),
     node_message=((1e3, 5e-6), (1e6, 5e-4)),
 )
@@ -67,7 +69,9 @@ def test_kernels_are_those_of_the_file() -> None:
 def test_collectives_are_those_of_the_file() -> None:
     two = group(MACHINE, 2, 1)
     assert gather(MACHINE, 1e6, two).seconds == pytest.approx(2e-3)
-    assert gather(MACHINE, 1e6, two, into_shared=True).seconds == pytest.approx(3e-4)
+    assert gather(MACHINE, 1e6, two, of_tokens=True).seconds == pytest.approx(3e-4)
+    assert scatter(MACHINE, 1e6, two, of_tokens=True).seconds == pytest.approx(7e-4)
+    assert reduce(MACHINE, 1e6, two, of_tokens=True).seconds == pytest.approx(8e-4)
     assert scatter(MACHINE, 1e6, two).seconds == pytest.approx(4e-3)
     assert reduce(MACHINE, 1e6, two).seconds == pytest.approx(1e-3)
     assert message(MACHINE, 1e6, within_node=True).seconds == pytest.approx(5e-4)
