@@ -58,12 +58,12 @@ def gather(
 
     Within a node each rank sends (n - 1) / n of the bytes. Between nodes the ranks of a node share the work, each with its own network
     adapter; without `joins_adapters` all bytes go through one adapter. `is_shared`: ranks of a node see each other's bytes anyway.
-    `of_tokens`: an exchange of tensor parallelism between ranks that share memory. `parts`: the
-    number of gathers by which this is done.
+    `of_tokens`: an exchange of tensor parallelism between ranks that share memory, if they are on one node. `parts`: the number of
+    gathers by which this is done.
     """
     if group.num_nodes == 1 and is_shared:
         return Sent()
-    within = "node_gather_tokens" if of_tokens else "node_all_gather"
+    within = "node_gather_tokens" if of_tokens and group.num_nodes == 1 else "node_all_gather"
     measured = _measured(machine, nbytes, group, "" if is_shared else within, "all_gather", parts)
     return _sent(machine, nbytes, group, joins_adapters, is_shared, measured)
 
@@ -78,7 +78,7 @@ def scatter(
     parts: int = 1,
 ) -> Sent:
     """A reduce-scatter, which sends as much as an all-gather."""
-    within = "node_scatter_tokens" if of_tokens else "node_reduce_scatter"
+    within = "node_scatter_tokens" if of_tokens and group.num_nodes == 1 else "node_reduce_scatter"
     measured = _measured(machine, nbytes, group, within, "reduce_scatter", parts)
     return _sent(machine, nbytes, group, joins_adapters, False, measured)
 
@@ -93,7 +93,7 @@ def reduce(
     parts: int = 1,
 ) -> Sent:
     """An all-reduce of `nbytes`: a reduce-scatter and an all-gather."""
-    within = "node_sum_tokens" if of_tokens else "node_all_reduce"
+    within = "node_sum_tokens" if of_tokens and group.num_nodes == 1 else "node_all_reduce"
     measured = _measured(machine, nbytes, group, within, "all_reduce", parts)
     return _sent(machine, nbytes, group, joins_adapters, False, None if measured is None else measured / 2).times(2)
 
@@ -126,7 +126,8 @@ def _sent(
 def _measured(machine: Machine, nbytes: float, group: Group, within: str, between: str, parts: int) -> float | None:
     """Measured seconds of a collective: within the node, then between nodes, where each rank has its share of the bytes.
 
-    None if they were not measured. Groups of another size than the measured ones send another share of the bytes.
+    None if they were not measured. Groups of another size than the measured ones send another share of the bytes. In an exchange of
+    tokens each rank writes and reads as much in any group.
     """
     links, total = machine.links, 0.0
     if links is None:
@@ -140,7 +141,7 @@ def _measured(machine: Machine, nbytes: float, group: Group, within: str, betwee
         seconds = links.seconds(name, of / parts)
         if seconds is None:
             return None
-        total += parts * seconds * ((count - 1) / count) / ((size - 1) / size)
+        total += parts * seconds * (1.0 if name.endswith("_tokens") else ((count - 1) / count) / ((size - 1) / size))
     return total
 
 

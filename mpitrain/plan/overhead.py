@@ -1,4 +1,4 @@
-"""What a step takes on a machine besides the work of its kernels and links: Python, torch, and ranks that wait for each other."""
+"""What a step takes in addition to the work of kernels and links: Python, torch, and ranks that wait for each other."""
 
 from mpitrain.plan.layout import Layout
 from mpitrain.plan.machine import Machine
@@ -12,24 +12,39 @@ def overhead_of(machine: Machine, layout: Layout) -> Overhead:
     of = machine.overheads
     if of is None:
         return NONE
-    in_tensor = _in_tensor(of, layout)
-    if layout.pipeline == 1:
-        return in_tensor
-    step, micro, block = of.stages or of.data
-    return step, micro, block + in_tensor[2] - of.data[2]
+    base = of.data
+    if layout.pipeline > 1:
+        base = of.stages or base
+    elif layout.tensor > 1:
+        base = _of_tensor(of, layout)
+    step, micro, block = base
+    if layout.pipeline > 1 and layout.tensor > 1:
+        block += _more(_of_tensor(of, layout), of.data)[2]
+    if layout.zero == 3 and not layout.resident:
+        in_step, in_micro, in_block = _more(of.gathered, of.data)
+        step, micro, block = step + in_step, micro + in_micro / layout.stages_per_rank, block + in_block
+    return step, micro, block
 
 
 def again_overhead_s(machine: Machine, layout: Layout) -> float:
-    """Seconds of a block whose forward is computed again, with its exchanges."""
+    """Seconds of a block whose forward, or attention alone, is computed again.
+
+    Half of a block's exchanges are those of the forward, and half of those are around attention.
+    """
     of = machine.overheads
     if of is None or layout.recompute == "none":
         return 0.0
-    in_tensor = _in_tensor(of, layout)
-    return of.block_again_s + max(in_tensor[2] - of.data[2], 0.0) / 2 * (layout.tensor > 1)
+    if layout.tensor == 1:
+        return of.block_again_s
+    share = 1 / 2 if layout.recompute == "block" else 1 / 4
+    return of.block_again_s + share * _more(_of_tensor(of, layout), of.data)[2]
 
 
-def _in_tensor(of: Overheads, layout: Layout) -> Overhead:
-    """Of a layout without its pipeline."""
-    if layout.tensor > 1:
-        return (of.sequence if layout.sequence else of.tensor) or of.data
-    return of.gathered if layout.zero == 3 and not layout.resident else of.data
+def _of_tensor(of: Overheads, layout: Layout) -> Overhead:
+    return (of.sequence if layout.sequence else of.tensor) or of.data
+
+
+def _more(of: Overhead, than: Overhead) -> Overhead:
+    """The differences, of which noise makes none negative."""
+    step, micro, block = (max(a - b, 0.0) for a, b in zip(of, than, strict=True))
+    return step, micro, block

@@ -130,11 +130,13 @@ def stage_times(model: Transformer, machine: Machine, software: Software, layout
     return tuple(times)
 
 
-def _times(model: Transformer, machine: Machine, software: Software, layout: Layout, blocks: float) -> Times:
-    """Seconds of `blocks` blocks for one micro-batch, and of one message."""
+def _times(
+    model: Transformer, machine: Machine, software: Software, layout: Layout, blocks: float, *, stages: int = 1
+) -> Times:
+    """Seconds of `blocks` blocks for one micro-batch, and of one message. `stages`: those that have the blocks."""
     made = block_of(model, machine, software, layout)
     _, of_micro, of_block = overhead_of(machine, layout)
-    overhead = (of_micro + blocks * of_block) / 2  # of a forward, and of a backward
+    overhead = (stages * of_micro + blocks * of_block) / 2  # of a forward, and of a backward
     again = made.again + again_overhead_s(machine, layout)
     return Times(
         blocks * (made.forward + made.sent_forward) + overhead,
@@ -160,7 +162,7 @@ def _waits(
             works[schedule.rank_of(stage)] += schedule.num_micro * of_stage.work
         alone = _total(schedule, times, 0.0)
         return alone - max(works), _total(schedule, times, times[0].message) - alone
-    middle = _times(model, machine, software, layout, model.layers / layout.pipeline)
+    middle = _times(model, machine, software, layout, model.layers / layout.pipeline, stages=layout.stages_per_rank)
     idle = schedule.idle(middle)
     if (
         idle is None

@@ -109,11 +109,12 @@ class Links:
     node_reduce_scatter: Sizes | None = None
     node_message: Sizes | None = None
     node_gather_tokens: Sizes | None = None
-    """An exchange of tensor parallelism in the node's memory: an all-gather into one array of which each rank writes its part."""
+    """An all-gather of tensor parallelism, into one array in the node's memory. Each rank writes its part."""
     node_scatter_tokens: Sizes | None = None
-    """The same of a reduce-scatter, with a copy of what a rank has computed into this memory. The other ranks read it there."""
+    """A reduce-scatter of tensor parallelism. Each rank writes what it has computed into the node's memory, and reads its part of what
+    the others have written."""
     node_sum_tokens: Sizes | None = None
-    """The same of an all-reduce."""
+    """An all-reduce of tensor parallelism in the node's memory."""
     all_reduce: Sizes | None = None
     all_gather: Sizes | None = None
     reduce_scatter: Sizes | None = None
@@ -152,10 +153,10 @@ Overhead = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Overheads:
-    """The section [overheads]: what a step takes besides the work of kernels and links, however small the model is.
+    """The section [overheads]: what a step takes in addition to the work of kernels and links, however small the model is.
 
     It is the time of Python and torch, and of the ranks that wait for each other at each exchange. On GPUs the kernels' queue hides it.
-    None: these ranks cannot run such a layout.
+    A field is None if these ranks cannot run such a layout.
     """
 
     data: Overhead

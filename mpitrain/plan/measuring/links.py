@@ -24,6 +24,7 @@ _OVERLAPPED = 1 << 22  # fp32 numbers of the reduction beside a product
 MESSAGES = {"message": 2}
 """Messages of a call: there and back."""
 Level = Literal["node", "network"]
+Operations = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
 
 
 class Found(NamedTuple):
@@ -101,10 +102,14 @@ def _summary(found: Found) -> tuple[float, float, float]:
 def _measured(rig: Rig, levels: Mapping[Level, Communicator], until: float) -> dict[tuple[Level, str], Sizes]:
     """Seconds by level and operation: the median of the slowest rank's."""
     contestants: dict[tuple[Level, str, int], Contestant] = {}
+    shared = Exchange(levels["node"]) if "node" in levels and rig.device.type == "cpu" else None
     for level, comm in levels.items():
         for nbytes, calls in CALLS.items():
             count = max(nbytes // 4 // comm.size, 1) * comm.size
-            for name, (prepare, call) in _calls(rig, comm, count, level).items():
+            operations = _calls(rig, comm, count)
+            if shared is not None and level == "node":
+                operations |= _exchanges(shared, count)
+            for name, (prepare, call) in operations.items():
                 contestants[level, name, nbytes] = Calls(rig, call, calls, prepare)
     series = slowest(rig.comm, take_turns_within(rig.comm, contestants, until))
     taken = {key: float(np.median(values)) for (key, _), values in series.items()}
@@ -115,9 +120,7 @@ def _measured(rig: Rig, levels: Mapping[Level, Communicator], until: float) -> d
     }
 
 
-def _calls(
-    rig: Rig, comm: Communicator, count: int, level: Level
-) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+def _calls(rig: Rig, comm: Communicator, count: int) -> Operations:
     """For each operation: what writes the array that is sent, as the computation before it does, and the operation."""
     whole, part = _array(rig, comm, count), torch.zeros(count // comm.size, device=rig.device)
     gathered = torch.zeros(count, device=rig.device)
@@ -132,22 +135,17 @@ def _calls(
             else:
                 comm.recv(message, partner)
 
-    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    return {
         "all_reduce": (whole.zero_, lambda: comm.all_reduce(whole)),
         "all_gather": (part.zero_, lambda: comm.all_gather(gathered, part)),
         "reduce_scatter": (whole.zero_, lambda: comm.reduce_scatter(part, whole)),
         "message": (message.zero_, there_and_back),
     }
-    if rig.device.type == "cpu" and level == "node":
-        calls |= _exchanges(comm, count)
-    return calls
 
 
-def _exchanges(comm: Communicator, count: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """Those of tensor parallelism in the memory of a node, in (tokens, features)."""
-    exchange = Exchange(comm)
-    rows = torch.zeros(count, 1)
-    own = torch.zeros(count // comm.size, 1)
+def _exchanges(exchange: Exchange, count: int) -> Operations:
+    """Those of tensor parallelism in node memory, of (tokens, features). `room_with` stands for a product that writes there."""
+    rows, own = torch.zeros(count, 1), torch.zeros(count // exchange.comm.size, 1)
     return {
         "gather_tokens": (own.zero_, lambda: exchange.gather(own, -2, count)),
         "scatter_tokens": (rows.zero_, lambda: exchange.own_sum(exchange.room_with(rows), -2)),

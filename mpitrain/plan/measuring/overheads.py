@@ -1,6 +1,6 @@
-"""What the trainer's steps take besides the work of kernels and links: steps of a GPT so small that little else is left.
+"""What the trainer's steps take in addition to the work of kernels and links: steps of a GPT so small that little else is left.
 
-The time beyond the price of each step is fitted to (time of a step) + (micro-batches) x ((time of one) + (blocks) x (time of one)).
+The time of each step beyond its price is fitted to step + micro-batches x (micro-batch + blocks x block), with three unknown times.
 """
 
 from collections.abc import Mapping
@@ -23,6 +23,15 @@ MOST = 8
 """Ranks of tensor parallelism, at most."""
 AGAIN = "again"
 """Data parallelism with blocks that are computed again."""
+
+
+_HOW = {
+    "data": "Data parallelism, resident",
+    "gathered": "ZeRO stage 3, private",
+    "tensor": "No sequence parallelism",
+    "sequence": "Sequence parallelism",
+    "stages": "1F1B",
+}
 
 
 class Run(NamedTuple):
@@ -76,7 +85,8 @@ def constants(more: Mapping[tuple[str, Run], float], chosen: Mapping[str, Layout
     for name, layout in chosen.items():
         if name != AGAIN:
             value = fitted({run: more[name, run] for run in (BASE, DEEP, MANY)}, layout.pipeline)
-            found[name] = Constant(value, f"{layout}: of a step, of a micro-batch, of a block in a micro-batch.")
+            how = f"{_HOW[name]}, {layout}: what remains of a step, of a micro-batch, and of a block in it, after their price."
+            found[name] = Constant(value, how)
     again = max(more[AGAIN, DEEP] - more["data", DEEP], 0.0) / (DEEP.blocks * DEEP.num_micro)
     found["block_again_s"] = Constant(again, "Of a block that is computed again in the backward.")
     return found
@@ -90,5 +100,5 @@ def fitted(more: Mapping[Run, float], stages: int) -> Overhead:
     both = (more[MANY] - more[BASE]) / (MANY.num_micro - BASE.num_micro)  # a micro-batch with its blocks
     block = max(block, 0.0)
     micro = max(both - block * BASE.blocks / stages, 0.0)
-    step = max(more[BASE] - (BASE.num_micro + waits) * both, 0.0)
+    step = max(more[BASE] - (BASE.num_micro + waits) * (micro + block * BASE.blocks / stages), 0.0)
     return step, micro, block

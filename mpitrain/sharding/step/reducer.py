@@ -18,7 +18,7 @@ gradient is in the core's cache. Any other unit keeps its gradients where autogr
 head, whose gradient comes first and is reduced last). So a buffer never holds gradients of two units. Two buffers take turns: while the
 gradients of one unit are reduced, the gradients of the next unit go into the other buffer. Without a progress thread a reduction
 progresses whenever a gradient comes. Before the next reduction begins, the rank waits for the end of this one. So a rank that is less
-than one unit ahead of the other ranks does not wait.
+than one unit ahead of the other ranks does not wait. Only gradients that are sums over `tp` ranks are added up first, with these ranks.
 """
 
 from collections import deque

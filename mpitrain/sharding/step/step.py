@@ -16,7 +16,7 @@ A gradient between autograd and the optimizer:
 2. On CPUs `Reducer.take` moves the gradient into the gradient buffer if its unit is next in the order of reductions. On a GPU the
    next step does so.
 3. When the unit is complete ([Note: complete] in reducer.py), `Reducer.complete` begins a reduce-scatter (`Gradients.begin_reduction`),
-   or an all-reduce where shards are whole. The backward continues.
+   or an all-reduce where shards are whole. The backward continues. Gradients that are sums over `tp` ranks are added up before it.
 4. `Gradients.end_reduction` makes this rank's rows of the mean the `.grad` of the shards, or adds them to it. `_end_backward` waits for
    the last reduction. The optimizer then finds the shards and their gradients in `model.parameters()`.
 

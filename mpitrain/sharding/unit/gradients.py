@@ -178,13 +178,18 @@ class Gradients:
 
         Collective if some of them are sums over ranks with the same data.
         """
-        computed = ((part, self.params[index].full.grad) for index, part in self._sums)
+        full_grads = [param.full.grad for param in self.params]
+        sums = []
+        for index, part in self._sums:
+            if (grad := full_grads[index]) is not None:
+                full_grads[index] = grad = grad.to(self.reduce_dtype).contiguous()
+                sums.append((part, numbers(grad.view(-1))))
         with torch.no_grad():
-            add_gradients([(part, grad) for part, grad in computed if grad is not None])
+            add_gradients(sums)
         with self._beside(after_all=True):
-            for index, param in enumerate(self.params):
-                self.was_used[index], self.was_fresh[index] = param.full.grad is not None, param.shard.grad is None
-                grad, param.full.grad = param.full.grad, None
+            for index, (param, grad) in enumerate(zip(self.params, full_grads, strict=True)):
+                self.was_used[index], self.was_fresh[index] = grad is not None, param.shard.grad is None
+                param.full.grad = None
                 self._adopt(param, grad)
 
     def _adopt(self, param: ShardedParameter, grad: torch.Tensor | None) -> None:

@@ -72,6 +72,13 @@ def test_collectives_are_those_of_the_file() -> None:
     assert gather(MACHINE, 1e6, two, of_tokens=True).seconds == pytest.approx(3e-4)
     assert scatter(MACHINE, 1e6, two, of_tokens=True).seconds == pytest.approx(7e-4)
     assert reduce(MACHINE, 1e6, two, of_tokens=True).seconds == pytest.approx(8e-4)
+    # Fewer ranks than were measured send a smaller share in a collective, and write and read as much in an exchange of tokens.
+    four = replace(MACHINE, ranks_per_node=4)
+    assert reduce(four, 1e6, two, of_tokens=True).seconds == pytest.approx(8e-4)
+    assert reduce(four, 1e6, two).seconds == pytest.approx(1e-3 * (1 / 2) / (3 / 4))
+    # Between nodes there are messages alone.
+    over = group(MACHINE, 4, 1)
+    assert scatter(MACHINE, 1e6, over, of_tokens=True) == scatter(MACHINE, 1e6, over)
     assert scatter(MACHINE, 1e6, two).seconds == pytest.approx(4e-3)
     assert reduce(MACHINE, 1e6, two).seconds == pytest.approx(1e-3)
     assert message(MACHINE, 1e6, within_node=True).seconds == pytest.approx(5e-4)
@@ -191,6 +198,8 @@ def test_overheads_are_those_of_the_file() -> None:
     gathered = DATA._replace(zero=3)
     assert overhead(gathered) == pytest.approx(0.1 + 0.02 + 4 * 0.002)
     assert overhead(gathered._replace(resident=True)) == overhead(DATA)
+    both = Layout(tensor=2, data=2, zero=3, micro=4, batch=8)
+    assert overhead(both) == pytest.approx(0.2 + 0.04 + 0.01 + 4 * (0.005 + 0.001))
     tensor = Layout(tensor=2, micro=8, batch=8)
     assert overhead(tensor) == pytest.approx(0.2 + 0.04 + 4 * 0.005)
     assert overhead(tensor._replace(sequence=False)) == pytest.approx(0.2 + 0.03 + 4 * 0.003)
@@ -208,6 +217,16 @@ def test_overheads_of_a_pipeline_are_those_of_its_stages() -> None:
     assert more.step_s - plain.step_s == pytest.approx(0.3 + 9 * of_stage, rel=0.01)
     again = price(MODEL, machine, MPITRAIN, layout._replace(recompute="block")).seconds["overhead"]
     assert again == pytest.approx(0.3 + 8 * (of_stage + 2 * 0.0005))
+    # The formula of large pipelines has as many stages.
+    two = Layout(pipeline=2, schedule="interleaved", stages_per_rank=2, micro=1, batch=8)
+    exact = price(MODEL, machine, MPITRAIN, two).step_s
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prices, "_MOST_ACTIONS", 0)
+        assert price(MODEL, machine, MPITRAIN, two).step_s == pytest.approx(exact, rel=0.03)
+    # Noise in the file makes no negative times.
+    noisy = replace(machine, overheads=replace(OVERHEADS, data=(0.1, 0.01, 0.1)))
+    cut = price(MODEL, noisy, MPITRAIN, layout._replace(tensor=2)).seconds["overhead"]
+    assert cut == pytest.approx(0.3 + 8 * of_stage)
     # Tensor parallelism within the stages adds its blocks' exchanges.
     cut = price(MODEL, machine, MPITRAIN, layout._replace(tensor=2)).seconds["overhead"]
     assert cut == pytest.approx(0.3 + 8 * (of_stage + 2 * (0.005 - 0.001)))
@@ -222,8 +241,11 @@ def test_overheads_are_found_again() -> None:
             for run in (BASE, DEEP, MANY)
         }
         assert fitted(more, stages) == pytest.approx((step, micro, block))
-    # Noise never makes a negative time.
-    assert min(fitted({BASE: 0.1, DEEP: 0.09, MANY: 0.05}, 1)) == 0
+    # Noise never makes a negative time, nor more than the steps took.
+    for noisy in ({BASE: 0.1, DEEP: 0.09, MANY: 0.05}, {BASE: 0.1, DEEP: 0.9, MANY: 0.11}):
+        step, micro, block = fitted(noisy, 1)
+        assert min(step, micro, block) == 0
+        assert step + BASE.num_micro * micro <= noisy[BASE]
 
 
 @pytest.mark.parametrize(("ranks", "per_node", "tensor"), [(1, 1, 0), (2, 2, 2), (3, 3, 0), (48, 12, 4), (64, 32, 8)])

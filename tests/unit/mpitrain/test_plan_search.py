@@ -78,11 +78,16 @@ def test_config_json(tmp_path: Path) -> None:
     # The trainer has Llama 3 8B with its own wavelengths alone.
     for rope, trains in (
         ({"rope_theta": 500000.0}, ("llama", "8b")),
+        ({"rope_theta": 10000.0}, None),
+        ({"rope_theta": 500000.0, "rms_norm_eps": 1e-6}, None),
+        ({"rope_theta": 500000.0, "mlp_bias": True}, None),
+        ({"rope_theta": 500000.0, "hidden_act": "gelu"}, None),
+        ({"rope_parameters": [1]}, None),
         ({"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}, ("llama", "8b")),
         ({"rope_theta": 500000.0, "rope_scaling": {"factor": 8.0}}, None),
         ({"rope_theta": 500000.0, "attention_bias": True}, None),
     ):
-        (tmp_path / "config.json").write_text(json.dumps(LLAMA | rope))
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"rms_norm_eps": 1e-5} | rope))
         assert find(str(tmp_path)).trains == trains
     (tmp_path / "config.json").write_text(json.dumps(GPT2))
     assert find(str(tmp_path), 512).positions == 512
