@@ -109,10 +109,11 @@ class Links:
     node_reduce_scatter: Sizes | None = None
     node_message: Sizes | None = None
     node_gather_tokens: Sizes | None = None
-    """An all-gather of tensor parallelism, into one array in the node's memory. Each rank writes its part."""
+    """An all-gather of tensor parallelism, into one array in node memory. Each rank writes its part. A product reads the array; what
+    it takes longer than without the exchange counts, too. The same holds for the other two."""
     node_scatter_tokens: Sizes | None = None
-    """A reduce-scatter of tensor parallelism. Each rank writes what it has computed into the node's memory, and reads its part of what
-    the others have written."""
+    """A reduce-scatter of tensor parallelism. A product writes its result into the node's memory, and each rank reads its part of all
+    results."""
     node_sum_tokens: Sizes | None = None
     """An all-reduce of tensor parallelism in the node's memory."""
     all_reduce: Sizes | None = None
