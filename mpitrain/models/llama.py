@@ -14,12 +14,9 @@ from torch import nn
 
 from mpitrain.init import Constant, Init, Normal
 from mpitrain.models.language_model import LanguageModel
-from mpitrain.models.sizes import LlamaConfig
+from mpitrain.models.sizes import RMS_EPS, LlamaConfig
 from mpitrain.stages.plan import StagePlan
 from mpitrain.tensor.plan import Style
-
-EPS = 1e-5
-"""The number that a norm adds to the mean square, in Llama 2 and 3."""
 
 
 class Rotation:
@@ -83,9 +80,9 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.norm1 = nn.RMSNorm(config.width, EPS)
+        self.norm1 = nn.RMSNorm(config.width, RMS_EPS)
         self.attn = Attention(config)
-        self.norm2 = nn.RMSNorm(config.width, EPS)
+        self.norm2 = nn.RMSNorm(config.width, RMS_EPS)
         self.mlp = MLP(config)
 
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -103,7 +100,7 @@ class Llama(LanguageModel):
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, EPS)
+        self.norm = nn.RMSNorm(config.width, RMS_EPS)
         self.end()
 
     def embed(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803

@@ -130,6 +130,9 @@ class LlamaConfig(TransformerConfig):
         return 0
 
 
+RMS_EPS = 1e-5
+"""Added to the mean square in the norms of a Llama, as in Llama 2 and 3."""
+
 _CONFIGS: dict[str, type[TransformerConfig]] = {"gpt": GPTConfig, "llama": LlamaConfig}
 _LLAMA_3 = {"vocab": 128256, "context": 8192, "theta": 500000.0}
 

@@ -63,8 +63,7 @@ def gather(
     """
     if group.num_nodes == 1 and is_shared:
         return Sent()
-    within = "node_gather_tokens" if of_tokens and group.num_nodes == 1 else "node_all_gather"
-    measured = _measured(machine, nbytes, group, "" if is_shared else within, "all_gather", parts)
+    measured = _measured(machine, nbytes, group, "all_gather", parts, of_tokens=of_tokens, is_shared=is_shared)
     return _sent(machine, nbytes, group, joins_adapters, is_shared, measured)
 
 
@@ -78,8 +77,7 @@ def scatter(
     parts: int = 1,
 ) -> Sent:
     """A reduce-scatter, which sends as much as an all-gather."""
-    within = "node_scatter_tokens" if of_tokens and group.num_nodes == 1 else "node_reduce_scatter"
-    measured = _measured(machine, nbytes, group, within, "reduce_scatter", parts)
+    measured = _measured(machine, nbytes, group, "reduce_scatter", parts, of_tokens=of_tokens)
     return _sent(machine, nbytes, group, joins_adapters, False, measured)
 
 
@@ -93,8 +91,7 @@ def reduce(
     parts: int = 1,
 ) -> Sent:
     """An all-reduce of `nbytes`: a reduce-scatter and an all-gather."""
-    within = "node_sum_tokens" if of_tokens and group.num_nodes == 1 else "node_all_reduce"
-    measured = _measured(machine, nbytes, group, within, "all_reduce", parts)
+    measured = _measured(machine, nbytes, group, "all_reduce", parts, of_tokens=of_tokens)
     return _sent(machine, nbytes, group, joins_adapters, False, None if measured is None else measured / 2).times(2)
 
 
@@ -123,25 +120,37 @@ def _sent(
     return Sent(seconds if measured is None else measured, inside, over)
 
 
-def _measured(machine: Machine, nbytes: float, group: Group, within: str, between: str, parts: int) -> float | None:
+_OF_TOKENS = {
+    "all_gather": "node_gather_tokens",
+    "reduce_scatter": "node_scatter_tokens",
+    "all_reduce": "node_sum_tokens",
+}
+"""The exchange of tensor parallelism that does the same as a collective between ranks that share memory."""
+
+
+def _measured(
+    machine: Machine, nbytes: float, group: Group, name: str, parts: int, *, of_tokens: bool, is_shared: bool = False
+) -> float | None:
     """Measured seconds of a collective: within the node, then between nodes, where each rank has its share of the bytes.
 
     None if they were not measured. Groups of another size than the measured ones send another share of the bytes. In an exchange of
     tokens each rank writes and reads as much in any group.
     """
+    is_exchange = of_tokens and group.num_nodes == 1
+    within = "" if is_shared else _OF_TOKENS[name] if is_exchange else f"node_{name}"
     links, total = machine.links, 0.0
     if links is None:
         return None
-    for name, of, count, size in (
+    for link, of, count, size in (
         (within, nbytes, group.on_node, machine.ranks_per_node),
-        (between, nbytes / group.on_node, group.num_nodes, links.num_nodes),
+        (name, nbytes / group.on_node, group.num_nodes, links.num_nodes),
     ):
-        if count == 1 or not name:
+        if count == 1 or not link:
             continue
-        seconds = links.seconds(name, of / parts)
+        seconds = links.seconds(link, of / parts)
         if seconds is None:
             return None
-        total += parts * seconds * (1.0 if name.endswith("_tokens") else ((count - 1) / count) / ((size - 1) / size))
+        total += parts * seconds * (1.0 if is_exchange else ((count - 1) / count) / ((size - 1) / size))
     return total
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpitrain.models.sizes import SIZES, LlamaConfig, TransformerConfig, resolve
+from mpitrain.models.sizes import RMS_EPS, SIZES, LlamaConfig, TransformerConfig, resolve
 
 
 @dataclass(frozen=True)
@@ -238,14 +238,10 @@ def from_config(path: Path) -> Transformer:
     return replace(made, trains=_own_size(made, config))
 
 
-_LLAMA_EPS = 1e-5
-"""Of the norms of this library's Llama: `mpitrain.models.llama.EPS`, which needs torch. 1e-6 is transformers' default."""
-
-
 def _own_size(model: Transformer, config: dict[str, Any]) -> tuple[str, str] | None:
     """The family and size of this library with the same numbers, also those that no price depends on; None without one."""
     rope = config.get("rope_parameters") or config
-    if not isinstance(rope, dict) or config.get("rms_norm_eps", 1e-6) != _LLAMA_EPS:
+    if not isinstance(rope, dict) or config.get("rms_norm_eps", 1e-6) != RMS_EPS:  # 1e-6 is transformers' default
         return None
     others = config.get("attention_bias") or config.get("mlp_bias") or config.get("hidden_act", "silu") != "silu"
     if (
