@@ -1,0 +1,43 @@
+"""RUN/events.jsonl: one JSON object per line for each failure, shrink, restore, relaunch, rewind, spike and straggler of a run.
+
+Each line has `time` (UTC, ISO 8601), `event`, `rank` and `host` (null if the event concerns no single rank) and `cost_s` (the seconds
+that the run lost by the event; null if it is not known). Further fields depend on the event. Only one process of a job writes.
+"""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+NAME = "events.jsonl"
+
+
+def write_event(
+    folder: Path,
+    event: str,
+    *,
+    rank: int | None = None,
+    host: str | None = None,
+    cost_s: float | None = None,
+    **fields: Any,
+) -> None:
+    """Append one event to the file of the run in `folder`, in one write. OSError if the file cannot be written."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    line = {"time": now, "event": event, "rank": rank, "host": host, "cost_s": cost_s, **fields}
+    with (folder / NAME).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """The events of a run, oldest first; a last line that was cut by a crash is left out. Empty without a file."""
+    try:
+        lines = (folder / NAME).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    events = []
+    for line in lines:
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue
+    return events
