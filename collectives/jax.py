@@ -49,6 +49,7 @@ from collectives.arrays.dtypes import effective_op, number_of
 from collectives.communicator.communicator import Communicator, for_callbacks
 from collectives.diagnosis import stacks
 from collectives.diagnosis.hangs.standstill import Standstill
+from collectives.diagnosis.job import all_ranks
 from collectives.progress.issued import Announced, Issues
 from collectives.progress.work import Progress, Queued
 
@@ -122,7 +123,7 @@ def _own(comm: Communicator) -> Communicator:
             )
         own = _own_of[comm] = for_callbacks(comm, "jax.jit", _AfterJitted)
         if jax.default_backend() == "cpu":
-            Standstill.watch(MPI.COMM_WORLD.rank)
+            Standstill.watch(all_ranks().rank)
     return own
 
 

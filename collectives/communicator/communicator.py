@@ -21,6 +21,7 @@ from collectives.communicator.messages import Messages
 from collectives.communicator.operations import Collectives
 from collectives.communicator.plans import Plans
 from collectives.communicator.transports import Transports
+from collectives.diagnosis.job import keep
 from collectives.diagnosis.record import Log
 from collectives.diagnosis.recorder import Recorder
 from collectives.environment import switch
@@ -67,7 +68,7 @@ class Communicator:
         from collectives.transports.gpu.device_messages import reach
         from collectives.transports.mpi import library_version, message, ranks_of_job
 
-        self.mpi = mpi
+        self.mpi = keep(mpi)
         self.rank: int = mpi.rank
         self.size: int = mpi.size
         self.checked = bool(switch("MPITRAIN_DEBUG")) if checked is None else checked

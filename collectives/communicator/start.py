@@ -8,6 +8,7 @@ from collectives.communicator.communicator import Communicator, take_table
 from collectives.diagnosis import finalize
 from collectives.diagnosis.ending import Before
 from collectives.diagnosis.hangs import deadline, monitor, notice
+from collectives.diagnosis.job import all_ranks
 from collectives.diagnosis.record import Log
 from collectives.environment import check_switches, switch
 from collectives.launcher import check_launcher
@@ -29,12 +30,20 @@ def world() -> Communicator:
     global _world
     if _world is None or _world.is_freed:
         progress = _stand_ready()
-        from mpi4py import MPI
-
-        comm = Communicator(MPI.COMM_WORLD.Dup(), progress=progress, _name="world")
+        comm = Communicator(all_ranks().Dup(), progress=progress, _name="world")
         take_table(comm, _measured_table(comm))
         _world = comm
     return _world
+
+
+def restart() -> Communicator:
+    """Make the world of the ranks that a loss has left, with the table of the world before. Collective over them."""
+    global _world
+    assert _world is not None
+    comm = Communicator(all_ranks().Dup(), progress=_stand_ready(), checked=_world.checked, _name="world")
+    take_table(comm, _world.table)
+    _world = comm
+    return comm
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """Ends NCCL's communicators before MPI: all ranks together, or each rank alone if an error ends the job."""
 
+import os
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -68,6 +70,19 @@ def abort_job(code: int) -> None:
     """End all ranks by MPI_Abort, with this exit code, after at most two seconds for the end of `Before.others`."""
     from mpi4py import MPI
 
+    _abort_others()
+    goodbye.say()
+    MPI.COMM_WORLD.Abort(code)
+
+
+def leave_alone(code: int) -> None:
+    """End only this process, without a goodbye: the other ranks of a job that survives losses go on without it."""
+    _abort_others()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _abort_others() -> None:
     claim()
     others = Before.others
     if others:
@@ -75,5 +90,3 @@ def abort_job(code: int) -> None:
         with suppress(RuntimeError):  # no thread can start at Python's exit
             thread.start()
             thread.join(_ABORT_S)
-    goodbye.say()
-    MPI.COMM_WORLD.Abort(code)

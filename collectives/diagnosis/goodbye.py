@@ -10,6 +10,8 @@ from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
+from collectives.diagnosis.job import keep
+
 _BYTE = b"\0"
 
 _to_next: socket.socket | None = None  # the socket for this process's goodbye
@@ -23,7 +25,7 @@ class Neighbour:
 
         self.rank = -1  # in the job; -1: there is no neighbour
         self._socket: socket.socket | None = None
-        node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
+        node = keep(mpi.Split_type(MPI.COMM_TYPE_SHARED))
         if node.size > 1:
             self._join(node, mpi.rank)
             os.register_at_fork(after_in_child=self._forked)
@@ -88,6 +90,12 @@ def say() -> None:
         with suppress(OSError):  # the next rank has ended
             end.send(_BYTE)
         end.close()  # the next rank still receives the byte
+
+
+def hang_up() -> None:
+    """Close this process's socket without a goodbye, before it joins another ring."""
+    if (end := _say_at(None)) is not None:
+        end.close()
 
 
 def _say_at(end: socket.socket | None) -> socket.socket | None:

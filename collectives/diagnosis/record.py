@@ -292,6 +292,12 @@ class Log:
 _logs: weakref.WeakValueDictionary[str, Log] = weakref.WeakValueDictionary()  # the Logs in use, by key
 
 
+def forget_logs() -> None:
+    """Forget all Logs: after a recovery the ranks have new numbers, and the same keys name other communicators."""
+    _logs.clear()
+    Log._made.clear()
+
+
 def shown_ranks(ranks: Sequence[int], limit: int = 8) -> str:
     """Ranks as text, such as "rank 3" or "ranks 0-3, 6", with at most `limit` runs of ranks."""
     runs: list[list[int]] = []

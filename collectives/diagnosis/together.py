@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
+from collectives.diagnosis.job import all_ranks
 from collectives.diagnosis.record import Log
 
 
@@ -67,9 +68,7 @@ def raised_on(mpi: Any, error: Exception, speaker: int) -> Exception:
 
     `speaker`: the rank that prints its traceback.
     """
-    from mpi4py import MPI
-
-    error._raised_on_all_ranks = mpi.size == MPI.COMM_WORLD.size  # type: ignore[attr-defined]
+    error._raised_on_all_ranks = mpi.size == all_ranks().size  # type: ignore[attr-defined]
     error._speaks_for_all = mpi.rank == speaker  # type: ignore[attr-defined]
     return error
 

@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from collectives.diagnosis import dump, goodbye, record
-from collectives.diagnosis.ending import abort_job, claim
+from collectives.diagnosis.ending import abort_job, claim, leave_alone
+from collectives.diagnosis.job import Job
 from collectives.diagnosis.together import on_all_ranks
 
 NUM_SHOWN = 5
@@ -78,7 +79,7 @@ def abort_on_uncaught(mpi: Any) -> None:
         except Exception:
             traceback.print_exc(file=_stderr())
         finally:
-            abort_job(1)
+            leave_alone(1) if Job.survives else abort_job(1)
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         def hook() -> None:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
+from collectives.diagnosis.job import keep
 from collectives.diagnosis.record import ENDED, FAILED, Entry, Log
 from collectives.diagnosis.stacks import issued_here
 from collectives.transports.node.posted import Post
@@ -17,7 +18,7 @@ class Issues:
 
     def __init__(self, mpi: Any, log: Log, *, checked: bool) -> None:
         """Collective. `checked`: checked mode, in which the ranks compare their calls."""
-        self._mpi, self._log, self._checked = mpi.Dup(), log, checked
+        self._mpi, self._log, self._checked = keep(mpi.Dup()), log, checked
 
     def announce(self, name: str) -> "Announced":
         """Announce that this rank has issued the operation `name`."""

@@ -14,6 +14,7 @@ from collectives.arrays import reduction
 from collectives.arrays.buffer import address_of
 from collectives.arrays.dtypes import DType
 from collectives.arrays.reduction import UFUNCS, Arithmetic, copy, mpi_agrees
+from collectives.diagnosis.job import all_ranks
 from collectives.selection import selector
 from collectives.transports.transport import put_own_part
 
@@ -35,8 +36,8 @@ def library_version() -> str:
 
 
 def ranks_of_job(mpi: Any) -> list[int]:
-    """The ranks of `mpi` as COMM_WORLD numbers them."""
-    group, world = mpi.Get_group(), MPI.COMM_WORLD.Get_group()
+    """The ranks of `mpi` as the job numbers them."""
+    group, world = mpi.Get_group(), all_ranks().Get_group()
     ranks: list[int] = group.Translate_ranks(None, world)
     group.Free()
     world.Free()

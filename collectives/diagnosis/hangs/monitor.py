@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from collectives.diagnosis import dump, goodbye, record, uncaught
+from collectives.diagnosis import dump, goodbye, loss, record, uncaught
 from collectives.diagnosis.ending import Before, abort_job, end_together
 from collectives.diagnosis.hangs import answer, deadline, notice, report
 from collectives.diagnosis.hangs.answer import State, Waiting
@@ -30,6 +30,7 @@ from collectives.diagnosis.hangs.channel import MonitorChannel
 from collectives.diagnosis.hangs.deadline import Clock, Deadline, last_resort
 from collectives.diagnosis.hangs.inquiry import ANSWER_S, Inquiry
 from collectives.diagnosis.hangs.standstill import Standstill
+from collectives.diagnosis.job import Job, keep
 
 _POLL_S = 0.5  # between two looks at messages, whose time is not measurable
 _BUSY_POLL_S = 0.05  # while the monitor waits for answers, in checked mode, and when the program has ended
@@ -47,10 +48,9 @@ class Monitor:
     """See above. `mpi`: a separate communicator of all ranks. `talks`: whether several threads may use MPI at the same time."""
 
     def __init__(self, mpi: Any, *, talks: bool, checked: bool) -> None:
-        self.mpi, self.rank, self.size, self.checked = mpi, mpi.rank, mpi.size, checked
-        self._may_talk = talks
-        self._channel = MonitorChannel(mpi if talks else None)
-        self._neighbour = goodbye.Neighbour(mpi)
+        self.checked, self._may_talk = checked, talks
+        self._turn = threading.Lock()  # of the thread, and of a recovery that changes the ranks
+        self._join(mpi)
         self._process = os.getpid()
         self._bell = Bell()
         self._thread = threading.Thread(target=self._run, name="collectives-monitor", daemon=True)
@@ -61,17 +61,36 @@ class Monitor:
         self._ended = ""  # how this rank's program has ended
         self._ended_at = 0.0
         self._told_end = False
+        self._clock = Clock()
+        self._notices = notice.Notices(notice.from_environment())
+        self._standstill = Standstill()
+        self._wants_places = False  # a thread that ends the job waits for `_has_shown`
+        self._has_shown = threading.Event()
+
+    def _join(self, mpi: Any) -> None:
+        """Begin to watch the ranks of `mpi`. Collective over them."""
+        self.mpi, self.rank, self.size = mpi, mpi.rank, mpi.size
+        self._channel = MonitorChannel(mpi if self._may_talk else None)
+        self._neighbour = goodbye.Neighbour(mpi)
         self._ended_ranks: dict[int, State] = {}  # on rank 0: the ranks that have told their end
         self._inquiry: Inquiry | None = None
         self._num_asked = 0
         self._quiet_until = {"deadline": 0.0, "order": 0.0, "end": 0.0}
         # By purpose: each rank that the last inquiry found stuck, and the number of its operation.
         self._suspects: dict[str, dict[int, int]] = {"order": {}, "end": {}}
-        self._clock = Clock()
-        self._notices = notice.Notices(notice.from_environment())
-        self._standstill = Standstill()
-        self._wants_places = False  # a thread that ends the job waits for `_has_shown`
-        self._has_shown = threading.Event()
+
+    def rejoin(self, mpi: Any) -> None:
+        """Watch the ranks of `mpi`, which a loss has left, instead of all ranks before. Collective over them."""
+        with self._turn:
+            if (fd := self._neighbour.fileno()) >= 0:
+                self._bell.remove(fd)
+            self._neighbour.close()
+            goodbye.hang_up()
+            self._join(mpi)
+            dump.RecordOutput.rank = self.rank
+            if (fd := self._neighbour.fileno()) >= 0:
+                self._bell.add(fd)
+            loss.end_recovery()
 
     def start(self) -> None:
         """Start the threads. If called from the main thread, also handle SIGUSR2, unless the user's program does."""
@@ -137,17 +156,24 @@ class Monitor:
                 return
             if signalled:
                 dump.dump("SIGUSR2")
-            self._listen()
-            now = self._clock.look()
-            if self._talks():
-                for rank, message in self._channel.received():
-                    self._take(rank, message)
-            if self._inquiry is not None and self._inquiry.purpose == "notice" and self._late() is not None:
-                self._inquiry = None  # the deadline's report replaces the notice
-            if self._inquiry is None:
-                self._look(now)
-            elif self._inquiry.purpose == "deadline" or self._inquiry.is_over(now):
-                self._follow(self._inquiry, now)
+            with self._turn:
+                self._listen()
+                if loss.is_known():
+                    loss.end_if_late()
+                else:
+                    self._mind(self._clock.look())
+
+    def _mind(self, now: float) -> None:
+        """Answer the other monitors, ask them, and act on their answers."""
+        if self._talks():
+            for rank, message in self._channel.received():
+                self._take(rank, message)
+        if self._inquiry is not None and self._inquiry.purpose == "notice" and self._late() is not None:
+            self._inquiry = None  # the deadline's report replaces the notice
+        if self._inquiry is None:
+            self._look(now)
+        elif self._inquiry.purpose == "deadline" or self._inquiry.is_over(now):
+            self._follow(self._inquiry, now)
 
     def _listen(self) -> None:
         """End the job if the neighbour has died. The message comes first, because the launcher may end this rank at any time."""
@@ -155,7 +181,9 @@ class Monitor:
         if fd < 0 or (goodbye_said := neighbour.heard()) is None:
             return
         self._bell.remove(fd)
-        if not goodbye_said:
+        if not goodbye_said and Job.survives:
+            loss.note()
+        elif not goodbye_said:
             why = f"rank {neighbour.rank} has died"
             dump.say(f"{why}: its process ended without notice, as by os._exit, a signal or a crash. The job ends.")
             dump.write_file(why)
@@ -340,4 +368,13 @@ def start(world: Any, *, checked: bool) -> None:
         dump.set_record_folder(folder)
     dump.RecordOutput.rank = world.rank
     talks = world.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    Monitor(world.Dup(), talks=talks, checked=checked).start()
+    _of_process.append(Monitor(keep(world.Dup()), talks=talks, checked=checked))
+    _of_process[0].start()
+
+
+_of_process: list[Monitor] = []
+
+
+def rejoin(left: Any) -> None:
+    """Let this process's monitor watch the ranks of `left`, an mpi4py communicator. Collective over them."""
+    _of_process[0].rejoin(keep(left.Dup()))

@@ -1,0 +1,109 @@
+"""Continues on the ranks that are left after the loss of a rank, by Open MPI's User-Level Failure Mitigation (ULFM).
+
+    recovery.survive_losses()                  # before the loss: it ends operations of the other ranks by an exception, not the job
+    try: ...
+    except Exception as error:
+        if not recovery.ranks_were_lost(): raise
+        del error                              # its frames keep arrays alive
+        comm = recovery.recover()              # the new world; all communicators and Works from before the loss are unusable
+
+A rank that finds a loss revokes all communicators of the package, so every rank leaves its wait, whichever ranks it waits for. Then
+all ranks that are left call `recover`, which shrinks MPI_COMM_WORLD. A rank that does not come within the deadline counts as lost: see
+`Monitor`. Source: Bland et al., "Post-failure recovery of MPI communication capability", IJHPCA 27 (2013).
+"""
+
+import os
+import time
+
+from collectives.communicator.communicator import Communicator
+from collectives.communicator.start import restart
+from collectives.diagnosis import job, loss, record
+from collectives.diagnosis.ending import Before
+from collectives.diagnosis.hangs import monitor
+from collectives.diagnosis.job import Job
+from collectives.progress.unusable import Freed
+from collectives.progress.work import of_this_process
+
+_ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"  # `mpirun --with-ft ulfm` sets it for its ranks
+_PAUSE_S = 0.05
+
+
+def obstacle() -> str:
+    """The reason why this job cannot go on after the loss of a rank; "" if it can. Call it after `world()`. The same on all ranks."""
+    from mpi4py import MPI
+
+    vendor, version = MPI.get_vendor()
+    name = f"{vendor} {'.'.join(map(str, version))}"
+    if vendor != "Open MPI" or version < (5, 0):
+        return f"MPI is {name}; expected Open MPI 5 or later with ULFM, started by `mpirun --with-ft ulfm`"
+    if os.environ.get(_ULFM_VARIABLE, "").lower() not in ("1", "true", "yes", "on"):
+        return "the job was started without ULFM; expected `mpirun --with-ft ulfm ...`"
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        return f"{name} has no MPI_THREAD_MULTIPLE, which the monitors of the ranks need"
+    return ""
+
+
+def survive_losses() -> None:
+    """From now on the loss of a rank raises exceptions on the other ranks. RuntimeError if there is an `obstacle`."""
+    if reason := obstacle():
+        raise RuntimeError(f"survive_losses: {reason}")
+    Job.survives = True
+
+
+def ranks_were_lost() -> bool:
+    """Whether a rank was lost since the start of the current world, as far as this rank knows."""
+    return loss.is_known()
+
+
+def all_are_done() -> bool:
+    """Whether no rank was lost up to this call, with the same answer on all ranks that are left. Collective, also after a loss.
+
+    A program that ends calls it first: if it returns False on one rank, all ranks call `recover`.
+    """
+    from mpi4py import MPI
+
+    if not Job.survives:
+        return True
+    try:
+        return bool(job.all_ranks().Agree(int(not ranks_were_lost())))
+    except MPI.Exception:
+        return False
+
+
+def recover() -> Communicator:
+    """Make a world of the ranks that are left, and return it. Collective over these ranks, each of which has seen the loss.
+
+    The new world keeps the order of the ranks and the table of algorithms. Another loss meanwhile is part of the same recovery.
+    """
+    from mpi4py import MPI
+
+    loss.begin_recovery()
+    while True:
+        try:
+            loss.revoke_all()
+            for progress in list(of_this_process):
+                if not isinstance(progress, Freed):
+                    progress.drain()
+            if Before.others:
+                Before.others.end(well=False)
+            left = MPI.COMM_WORLD.Shrink()
+            job.forget_all()
+            record.forget_logs()
+            Job.mpi = left
+            monitor.rejoin(left)
+            return restart()
+        except MPI.Exception:
+            # Another rank was lost. The ranks that have noticed nothing yet leave their calls when the others revoke them.
+            time.sleep(_PAUSE_S)
+
+
+def lost_since(before: "list[tuple[str, int]]", comm: Communicator) -> list[int]:
+    """The ranks of the world before a recovery that are not in `comm`. `before`: that world's `processes(comm)`."""
+    now = set(processes(comm))
+    return [rank for rank, process in enumerate(before) if process not in now]
+
+
+def processes(comm: Communicator) -> "list[tuple[str, int]]":
+    """The host and the process id of each rank. Collective."""
+    there: list[tuple[str, int]] = comm.all_gather_object((os.uname().nodename, os.getpid()))
+    return there
