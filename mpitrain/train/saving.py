@@ -1,7 +1,6 @@
 """The checkpoints of the main job: model, optimizer, position in the data, random states, settings."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ import torch
 
 import ckpt
 from collectives import Communicator
-from mpitrain.config import Config, ConfigError, differences, from_text, to_toml
+from mpitrain.config import CheckpointConfig, Config, ConfigError, differences, from_text, to_toml
 from mpitrain.models import LanguageModel
 from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states
@@ -29,8 +28,7 @@ class Resumed(NamedTuple):
     remarks: list[str]
 
 
-def save(
-    path: Path,
+def collect(
     model: LanguageModel,
     optimizer: torch.optim.Optimizer,
     *,
@@ -40,8 +38,8 @@ def save(
     next_sample: int,
     stepper: dict[str, Any],
     fingerprint: str,
-) -> None:
-    """Write the state after `step` steps. Collective. A checkpoint of this name is replaced: this run did not continue from it."""
+) -> state.Collected:
+    """The state after `step` steps. Collective if the model is a pipeline."""
     meta = {
         "step": step,
         "config": to_toml(config),
@@ -53,16 +51,20 @@ def save(
         meta["stepper"] = stepper
     rows = random_states.pack(_device(model))
     states = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
-    settings = config.checkpoint
-    state.save(
-        path, model, optimizer, meta=meta, tensors={_RANDOM: states}, overwrite=True, files=settings.num_files,
+    return state.collect(model, optimizer, meta=meta, tensors={_RANDOM: states})
+
+
+def write(path: Path, collected: state.Collected, settings: CheckpointConfig) -> None:
+    """Write a checkpoint. Collective. A checkpoint of this name is replaced: this run did not continue from it."""
+    ckpt.save(
+        path, collected.tensors, comm=collected.comm, meta=collected.meta, overwrite=True, files=settings.num_files,
         driver=settings.driver, background=settings.background, copies=settings.copies, keep=settings.keep,
         keep_every=settings.keep_every or None,
     )  # fmt: skip
 
 
 def load(
-    path: Path | ckpt.Url,
+    source: state.Source,
     model: LanguageModel,
     optimizer: torch.optim.Optimizer | None,
     *,
@@ -70,18 +72,17 @@ def load(
     comm: Communicator,
     fingerprint: str,
     seed_of: int,
-    copies: Sequence[str] = (),
 ) -> Resumed:
     """Load a state that `save` wrote on any number of ranks. Collective.
 
     The optimizer's settings, such as the learning rate, come from `config`. Random states are loaded only on the same number of ranks.
-    `seed_of`: a number with which this rank's generators are seeded if they get no state. `copies`: places of copies of the checkpoint.
+    `seed_of`: a number with which this rank's generators are seeded if they get no state.
     ckpt.CheckpointError on all ranks if it is missing, damaged or not of the main job; ConfigError if it has another model.
     """
-    meta = on_rank0(comm, lambda: read_meta(path, copies))
+    meta = on_rank0(comm, lambda: _checked_meta(source.entries().meta, source))
     with comm.together():
-        saved = from_text(meta["config"], str(path))
-        _check_model(saved, config, path)
+        saved = from_text(meta["config"], str(source))
+        _check_model(saved, config, source)
     remarks = _take_table(meta.get("collectives"), comm)
     step, device = meta["step"], _device(model)
     rows = random_states.pack(device)
@@ -91,7 +92,7 @@ def load(
     )
     if there == here:
         tensors[_RANDOM] = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
-    state.load(path, model, optimizer, tensors=tensors, hyperparameters=False, copies=copies)
+    state.load(source, model, optimizer, tensors=tensors, hyperparameters=False)
     if tensors:
         random_states.unpack(rows, device)
     else:
@@ -120,13 +121,16 @@ def _take_table(table: Any, comm: Communicator) -> list[str]:
     return []
 
 
-def read_meta(path: str | os.PathLike[str], copies: Sequence[str] = ()) -> dict[str, Any]:
-    """The meta of a checkpoint that `save` wrote. ckpt.CheckpointError if it cannot be read, or is not of the main job."""
-    meta = ckpt.open(path, copies=tuple(copies)).meta
+def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The meta of a checkpoint that `write` wrote. ckpt.CheckpointError if it cannot be read, or is not of the main job."""
+    return _checked_meta(ckpt.open(path).meta, os.fspath(path))
+
+
+def _checked_meta(meta: dict[str, Any], where: object) -> dict[str, Any]:
     missing = [key for key in _EXPECTED if key not in meta]
     if missing:
         raise ckpt.CheckpointError(
-            f"{os.fspath(path)} was not written by the main job: its meta lacks {', '.join(missing)}; "
+            f"{where} was not written by the main job: its meta lacks {', '.join(missing)}; "
             "load it with mpitrain.load or ckpt.load"
         )
     return meta
@@ -136,11 +140,11 @@ def _device(model: LanguageModel) -> torch.device:
     return next(model.parameters()).device
 
 
-def _check_model(saved: Config, config: Config, path: Path | ckpt.Url) -> None:
+def _check_model(saved: Config, config: Config, source: state.Source) -> None:
     there, here = ({"family": each.model.family} for each in (saved, config))
     if there == here:
         there, here = (asdict(each.model.resolve()) for each in (saved, config))
     if different := [f"model.{key} is {there[key]} there, {here[key]} here" for key in here if there[key] != here[key]]:
         raise ConfigError(
-            f"{path} is of another model: {', '.join(different)}; continue with its settings, or start another run with --run"
+            f"{source} is of another model: {', '.join(different)}; continue with its settings, or start another run with --run"
         )

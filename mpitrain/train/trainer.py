@@ -27,6 +27,7 @@ from mpitrain.train.model import make_model, make_optimizer
 from mpitrain.train.run import Run
 from mpitrain.train.sampling import write
 from mpitrain.train.stepper import Stepper
+from mpitrain.weights.state import Collected, OnDisk, Source
 
 BITS_PER_NAT = 1 / math.log(2)
 
@@ -155,8 +156,13 @@ class Trainer:
     def save(self) -> None:
         """Save the state after the steps so far, perhaps in the background: see `ckpt.wait`."""
         self._check_lock()
-        saving.save(
-            self.run.checkpoint(self.step),
+        saving.write(self.run.checkpoint(self.step), self._collected(), self.config.checkpoint)
+        with self.comm.together():
+            if self.metrics is not None:
+                self.metrics.check()
+
+    def _collected(self) -> Collected:
+        return saving.collect(
             self.model,
             self.optimizer,
             config=self.config,
@@ -166,28 +172,29 @@ class Trainer:
             stepper=self.stepper.state_dict(),
             fingerprint=self.corpus.fingerprint,
         )
-        with self.comm.together():
-            if self.metrics is not None:
-                self.metrics.check()
 
     def load(self, path: Path | ckpt.Url) -> list[str]:
         """Load the state of a checkpoint. Returns lines about differences between then and now."""
         optimizer = None if self.config.train.eval_only else self.optimizer
         try:
-            resumed = saving.load(
-                path,
-                self.model,
-                optimizer,
-                config=self.config,
-                comm=self.comm,
-                fingerprint=self.corpus.fingerprint,
-                seed_of=self._seed_of,
-                # A checkpoint of another run may have the name of one of this run's copies.
-                copies=self.config.checkpoint.copies if self.config.resume == "auto" else (),
-            )
+            # A checkpoint of another run may have the name of one of this run's copies.
+            copies = self.config.checkpoint.copies if self.config.resume == "auto" else ()
+            return self._take(OnDisk(path, copies), optimizer)
         except ckpt.CheckpointError as error:
             error.add_note(f"--resume PATH takes another checkpoint (python -m ckpt ls {path.parent} shows them)")
             raise
+
+    def _take(self, source: Source, optimizer: torch.optim.Optimizer | None) -> list[str]:
+        """Load the state of a source. Returns lines about differences between then and now."""
+        resumed = saving.load(
+            source,
+            self.model,
+            optimizer,
+            config=self.config,
+            comm=self.comm,
+            fingerprint=self.corpus.fingerprint,
+            seed_of=self._seed_of,
+        )
         self.step = resumed.step
         self.batches.train.go_on(resumed.step, resumed.next_sample)
         self.stepper.load_state_dict(resumed.stepper)

@@ -11,7 +11,7 @@ a scalar as in the plain model, and the box of the one rank is the whole tensor.
 import os
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -28,6 +28,40 @@ from mpitrain.sharding.unit.ranks import SHARD
 from mpitrain.sharding.unit.registry import params_by_shard
 from mpitrain.weights.stages import with_other_stages
 from mpitrain.weights.targets import is_copy_of, ranks_of_model
+
+
+class Source(Protocol):
+    """A stored state: a checkpoint, or copies in node memory."""
+
+    def entries(self) -> ckpt.Checkpoint:
+        """The names, shapes and dtypes of its tensors, and its meta. Only rank 0 calls it."""
+
+    def load(self, tensors: Mapping[str, Any], *, comm: Communicator | None, **options: Any) -> dict[str, Any]:
+        """Fill `tensors` as `ckpt.load` does; returns the meta. Collective."""
+
+
+class OnDisk:
+    """The Source that is a checkpoint. `copies`: places of copies of it."""
+
+    def __init__(self, path: str | os.PathLike[str], copies: Sequence[str | os.PathLike[str]] | None = None) -> None:
+        self._path, self._copies = path, copies
+
+    def __str__(self) -> str:
+        return os.fspath(self._path)
+
+    def entries(self) -> ckpt.Checkpoint:
+        return ckpt.open(self._path, copies=self._copies)
+
+    def load(self, tensors: Mapping[str, Any], *, comm: Communicator | None, **options: Any) -> dict[str, Any]:
+        return ckpt.load(self._path, tensors, comm=comm, copies=self._copies, **options)
+
+
+class Collected(NamedTuple):
+    """A state that is ready to be stored, by all ranks of `comm`: tensors for `ckpt.save`, in host memory, and a meta."""
+
+    tensors: dict[str, Any]
+    meta: dict[str, Any]
+    comm: Communicator | None
 
 
 def save(
@@ -47,6 +81,20 @@ def save(
     `meta`: a JSON-like dict of the user. `tensors`: further tensors in the form of `ckpt.save`. The options (`files`, `driver`,
     `background`, `copies`, `keep`, `keep_every`, `overwrite`) and the errors are those of `ckpt.save`.
     """
+    state = collect(model, optimizer, meta=meta, ema=ema, tensors=tensors, comm=comm)
+    ckpt.save(path, state.tensors, comm=state.comm, meta=state.meta, **options)
+
+
+def collect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    meta: Mapping[str, Any] | None = None,
+    ema: EMA | None = None,
+    tensors: Mapping[str, Any] | None = None,
+    comm: Communicator | None = None,
+) -> Collected:
+    """The state that `save` writes, with the same arguments. Collective if the model is a pipeline."""
     comm, stages = ranks_of_model(model) or comm, stages_of(model.parameters())
     held = _Held(model, is_saved=True)
     everything = {**_model_tensors(model, ema, held), **(tensors or {})}
@@ -66,11 +114,11 @@ def save(
     if optimizer is not None:
         kind = type(optimizer).__name__
         described["optimizer"] = {"kind": kind, "groups": _hyperparameters(optimizer), "state": numbers}
-    ckpt.save(path, _on_host(everything), comm=comm, meta=described, **options)
+    return Collected(_on_host(everything), described, comm)
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Source,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -85,12 +133,14 @@ def load(
 ) -> dict[str, Any]:
     """Fill a model, sharded or not, and its optimizer from a checkpoint of any number of ranks; returns its meta. Collective.
 
+    `path`: the checkpoint, or another Source, which has no `copies`.
     `ema`: an `EMA` to fill. `tensors`: further tensors to fill, in the form of `ckpt.load`. `hyperparameters`: also load the
     optimizer's settings (such as lr), which must be of the same kind of optimizer. `comm`: see `save`. The checkpoint must have all
     tensors of the model, `ema`, `tensors` and, if one is given, of the optimizer; other tensors in it are ignored. `strict=False`:
     tensors that the checkpoint lacks, such as a new head, keep their values. `cast`, `verify`, `copies`: see `ckpt.load`.
     Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model.
     """
+    source = OnDisk(path, copies) if isinstance(path, str | os.PathLike) else path
     comm, stages = ranks_of_model(model) or comm, stages_of(model.parameters())
     held = _Held(model, is_saved=False)
     wanted = {**_model_tensors(model, ema, held), **(tensors or {})}
@@ -102,12 +152,12 @@ def load(
     names = {} if optimizer is None else _names(model, optimizer)
     ranks, doing = ranks_of(comm), "mpitrain.load"
     needs_look = optimizer is not None or not strict
-    there = on_rank0(ranks, lambda: _seen(ckpt.open(path, copies=copies)), doing) if needs_look else None
+    there = on_rank0(ranks, lambda: _seen(source.entries()), doing) if needs_look else None
     if optimizer is not None and there is not None:
         if there.state:  # plain SGD has no state, and a pattern that matches nothing would be an error
             only.append("optimizer/*")
         with ranks.together(doing):
-            _check_optimizer(path, there, optimizer, hyperparameters)
+            _check_optimizer(str(source), there, optimizer, hyperparameters)
         for param, name in names.items():
             for key, shape, dtype, has_rows in there.state.get(name, ()):
                 value = torch.zeros(param.shape if has_rows else shape, dtype=getattr(torch, dtype))
@@ -120,7 +170,7 @@ def load(
     if there is not None and not strict:
         arrays = {name: array for name, array in arrays.items() if name in there.names}
         only = [pattern for pattern in only if pattern not in wanted or pattern in there.names]
-    meta = ckpt.load(path, arrays, comm=comm, only=only, strict=strict, cast=cast, verify=verify, copies=copies)
+    meta = source.load(arrays, comm=comm, only=only, strict=strict, cast=cast, verify=verify)
     with torch.no_grad():
         for name, value in wanted.items():
             if name not in arrays:
@@ -275,9 +325,7 @@ def _seen(checkpoint: ckpt.Checkpoint) -> _There:
     return _There(set(checkpoint), found, saved)
 
 
-def _check_optimizer(
-    path: str | os.PathLike[str], there: _There, optimizer: torch.optim.Optimizer, strict: bool
-) -> None:
+def _check_optimizer(path: str, there: _There, optimizer: torch.optim.Optimizer, strict: bool) -> None:
     """CheckpointError if the checkpoint has no optimizer or, with `strict`, an optimizer of another class or with other groups."""
     if there.optimizer is None:
         raise ckpt.CheckpointError(f"{path} was saved without an optimizer; load it without one")
