@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import collectives
+from collectives import recovery
 
 USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train (under mpirun; --help shows all settings)
        python -m mpitrain sample --checkpoint DIR               generate text with a checkpoint (one process, no mpirun)
@@ -57,11 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not collectives.on_all_ranks(error):
             raise  # ends the job, with this rank's traceback
-        if comm.rank == 0:
+        if collectives.world().rank == 0:
             print(
                 "; ".join([f"mpitrain: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True
             )
-        comm.barrier()  # first the line must be out: when a rank leaves, mpirun ends the others
+        collectives.world().barrier()  # first the line must be out: when a rank leaves, mpirun ends the others
         collectives.leave_together()
         return 1
     return 0
@@ -78,6 +79,14 @@ def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool
         settings = Path(config.run) / "config.toml"
         if config.train.eval_only and settings.exists():
             config = parse(words, from_toml(settings))  # evaluate with the run's own data and settings
+    if config.train.elastic and not config.train.eval_only:
+        if not (obstacle := recovery.obstacle()):
+            from mpitrain.train.elastic import train
+
+            train(config, comm, _no_collections)
+            return
+        if comm.rank == 0:
+            print(f"train.elastic: a lost rank ends this job, because {obstacle}", flush=True)
     with _no_collections():
         from mpitrain.train.trainer import Trainer  # imports torch, so it follows the check of the settings
 

@@ -180,6 +180,13 @@ class TrainConfig:
     """Sequences in a global batch: the sum over all ranks and micro-batches."""
     accumulate: int = 1
     """Micro-batches per step."""
+    elastic: bool = False
+    """Go on without ranks that are lost, in place: needs Open MPI's `mpirun --with-ft ulfm`. Ranks may then have different numbers of
+    sequences."""
+    min_ranks: int = 1
+    """With `elastic`: the smallest number of ranks that goes on."""
+    copy_every: int = 10
+    """With `elastic`: steps between copies of the state in node memory, from which a run goes on after a loss; 0: no copies."""
     max_skipped_steps: int = 0
     """Steps in a row that may be skipped because their loss or gradient is not finite; one more is an error."""
     seed: int = 0
@@ -198,9 +205,10 @@ class TrainConfig:
     """A higher value makes the sample more random; 0 always takes the most probable byte."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulate"):
+        for name in ("steps", "batch", "accumulate", "min_ranks"):
             _expect(f"train.{name}", getattr(self, name), 1)
         for name in (
+            "copy_every",
             "max_skipped_steps",
             "seed",
             "eval_every",
@@ -288,7 +296,8 @@ def check_ranks(config: Config, num_ranks: int) -> None:
     """Check the settings that depend on the number of ranks.
 
     Raises:
-        ConfigError: the global batch is not a multiple of data-parallel ranks x micro-batches; the ranks are not a multiple of copies x
+        ConfigError: the global batch is not a multiple of data-parallel ranks x micro-batches (an elastic run without a pipeline needs
+            only as many sequences); the ranks are not a multiple of copies x
             tensor x pipeline; `tensor` ranks cannot share the model's heads, key and value heads, or context; or `pipeline` ranks
             cannot share its blocks, or run the schedule.
     """
@@ -326,6 +335,8 @@ def check_ranks(config: Config, num_ranks: int) -> None:
         )
     batch, accumulate = config.train.batch, config.train.accumulate
     factor = num_ranks // (tensor * pipeline) * accumulate
+    if config.train.elastic and pipeline == 1 and batch >= factor:
+        return
     if batch % factor:
         fitting = [str(n) for n in (batch // factor * factor, (batch // factor + 1) * factor) if n]
         ranks = f"{num_ranks} ranks" + f" / {tensor} (parallel.tensor)" * (tensor > 1)

@@ -1,5 +1,6 @@
 """This rank's part of the global batches, as tensors on the host."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -44,17 +45,17 @@ class RankBatches:
 
     def of_step(self, step: int) -> list[MicroBatch]:
         """All micro-batches of a step (0, 1, ...)."""
-        count = self.train.batch // (self._data.size * self._num_micro)
-        first = self._data.rank * self._num_micro * count
-        return [
-            _micro_batch(self.train.get(step, first + n * count, first + (n + 1) * count))
-            for n in range(self._num_micro)
-        ]
+        begin, end = self._rows(self.train.batch)
+        cuts = [begin + (end - begin) * n // self._num_micro for n in range(self._num_micro + 1)]
+        return [_micro_batch(self.train.get(step, first, last)) for first, last in pairwise(cuts)]
 
     def of_evaluation(self, index: int) -> MicroBatch:
         """The micro-batch of evaluation batch `index`, 0 to `heldout.num_batches - 1`."""
-        count = self.heldout.batch // self._data.size
-        return _micro_batch(self.heldout.get(index, self._data.rank * count, (self._data.rank + 1) * count))
+        return _micro_batch(self.heldout.get(index, *self._rows(self.heldout.batch)))
+
+    def _rows(self, batch: int) -> tuple[int, int]:
+        """The rows of a global batch that are this rank's: as many as each other rank's, or one more or less."""
+        return batch * self._data.rank // self._data.size, batch * (self._data.rank + 1) // self._data.size
 
 
 def _micro_batch(rows: np.ndarray) -> MicroBatch:

@@ -3,7 +3,9 @@
 RUN/config.toml                     the settings in force
 RUN/metrics.jsonl                   one line per step
 RUN/checkpoints/step-00000100/      see ckpt
+RUN/events.jsonl                    one line per failure, recovery and relaunch: see elastic/events.py
 RUN/.lock                           the job that trains in it: see folder_lock.py
+RUN/.lease                          of an elastic run: see elastic/lease.py
 """
 
 import os
@@ -15,17 +17,22 @@ import ckpt
 from ckpt.saving.copies import further_places
 from ckpt.storage.catalog import reason_to_keep, step_of
 from mpitrain.config import Config, ConfigError, to_toml
+from mpitrain.elastic.lease import Lease, read_lease
 from mpitrain.train.folder_lock import FolderLock, LockedError
 
 
 class Run:
     """The folder of a run. Only rank 0 calls methods that read the disk or write to it."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, job: str = "") -> None:
+        """`job`: the id of this job, whose ranks take the folder over from each other when ranks are lost."""
+        self._job = job
         self.folder = Path(config.run)
         self.checkpoints = self.folder / "checkpoints"
         self.metrics = self.folder / "metrics.jsonl"
         self._lock: FolderLock | None = None  # rank 0's hold on the folder
+        self.earlier: Lease | None = None
+        """The last lease of an earlier run that `prepare` has moved aside."""
 
     def checkpoint(self, step: int) -> Path:
         """The path of the checkpoint after `step` steps."""
@@ -73,6 +80,7 @@ class Run:
                     p for i in range(1, 10**6) if not (p := self.folder.with_name(f"{self.folder.name}.{i}")).exists()
                 )
                 self.release()  # the lock is of the folder, not of its name
+                self.earlier = read_lease(self.folder)
                 self.folder.rename(aside)
                 self.lock()
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -87,7 +95,7 @@ class Run:
         """Lock the folder, and make it if necessary. ConfigError if another job holds the lock. `say`: see FolderLock."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(self.folder, say)
+            self._lock = FolderLock(self.folder, say, job=self._job)
         except LockedError as error:
             raise ConfigError(
                 f"run: {self.folder} is being trained by {error}; wait for its end, or choose another folder with --run"
@@ -96,7 +104,7 @@ class Run:
             raise self._not_writable(error.strerror or str(error)) from None
 
     def is_lost(self) -> bool:
-        """Whether another job took over the folder. Cheap: reads the disk only after the lock's heartbeat has stopped."""
+        """Whether another process took over the folder. It reads the lock's file."""
         return self._lock is not None and bool(self._lock.lost())
 
     def check_lock(self) -> None:

@@ -121,6 +121,14 @@ def _take_table(table: Any, comm: Communicator) -> list[str]:
     return []
 
 
+def step_in(start: Path | ckpt.Url | None) -> int:
+    """The steps done in a checkpoint; 0 without one, or if it cannot be read: a load then reports the error."""
+    try:
+        return 0 if start is None else int(ckpt.open(start).meta.get("step", 0))
+    except ckpt.CheckpointError:
+        return 0
+
+
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The meta of a checkpoint that `write` wrote. ckpt.CheckpointError if it cannot be read, or is not of the main job."""
     return _checked_meta(ckpt.open(path).meta, os.fspath(path))

@@ -11,7 +11,7 @@ import torch
 import ckpt
 import collectives
 from ckpt.saving.mpio import mpio_error
-from collectives import Communicator
+from collectives import Communicator, recovery
 from mpitrain import sharding, tensor
 from mpitrain.axes import mesh
 from mpitrain.config import Config, ConfigError, check_ranks
@@ -20,6 +20,7 @@ from mpitrain.models import flops_per_token, num_parameters
 from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states, saving, stop
 from mpitrain.train.batches import RankBatches
+from mpitrain.train.endurance import Endurance, Lasting
 from mpitrain.train.hardware import Hardware, matmul_flops_per_s, take_hardware
 from mpitrain.train.lr import learning_rate
 from mpitrain.train.metrics import MetricsFile, StepMetrics, Terminal, is_evaluated, memory_bytes
@@ -35,9 +36,10 @@ BITS_PER_NAT = 1 / math.log(2)
 class Trainer:
     """A run in progress on this rank. All methods are collective."""
 
-    def __init__(self, config: Config, comm: Communicator) -> None:
-        self.config, self.comm = config, comm
-        self.run = Run(config)
+    def __init__(self, config: Config, comm: Communicator, lasting: Lasting | None = None) -> None:
+        """`lasting`: of an elastic run, which goes on in place after a loss of ranks (elastic/survive.py); None for another run."""
+        self.config, self.comm, self._lasting = config, comm, lasting
+        self.run = Run(config, lasting.job if lasting is not None else "")
         with comm.together():
             check_ranks(config, comm.size)
         with comm.together():
@@ -59,7 +61,9 @@ class Trainer:
             if config.train.eval_only and not config.train.eval_batches:
                 raise ConfigError("train.eval_only: train.eval_batches is 0, so there is nothing to do")
 
-        self.corpus = load_corpus(config.data, comm)
+        self.corpus = load_corpus(config.data, comm) if lasting is None or lasting.corpus is None else lasting.corpus
+        if lasting is not None:
+            lasting.corpus = self.corpus
         parallel = config.parallel
         self.mesh = mesh(comm, tp=parallel.tensor, pp=parallel.pipeline, dp_replicate=parallel.copies)
         self.data = self.mesh["dp_replicate", "dp_shard", "cp"]
@@ -72,6 +76,8 @@ class Trainer:
         self.step = 0
         self.metrics: MetricsFile | None = None  # on rank 0, while it trains
         self._own_comm_s = 0.0
+        self._endurance: Endurance | None = None
+        self._source: object = ""
         # The ranks of `tp` have the same numbers; two stages of a pipeline have not.
         self._seed_of = self.data.rank + self.data.size * self.mesh["pp"].rank
         random_states.seed_all(config.train.seed, self._seed_of)
@@ -213,10 +219,7 @@ class Trainer:
                     if terminal is not None:
                         self.run.lock(self._say)
                 self._begin()  # again: another job may have trained in the folder meanwhile
-            self._say(self._heading())
-            if self.start is not None:
-                for line in self.load(self.start):
-                    self._say(line)
+            self._restore()
             if config.train.eval_only:
                 self._say(self._evaluation(self.evaluate()))
             else:
@@ -226,7 +229,29 @@ class Trainer:
                 terminal.close()
             if self.metrics is not None:
                 self.metrics.close()
-            self.run.release()
+            if not recovery.ranks_were_lost():  # else the ranks that are left take the folder over
+                self.run.release()
+
+    def _restore(self) -> None:
+        """Load the state from which the run continues, if there is one, and print the heading."""
+        lasting = self._lasting
+        copies = None
+        if lasting is not None and not self.config.train.eval_only:
+            self._endurance = Endurance(self.config, self.comm, self.run, lasting, self._say)
+            copies = self._endurance.find(self.start)
+        if copies is not None:
+            self.beginning = f"goes on from {copies}"
+        is_recovery = lasting is not None and lasting.recovered is not None
+        if not is_recovery:
+            self._say(self._heading())
+        lines = []
+        if copies is not None:
+            lines = self._take(copies, self.optimizer)
+        elif self.start is not None:
+            lines = self.load(self.start)
+        for line in [] if is_recovery else lines:
+            self._say(line)
+        self._source = copies or self.start or "its beginning"
 
     def _fit(self, terminal: Terminal | None) -> None:
         config, rank0 = self.config, self.comm.rank == 0
@@ -238,17 +263,22 @@ class Trainer:
                 "a larger --train.steps goes on from here, --resume never starts at step 0"
             )
             return
+        is_recovery = self._lasting is not None and self._lasting.recovered is not None
         with self.comm.together():
             if rank0:
                 aside = self.run.prepare(config)
                 if aside is not None:
                     self._say(f"the earlier run is now {aside}")
                 self.metrics = MetricsFile(self.run.metrics, steps_done=self.step)
-                if config.resume == "auto" and self.metrics.num_cut:
+                if config.resume == "auto" and self.metrics.num_cut and not is_recovery:
                     self._say(
                         f"the previous job did {self.metrics.num_cut} more steps, which no checkpoint has: they are done again. "
                         "SIGUSR1 to mpirun, or Ctrl-C under mpirun/train, saves before the job ends"
                     )
+        if self._endurance is not None:
+            self._endurance.begin(self.step, self._source)
+            if is_recovery:
+                self._say(self._endurance.heading(self.step))
         begun_at = self.step
         with stop.interrupts_are_requests(rank=self.comm.rank):
             if owed:  # the previous job stopped between this step and its evaluation
@@ -271,7 +301,11 @@ class Trainer:
     def _train(self, terminal: Terminal | None) -> bool:
         """The steps, and the last checkpoint; returns whether a rank was asked to stop."""
         config, device = self.config, self.hardware.device
-        self._peak_flops_per_s = self._sum(matmul_flops_per_s(device, getattr(torch, config.parallel.param_dtype)))[0]
+        own = self._lasting.flops_per_s if self._lasting is not None else 0.0
+        own = own or matmul_flops_per_s(device, getattr(torch, config.parallel.param_dtype))
+        if self._lasting is not None:
+            self._lasting.flops_per_s = own
+        self._peak_flops_per_s = self._sum(own)[0]
         stopped = False
         while self.step < config.train.steps and not stopped:
             metrics, stopped = self.train_step()
@@ -280,11 +314,15 @@ class Trainer:
                 terminal.step(metrics)
             if self._evaluation_due() and not stopped:
                 self._evaluate_and_report()
+            if self._endurance is not None:
+                self._endurance.after_step(self.step, self._collected)
             last = self.step == config.train.steps
             if stopped or last or (config.checkpoint.every and self.step % config.checkpoint.every == 0):
                 self.save()
                 if stopped or last:
                     ckpt.wait()
+                    if self._endurance is not None:
+                        self._endurance.end()
         return stopped
 
     def _report_passes(self) -> None:

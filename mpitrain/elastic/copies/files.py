@@ -1,0 +1,179 @@
+"""A copy: the boxes that one rank holds, in one file of the node's shared memory.
+
+    mpitrain-copy-UID-RUN-EPOCH-RANK.GENERATION     a rank's own copy
+    mpitrain-copy-UID-RUN-EPOCH-RANKp.GENERATION    the copy for a rank of another node
+
+RUN names the run, EPOCH the set of ranks: each launch and each loss begins a new one. The ranks use two generations in turn: one is
+complete while the other is written. A file holds the word "complete" only while its contents are whole:
+
+    8 bytes  "complete" or "writing."     8 bytes  place of the header     8 bytes  length of the header
+    from byte 4096 on: the boxes, each aligned to 64 bytes; then the header (JSON)
+
+A rank locks its files (flock) while it lives. The kernel removes the lock with the process, the file stays.
+"""
+
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ckpt.format.boxes import Box
+from ckpt.tensors import Local
+from collectives.transports.node.memory import folder
+
+_COMPLETE, _WRITING = b"complete", b"writing."
+_DATA_AT = 4096
+_ALIGN = 64
+_SPARE_BYTES = 1 << 16  # for longer headers of later steps
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a tensor of full shape `full`: `shape` elements from `offset` on, stored from byte `at` of the data on."""
+
+    name: str
+    dtype: str
+    full: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    at: int
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, self.shape)
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The description of a copy: of rank `rank` of `size`, after `step` steps. `nbytes`: of the data."""
+
+    step: int
+    epoch: int
+    rank: int
+    size: int
+    nbytes: int
+    parts: tuple[Part, ...]
+    meta: dict[str, Any]
+
+    @property
+    def state(self) -> "StateKey":
+        return StateKey(self.epoch, self.step, self.size)
+
+
+class StateKey(NamedTuple):
+    """The state to which a copy belongs: the copies of all `size` ranks make it whole. A later one is greater."""
+
+    epoch: int
+    step: int
+    size: int
+
+
+def path_of(run: str, epoch: int, rank: int, generation: int, *, for_partner: bool = False) -> Path:
+    """The file of a copy."""
+    return folder() / f"{prefix(run)}{epoch:08d}-{rank:05d}{'p' * for_partner}.{generation}"
+
+
+def prefix(run: str) -> str:
+    """The beginning of the names of a run's copies."""
+    return f"mpitrain-copy-{os.getuid()}-{run}-"
+
+
+def parts_of(tensors: Sequence[Local], *, whole: bool) -> tuple[list[Part], list[np.ndarray], int]:
+    """The places of a rank's boxes, their arrays, and the number of bytes. `whole`: also tensors that all ranks hold whole."""
+    parts, arrays, at = [], [], 0
+    for local in tensors:
+        if local.description is None or (local.whole and not whole):
+            continue
+        for box, array in ((each.box, each.array) for each in local.boxes):
+            its = local.description
+            parts.append(Part(local.name, its.dtype, its.shape, box.offset, box.shape, at))
+            arrays.append(array)
+            at += -(-array.nbytes // _ALIGN) * _ALIGN
+    return parts, arrays, at
+
+
+class CopyFile:
+    """One file, open for writing. OSError if node memory is full."""
+
+    def __init__(self, path: Path, nbytes: int, header_bytes: int) -> None:
+        self.path, self._length = path, _DATA_AT + nbytes + header_bytes + _SPARE_BYTES
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.posix_fallocate(self._fd, 0, self._length)
+            self._map = mmap.mmap(self._fd, self._length)
+        except OSError:
+            self.remove()
+            raise
+        self._bytes = np.frombuffer(self._map, np.uint8)
+
+    def fits(self, nbytes: int, header_bytes: int) -> bool:
+        """Whether a copy of this size fits into the file."""
+        return _DATA_AT + nbytes + header_bytes <= self._length
+
+    def begin(self) -> None:
+        """Mark the contents as incomplete."""
+        self._map[:8] = _WRITING
+
+    def data(self, nbytes: int) -> np.ndarray:
+        """The bytes of the data, writable."""
+        return self._bytes[_DATA_AT : _DATA_AT + nbytes]
+
+    def finish(self, header: bytes, nbytes: int) -> None:
+        """Write the header, then mark the contents as complete."""
+        at = _DATA_AT + nbytes
+        self._map[at : at + len(header)] = header
+        self._map[8:24] = struct.pack("<QQ", at, len(header))
+        self._map[:8] = _COMPLETE
+
+    def close(self) -> None:
+        """Release the lock. The file stays."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def remove(self) -> None:
+        """Remove the file."""
+        with suppress(FileNotFoundError):
+            self.path.unlink()
+        self.close()
+
+
+class Found(NamedTuple):
+    """A complete copy on this node."""
+
+    path: Path
+    header: bytes  # JSON of a Header
+
+
+def complete_copies(run: str) -> Iterator[Found]:
+    """The complete copies of a run on this node, of all epochs."""
+    for path in sorted(folder().glob(f"{prefix(run)}*")):
+        with suppress(OSError), path.open("rb") as file:
+            head = file.read(24)
+            if len(head) == 24 and head[:8] == _COMPLETE:
+                at, length = struct.unpack("<QQ", head[8:])
+                file.seek(at)
+                header = file.read(length)
+                if len(header) == length:
+                    yield Found(path, header)
+
+
+def open_data(path: Path) -> np.ndarray:
+    """The data of a copy, as read-only bytes."""
+    with path.open("rb") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[_DATA_AT:]
+
+
+def remove_copies(run: str, *, before_epoch: float = float("inf")) -> None:
+    """Remove a run's copies of earlier epochs from this node."""
+    for path in folder().glob(f"{prefix(run)}*"):
+        epoch = path.name.removeprefix(prefix(run)).partition("-")[0]
+        if epoch.isdigit() and int(epoch) < before_epoch:
+            with suppress(FileNotFoundError):
+                path.unlink()

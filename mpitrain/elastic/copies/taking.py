@@ -1,0 +1,90 @@
+"""Takes the copies of a rank, every few steps."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ckpt.tensors import inspect
+from collectives import Communicator
+from mpitrain.elastic.copies.files import CopyFile, Header, parts_of, path_of, remove_copies
+from mpitrain.elastic.copies.partners import Partners
+
+_NUM_GENERATIONS = 2
+
+
+class Copies:
+    """The copies of the ranks of `comm` in one epoch of the run `run`.
+
+    Copies are a rank's own alone on one node. On several nodes a thread also sends each copy to a rank of the next node, while the
+    training goes on.
+    """
+
+    def __init__(self, comm: Communicator, run: str, epoch: int) -> None:
+        """Collective."""
+        self._comm, self._run, self._epoch = comm, run, epoch
+        self._files: list[CopyFile | None] = [None] * _NUM_GENERATIONS
+        self._num_taken = 0
+        self._partners = Partners(comm, run, epoch) if comm.num_nodes > 1 else None
+        self.seconds = 0.0
+        """The time for which copies have held up the training."""
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that this rank has sent to another node."""
+        return 0 if self._partners is None else self._partners.num_bytes
+
+    def take(self, step: int, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """Copy the state after `step` steps, in the form of `ckpt.save`. All ranks of the communicator call this.
+
+        OSError on all ranks if node memory is full.
+        """
+        began = time.perf_counter()
+        generation = self._num_taken % _NUM_GENERATIONS
+        if self._partners is not None:
+            self._partners.wait(generation)
+        parts, arrays, nbytes = parts_of(inspect(tensors), whole=self._comm.rank == 0)
+        header = msgspec.json.encode(
+            Header(step, self._epoch, self._comm.rank, self._comm.size, nbytes, tuple(parts), dict(meta))
+        )
+        file = self._file(generation, nbytes, len(header))
+        file.begin()
+        data = file.data(nbytes)
+        for part, array in zip(parts, arrays, strict=True):
+            target = data[part.at : part.at + array.nbytes].view(array.dtype)
+            target[...] = array.reshape(-1)
+        file.finish(header, nbytes)
+        if self._partners is not None:
+            self._partners.send(generation, header, data)
+        self._num_taken += 1
+        if self._num_taken == _NUM_GENERATIONS and self._comm.node.rank == 0:
+            # All ranks have completed the first copy of this epoch, because they train in step.
+            remove_copies(self._run, before_epoch=self._epoch)
+        self.seconds += time.perf_counter() - began
+
+    def close(self, *, remove: bool) -> None:
+        """End the copies. `remove`: they are no longer needed, because a checkpoint has their state."""
+        if self._partners is not None:
+            self._partners.close(remove=remove)
+        for file in self._files:
+            if file is not None:
+                file.remove() if remove else file.close()
+        if remove and self._comm.node.rank == 0:
+            remove_copies(self._run)
+
+    def _file(self, generation: int, nbytes: int, header_bytes: int) -> CopyFile:
+        """The file of a generation. The first copy makes both, so that a full node memory is found at once, on all ranks."""
+        if self._num_taken == 0:
+            with self._comm.together("copies of the state in node memory"):
+                for each in range(_NUM_GENERATIONS):
+                    self._files[each] = CopyFile(self._path(each), nbytes, header_bytes)
+        file = self._files[generation]
+        if file is None or not file.fits(nbytes, header_bytes):
+            if file is not None:
+                file.remove()
+            file = self._files[generation] = CopyFile(self._path(generation), nbytes, header_bytes)
+        return file
+
+    def _path(self, generation: int) -> Any:
+        return path_of(self._run, self._epoch, self._comm.rank, generation)

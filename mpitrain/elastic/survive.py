@@ -1,0 +1,129 @@
+"""Goes on in place: makes an attempt again on the ranks that a loss of ranks has left."""
+
+import gc
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from collectives import Communicator, recovery
+from mpitrain.elastic.layout import Layout, next_layout
+
+_DONE_TAG = 32000
+_LOOK_S = 0.01
+
+
+class LostRank(NamedTuple):
+    """A rank that was lost: its number before the loss, its host and its process."""
+
+    rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (process {self.pid})"
+
+
+class Recovered(NamedTuple):
+    """The end of a recovery. Times are those of `time.monotonic`."""
+
+    lost: list[LostRank]
+    layout: Layout
+    noticed: float
+    seconds: float
+    """From the notice of the loss to the new world."""
+
+
+class TooFewRanksError(RuntimeError):
+    """Too few ranks are left to go on in place."""
+
+
+def survive(
+    attempt: Callable[[Communicator, Recovered | None], None],
+    comm: Communicator,
+    *,
+    axes: Mapping[str, int],
+    min_ranks: int = 1,
+) -> None:
+    """Call `attempt(comm, None)`, and after each loss of ranks `attempt(comm, recovered)` on those that are left, until one succeeds.
+
+    Collective. `comm`: the world. `axes`: the layout of all ranks, for `next_layout`; a rank that has no place in the new layout waits,
+    and may have one after the next loss. Another exception of `attempt` ends this rank, and so is a loss for the others.
+    TooFewRanksError on all ranks if fewer than `min_ranks` are left.
+    """
+    recovery.survive_losses()
+    recovered = None
+    while True:
+        processes = recovery.processes(comm)
+        try:
+            _attempt(attempt, comm, recovered or Recovered([], next_layout(axes, comm.size), 0.0, 0.0), bool(recovered))
+            if recovery.all_are_done():
+                return
+            noticed = time.monotonic()
+        except Exception as error:
+            if not recovery.ranks_were_lost():
+                raise
+            noticed = time.monotonic()
+            _release(error)
+        gc.unfreeze()  # the main job has frozen its model
+        gc.collect()
+        comm = recovery.recover()
+        lost = [LostRank(rank, *processes[rank]) for rank in recovery.lost_since(processes, comm)]
+        recovered = Recovered(lost, next_layout(axes, comm.size), noticed, time.monotonic() - noticed)
+        with comm.together():
+            if comm.size < min_ranks:
+                raise TooFewRanksError(
+                    f"lost {', '.join(map(str, lost))}: {comm.size} ranks are left, and train.min_ranks is {min_ranks}, so the run "
+                    "ends; the same command goes on from the newest state, on any number of ranks"
+                )
+
+
+def _attempt(
+    attempt: Callable[[Communicator, Recovered | None], None],
+    comm: Communicator,
+    recovered: Recovered,
+    is_recovered: bool,
+) -> None:
+    """Call `attempt` on the ranks that have a place in the layout; the others wait for its end."""
+    layout = recovered.layout
+    used = comm
+    if layout.num_idle:
+        order = _by_node(comm, layout.axes["tp"] * layout.axes["cp"])
+        place = order.index(comm.rank)
+        chosen = comm.split(0 if place < layout.num_used else None, place)
+        if chosen is None:
+            _wait_for(comm, order[0])
+            return
+        used = chosen
+    attempt(used, recovered if is_recovered else None)
+    if layout.num_idle and comm.rank == order[0]:
+        for rank in order[layout.num_used :]:
+            comm.send(np.zeros(1, np.uint8), rank, _DONE_TAG)
+
+
+def _by_node(comm: Communicator, group: int) -> list[int]:
+    """All ranks in an order in which as many groups of `group` neighbours as possible are on one node."""
+    nodes: dict[int, list[int]] = {}
+    for rank, leader in enumerate(comm.all_gather_object(comm.node.broadcast_object(comm.rank))):
+        nodes.setdefault(leader, []).append(rank)
+    whole = [rank for ranks in nodes.values() for rank in ranks[: len(ranks) // group * group]]
+    return whole + [rank for ranks in nodes.values() for rank in ranks[len(ranks) // group * group :]]
+
+
+def _wait_for(comm: Communicator, rank: int) -> None:
+    """Wait, without load, until `rank` has ended its attempt. An exception if a rank is lost."""
+    done = comm.irecv(np.zeros(1, np.uint8), rank, _DONE_TAG)
+    while not done.done():
+        time.sleep(_LOOK_S)
+    done.wait()
+
+
+def _release(error: BaseException) -> None:
+    """Drop the variables of the frames that an exception has left: they hold the model of the attempt."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__

@@ -1,0 +1,120 @@
+"""The part of the main job that lets it survive the loss of ranks: copies of the state, the lease of the folder, and events."""
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ckpt
+from collectives import Communicator
+from mpitrain.config import Config
+from mpitrain.data.loading import Corpus
+from mpitrain.elastic.copies.files import remove_copies
+from mpitrain.elastic.copies.restoring import NodeCopies, find_state
+from mpitrain.elastic.copies.taking import Copies
+from mpitrain.elastic.events import write_event
+from mpitrain.elastic.lease import Lease, raise_lease
+from mpitrain.elastic.survive import Recovered
+from mpitrain.rank0 import on_rank0
+from mpitrain.train.run import Run
+from mpitrain.train.saving import step_in
+from mpitrain.weights.state import Collected
+
+
+@dataclass
+class Lasting:
+    """What a rank keeps when the job goes on without other ranks."""
+
+    job: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """The id of the job, the same on all ranks."""
+    corpus: Corpus | None = None
+    flops_per_s: float = 0.0
+    recovered: Recovered | None = None
+    """The last recovery; None before the first loss."""
+
+
+class Endurance:
+    """The endurance of one attempt, on the ranks `comm`. `say`: prints a line on rank 0. All methods are collective."""
+
+    def __init__(
+        self, config: Config, comm: Communicator, run: Run, lasting: Lasting, say: Callable[[str], None]
+    ) -> None:
+        self._config, self._comm, self._run, self._lasting, self._say = config, comm, run, lasting, say
+        self._lease: Lease | None = None
+        self._copies: Copies | None = None
+        self._restored_from = ""
+
+    def find(self, start: Path | ckpt.Url | None) -> NodeCopies | None:
+        """The copies of the state from which the run continues; None if the checkpoint `start` is newer, or there are none.
+
+        The run must hold its folder's lock.
+        """
+        self._raise_lease()
+        assert self._lease is not None
+        if self._config.resume != "auto":
+            return None
+        found = find_state(self._comm, self._lease.run)
+        if found is not None and found.step < on_rank0(self._comm, lambda: step_in(start)):
+            found = None
+        return found
+
+    def begin(self, step: int, source: object) -> None:
+        """Begin to train after `step` steps, in a folder that `Run.prepare` has prepared. `source`: of the state."""
+        self._restored_from = str(source)
+        earlier = self._comm.broadcast_object(self._run.earlier)
+        if earlier is not None:  # --resume never has moved the earlier run aside
+            self._remove(earlier.run)
+            self._raise_lease()
+        assert self._lease is not None
+        if self._config.train.copy_every:
+            self._copies = Copies(self._comm, self._lease.run, self._lease.number)
+        if (recovered := self._lasting.recovered) is not None and self._comm.rank == 0:
+            for lost in recovered.lost:
+                write_event(self._run.folder, "failure", rank=lost.rank, host=lost.host, pid=lost.pid)
+            axes = {name: size for name, size in recovered.layout.axes.items() if size > 1}
+            write_event(
+                self._run.folder, "shrink", cost_s=round(recovered.seconds, 3), ranks=self._comm.size,
+                idle=recovered.layout.num_idle, layout=axes,
+            )  # fmt: skip
+
+    def after_step(self, step: int, collect: Callable[[], Collected]) -> None:
+        """Copy the state, if it is time, and report the end of a recovery after its first step."""
+        if (recovered := self._lasting.recovered) is not None:
+            self._lasting.recovered = None
+            cost_s = time.monotonic() - recovered.noticed
+            if self._comm.rank == 0:
+                write_event(self._run.folder, "restore", cost_s=round(cost_s, 3), step=step, source=self._restored_from)
+            self._say(f"step {step} is done {cost_s:.1f} s after the loss was noticed")
+        if self._copies is None or step % self._config.train.copy_every:
+            return
+        state = collect()
+        try:
+            self._copies.take(step, state.tensors, state.meta)
+        except OSError as error:  # on all ranks
+            self._copies.close(remove=True)
+            self._copies = None
+            self._say(f"no copies of the state: {error}; after a loss the run goes on from the last checkpoint")
+
+    def end(self) -> None:
+        """The run has ended with a checkpoint, so that the copies are not needed."""
+        if self._copies is not None:
+            self._copies.close(remove=True)
+        assert self._lease is not None
+        self._remove(self._lease.run)
+
+    def heading(self, step: int) -> str:
+        """A line about a recovery."""
+        recovered = self._lasting.recovered
+        assert recovered is not None
+        lost = ", ".join(map(str, recovered.lost)) or "no rank of this group"
+        idle = f", {recovered.layout.num_idle} without work" if recovered.layout.num_idle else ""
+        many = "ranks go" if self._comm.size > 1 else "rank goes"
+        return f"lost {lost}: {self._comm.size} {many} on{idle} from step {step} ({self._restored_from})"
+
+    def _raise_lease(self) -> None:
+        self._lease = on_rank0(self._comm, lambda: raise_lease(self._run.folder))
+
+    def _remove(self, run: str) -> None:
+        if self._comm.node.rank == 0:
+            remove_copies(run)
