@@ -9,6 +9,8 @@ import atexit
 import os
 import sys
 
+from collectives.diagnosis.job import Job
+
 
 def take_over() -> None:
     """Let this module end MPI, unless the program has set `mpi4py.rc.finalize = False` because it ends MPI itself."""
@@ -29,7 +31,9 @@ def _finalize(process: int) -> None:
         return
     from mpi4py import MPI
 
-    if MPI.Is_initialized() and not MPI.Is_finalized():
+    # After the loss of a rank MPI_Finalize of Open MPI 5.0.11 stands still in one of five jobs. Nothing is left to do for MPI: the
+    # monitors of the ranks that are left have ended together, and mpirun accepts an end without MPI_Finalize in such a job.
+    if MPI.Is_initialized() and not MPI.Is_finalized() and Job.mpi is None:
         MPI.Finalize()
 
 

@@ -1,0 +1,134 @@
+"""A job of the main command that is harmed: its processes, its output and its files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ckpt.commit.owner import start_time
+from collectives.launcher import LAUNCHER_PREFIXES
+from mpitrain.elastic.events import read_events
+
+_MARK = "MPITRAIN_CHAOS_JOB"
+
+
+class Job:
+    """A job in the folder `run`, started by `command` (a launcher and its options) with the settings `words` of the main job."""
+
+    def __init__(self, command: Sequence[str], words: Sequence[str], run: Path, env: Mapping[str, str] = {}) -> None:  # noqa: B006
+        self.run = run
+        self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
+        self.began = time.time()
+        self.process = subprocess.Popen(
+            [*command, sys.executable, "-m", "mpitrain", "--run", str(run), *words],
+            env={**clean, "OMP_NUM_THREADS": "1", **env, _MARK: self._mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._output = bytearray()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def output(self) -> str:
+        """What the job has printed so far."""
+        return self._output.decode(errors="replace")
+
+    def ranks(self) -> dict[int, int]:
+        """The process id of each rank of MPI_COMM_WORLD that lives."""
+        found = {}
+        for pid, environ in self._processes().items():
+            rank = environ.get("OMPI_COMM_WORLD_RANK") or environ.get("PMI_RANK")
+            if rank is not None and b"python" in _read_bytes(f"/proc/{pid}/cmdline").partition(b"\0")[0]:
+                found[int(rank)] = pid
+        return found
+
+    def steps(self) -> dict[int, float]:
+        """The loss of each step in the run's metrics; of a repeated step the last one."""
+        losses = {}
+        for line in _read_bytes(self.run / "metrics.jsonl").decode(errors="replace").splitlines():
+            with suppress(ValueError):
+                entry = json.loads(line)
+                if "loss" in entry:
+                    losses[int(entry["step"])] = float("nan") if entry["loss"] is None else float(entry["loss"])
+        return losses
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """The run's events of a kind."""
+        return [event for event in read_events(self.run) if event["event"] == kind]
+
+    def wait_for_step(self, step: int, timeout_s: float) -> bool:
+        """Wait until the metrics have `step`. False if the job ends before, or the time is over."""
+        return self.wait_until(lambda: max(self.steps(), default=0) >= step, timeout_s)
+
+    def wait_until(self, condition: Any, timeout_s: float) -> bool:
+        """Wait until `condition()` is true. False if the job ends before, or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if self.process.poll() is not None:
+                return bool(condition())
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def end(self, timeout_s: float) -> int | None:
+        """Wait for the end; returns the exit code, or None if the job had to be killed: then `output` has the stacks of its ranks."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            for pid in self.ranks().values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR2)
+            time.sleep(2.0)
+            self.kill()
+            return None
+        self._reader.join(5.0)
+        return self.process.returncode
+
+    def kill(self) -> None:
+        """End all processes of the job that are left."""
+        for pid in [self.process.pid, *self._processes()]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self._reader.join(5.0)
+
+    def left(self) -> list[int]:
+        """The processes of the job that live, without the launcher."""
+        return [pid for pid in self._processes() if pid != self.process.pid]
+
+    def _processes(self) -> dict[int, dict[str, str]]:
+        """The environment of each living process that has the job's mark, by process id."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            data = _read_bytes(folder / "environ").decode(errors="replace")
+            if self._mark in data and start_time(int(folder.name)) is not None:
+                pairs = (pair.partition("=") for pair in data.split("\0"))
+                environ = {name: value for name, _, value in pairs}
+                if environ.get(_MARK) == self._mark:
+                    found[int(folder.name)] = environ
+        return found
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        while chunk := os.read(self.process.stdout.fileno(), 65536):
+            self._output += chunk
+
+
+def _read_bytes(path: str | Path) -> bytes:
+    """The contents of a file; empty if it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
