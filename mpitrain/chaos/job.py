@@ -22,7 +22,7 @@ _MARK = "MPITRAIN_CHAOS_JOB"
 class Job:
     """A job in the folder `run`, started by `command` (a launcher and its options) with the settings `words` of the main job."""
 
-    def __init__(self, command: Sequence[str], words: Sequence[str], run: Path, env: Mapping[str, str] = {}) -> None:  # noqa: B006
+    def __init__(self, command: Sequence[str], words: Sequence[str], run: Path, env: Mapping[str, str]) -> None:
         self.run = run
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
         clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}

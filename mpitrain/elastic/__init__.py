@@ -1,5 +1,23 @@
 """A run that survives the loss of ranks and hosts.
 
-`run` continues a training loop on the ranks that survive. Importing this package imports neither torch nor MPI: the supervisor
-(`python -m mpitrain elastic`) runs on hosts that have only Python's standard library.
+`run` continues a training loop on the ranks that survive, from copies of its `State` in node memory; `next_layout` says which layout
+fits them. Importing this package imports neither torch nor MPI, because the supervisor (`python -m mpitrain elastic`) runs on hosts
+that have only Python's standard library.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpitrain.elastic.layout import Layout, next_layout
+    from mpitrain.elastic.loop import State, run
+
+__all__ = ["Layout", "State", "next_layout", "run"]
+
+_MODULES = {"Layout": "layout", "State": "loop", "next_layout": "layout", "run": "loop"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

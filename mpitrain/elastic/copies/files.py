@@ -172,8 +172,20 @@ def open_data(path: Path) -> np.ndarray:
 
 def remove_copies(run: str, *, before_epoch: float = float("inf")) -> None:
     """Remove a run's copies of earlier epochs from this node."""
-    for path in folder().glob(f"{prefix(run)}*"):
-        epoch = path.name.removeprefix(prefix(run)).partition("-")[0]
-        if epoch.isdigit() and int(epoch) < before_epoch:
+    for path, epoch in _epochs(run):
+        if epoch < before_epoch:
             with suppress(FileNotFoundError):
                 path.unlink()
+
+
+def newest_epoch(run: str) -> int:
+    """The last epoch of which this node has copies of a run, also incomplete ones; 0 without copies."""
+    return max((epoch for _, epoch in _epochs(run)), default=0)
+
+
+def _epochs(run: str) -> Iterator[tuple[Path, int]]:
+    """The files of a run's copies on this node, with their epochs."""
+    for path in folder().glob(f"{prefix(run)}*"):
+        epoch = path.name.removeprefix(prefix(run)).partition("-")[0]
+        if epoch.isdigit():
+            yield path, int(epoch)

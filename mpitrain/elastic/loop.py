@@ -1,0 +1,112 @@
+"""`run`: a training loop of a user, which goes on in place after the loss of ranks."""
+
+import hashlib
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+import collectives
+from collectives import Communicator, recovery
+from mpitrain.elastic.copies.files import newest_epoch, remove_copies
+from mpitrain.elastic.copies.restoring import find_state
+from mpitrain.elastic.copies.taking import Copies
+from mpitrain.elastic.survive import Recovered, survive
+from mpitrain.weights import state as weights
+
+
+class HasState(Protocol):
+    """An object with a state that is the same on all ranks, such as the position in the data."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state of `state_dict`, perhaps of another number of ranks."""
+
+
+@dataclass
+class State:
+    """The state of a training, which `build` makes and `train` changes. `step`: the steps done; `data`: see HasState."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data: HasState | None = None
+    step: int = 0
+    _after_step: "Callable[[State], None]" = field(default=lambda state: None, repr=False)
+
+    def commit(self) -> None:
+        """One step is done: it is counted, and each `every` steps the state is copied. All ranks call it after each step."""
+        self.step += 1
+        self._after_step(self)
+
+
+def run(
+    train: Callable[[State], None],
+    build: Callable[[Communicator], State],
+    *,
+    every: int = 10,
+    name: str | None = None,
+    axes: Mapping[str, int] | None = None,
+    min_ranks: int = 1,
+) -> None:
+    """Call `train(build(comm))`; after a loss of ranks again on the ranks that are left, with the state of the newest copies.
+
+    Collective over the world. `build(comm)`: makes the model, the optimizer and the data for the ranks of `comm`; returns a State at
+    step 0. `train(state)`: trains to the end, from `state.step` on, and calls `state.commit()` after each step. So at most `every`
+    steps are done again. The copies are in the shared memory of the nodes; with several nodes each copy is also on the next node.
+
+    `name`: a later job with this name, on the same hosts, goes on from the copies that a killed job has left; None: the copies
+    serve this job alone. `axes`: the layout, such as {"tp": 2, "dp_shard": 2}, for `next_layout`: a rank that has no place in the new
+    layout waits. `min_ranks`: the smallest number of ranks that goes on.
+
+    Needs Open MPI 5, started by `mpirun --with-ft ulfm`; elsewhere one line says so, and a lost rank ends the job. TooFewRanksError on
+    all ranks if too few are left; OSError on all ranks if node memory is too small for the copies.
+    """
+    if every < 1:
+        raise ValueError(f"elastic.run: every is {every}; expected at least 1 step between two copies")
+    comm = collectives.world()
+    obstacle = recovery.obstacle()
+    if obstacle:
+        if comm.rank == 0:
+            print(f"elastic.run: a lost rank ends this job, because {obstacle}", file=sys.stderr, flush=True)
+        train(build(comm))
+        return
+    copies_of = comm.broadcast_object(_id_of(name))
+
+    def attempt(ranks: Communicator, recovered: Recovered | None) -> None:
+        state = build(ranks)
+        found = find_state(ranks, copies_of)
+        if found is not None:
+            meta = weights.load(found, state.model, state.optimizer)
+            state.step = meta["step"]
+            if state.data is not None:
+                state.data.load_state_dict(meta["data"])
+        if ranks.rank == 0 and (recovered is not None or found is not None):
+            lost = f"lost {', '.join(map(str, recovered.lost))}: " if recovered is not None else ""
+            print(f"{lost}{ranks.size} ranks go on from step {state.step}", flush=True)
+        epoch = 1 + max(ranks.all_gather_object(newest_epoch(copies_of)))
+        copies = Copies(ranks, copies_of, epoch)
+
+        def after_step(state: State) -> None:
+            if state.step % every == 0:
+                data = None if state.data is None else state.data.state_dict()
+                collected = weights.collect(state.model, state.optimizer, meta={"step": state.step, "data": data})
+                copies.take(state.step, collected.tensors, collected.meta)
+
+        state._after_step = after_step
+        train(state)
+        copies.close(remove=True)
+
+    survive(attempt, comm, axes=axes or {}, min_ranks=min_ranks)
+    if collectives.world().node.rank == 0:
+        remove_copies(copies_of)
+
+
+def _id_of(name: str | None) -> str:
+    """The id of a run in the names of its copies."""
+    return uuid.uuid4().hex[:12] if name is None else hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
