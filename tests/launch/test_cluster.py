@@ -7,9 +7,11 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from extent import extent
 from launching import ROOT, Result, clean_environment, launch, run
+from main_job import losses
 
 CLUSTER = ROOT / "mpirun/cluster"
 
@@ -80,6 +82,15 @@ def test_the_contract_of_the_collectives_holds_across_hosts() -> None:
     assert "mpi: 4 ranks, " in result.stdout, str(result)
     assert " passed" in result.stdout, str(result)
     assert "needs all ranks on one node, and these are on 2" in result.stdout, str(result)
+
+
+def test_losses_on_two_hosts_are_those_of_one_process(tmp_path: Path) -> None:
+    settings = ["--train.steps", "3", "--train.eval-batches", "0", "--train.sample-bytes", "0"]
+    alone = launch(1, "-m", "mpitrain", "--run", str(tmp_path / "alone"), *settings)
+    result = cluster("-H", "2x2", "--", "python", "-m", "mpitrain", "--run", str(tmp_path / "hosts"), *settings)
+    assert alone.returncode == result.returncode == 0, f"{alone}\n{result}"
+    # Relative: the ranks add in another order.
+    np.testing.assert_allclose(losses(tmp_path / "hosts"), losses(tmp_path / "alone"), rtol=2e-5)
 
 
 def test_a_rate_limits_the_link_and_the_link_keeps_to_it() -> None:

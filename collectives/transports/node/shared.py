@@ -213,11 +213,11 @@ class Shared(ByPulling):
             self.pull(shown, pulls, longest)
             return
         # Both meetings always take place, because only some of the ranks may find their part already in its place.
-        target, source = shown[:0], shown[:0]
-        for peer, start, part in pulls:
+        self._meet()  # no rank still reads the previous contents
+        for peer, start, part in pulls:  # with several nodes, a rank has a part of each node
             if peer == self._rank:
-                target, source = part, shown[start : start + part.size]
-        self._put(target, source)
+                part[...] = shown[start : start + part.size]
+        self._meet()
 
     # Helpers
 

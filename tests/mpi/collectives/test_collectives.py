@@ -254,6 +254,22 @@ def random_bits(row: DType, size: int, rank: int) -> np.ndarray:
     return np.random.default_rng([rank, size]).integers(0, 256, size * row.itemsize, np.uint8).view(row.numpy)
 
 
+def test_an_all_gather_into_one_array_of_the_node(group: Communicator) -> None:
+    """Also with several ranks on several nodes, where each rank writes a part of every node."""
+    counts = [1000 + 16 * rank for rank in range(group.size)]
+    first, num = sum(counts[: group.rank]), sum(counts)
+    expected = np.arange(num, dtype=np.float32)
+    for algorithm in ("auto", *algorithms(group, "all_gather")):
+        for is_in_place in (True, False):
+            out = group.node.shared(num, np.float32)
+            mine = out[first : first + counts[group.rank]] if is_in_place else np.empty(counts[group.rank], np.float32)
+            mine[:] = expected[first : first + counts[group.rank]]
+            group.barrier()
+            group.all_gather(out, mine, counts=counts, algorithm=algorithm)
+            group.barrier()
+            assert np.array_equal(out, expected), (algorithm, is_in_place)
+
+
 def test_what_is_only_moved(group: Communicator) -> None:
     n, rank = group.size, group.rank
     makers = [(row, lambda row=row, **options: Maker(group, row, "numpy", **options)) for row in MOVED.values()]
