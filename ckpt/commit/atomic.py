@@ -16,7 +16,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 from pathlib import Path
 
@@ -90,10 +90,18 @@ class Stage:
         _around[self._board] = self._made
         return self._board
 
-    def publish(self, manifest: bytes | None = None, *, overwrite: bool, newest: bool = True) -> None:
+    def publish(
+        self,
+        manifest: bytes | None = None,
+        *,
+        overwrite: bool,
+        newest: bool = True,
+        before: Callable[[], None] | None = None,
+    ) -> None:
         """Give the finished stage its final name: from this moment on the checkpoint exists.
 
-        `manifest`: written first; None if the stage already has it. `newest`: whether `latest` shall name the checkpoint.
+        `manifest`: written first; None if the stage already has it. `newest`: whether `latest` shall name the checkpoint. `before`: is
+        called before the rename, and before `latest` is written; if it raises an error, the checkpoint or `latest` stays as it was.
         """
         if not self._is_ours():
             raise FileExistsError(errno.EEXIST, "another job took this checkpoint over", str(self.path))
@@ -102,6 +110,8 @@ class Stage:
             write_and_read_back(self.path / FILE_NAME, manifest)
         flush(self.path)
         parent = self.final.parent
+        if before is not None:
+            before()
         if self.final.exists():
             replaced = self.path
             if not _exchange(self.path, self.final):
@@ -119,6 +129,8 @@ class Stage:
             os.unlink(self.final / OWNER_NAME)
         self._end()
         if newest:
+            if before is not None:
+                before()
             write_latest(self.final)
 
     def discard(self, *, board: bool = False) -> None:

@@ -96,6 +96,16 @@ def wait_before(comm: Ranks) -> None:
             _end(pending)
 
 
+def abandon() -> None:
+    """Give up the saves of this process, because ranks that take part in them were lost. Not collective; raises no error."""
+    for pending in list(_pending):
+        pending.ranks.give_up()
+        pending.thread.join()
+        _forget(pending)
+        if pending.comm.rank == 0 and isinstance(pending.ranks, Board):
+            end_board(pending.ranks.folder)
+
+
 def _turn(pending: Pending) -> tuple[bool, str]:
     """The order in which all ranks wait: by the names of the boards, because the threads of a rank may begin in any order.
 

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +48,7 @@ def save(
     keep: int | None = None,
     keep_every: int | None = None,
     overwrite: bool = False,
+    before_commit: Callable[[], None] | None = None,
 ) -> Path:
     """Write a checkpoint as the folder `path`, completely or not at all. Collective over `comm`; None means only this process.
 
@@ -75,6 +76,8 @@ def save(
             that end with a step, such as step-00000100, count and are removed: others, such as "best", stay.
         keep_every: a checkpoint is never removed if its step, the number at the end of its name, is a multiple of this number.
         overwrite: replace a checkpoint of that name, also a damaged one, or an empty folder; never a folder with foreign files.
+        before_commit: rank 0 calls it before it gives the checkpoint its name, and before it writes `latest`. If it raises an error,
+            all ranks give the save up. So a job that has lost its folder to another job writes nothing there.
 
     Returns the absolute path. Other nodes may see it a moment later; with `background` it exists at the end of the save.
 
@@ -121,7 +124,9 @@ def save(
         if stage is not None:
             stage.discard(board=True)
         raise
-    job = _Job(plan, folder, final, stage, agreed.tensors, mine, agreed.scalars, of_save, places, retention, overwrite)
+    job = _Job(
+        plan, folder, final, stage, agreed.tensors, mine, agreed.scalars, of_save, places, retention, overwrite, before_commit
+    )  # fmt: skip
 
     def work(ranks: Ranks) -> None:
         with discarding(stage), _driver(driver, job, comm) as chosen:
@@ -158,6 +163,7 @@ class _Job:
     copies: tuple[Place, ...]
     retention: Retention
     overwrite: bool
+    before_commit: Callable[[], None] | None
 
 
 def _check_arguments(
@@ -254,7 +260,7 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
     with ranks.together(_DOING):
         if job.stage is not None:
             write_manifest(job.folder, contents, reports, sequence=sequence)
-            job.stage.publish(overwrite=job.overwrite)
+            job.stage.publish(overwrite=job.overwrite, before=job.before_commit)
             if job.retention.keep is not None:
                 retain(job.final, job.retention.keep, job.retention.keep_every)
                 mend_latest(job.final.parent)  # a concurrent save may have removed the checkpoint that `latest` names

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ckpt.saving import background
 from collectives import Communicator, recovery
 from mpitrain.elastic.layout import Layout, next_layout
 
@@ -67,6 +68,7 @@ def survive(
                 raise
             noticed = time.monotonic()
             _release(error)
+            background.abandon()
         gc.unfreeze()  # the main job has frozen its model
         gc.collect()
         comm = recovery.recover()

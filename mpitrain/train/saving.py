@@ -1,6 +1,7 @@
 """The checkpoints of the main job: model, optimizer, position in the data, random states, settings."""
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,12 +55,17 @@ def collect(
     return state.collect(model, optimizer, meta=meta, tensors={_RANDOM: states})
 
 
-def write(path: Path, collected: state.Collected, settings: CheckpointConfig) -> None:
-    """Write a checkpoint. Collective. A checkpoint of this name is replaced: this run did not continue from it."""
+def write(
+    path: Path, collected: state.Collected, settings: CheckpointConfig, before_commit: Callable[[], None]
+) -> None:
+    """Write a checkpoint. Collective. A checkpoint of this name is replaced: this run did not continue from it.
+
+    `before_commit`: see `ckpt.save`.
+    """
     ckpt.save(
         path, collected.tensors, comm=collected.comm, meta=collected.meta, overwrite=True, files=settings.num_files,
         driver=settings.driver, background=settings.background, copies=settings.copies, keep=settings.keep,
-        keep_every=settings.keep_every or None,
+        keep_every=settings.keep_every or None, before_commit=before_commit,
     )  # fmt: skip
 
 

@@ -162,7 +162,7 @@ class Trainer:
     def save(self) -> None:
         """Save the state after the steps so far, perhaps in the background: see `ckpt.wait`."""
         self._check_lock()
-        saving.write(self.run.checkpoint(self.step), self._collected(), self.config.checkpoint)
+        saving.write(self.run.checkpoint(self.step), self._collected(), self.config.checkpoint, self.run.check_lock)
         with self.comm.together():
             if self.metrics is not None:
                 self.metrics.check()
@@ -310,6 +310,7 @@ class Trainer:
         while self.step < config.train.steps and not stopped:
             metrics, stopped = self.train_step()
             if terminal is not None and self.metrics is not None:
+                self.run.check_lock()
                 self.metrics.write(metrics.to_dict())
                 terminal.step(metrics)
             if self._evaluation_due() and not stopped:
