@@ -81,5 +81,5 @@ def last_resort(stop: threading.Event) -> None:
             dump.dump(
                 f"no report within {_LAST_RESORT_S:g} s of the deadline, so MPI or the other ranks are stuck; this process ends"
             )
-            goodbye.say()
+            goodbye.say(goodbye.End.ABORT)
             os._exit(EXIT_CODE)

@@ -7,7 +7,7 @@
 - An error that ends this rank: if it says so (`show_all_ranks`), the monitor asks all ranks for their state and prints their places.
 - The end of a rank: the monitor tells rank 0, which then asks the running ranks whether they wait for a rank that has ended. If one
   does, rank 0 prints a report and ends the job.
-- The death of a rank: the next rank of its node prints a line, and ends the job if the launcher does not (goodbye.py).
+- The loss of a rank, by its death or the silence of its host (losses.py): a neighbour reports it and ends the job.
 - Checked mode: the monitor finds ranks that wait for each other in different communicators.
 
 A rank whose program has ended still answers, until all programs have ended. If MPI lacks THREAD_MULTIPLE, monitors cannot communicate:
@@ -18,10 +18,10 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from collectives.diagnosis import dump, goodbye, record, uncaught
+from collectives.diagnosis import dump, goodbye, record, roster, uncaught
 from collectives.diagnosis.ending import Before, abort_job, end_together
 from collectives.diagnosis.hangs import answer, deadline, notice, report
 from collectives.diagnosis.hangs.answer import State, Waiting
@@ -29,6 +29,7 @@ from collectives.diagnosis.hangs.bell import Bell
 from collectives.diagnosis.hangs.channel import MonitorChannel
 from collectives.diagnosis.hangs.deadline import Clock, Deadline, last_resort
 from collectives.diagnosis.hangs.inquiry import ANSWER_S, Inquiry
+from collectives.diagnosis.hangs.losses import Losses
 from collectives.diagnosis.hangs.standstill import Standstill
 
 _POLL_S = 0.5  # between two looks at messages, whose time is not measurable
@@ -50,9 +51,10 @@ class Monitor:
         self.mpi, self.rank, self.size, self.checked = mpi, mpi.rank, mpi.size, checked
         self._may_talk = talks
         self._channel = MonitorChannel(mpi if talks else None)
-        self._neighbour = goodbye.Neighbour(mpi)
+        self._roster = roster.gather(mpi)
         self._process = os.getpid()
         self._bell = Bell()
+        self._losses = Losses(mpi, self._roster, self._bell)
         self._thread = threading.Thread(target=self._run, name="collectives-monitor", daemon=True)
         self._stop = threading.Event()
         self._last_resort = threading.Thread(
@@ -79,8 +81,7 @@ class Monitor:
 
         if threading.current_thread() is threading.main_thread():
             self._bell.ring_at_signal()
-        if (fd := self._neighbour.fileno()) >= 0:
-            self._bell.add(fd)
+        self._losses.start()
         # Call `leave` also when the program itself calls MPI.Finalize, which first deletes the attributes of COMM_SELF.
         key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave("the program called MPI.Finalize"))
         MPI.COMM_SELF.Set_attr(key, True)
@@ -111,7 +112,7 @@ class Monitor:
         if self._last_resort.is_alive():
             self._last_resort.join(_GRACE_S)
         if not self._thread.is_alive():
-            self._neighbour.close()
+            self._losses.close()
             if together:
                 self.mpi.Free()
 
@@ -131,14 +132,15 @@ class Monitor:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            busy = self._inquiry is not None or self.checked or self._ended
+            busy = self._inquiry is not None or self.checked or self._ended or self._losses.is_pending
             signalled = self._bell.wait(_BUSY_POLL_S if busy else _POLL_S)
             if self._stop.is_set():
                 return
             if signalled:
                 dump.dump("SIGUSR2")
-            self._listen()
             now = self._clock.look()
+            if (loss := self._losses.look(now)) is not None:
+                self._lose(loss.ranks, f"{loss.why}. The job ends.")
             if self._talks():
                 for rank, message in self._channel.received():
                     self._take(rank, message)
@@ -149,18 +151,17 @@ class Monitor:
             elif self._inquiry.purpose == "deadline" or self._inquiry.is_over(now):
                 self._follow(self._inquiry, now)
 
-    def _listen(self) -> None:
-        """End the job if the neighbour has died. The message comes first, because the launcher may end this rank at any time."""
-        neighbour, fd = self._neighbour, self._neighbour.fileno()
-        if fd < 0 or (goodbye_said := neighbour.heard()) is None:
-            return
-        self._bell.remove(fd)
-        if not goodbye_said:
-            why = f"rank {neighbour.rank} has died"
-            dump.say(f"{why}: its process ended without notice, as by os._exit, a signal or a crash. The job ends.")
-            dump.write_file(why)
+    def _lose(self, ranks: Sequence[int], report: str, code: int = 1) -> None:
+        """Act on the loss of `ranks`: they have died, their host is silent, or they are past the deadline. Here the job ends.
+
+        The report comes first, because the launcher may end this rank at any time.
+        """
+        dump.say(report)
+        goodbye.say(goodbye.End.ABORT)
+        dump.write_file(f"the loss of {self._roster.names(ranks)}")
+        if code != deadline.EXIT_CODE:
             time.sleep(_LAUNCHER_S)
-            abort_job(1)
+        abort_job(code)
 
     def _look(self, now: float) -> None:
         """Ask all ranks for their state if an operation of this rank has waited too long, or if a rank has ended."""

@@ -1,0 +1,107 @@
+"""Detects lost ranks: a neighbour in the ring that has died, a host that is silent, and the death of this rank's own launcher.
+
+Both neighbours of a rank hear its death. The one after it reports it at once. The byte by which it ends the job reaches the
+other neighbour before that one reports the death too. The launcher then ends the other ranks, which are not reported as deaths.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from collectives.diagnosis import dump
+from collectives.diagnosis.goodbye import End, Heard, Neighbours
+from collectives.diagnosis.hangs.bell import Bell
+from collectives.diagnosis.roster import Roster
+from collectives.launcher import Daemon
+
+_CONFIRM_S = 0.3  # the neighbour before a dead rank lets the other one report first
+_ABORT_S = 5.0  # after another rank has ended the job: this rank ends itself if the launcher has not ended it
+_ORPHAN_CODE = 1
+
+
+class Loss(NamedTuple):
+    """Ranks that were lost, and what has happened to them, as a sentence."""
+
+    ranks: tuple[int, ...]
+    why: str
+
+
+class Losses:
+    """`bell`: wakes the monitor. Ranks are those of `mpi`. Collective."""
+
+    def __init__(self, mpi: Any, roster: Roster, bell: Bell) -> None:
+        self._rank, self._roster, self._bell = mpi.rank, roster, bell
+        self._neighbours = Neighbours(mpi, roster)
+        self._daemon = Daemon()
+        self._heard: list[Heard] = []
+        self._report_at = 0.0
+        self._ends_at: float | None = None
+
+    def start(self) -> None:
+        """Let the sockets wake the monitor. Rank 0 says which neighbours have no connection."""
+        for fd in self._neighbours.filenos():
+            self._bell.add(fd)
+        if self._rank == 0 and self._neighbours.unreached:
+            dump.say(unreached(self._neighbours.unreached, self._roster))
+
+    def look(self, now: float) -> Loss | None:
+        """The next loss, if there is one. Ends this process if its launcher has died, or if another rank has ended the job."""
+        if self._daemon.has_died():
+            # Nothing is printed or written: the run's folder may belong to another job already.
+            self._neighbours.say(End.ORPHAN)
+            os._exit(_ORPHAN_CODE)
+        for each in self._neighbours.heard():
+            self._bell.remove(each.fd)
+            if each.how is End.ABORT and self._ends_at is None:
+                self._ends_at = now + _ABORT_S
+                self._neighbours.say(End.ABORT)
+                dump.write_file("another rank ends the job")
+            elif each.how is not End.GOODBYE:
+                if not self._heard:
+                    self._report_at = now + (0.0 if each.before else _CONFIRM_S)
+                self._heard.append(each)
+        if self._ends_at is not None:
+            if now > self._ends_at:
+                os._exit(1)
+            return None
+        if not self._heard or now < self._report_at:
+            return None
+        heard, self._heard = self._heard, []
+        return lost(heard, self._roster)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether `look` is to be called again soon."""
+        return bool(self._heard)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._neighbours.close()
+
+
+def lost(heard: Sequence[Heard], roster: Roster) -> Loss:
+    """The loss of neighbours that have ended. The silence of a host is the loss of all its ranks."""
+    why: dict[str, tuple[int, ...]] = {}
+    for each in heard:
+        name, host = roster.name(each.rank), roster.members[each.rank].host
+        if each.how is End.SILENCE:
+            ranks = tuple(roster.node_of(each.rank))
+            silent = f"{host} is silent: it has not answered for 10 s, so it is down or its link is cut; there"
+            why[f"{silent} {'is' if len(ranks) == 1 else 'are'} {roster.names(ranks)}"] = ranks
+        elif each.how is End.ORPHAN:
+            why[f"{name} has ended itself, because the launcher on its host has died"] = (each.rank,)
+        else:
+            why[f"{name} has died: its process ended without notice, as by os._exit, a signal or a crash"] = (
+                each.rank,
+            )
+    return Loss(tuple(sorted({rank for ranks in why.values() for rank in ranks})), "\n".join(why))
+
+
+def unreached(pairs: Sequence[tuple[int, int]], roster: Roster) -> str:
+    """One line about neighbours that have no connection."""
+    one, other = pairs[0]
+    more = f", and {len(pairs) - 1} more pairs of neighbours" if len(pairs) > 1 else ""
+    return (
+        f"notice: no connection from {roster.name(one)} to {roster.name(other)}{more}; perhaps a firewall blocks TCP between them. "
+        "The death of a rank there is then detected by its other neighbour, or at the deadline alone (MPITRAIN_DEADLINE_S)"
+    )
