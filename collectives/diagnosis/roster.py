@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from collectives.diagnosis.record import shown_ranks
 
+_NUM_NAMED = 4  # more ranks have no process ids in reports, and more hosts no names
+
 
 class Member(NamedTuple):
     """One rank. Ranks with the same `node` share memory; `node` is the lowest of them."""
@@ -24,14 +26,20 @@ class Roster:
 
     def name(self, rank: int) -> str:
         """A rank in words: "rank 3 on host2 (process 4711)"."""
-        if not 0 <= rank < len(self.members):
-            return f"rank {rank}"
-        member = self.members[rank]
-        return f"rank {rank} on {member.host} (process {member.pid})"
+        return self.names([rank])
 
     def names(self, ranks: Sequence[int]) -> str:
-        """Ranks in words. A single rank has its name, several have only their numbers."""
-        return self.name(ranks[0]) if len(ranks) == 1 else shown_ranks(ranks)
+        """Ranks in words: "rank 3 on host2 (process 4711)", "ranks 0, 1 on host1 (processes 31, 32)". Many ranks: without processes."""
+        words = shown_ranks(ranks)
+        if not ranks or max(ranks) >= len(self.members):
+            return words
+        members = [self.members[rank] for rank in ranks]
+        hosts = list(dict.fromkeys(member.host for member in members))
+        if len(hosts) <= _NUM_NAMED:
+            words += f" on {', '.join(hosts)}"
+        if len(ranks) <= _NUM_NAMED:
+            words += f" (process{'es' * (len(ranks) > 1)} {', '.join(str(member.pid) for member in members)})"
+        return words
 
     def node_of(self, rank: int) -> list[int]:
         """The ranks on the node of `rank`, in order."""
@@ -41,6 +49,10 @@ class Roster:
     def ring(self) -> list[int]:
         """All ranks, those of one node side by side."""
         return sorted(range(len(self.members)), key=lambda rank: (self.members[rank].node, rank))
+
+
+NOBODY = Roster([])
+"""Ranks without hosts and processes: a rank's name is its number."""
 
 
 def gather(mpi: Any) -> Roster:

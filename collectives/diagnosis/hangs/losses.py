@@ -5,11 +5,12 @@ other neighbour before that one reports the death too. The launcher then ends th
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from collectives.diagnosis import dump
 from collectives.diagnosis.goodbye import End, Heard, Neighbours
+from collectives.diagnosis.hangs import process
 from collectives.diagnosis.hangs.bell import Bell
 from collectives.diagnosis.roster import Roster
 from collectives.launcher import Daemon
@@ -34,6 +35,7 @@ class Losses:
         self._neighbours = Neighbours(mpi, roster)
         self._daemon = Daemon()
         self._heard: list[Heard] = []
+        self._how: dict[int, str] = {}  # how the processes of neighbours on this node have ended, where it is known
         self._report_at = 0.0
         self._ends_at: float | None = None
 
@@ -46,10 +48,6 @@ class Losses:
 
     def look(self, now: float) -> Loss | None:
         """The next loss, if there is one. Ends this process if its launcher has died, or if another rank has ended the job."""
-        if self._daemon.has_died():
-            # Nothing is printed or written: the run's folder may belong to another job already.
-            self._neighbours.say(End.ORPHAN)
-            os._exit(_ORPHAN_CODE)
         for each in self._neighbours.heard():
             self._bell.remove(each.fd)
             if each.how is End.ABORT and self._ends_at is None:
@@ -60,14 +58,25 @@ class Losses:
                 if not self._heard:
                     self._report_at = now + (0.0 if each.before else _CONFIRM_S)
                 self._heard.append(each)
+                self._note_how(each.rank)
         if self._ends_at is not None:
             if now > self._ends_at:
                 os._exit(1)
             return None
         if not self._heard or now < self._report_at:
+            if self._daemon.has_died():
+                # Nothing is printed or written: the run's folder may belong to another job already.
+                self._neighbours.say(End.ORPHAN)
+                os._exit(_ORPHAN_CODE)
             return None
         heard, self._heard = self._heard, []
-        return lost(heard, self._roster)
+        return lost(heard, self._roster, self._how)
+
+    def _note_how(self, rank: int) -> None:
+        """Note how a process has ended, before the launcher, its parent, learns of it: after that the system has forgotten it."""
+        mine, other = self._roster.members[self._rank], self._roster.members[rank]
+        if mine.node == other.node and not self._how.get(rank):
+            self._how[rank] = process.how_ended(other.pid)
 
     @property
     def is_pending(self) -> bool:
@@ -79,8 +88,8 @@ class Losses:
         self._neighbours.close()
 
 
-def lost(heard: Sequence[Heard], roster: Roster) -> Loss:
-    """The loss of neighbours that have ended. The silence of a host is the loss of all its ranks."""
+def lost(heard: Sequence[Heard], roster: Roster, how: Mapping[int, str]) -> Loss:
+    """The loss of neighbours that have ended. The silence of a host is the loss of all its ranks. `how`: how they ended, if known."""
     why: dict[str, tuple[int, ...]] = {}
     for each in heard:
         name, host = roster.name(each.rank), roster.members[each.rank].host

@@ -26,9 +26,11 @@ from collectives.diagnosis.ending import Before, abort_job, end_together
 from collectives.diagnosis.hangs import answer, deadline, notice, report
 from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.hangs.bell import Bell
+from collectives.diagnosis.hangs.board import Board
 from collectives.diagnosis.hangs.channel import MonitorChannel
 from collectives.diagnosis.hangs.deadline import Clock, Deadline, last_resort
-from collectives.diagnosis.hangs.inquiry import ANSWER_S, Inquiry
+from collectives.diagnosis.hangs.inquiry import ANSWER_S, LOOK_S, Inquiry
+from collectives.diagnosis.hangs.look import Look, last_record, look
 from collectives.diagnosis.hangs.losses import Losses
 from collectives.diagnosis.hangs.standstill import Standstill
 
@@ -55,6 +57,7 @@ class Monitor:
         self._process = os.getpid()
         self._bell = Bell()
         self._losses = Losses(mpi, self._roster, self._bell)
+        self._board = Board(mpi)
         self._thread = threading.Thread(target=self._run, name="collectives-monitor", daemon=True)
         self._stop = threading.Event()
         self._last_resort = threading.Thread(
@@ -113,6 +116,7 @@ class Monitor:
             self._last_resort.join(_GRACE_S)
         if not self._thread.is_alive():
             self._losses.close()
+            self._board.close()
             if together:
                 self.mpi.Free()
 
@@ -132,15 +136,18 @@ class Monitor:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            busy = self._inquiry is not None or self.checked or self._ended or self._losses.is_pending
+            busy = (
+                self._inquiry is not None or self.checked or self._ended or self._losses.is_pending or self._is_near()
+            )
             signalled = self._bell.wait(_BUSY_POLL_S if busy else _POLL_S)
             if self._stop.is_set():
                 return
-            if signalled:
-                dump.dump("SIGUSR2")
             now = self._clock.look()
             if (loss := self._losses.look(now)) is not None:
                 self._lose(loss.ranks, f"{loss.why}. The job ends.")
+            self._board.note(now)
+            if signalled:
+                dump.dump("SIGUSR2")
             if self._talks():
                 for rank, message in self._channel.received():
                     self._take(rank, message)
@@ -154,10 +161,13 @@ class Monitor:
     def _lose(self, ranks: Sequence[int], report: str, code: int = 1) -> None:
         """Act on the loss of `ranks`: they have died, their host is silent, or they are past the deadline. Here the job ends.
 
-        The report comes first, because the launcher may end this rank at any time.
+        The report comes first, because the launcher may end this rank at any time: MPICH's does so within a millisecond.
         """
         dump.say(report)
         goodbye.say(goodbye.End.ABORT)
+        if code != deadline.EXIT_CODE:
+            slots = [slot for rank in ranks if (slot := self._board.read(rank)) is not None]
+            dump.say("".join(map(last_record, slots)).lstrip("\n"))
         dump.write_file(f"the loss of {self._roster.names(ranks)}")
         if code != deadline.EXIT_CODE:
             time.sleep(_LAUNCHER_S)
@@ -196,6 +206,10 @@ class Monitor:
             late = self._standstill.late(self._clock.now, limit)
         return late
 
+    def _is_near(self) -> bool:
+        """Whether an operation passes the deadline within a second. The monitor then looks often, to be on time."""
+        return self.size > 1 and self._clock.late(-1.0) is not None
+
     def _stagger(self) -> float:
         """The time for which this rank lets lower ranks ask first."""
         return min(self.rank * _STAGGER_S, _MAX_STAGGER_S) if self._may_talk else 0.0
@@ -223,28 +237,46 @@ class Monitor:
         """Act on the answers to an inquiry. One for a deadline is dropped if its operation has ended in the meantime."""
         if inquiry.purpose == "deadline":
             late = self._late()
-            if late is None:
+            if late is None and inquiry.late is None:
                 self._inquiry = None
-            elif inquiry.is_over(now):
-                dump.say(
-                    report.deadline_report(
-                        self.rank, answer.waiting(late, self.rank), inquiry.states, Deadline.seconds or 0.0
-                    )
-                )
-                abort_job(deadline.EXIT_CODE)
+                return
+            if late is not None and inquiry.late is None and inquiry.missing and now - inquiry.asked > LOOK_S:
+                inquiry.late = answer.waiting(late, self.rank)
+                self._look_at(inquiry.missing, inquiry)
+            if inquiry.is_over(now):
+                waiting = inquiry.late if late is None else answer.waiting(late, self.rank)
+                assert waiting is not None
+                self._end_at_deadline(waiting, inquiry)
             return
         self._inquiry = None
         if inquiry.purpose == "notice":
             assert inquiry.wait is not None
             if self._notices.goes_on(inquiry.wait):
-                dump.say(report.notice(self.rank, inquiry.wait.number, inquiry.states, Deadline.seconds or 0.0))
+                dump.say(
+                    report.notice(self.rank, inquiry.wait.number, inquiry.states, Deadline.seconds or 0.0, self._roster)
+                )
         elif inquiry.purpose == "places":
-            dump.say(report.error_report(self.rank, inquiry.states))
+            dump.say(report.error_report(self.rank, inquiry.states, self._roster))
             self._has_shown.set()
         elif inquiry.purpose == "order":
             self._judge_order(inquiry, now)
         else:
             self._judge_end(inquiry, now)
+
+    def _look_at(self, ranks: Sequence[int], inquiry: Inquiry) -> None:
+        """Look at ranks that have not answered, those of another node by a rank there that has answered."""
+        for node in {self._roster.members[rank].node for rank in ranks}:
+            there = [rank for rank in ranks if self._roster.members[rank].node == node]
+            answering = [rank for rank in self._roster.node_of(node) if inquiry.states[rank] is not None]
+            if self.rank in answering:
+                inquiry.looks.update(look(self._board, there))
+            elif answering:
+                self._send(answering[0], {"kind": "look", "number": inquiry.number, "ranks": there})
+
+    def _end_at_deadline(self, late: Waiting, inquiry: Inquiry) -> None:
+        looks = {rank: each.words for rank, each in inquiry.looks.items()}
+        text = report.deadline_report(self.rank, late, inquiry.states, Deadline.seconds or 0.0, self._roster, looks)
+        self._lose(report.missing_ranks(late, inquiry.states), text, deadline.EXIT_CODE)
 
     def _judge_order(self, inquiry: Inquiry, now: float) -> None:
         """Send the verdict to ranks that wait for each other in different communicators, if two inquiries find the same ranks."""
@@ -261,7 +293,7 @@ class Monitor:
         """End the job if a rank waits for a rank that has ended, and two inquiries find the same wait."""
         stuck = report.abandoned(inquiry.states)
         if self._confirmed("end", stuck):
-            dump.say(report.end_report(stuck, inquiry.states))
+            dump.say(report.end_report(stuck, inquiry.states, self._roster))
             abort_job(1)
         elif stuck:
             why = "other ranks wait for a rank that has ended"
@@ -324,6 +356,13 @@ class Monitor:
         elif message["kind"] == "answer":
             if inquiry is not None and inquiry.number == message["number"]:
                 inquiry.states[rank] = message["state"]
+        elif message["kind"] == "look":
+            self._send(
+                rank, {"kind": "looked", "number": message["number"], "looks": look(self._board, message["ranks"])}
+            )
+        elif message["kind"] == "looked":
+            if inquiry is not None and inquiry.number == message["number"]:
+                inquiry.looks.update({int(each): Look(*words) for each, words in message["looks"].items()})
         elif message["kind"] == "end":
             self._ended_ranks[rank] = message["state"]
         elif message["kind"] == "verdict":
