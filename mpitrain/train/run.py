@@ -3,6 +3,7 @@
 RUN/config.toml                     the settings in force
 RUN/metrics.jsonl                   one line per step
 RUN/checkpoints/step-00000100/      see ckpt
+RUN/failure.txt                     the report of the failure that ended the last job, if it failed
 RUN/.lock                           the job that trains in it: see folder_lock.py
 """
 
@@ -25,6 +26,7 @@ class Run:
         self.folder = Path(config.run)
         self.checkpoints = self.folder / "checkpoints"
         self.metrics = self.folder / "metrics.jsonl"
+        self.failure = self.folder / "failure.txt"
         self._lock: FolderLock | None = None  # rank 0's hold on the folder
 
     def checkpoint(self, step: int) -> Path:
@@ -88,6 +90,7 @@ class Run:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.folder, say)
+            self.failure.unlink(missing_ok=True)  # of an earlier job
         except LockedError as error:
             raise ConfigError(
                 f"run: {self.folder} is being trained by {error}; wait for its end, or choose another folder with --run"

@@ -50,7 +50,7 @@ class Board:
     def __init__(self, mpi: Any) -> None:
         from mpi4py import MPI
 
-        self._noted = 0.0
+        self._noted = -_EVERY_S
         self._fd = self._stacks_fd = -1
         node = mpi.Split_type(MPI.COMM_TYPE_SHARED, key=mpi.rank)
         self._ranks: list[int] = node.allgather(mpi.rank)

@@ -23,6 +23,7 @@ from typing import Any
 
 from collectives.diagnosis import dump, goodbye, record, roster, uncaught
 from collectives.diagnosis.ending import Before, abort_job, end_together
+from collectives.diagnosis.failure import write_failure
 from collectives.diagnosis.hangs import answer, deadline, notice, report
 from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.hangs.bell import Bell
@@ -165,9 +166,10 @@ class Monitor:
         """
         dump.say(report)
         goodbye.say(goodbye.End.ABORT)
-        if code != deadline.EXIT_CODE:
-            slots = [slot for rank in ranks if (slot := self._board.read(rank)) is not None]
-            dump.say("".join(map(last_record, slots)).lstrip("\n"))
+        slots = [slot for rank in ranks if (slot := self._board.read(rank)) is not None]
+        records = "".join(map(last_record, slots)) if code != deadline.EXIT_CODE else ""
+        write_failure(report + records)
+        dump.say(records.lstrip("\n"))
         dump.write_file(f"the loss of {self._roster.names(ranks)}")
         if code != deadline.EXIT_CODE:
             time.sleep(_LAUNCHER_S)
@@ -230,7 +232,9 @@ class Monitor:
         if self._talks():
             self._ask("deadline", why=f"rank {self.rank} has passed the deadline")
         else:
-            dump.say(dump.text(why, dump.NUM_SHOWN))
+            text = dump.text(why, dump.NUM_SHOWN)
+            dump.say(text)
+            write_failure(text)
             abort_job(deadline.EXIT_CODE)
 
     def _follow(self, inquiry: Inquiry, now: float) -> None:
@@ -293,7 +297,9 @@ class Monitor:
         """End the job if a rank waits for a rank that has ended, and two inquiries find the same wait."""
         stuck = report.abandoned(inquiry.states)
         if self._confirmed("end", stuck):
-            dump.say(report.end_report(stuck, inquiry.states, self._roster))
+            text = report.end_report(stuck, inquiry.states, self._roster)
+            dump.say(text)
+            write_failure(text)
             abort_job(1)
         elif stuck:
             why = "other ranks wait for a rank that has ended"
