@@ -49,6 +49,7 @@ class Neighbours:
 
     def __init__(self, mpi: Any, roster: Roster) -> None:
         self._links: list[_Link] = []
+        self.has_said = False  # whether this rank has told its end
         self.unreached: list[tuple[int, int]] = []
         if mpi.size > 1:
             self._join(mpi, roster)
@@ -97,6 +98,7 @@ class Neighbours:
 
     def say(self, how: End = End.GOODBYE) -> None:
         """Tell both neighbours of this rank's end. The first call counts."""
+        self.has_said = True
         for link in self._links:
             with suppress(OSError):  # the neighbour has ended, or has been told
                 link.socket.send(how.value or b"")

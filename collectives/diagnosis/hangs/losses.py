@@ -47,30 +47,37 @@ class Losses:
             dump.say(unreached(self._neighbours.unreached, self._roster))
 
     def look(self, now: float) -> Loss | None:
-        """The next loss, if there is one. Ends this process if its launcher has died, or if another rank has ended the job."""
-        for each in self._neighbours.heard():
+        """The next loss, if there is one. Ends this process if its launcher has died, or if another rank has ended the job.
+
+        After this rank has told its own end, the launcher may end its neighbours, which is no loss.
+        """
+        for each in sorted(self._neighbours.heard(), key=lambda each: each.before):
             self._bell.remove(each.fd)
-            if each.how is End.ABORT and self._ends_at is None:
-                self._ends_at = now + _ABORT_S
-                self._neighbours.say(End.ABORT)
-                dump.write_file("another rank ends the job")
-            elif each.how is not End.GOODBYE:
-                if not self._heard:
-                    self._report_at = now + (0.0 if each.before else _CONFIRM_S)
-                self._heard.append(each)
-                self._note_how(each.rank)
-        if self._ends_at is not None:
-            if now > self._ends_at:
-                os._exit(1)
-            return None
-        if not self._heard or now < self._report_at:
-            if self._daemon.has_died():
-                # Nothing is printed or written: the run's folder may belong to another job already.
-                self._neighbours.say(End.ORPHAN)
-                os._exit(_ORPHAN_CODE)
-            return None
-        heard, self._heard = self._heard, []
-        return lost(heard, self._roster, self._how)
+            if not self._neighbours.has_said:
+                self._note(each, now)
+        if self._ends_at is not None and now > self._ends_at:
+            os._exit(1)
+        if self._heard and now >= self._report_at and not self._neighbours.has_said:
+            heard, self._heard = self._heard, []
+            return lost(heard, self._roster, self._how)
+        if self._daemon.has_died():
+            # Nothing is printed or written: the run's folder may belong to another job already.
+            self._neighbours.say(End.ORPHAN)
+            os._exit(_ORPHAN_CODE)
+        return None
+
+    def _note(self, each: Heard, now: float) -> None:
+        """Note the end of a neighbour."""
+        if each.how is End.ABORT:
+            self._ends_at = now + _ABORT_S
+            self._neighbours.say(End.ABORT)
+            dump.write_file("another rank ends the job")
+        elif each.how is not End.GOODBYE:
+            # In a ring of two, a rank is both before and after the other.
+            if all(other.rank == each.rank for other in self._heard):
+                self._report_at = now + (0.0 if each.before else _CONFIRM_S)
+            self._heard.append(each)
+            self._note_how(each.rank)
 
     def _note_how(self, rank: int) -> None:
         """Note how a process has ended, before the launcher, its parent, learns of it: after that the system has forgotten it."""
@@ -81,7 +88,7 @@ class Losses:
     @property
     def is_pending(self) -> bool:
         """Whether `look` is to be called again soon."""
-        return bool(self._heard)
+        return bool(self._heard) and not self._neighbours.has_said
 
     def close(self) -> None:
         """Close the sockets."""
