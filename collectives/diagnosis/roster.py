@@ -30,16 +30,18 @@ class Roster:
 
     def names(self, ranks: Sequence[int]) -> str:
         """Ranks in words: "rank 3 on host2 (process 4711)", "ranks 0, 1 on host1 (processes 31, 32)". Many ranks: without processes."""
-        words = shown_ranks(ranks)
         if not ranks or max(ranks) >= len(self.members):
-            return words
-        members = [self.members[rank] for rank in ranks]
-        hosts = list(dict.fromkeys(member.host for member in members))
-        if len(hosts) <= _NUM_NAMED:
-            words += f" on {', '.join(hosts)}"
-        if len(ranks) <= _NUM_NAMED:
-            words += f" (process{'es' * (len(ranks) > 1)} {', '.join(str(member.pid) for member in members)})"
-        return words
+            return shown_ranks(ranks)
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self.members[rank].host, []).append(rank)
+        if len(ranks) > _NUM_NAMED:
+            return shown_ranks(ranks) + (f" on {', '.join(by_host)}" if len(by_host) <= _NUM_NAMED else "")
+        return ", ".join(
+            f"{shown_ranks(there)} on {host} (process{'es' * (len(there) > 1)} "
+            f"{', '.join(str(self.members[rank].pid) for rank in there)})"
+            for host, there in by_host.items()
+        )
 
     def node_of(self, rank: int) -> list[int]:
         """The ranks on the node of `rank`, in order."""

@@ -57,13 +57,13 @@ class Losses:
                 self._note(each, now)
         if self._ends_at is not None and now > self._ends_at:
             os._exit(1)
+        if self._daemon.has_died():
+            # Before any report: the run's folder may belong to another job already, so nothing is printed or written.
+            self._neighbours.say(End.ORPHAN)
+            os._exit(_ORPHAN_CODE)
         if self._heard and now >= self._report_at and not self._neighbours.has_said:
             heard, self._heard = self._heard, []
             return lost(heard, self._roster, self._how)
-        if self._daemon.has_died():
-            # Nothing is printed or written: the run's folder may belong to another job already.
-            self._neighbours.say(End.ORPHAN)
-            os._exit(_ORPHAN_CODE)
         return None
 
     def _note(self, each: Heard, now: float) -> None:
@@ -116,7 +116,8 @@ def lost(heard: Sequence[Heard], roster: Roster, how: Mapping[int, str]) -> Loss
 def unreached(pairs: Sequence[tuple[int, int]], roster: Roster) -> str:
     """One line about neighbours that have no connection."""
     one, other = pairs[0]
-    more = f", and {len(pairs) - 1} more pairs of neighbours" if len(pairs) > 1 else ""
+    others = len(pairs) - 1
+    more = f", and {others} more pair{'s' * (others > 1)} of neighbours" if others else ""
     return (
         f"notice: no connection from {roster.name(one)} to {roster.name(other)}{more}; perhaps a firewall blocks TCP between them. "
         "The death of a rank there is then detected by its other neighbour, or at the deadline alone (MPITRAIN_DEADLINE_S)"
