@@ -11,7 +11,7 @@ import os
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.mesh import Mesh
 from collectives.communicator.start import world
-from collectives.diagnosis import leave_together, on_all_ranks, set_deadline, set_record_folder
+from collectives.diagnosis import leave_together, on_all_ranks, set_deadline, set_failure_file, set_record_folder
 from collectives.launcher import is_live_terminal, launched_rank
 from collectives.progress.work import Work
 from collectives.selection.table import Table
@@ -29,6 +29,7 @@ __all__ = [
     "leave_together",
     "on_all_ranks",
     "set_deadline",
+    "set_failure_file",
     "set_record_folder",
     "world",
 ]

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 # Variables in which launchers pass a process its rank. A process was started by a launcher if one of them is set.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -22,6 +23,43 @@ _SIZE_VARIABLES = {
 def launched_rank() -> int:
     """This process's rank from its launcher's variables, without starting MPI; -1 without a launcher."""
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), -1)
+
+
+class Daemon:
+    """The process of the launcher on this host that has started this rank, directly or by a wrapper such as a shell."""
+
+    def __init__(self) -> None:
+        self._parents: dict[int, int] = {}  # of this process and its wrappers, each with its parent
+        variable = next((name for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), None)
+        process = os.getpid()
+        while variable is not None and (parent := _parent_of(process)) > 1:
+            self._parents[process] = parent
+            if not _has_variable(parent, variable):  # the launcher sets it for what it starts
+                break
+            process = parent
+
+    def has_died(self) -> bool:
+        """Whether that process has ended. False if no launcher has started this rank."""
+        return any(_parent_of(process) != parent for process, parent in self._parents.items())
+
+
+def _parent_of(process: int) -> int:
+    """The id of a process's parent; 0 if the process has ended."""
+    if process == os.getpid():
+        return os.getppid()
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _has_variable(process: int, name: str) -> bool:
+    try:
+        return any(
+            each.startswith(f"{name}=".encode()) for each in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        )
+    except OSError:  # another user's process: no wrapper
+        return False
 
 
 def is_live_terminal() -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import collectives
 from collectives import recovery
+from collectives.diagnosis import write_failure
 
 USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train (under mpirun; --help shows all settings)
        python -m mpitrain sample --checkpoint DIR               generate text with a checkpoint (one process, no mpirun)
@@ -59,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not collectives.on_all_ranks(error):
             raise  # ends the job, with this rank's traceback
         if collectives.world().rank == 0:
-            print(
-                "; ".join([f"mpitrain: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True
-            )
+            line = "; ".join([f"mpitrain: error: {error}", *getattr(error, "__notes__", ())])
+            print(line, file=sys.stderr, flush=True)
+            write_failure(line)
         collectives.world().barrier()  # first the line must be out: when a rank leaves, mpirun ends the others
         collectives.leave_together()
         return 1

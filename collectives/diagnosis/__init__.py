@@ -1,15 +1,18 @@
 """Shows the operation of each rank and the missing ranks, and raises errors that concern more than one rank.
 
-together.py raises an error of one rank on all ranks. uncaught.py ends the job if a rank ends by an error; goodbye.py detects the death
-of a rank; finalize.py ends MPI at Python's exit. checked.py compares the ranks' calls; recorder.py records a communicator's calls.
-record.py keeps the last operations of each rank; dump.py prints them; threads.py refuses two threads in one communicator. monitor.py
+together.py raises an error of one rank on all ranks. uncaught.py ends the job if a rank ends by an error. goodbye.py, with the sockets
+of links.py, tells the ends of neighbours; finalize.py ends MPI at Python's exit. checked.py compares the ranks' calls; recorder.py
+records a communicator's calls. record.py keeps the last operations of each rank; dump.py prints them; failure.py writes the report of
+a failure to a file; roster.py names ranks, hosts and processes. threads.py refuses two threads in one communicator. monitor.py
 is a thread that asks the other ranks (inquiry.py) and answers them (answer.py, channel.py), even while its rank is stuck: when a wait
-lasts (notice.py), at the deadline (deadline.py; standstill.py if JAX is stuck), after the end of a rank, and at SIGUSR2 (bell.py);
-report.py makes reports of the answers. stacks.py finds the place of a thread. ending.py ends NCCL before MPI.
+lasts (notice.py), at the deadline (deadline.py; standstill.py if JAX is stuck), after the end of a rank, and at SIGUSR2 (bell.py).
+losses.py detects lost ranks. look.py looks at a rank of the node that gives no answer (process.py, board.py); report.py makes reports
+of the answers. stacks.py finds the place of a thread. ending.py ends NCCL before MPI.
 """
 
 from collectives.diagnosis.checked import compare_calls
 from collectives.diagnosis.dump import set_record_folder
+from collectives.diagnosis.failure import set_failure_file, write_failure
 from collectives.diagnosis.hangs.deadline import set_deadline
 from collectives.diagnosis.together import on_all_ranks, together
 from collectives.diagnosis.uncaught import abort_on_uncaught, ends_well, leave_together, show_all_ranks
@@ -21,7 +24,9 @@ __all__ = [
     "leave_together",
     "on_all_ranks",
     "set_deadline",
+    "set_failure_file",
     "set_record_folder",
     "show_all_ranks",
     "together",
+    "write_failure",
 ]

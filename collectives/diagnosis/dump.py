@@ -10,9 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from collectives.diagnosis import stacks
-from collectives.diagnosis.record import NUM_SLOTS, Operation, last_operations, open_operations
+from collectives.diagnosis.record import NUM_SLOTS, Operation, last_operations, newest_operations, open_operations
 
 NUM_SHOWN = 20  # the newest operations, on stderr
+_NUM_BRIEF = 5
 
 
 class RecordOutput:
@@ -46,6 +47,15 @@ def text(why: str, limit: int = NUM_SLOTS) -> str:
             f"  ({len(operations) - limit} earlier operations: set MPITRAIN_RECORD_DIR to write all of them to a file)"
         )
     return "\n".join(lines) + "\n"
+
+
+def brief(now: float) -> str:
+    """The newest operations, and those in which a thread has been for a second. Cheap, for a call twice a second."""
+    lines = [
+        f"in {described(one)}, for {_since(one.begun, now):.1f} s, at {stacks.call_site(one.thread)}"
+        for one in open_operations(begun_before=now - 1.0)
+    ]
+    return "\n".join([*lines, *table(newest_operations(_NUM_BRIEF), now)])
 
 
 def table(operations: Sequence[Operation], now: float) -> list[str]:

@@ -1,5 +1,6 @@
 """Ends NCCL's communicators before MPI: all ranks together, or each rank alone if an error ends the job."""
 
+import faulthandler
 import os
 import sys
 import threading
@@ -11,6 +12,8 @@ from collectives.diagnosis import goodbye
 
 _ABORT_S = 2.0  # the longest wait for an abort of NCCL before the job ends
 _YIELD_S = 5.0  # the longest wait for another thread that is ending the job
+_FORWARD_S = 0.2  # for mpirun to forward what this rank has printed, before its own last lines, and for the ring's byte to go around
+_EXIT_S = 4.0  # after MPI_Abort, which needs the launcher; that may be on a host that does not answer
 
 _ending = threading.RLock()
 
@@ -71,7 +74,10 @@ def abort_job(code: int) -> None:
     from mpi4py import MPI
 
     _abort_others()
-    goodbye.say()
+    goodbye.say(goodbye.End.ABORT)
+    time.sleep(_FORWARD_S)
+    # A thread of C ends the process if MPI_Abort, which holds the GIL, does not.
+    faulthandler.dump_traceback_later(_EXIT_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
     MPI.COMM_WORLD.Abort(code)
 
 

@@ -1,105 +1,120 @@
 """The goodbye of a rank, which distinguishes a regular end from a death (`os._exit`, a signal, a crash).
 
-The ranks of a node form a ring of sockets. The system closes the sockets of a process at its end, so the next rank detects every end at
-once. A regular end first sends a byte, the goodbye. A death on another node is detected only by the deadline: see hangs/deadline.py.
+All ranks form a ring of sockets, ordered by node. The system closes the sockets of a process at its end, so both neighbours detect
+every end at once, also on another host. A regular end first sends a byte, the goodbye. A rank that ends the job sends another byte,
+which goes around the ring: all ranks end, even if the launcher does not end them. The loss of a host, or of its link, is detected by
+the keepalive of the sockets between nodes (links.py). If two neighbours cannot connect, the deadline detects the death of either.
 """
 
 import os
 import socket
 from contextlib import suppress
-from typing import Any
-from uuid import uuid4
+from enum import Enum
+from typing import Any, NamedTuple
 
-from collectives.diagnosis.job import keep
-
-_BYTE = b"\0"
-
-_to_next: socket.socket | None = None  # the socket for this process's goodbye
+from collectives.diagnosis import links
+from collectives.diagnosis.roster import Roster
 
 
-class Neighbour:
-    """The rank before this one on its node. `mpi`: of all ranks. Collective."""
+class End(Enum):
+    """How a neighbour has ended. The values are the bytes that a rank sends."""
 
-    def __init__(self, mpi: Any) -> None:
-        from mpi4py import MPI
+    GOODBYE = b"g"  # its program has ended
+    ABORT = b"a"  # it ends the job
+    ORPHAN = b"o"  # it has ended itself, because the launcher on its host has died
+    DEATH = b""  # without a byte
+    SILENCE = None  # its host does not answer
 
-        self.rank = -1  # in the job; -1: there is no neighbour
-        self._socket: socket.socket | None = None
-        node = keep(mpi.Split_type(MPI.COMM_TYPE_SHARED))
-        if node.size > 1:
-            self._join(node, mpi.rank)
-            os.register_at_fork(after_in_child=self._forked)
-        node.Free()
 
-    def _join(self, node: Any, rank: int) -> None:
-        """Connect the ring. A rank may fail to reach the next one: containers of one node may have separate networks."""
-        name = f"\0mpitrain-{os.getpid()}-{uuid4().hex}"  # an abstract name, so that no file remains
-        with socket.socket(socket.AF_UNIX) as listener:
-            with suppress(OSError):
-                listener.bind(name)
-                listener.listen(1)
-            names = node.allgather(name)
-            to_next = socket.socket(socket.AF_UNIX)
-            reached = False
-            with suppress(OSError):
-                to_next.connect(names[(node.rank + 1) % node.size])
-                reached = True
-            before, can_hear = node.allgather((rank, reached))[node.rank - 1]
-            if reached:
-                _say_at(to_next)
-            else:
-                to_next.close()
-            if can_hear:
-                self._socket = listener.accept()[0]
-                self._socket.setblocking(False)
-                self.rank = before
+class Heard(NamedTuple):
+    """The end of a neighbour, as heard on the socket that had the file descriptor `fd`."""
 
-    def fileno(self) -> int:
-        """The file descriptor of the socket; -1 if there is none."""
-        return -1 if self._socket is None else self._socket.fileno()
+    rank: int
+    how: End
+    fd: int
+    before: bool  # whether it is the rank before this one in the ring; else it is the one after it
 
-    def heard(self) -> bool | None:
-        """The neighbour's end: True after a goodbye, False after a death, None while it runs. After one True or False always None."""
-        if self._socket is None:
-            return None
-        try:
-            said = bool(self._socket.recv(1))
-        except BlockingIOError:
-            return None
-        except OSError:  # the connection was reset
-            said = False
-        self.close()
-        return said
+
+class _Link(NamedTuple):
+    rank: int
+    socket: socket.socket
+    before: bool
+
+
+class Neighbours:
+    """The ranks before and after this one in the ring of all ranks of `mpi`. Collective. Ranks are those of `mpi`.
+
+    Only the newest ring of a process says its goodbye. `unreached` is on all ranks the pairs of neighbours that have no connection.
+    """
+
+    def __init__(self, mpi: Any, roster: Roster) -> None:
+        self._links: list[_Link] = []
+        self.has_said = False  # whether this rank has told its end
+        self.unreached: list[tuple[int, int]] = []
+        if mpi.size > 1:
+            self._join(mpi, roster)
+            os.register_at_fork(
+                after_in_child=self.close
+            )  # a child must not keep the sockets open or say goodbye for its parent
+        _Current.ring = self
+
+    def _join(self, mpi: Any, roster: Roster) -> None:
+        ring, node = roster.ring(), [member.node for member in roster.members]
+        at = ring.index(mpi.rank)
+        before, after = ring[at - 1], ring[(at + 1) % len(ring)]
+        listener = links.Listener(local=node[before] == node[mpi.rank])
+        places = mpi.allgather(tuple(listener.place))
+        to_next = links.connect(links.Place(*places[after]))
+        reached = mpi.allgather(to_next is not None)
+        self.unreached = [(rank, ring[(i + 1) % len(ring)]) for i, rank in enumerate(ring) if not reached[rank]]
+        if to_next is not None:
+            self._links.append(_Link(after, to_next, before=False))
+        if (from_before := listener.close(expected=reached[before])) is not None:
+            self._links.append(_Link(before, from_before, before=True))
+
+    def filenos(self) -> list[int]:
+        """The file descriptors of the open sockets."""
+        return [link.socket.fileno() for link in self._links]
+
+    def heard(self) -> list[Heard]:
+        """The ends of neighbours since the last call. Closes their sockets."""
+        found = []
+        for link in self._links.copy():
+            try:
+                how = End(link.socket.recv(1))
+            except BlockingIOError:
+                continue
+            except (
+                ConnectionResetError,
+                BrokenPipeError,
+            ):  # that host has answered: the process has no socket any more
+                how = End.DEATH
+            except OSError:
+                how = End.SILENCE
+            found.append(Heard(link.rank, how, link.socket.fileno(), link.before))
+            self._links.remove(link)
+            link.socket.close()
+        return found
+
+    def say(self, how: End = End.GOODBYE) -> None:
+        """Tell both neighbours of this rank's end. The first call counts."""
+        self.has_said = True
+        for link in self._links:
+            with suppress(OSError):  # the neighbour has ended, or has been told
+                link.socket.send(how.value or b"")
+                link.socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-    def _forked(self) -> None:
-        """Close the sockets in a forked child: it must not keep its parent's sockets open or say goodbye for its parent."""
-        self.close()
-        if (end := _say_at(None)) is not None:
-            end.close()
+        """Close the sockets. Idempotent. A neighbour that was not told takes this for a death."""
+        while self._links:
+            self._links.pop().socket.close()
 
 
-def say() -> None:
-    """Say goodbye before the end of this process. Idempotent."""
-    if (end := _say_at(None)) is not None:
-        with suppress(OSError):  # the next rank has ended
-            end.send(_BYTE)
-        end.close()  # the next rank still receives the byte
+class _Current:
+    ring: Neighbours | None = None
 
 
-def hang_up() -> None:
-    """Close this process's socket without a goodbye, before it joins another ring."""
-    if (end := _say_at(None)) is not None:
-        end.close()
-
-
-def _say_at(end: socket.socket | None) -> socket.socket | None:
-    """Use `end` for this process's goodbye. Returns the socket used before."""
-    global _to_next
-    before, _to_next = _to_next, end
-    return before
+def say(how: End = End.GOODBYE) -> None:
+    """Tell the neighbours of the end of this process. The first call counts."""
+    if _Current.ring is not None:
+        _Current.ring.say(how)

@@ -4,14 +4,14 @@ A rank that knows of a loss revokes all communicators of the package: MPI then r
 enters them later. That rank revokes its own communicators in turn, so that no rank waits for a rank that has left.
 """
 
-import os
-import signal
 import time
 from contextlib import suppress
 
-from collectives.diagnosis import dump
 from collectives.diagnosis.hangs.deadline import Deadline
 from collectives.diagnosis.job import Job, all_ranks, kept
+
+RECOVERING = "has come to the recovery from a loss\n"
+"""The first line of the note of a rank that waits for the other ranks in a recovery."""
 
 
 class Loss:
@@ -58,13 +58,10 @@ def end_recovery() -> None:
     Loss.since, Loss.is_handled = None, False
 
 
-def end_if_late() -> None:
-    """End this process if its main thread has not come to the recovery within the deadline: the other ranks go on without it."""
-    if Loss.since is None or Loss.is_handled or not Deadline.seconds:
-        return
-    if time.monotonic() - Loss.since > Deadline.seconds:
-        dump.dump(f"ranks were lost {Deadline.seconds:g} s ago, and this rank has not left its work; this process ends")
-        os.kill(os.getpid(), signal.SIGKILL)
+def is_late(grace_s: float = 0.0) -> bool:
+    """Whether the recovery from a loss has lasted longer than the deadline and `grace_s`: then a rank has not come to it."""
+    since, deadline_s = Loss.since, Deadline.seconds
+    return since is not None and bool(deadline_s) and time.monotonic() - since > (deadline_s or 0.0) + grace_s
 
 
 def _num_failed() -> int:

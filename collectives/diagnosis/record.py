@@ -5,6 +5,7 @@
 locks, because the interpreter takes a number and stores to a slot in one step each.
 """
 
+import heapq
 import math
 import threading
 import time
@@ -314,6 +315,12 @@ def shown_ranks(ranks: Sequence[int], limit: int = 8) -> str:
 def last_operations() -> list[Operation]:
     """The operations in the record, oldest first."""
     return sorted((entry.operation for entry in _slots.copy() if entry is not None), key=lambda each: each.number)
+
+
+def newest_operations(number: int) -> list[Operation]:
+    """The newest operations in the record, at most `number`, oldest first."""
+    entries = heapq.nlargest(number, (each for each in _slots.copy() if each is not None), key=lambda each: each.number)
+    return [entry.operation for entry in reversed(entries)]
 
 
 def open_operations(*, begun_before: float = math.inf) -> list[Operation]:

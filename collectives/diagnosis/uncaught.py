@@ -1,6 +1,7 @@
 """Ends the job if an error ends a rank, and prints the error with the rank and its last operations."""
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 from collectives.diagnosis import dump, goodbye, record
 from collectives.diagnosis.ending import abort_job, claim, leave_alone
+from collectives.diagnosis.failure import write_failure
 from collectives.diagnosis.job import Job
 from collectives.diagnosis.together import on_all_ranks
 
@@ -57,20 +59,24 @@ def abort_on_uncaught(mpi: Any) -> None:
     child only has the earlier hooks. A job of one rank does not change its hooks.
     """
 
-    def report(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-        lines = traceback.format_exception(kind, error, trace)
-        text = "".join(f"[rank {mpi.rank}] {line}" for chunk in lines for line in chunk.splitlines(keepends=True))
+    def report(
+        kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, *operations: str
+    ) -> None:
+        rank = mpi.rank if Job.mpi is None else Job.mpi.rank
+        who = f"rank {rank} on {socket.gethostname()} (process {os.getpid()})"
+        text = f"{who} ends by an uncaught {kind.__name__}\n" + "".join(traceback.format_exception(kind, error, trace))
+        text += "".join(f"  {line}\n" for line in operations)
         sys.stdout.flush()
-        print(text, file=_stderr(), end="", flush=True)
+        lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
+        print(lines, file=_stderr(), end="", flush=True)
+        write_failure(text)
 
     def end_job(
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, hook: Callable[[], None]
     ) -> None:
         claim()
-        report(kind, error, trace)
-        if operations := record.last_operations()[-NUM_SHOWN:]:
-            lines = dump.table(operations, time.monotonic())
-            print("".join(f"[rank {mpi.rank}]   {line}\n" for line in lines), file=_stderr(), end="", flush=True)
+        operations = record.newest_operations(NUM_SHOWN)
+        report(kind, error, trace, *(dump.table(operations, time.monotonic()) if operations else ()))
         dump.write_file(f"ended by {kind.__name__}")
         if Others.show is not None and getattr(error, "_shows_all_ranks", False):
             Others.show()

@@ -4,6 +4,7 @@ RUN/config.toml                     the settings in force
 RUN/metrics.jsonl                   one line per step
 RUN/checkpoints/step-00000100/      see ckpt
 RUN/events.jsonl                    one line per failure, recovery and relaunch: see elastic/events.py
+RUN/failure.txt                     the report of the failure that ended the last job, if it failed
 RUN/.lock                           the job that trains in it: see folder_lock.py
 RUN/.lease                          of an elastic run: see elastic/lease.py
 """
@@ -30,6 +31,7 @@ class Run:
         self.folder = Path(config.run)
         self.checkpoints = self.folder / "checkpoints"
         self.metrics = self.folder / "metrics.jsonl"
+        self.failure = self.folder / "failure.txt"
         self._lock: FolderLock | None = None  # rank 0's hold on the folder
         self.earlier: Lease | None = None
         """The last lease of an earlier run that `prepare` has moved aside."""
@@ -96,6 +98,7 @@ class Run:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.folder, say, job=self._job)
+            self.failure.unlink(missing_ok=True)  # of an earlier job
         except LockedError as error:
             raise ConfigError(
                 f"run: {self.folder} is being trained by {error}; wait for its end, or choose another folder with --run"

@@ -3,6 +3,8 @@
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +54,7 @@ class Trainer:
         self._begin()  # an early check; `fit` repeats it, because other jobs can change the folder until then
         if not os.environ.get("MPITRAIN_RECORD_DIR"):
             collectives.set_record_folder(self.run.folder / "flight-record")  # written if the run hangs or fails
+        collectives.set_failure_file(self.run.failure)
         with comm.together():
             if config.train.eval_only and self.start is None and config.resume == "auto":
                 raise ConfigError(
@@ -215,7 +218,7 @@ class Trainer:
         self._say = terminal.say if terminal is not None else lambda text: None
         try:
             if not config.train.eval_only:
-                with self.comm.together():
+                with self._as_holder():
                     if terminal is not None:
                         self.run.lock(self._say)
                 self._begin()  # again: another job may have trained in the folder meanwhile
@@ -339,8 +342,18 @@ class Trainer:
         self._say(f"{line}\n{file} shows the last step beside the planned one")
 
     def _check_lock(self) -> None:
-        with self.comm.together():
+        with self._as_holder():
             self.run.check_lock()
+
+    @contextmanager
+    def _as_holder(self) -> Iterator[None]:
+        """A block that fails if another job holds the folder. Then the report of the failure is not written there."""
+        try:
+            with self.comm.together():
+                yield
+        except Exception:
+            collectives.set_failure_file(None)
+            raise
 
     def _evaluation_due(self) -> bool:
         every = self.config.train.eval_every

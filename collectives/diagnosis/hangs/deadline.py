@@ -6,6 +6,7 @@ import threading
 import time
 
 from collectives.diagnosis import dump, goodbye, record
+from collectives.diagnosis.failure import write_failure
 from collectives.environment import checked_seconds, seconds_of
 
 DEFAULT_DEADLINE_S = 600.0
@@ -78,8 +79,8 @@ def last_resort(stop: threading.Event) -> None:
     while not stop.wait(_POLL_S):
         clock.look()
         if clock.late(_LAST_RESORT_S) is not None:
-            dump.dump(
-                f"no report within {_LAST_RESORT_S:g} s of the deadline, so MPI or the other ranks are stuck; this process ends"
-            )
-            goodbye.say()
+            why = f"no report within {_LAST_RESORT_S:g} s of the deadline, so MPI or the other ranks are stuck; this process ends"
+            dump.dump(why)
+            write_failure(dump.text(why, dump.NUM_SHOWN))
+            goodbye.say(goodbye.End.ABORT)
             os._exit(EXIT_CODE)

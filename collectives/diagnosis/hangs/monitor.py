@@ -7,7 +7,7 @@
 - An error that ends this rank: if it says so (`show_all_ranks`), the monitor asks all ranks for their state and prints their places.
 - The end of a rank: the monitor tells rank 0, which then asks the running ranks whether they wait for a rank that has ended. If one
   does, rank 0 prints a report and ends the job.
-- The death of a rank: the next rank of its node prints a line, and ends the job if the launcher does not (goodbye.py).
+- The loss of a rank, by its death or the silence of its host (losses.py): a neighbour reports it and ends the job.
 - Checked mode: the monitor finds ranks that wait for each other in different communicators.
 
 A rank whose program has ended still answers, until all programs have ended. If MPI lacks THREAD_MULTIPLE, monitors cannot communicate:
@@ -16,19 +16,24 @@ at the deadline a rank only writes its own record and ends the job.
 
 import atexit
 import os
+import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from collectives.diagnosis import dump, goodbye, loss, record, uncaught
+from collectives.diagnosis import dump, goodbye, loss, record, roster, uncaught
 from collectives.diagnosis.ending import Before, abort_job, end_together
+from collectives.diagnosis.failure import write_failure
 from collectives.diagnosis.hangs import answer, deadline, notice, report
 from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.hangs.bell import Bell
+from collectives.diagnosis.hangs.board import Board
 from collectives.diagnosis.hangs.channel import MonitorChannel
 from collectives.diagnosis.hangs.deadline import Clock, Deadline, last_resort
-from collectives.diagnosis.hangs.inquiry import ANSWER_S, Inquiry
+from collectives.diagnosis.hangs.inquiry import ANSWER_S, LOOK_S, Inquiry
+from collectives.diagnosis.hangs.look import Look, last_record, look
+from collectives.diagnosis.hangs.losses import Losses
 from collectives.diagnosis.hangs.standstill import Standstill
 from collectives.diagnosis.job import Job, keep
 
@@ -49,10 +54,10 @@ class Monitor:
 
     def __init__(self, mpi: Any, *, talks: bool, checked: bool) -> None:
         self.checked, self._may_talk = checked, talks
-        self._turn = threading.Lock()  # of the thread, and of a recovery that changes the ranks
-        self._join(mpi)
         self._process = os.getpid()
         self._bell = Bell()
+        self._turn = threading.Lock()  # of the thread, and of a recovery that changes the ranks
+        self._join(mpi)
         self._thread = threading.Thread(target=self._run, name="collectives-monitor", daemon=True)
         self._stop = threading.Event()
         self._last_resort = threading.Thread(
@@ -71,7 +76,9 @@ class Monitor:
         """Begin to watch the ranks of `mpi`. Collective over them."""
         self.mpi, self.rank, self.size = mpi, mpi.rank, mpi.size
         self._channel = MonitorChannel(mpi if self._may_talk else None)
-        self._neighbour = goodbye.Neighbour(mpi)
+        self._roster = roster.gather(mpi)
+        self._losses = Losses(mpi, self._roster, self._bell)
+        self._board = Board(mpi)
         self._ended_ranks: dict[int, State] = {}  # on rank 0: the ranks that have told their end
         self._inquiry: Inquiry | None = None
         self._num_asked = 0
@@ -82,14 +89,11 @@ class Monitor:
     def rejoin(self, mpi: Any) -> None:
         """Watch the ranks of `mpi`, which a loss has left, instead of all ranks before. Collective over them."""
         with self._turn:
-            if (fd := self._neighbour.fileno()) >= 0:
-                self._bell.remove(fd)
-            self._neighbour.close()
-            goodbye.hang_up()
+            self._losses.close()
+            self._board.close()
             self._join(mpi)
+            self._losses.start()
             dump.RecordOutput.rank = self.rank
-            if (fd := self._neighbour.fileno()) >= 0:
-                self._bell.add(fd)
             loss.end_recovery()
 
     def start(self) -> None:
@@ -98,8 +102,7 @@ class Monitor:
 
         if threading.current_thread() is threading.main_thread():
             self._bell.ring_at_signal()
-        if (fd := self._neighbour.fileno()) >= 0:
-            self._bell.add(fd)
+        self._losses.start()
         # Call `leave` also when the program itself calls MPI.Finalize, which first deletes the attributes of COMM_SELF.
         key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave("the program called MPI.Finalize"))
         MPI.COMM_SELF.Set_attr(key, True)
@@ -130,7 +133,8 @@ class Monitor:
         if self._last_resort.is_alive():
             self._last_resort.join(_GRACE_S)
         if not self._thread.is_alive():
-            self._neighbour.close()
+            self._losses.close()
+            self._board.close()
             if together:
                 self.mpi.Free()
 
@@ -150,21 +154,25 @@ class Monitor:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            busy = self._inquiry is not None or self.checked or self._ended
+            busy = (
+                self._inquiry is not None or self.checked or self._ended or self._losses.is_pending or self._is_near()
+            )
             signalled = self._bell.wait(_BUSY_POLL_S if busy else _POLL_S)
             if self._stop.is_set():
                 return
             if signalled:
                 dump.dump("SIGUSR2")
             with self._turn:
-                self._listen()
-                if loss.is_known():
-                    loss.end_if_late()
-                else:
-                    self._mind(self._clock.look())
+                self._mind(self._clock.look())
 
     def _mind(self, now: float) -> None:
-        """Answer the other monitors, ask them, and act on their answers."""
+        """Look at all that concerns this rank and the others, and answer their monitors."""
+        if (lost := self._losses.look(now)) is not None:
+            self._lose(lost.ranks, lost.why)
+        self._board.note(now, loss.RECOVERING if loss.Loss.is_handled else "")
+        if loss.is_known():
+            self._end_stuck_ranks()
+            return
         if self._talks():
             for rank, message in self._channel.received():
                 self._take(rank, message)
@@ -175,20 +183,55 @@ class Monitor:
         elif self._inquiry.purpose == "deadline" or self._inquiry.is_over(now):
             self._follow(self._inquiry, now)
 
-    def _listen(self) -> None:
-        """End the job if the neighbour has died. The message comes first, because the launcher may end this rank at any time."""
-        neighbour, fd = self._neighbour, self._neighbour.fileno()
-        if fd < 0 or (goodbye_said := neighbour.heard()) is None:
+    def _lose(self, ranks: Sequence[int], report: str, code: int = 1) -> None:
+        """Act on the loss of `ranks`: they have died, their host is silent, or they are past the deadline.
+
+        In a job that survives losses, the ranks past the deadline end, and the others go on. Another job ends here. The report comes
+        first, because the launcher may end this rank at any time: MPICH's does so within a millisecond.
+        """
+        if Job.survives and ranks:
+            dump.say(report if code == deadline.EXIT_CODE else f"{report}. The other ranks go on.")
+            if code == deadline.EXIT_CODE:
+                self._inquiry = None
+                self._quiet_until["deadline"] = time.monotonic() + _GRACE_S
+                for rank in ranks:
+                    self._end(rank)
+            else:
+                loss.note()
             return
-        self._bell.remove(fd)
-        if not goodbye_said and Job.survives:
-            loss.note()
-        elif not goodbye_said:
-            why = f"rank {neighbour.rank} has died"
-            dump.say(f"{why}: its process ended without notice, as by os._exit, a signal or a crash. The job ends.")
-            dump.write_file(why)
+        report += "" if code == deadline.EXIT_CODE else ". The job ends."
+        dump.say(report)
+        goodbye.say(goodbye.End.ABORT)
+        slots = [slot for rank in ranks if (slot := self._board.read(rank)) is not None]
+        records = "".join(map(last_record, slots)) if code != deadline.EXIT_CODE else ""
+        write_failure(report + records)
+        dump.say(records.lstrip("\n"))
+        dump.write_file(f"the loss of {self._roster.names(ranks)}")
+        if code != deadline.EXIT_CODE:
             time.sleep(_LAUNCHER_S)
-            abort_job(1)
+        abort_job(code)
+
+    def _end(self, rank: int) -> None:
+        """End a rank that is past the deadline: by its own monitor, and by a monitor of its node, because its own may be stuck too."""
+        self._send(rank, {"kind": "end yourself"})
+        for other in self._roster.node_of(rank):
+            if other != rank:
+                self._send(other, {"kind": "end another", "rank": rank})
+
+    def _end_stuck_ranks(self) -> None:
+        """After a loss: end this rank, or another one of this node, if it does not come to the recovery within the deadline."""
+        if not loss.is_late():
+            return
+        if not loss.Loss.is_handled:
+            dump.dump(
+                f"ranks were lost {Deadline.seconds:g} s ago, and this rank has not left its work; this process ends"
+            )
+            os.kill(os.getpid(), signal.SIGKILL)
+        if loss.is_late(_GRACE_S):
+            for rank in self._roster.node_of(self.rank):
+                slot = self._board.read(rank)
+                if rank != self.rank and slot is not None and not slot.note.startswith(loss.RECOVERING):
+                    self._board.end(slot)
 
     def _look(self, now: float) -> None:
         """Ask all ranks for their state if an operation of this rank has waited too long, or if a rank has ended."""
@@ -223,6 +266,10 @@ class Monitor:
             late = self._standstill.late(self._clock.now, limit)
         return late
 
+    def _is_near(self) -> bool:
+        """Whether an operation passes the deadline within a second. The monitor then looks often, to be on time."""
+        return self.size > 1 and self._clock.late(-1.0) is not None
+
     def _stagger(self) -> float:
         """The time for which this rank lets lower ranks ask first."""
         return min(self.rank * _STAGGER_S, _MAX_STAGGER_S) if self._may_talk else 0.0
@@ -243,35 +290,60 @@ class Monitor:
         if self._talks():
             self._ask("deadline", why=f"rank {self.rank} has passed the deadline")
         else:
-            dump.say(dump.text(why, dump.NUM_SHOWN))
+            text = dump.text(why, dump.NUM_SHOWN)
+            dump.say(text)
+            write_failure(text)
             abort_job(deadline.EXIT_CODE)
 
     def _follow(self, inquiry: Inquiry, now: float) -> None:
         """Act on the answers to an inquiry. One for a deadline is dropped if its operation has ended in the meantime."""
         if inquiry.purpose == "deadline":
             late = self._late()
-            if late is None:
+            if late is None and inquiry.late is None:
                 self._inquiry = None
-            elif inquiry.is_over(now):
-                dump.say(
-                    report.deadline_report(
-                        self.rank, answer.waiting(late, self.rank), inquiry.states, Deadline.seconds or 0.0
-                    )
-                )
-                abort_job(deadline.EXIT_CODE)
+                return
+            if late is not None and inquiry.late is None and inquiry.missing and now - inquiry.asked > LOOK_S:
+                inquiry.late = answer.waiting(late, self.rank)
+                self._look_at(inquiry.missing, inquiry)
+            if inquiry.is_over(now):
+                waiting = inquiry.late if late is None else answer.waiting(late, self.rank)
+                assert waiting is not None
+                self._end_at_deadline(waiting, inquiry)
             return
         self._inquiry = None
         if inquiry.purpose == "notice":
             assert inquiry.wait is not None
             if self._notices.goes_on(inquiry.wait):
-                dump.say(report.notice(self.rank, inquiry.wait.number, inquiry.states, Deadline.seconds or 0.0))
+                dump.say(
+                    report.notice(self.rank, inquiry.wait.number, inquiry.states, Deadline.seconds or 0.0, self._roster)
+                )
         elif inquiry.purpose == "places":
-            dump.say(report.error_report(self.rank, inquiry.states))
+            dump.say(report.error_report(self.rank, inquiry.states, self._roster))
             self._has_shown.set()
         elif inquiry.purpose == "order":
             self._judge_order(inquiry, now)
         else:
             self._judge_end(inquiry, now)
+
+    def _look_at(self, ranks: Sequence[int], inquiry: Inquiry) -> None:
+        """Look at ranks that have not answered, those of another node by a rank there that has answered."""
+        for node in {self._roster.members[rank].node for rank in ranks}:
+            there = [rank for rank in ranks if self._roster.members[rank].node == node]
+            answering = [rank for rank in self._roster.node_of(node) if inquiry.states[rank] is not None]
+            if self.rank in answering:
+                inquiry.looks.update(look(self._board, there))
+            elif answering:
+                self._send(answering[0], {"kind": "look", "number": inquiry.number, "ranks": there})
+
+    def _end_at_deadline(self, late: Waiting, inquiry: Inquiry) -> None:
+        looks = {rank: each.words for rank, each in inquiry.looks.items()}
+        lost, ends = report.missing_ranks(late, inquiry.states), "The job ends."
+        if Job.survives and (lost := report.ranks_to_end(late, inquiry.states)):
+            ends = f"The job goes on without {self._roster.names(lost)}."
+        text = report.deadline_report(
+            self.rank, late, inquiry.states, Deadline.seconds or 0.0, self._roster, looks, ends
+        )
+        self._lose(lost, text, deadline.EXIT_CODE)
 
     def _judge_order(self, inquiry: Inquiry, now: float) -> None:
         """Send the verdict to ranks that wait for each other in different communicators, if two inquiries find the same ranks."""
@@ -288,7 +360,9 @@ class Monitor:
         """End the job if a rank waits for a rank that has ended, and two inquiries find the same wait."""
         stuck = report.abandoned(inquiry.states)
         if self._confirmed("end", stuck):
-            dump.say(report.end_report(stuck, inquiry.states))
+            text = report.end_report(stuck, inquiry.states, self._roster)
+            dump.say(text)
+            write_failure(text)
             abort_job(1)
         elif stuck:
             why = "other ranks wait for a rank that has ended"
@@ -351,8 +425,21 @@ class Monitor:
         elif message["kind"] == "answer":
             if inquiry is not None and inquiry.number == message["number"]:
                 inquiry.states[rank] = message["state"]
+        elif message["kind"] == "look":
+            self._send(
+                rank, {"kind": "looked", "number": message["number"], "looks": look(self._board, message["ranks"])}
+            )
+        elif message["kind"] == "looked":
+            if inquiry is not None and inquiry.number == message["number"]:
+                inquiry.looks.update({int(each): Look(*words) for each, words in message["looks"].items()})
         elif message["kind"] == "end":
             self._ended_ranks[rank] = message["state"]
+        elif message["kind"] == "end yourself":
+            dump.dump("this rank is past the deadline; it ends, and the others go on without it")
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif message["kind"] == "end another":
+            if (slot := self._board.read(message["rank"])) is not None:
+                self._board.end(slot)
         elif message["kind"] == "verdict":
             for each in record.open_operations():
                 if each.log.comparing:

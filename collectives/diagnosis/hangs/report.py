@@ -2,26 +2,71 @@
 
 monitor.py asks the ranks, prints the report and ends the job.
 
-A `State` is the answer of one rank (a JSON object); None stands for a rank that did not answer.
+A `State` is the answer of one rank (a JSON object); None stands for a rank that has not answered. `looks`: what is known about such
+ranks (look.py), by rank. The roster gives the hosts and processes of the ranks.
 """
 
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.record import shown_ranks
+from collectives.diagnosis.roster import NOBODY, Roster
 
 
-def deadline_report(reporter: int, late: Waiting, states: Sequence[State | None], deadline_s: float) -> str:
-    """The report about rank `reporter`, whose operation `late` has passed the deadline."""
+def deadline_report(
+    reporter: int,
+    late: Waiting,
+    states: Sequence[State | None],
+    deadline_s: float,
+    roster: Roster = NOBODY,
+    looks: Mapping[int, str] = MappingProxyType({}),
+    ends: str = "The job ends.",
+) -> str:
+    """The report about rank `reporter`, whose operation `late` has passed the deadline. `ends`: a sentence about what ends now."""
     lines = [
-        f"rank {reporter} has waited {late['age']:.1f} s in {late['label']}: {late['call']}; the deadline is {deadline_s:g} s "
-        "(MPITRAIN_DEADLINE_S). The job ends."
+        f"{roster.name(reporter)} has waited {late['age']:.1f} s in {late['label']}: {late['call']}; the deadline is {deadline_s:g} s "
+        f"(MPITRAIN_DEADLINE_S). {ends}"
     ]
-    return "\n".join([*lines, *_places(states, late["key"]), f"  => {_verdict(late, states)}"])
+    return "\n".join([*lines, *_places(states, late["key"], roster, looks), f"  => {_verdict(late, states, roster)}"])
 
 
-def notice(reporter: int, number: int, states: Sequence[State | None], deadline_s: float) -> str:
+def missing_ranks(late: Waiting, states: Sequence[State | None]) -> list[int]:
+    """The ranks for which `late` waits: all that take part in it and are not in it."""
+    return [rank for rank in late["awaited"] if not _is_in(late, states[rank])]
+
+
+def ranks_to_end(late: Waiting, states: Sequence[State | None]) -> list[int]:
+    """The ranks without which the others can go on, when `late` has passed the deadline; empty if no rank is missing.
+
+    They are at the end of the waits: they wait for no rank themselves. If the waits lead to a cycle, as after a skipped collective,
+    they are the fewest ranks in one operation, and of equally many those that are ahead.
+    """
+    missing = missing_ranks(late, states)
+    found, seen, ahead = set(), set(), list(missing)
+    while ahead:
+        rank = ahead.pop()
+        if rank in seen:
+            continue
+        seen.add(rank)
+        state = states[rank]
+        awaited = [] if state is None else [other for each in state["waiting"] for other in missing_ranks(each, states)]
+        ahead += awaited
+        if not awaited:
+            found.add(rank)
+    if found or not missing:
+        return sorted(found)
+    places: dict[tuple[str, int], list[int]] = {}
+    for rank in sorted(seen):
+        for each in states[rank]["waiting"] if states[rank] else []:  # type: ignore[index]
+            places.setdefault((each["key"], each["sequence"]), []).append(rank)
+    return min(places.items(), key=lambda place: (len(place[1]), -place[0][1]))[1]
+
+
+def notice(
+    reporter: int, number: int, states: Sequence[State | None], deadline_s: float, roster: Roster = NOBODY
+) -> str:
     """One line about a wait of rank `reporter`: in its operation `number`, or for its device if there is no such operation.
 
     The places of that rank and of the ranks for which it waits come first.
@@ -34,7 +79,7 @@ def notice(reporter: int, number: int, states: Sequence[State | None], deadline_
     groups = _groups(states, "" if late is None else late["key"])
     apart = missing or gone
     order = sorted(groups.items(), key=lambda group: (reporter not in group[1], apart.isdisjoint(group[1]), group[1]))
-    parts = [_place(words, ranks, states) + _waiting_for(ranks, states) for words, ranks in order[:_NUM_PLACES]]
+    parts = [_place(words, ranks, states, roster) + _waiting_for(ranks, states) for words, ranks in order[:_NUM_PLACES]]
     if rest := [rank for _, ranks in order[_NUM_PLACES:] for rank in ranks]:
         parts.append(f"{len(rest)} rank{'s' * (len(rest) > 1)} elsewhere")
     if late is None:
@@ -72,26 +117,33 @@ def _noticed(reporter: int, mine: State, late: Waiting | None, parts: Sequence[s
 _NUM_PLACES = 8  # in a notice, which is one line
 
 
-def _places(states: Sequence[State | None], key: str) -> list[str]:
+def _places(
+    states: Sequence[State | None], key: str, roster: Roster, looks: Mapping[int, str] = MappingProxyType({})
+) -> list[str]:
     """The places of the ranks, with one line for ranks in the same place. `key`: the communicator of the report."""
-    return [f"  {_place(words, ranks, states)}" for words, ranks in _groups(states, key).items()]
+    return [f"  {_place(words, ranks, states, roster)}" for words, ranks in _groups(states, key, looks).items()]
 
 
-def _groups(states: Sequence[State | None], key: str) -> dict[str, list[int]]:
+def _groups(
+    states: Sequence[State | None], key: str, looks: Mapping[int, str] = MappingProxyType({})
+) -> dict[str, list[int]]:
     """The ranks by the description of their places."""
     groups: dict[str, list[int]] = {}
     for rank, state in enumerate(states):
-        groups.setdefault(_described(state, key), []).append(rank)
+        look = f"; {looks[rank]}" if state is None and looks.get(rank) else ""
+        groups.setdefault(_described(state, key) + look, []).append(rank)
     return groups
 
 
-def _place(words: str, ranks: Sequence[int], states: Sequence[State | None] | Mapping[int, State]) -> str:
+def _place(
+    words: str, ranks: Sequence[int], states: Sequence[State | None] | Mapping[int, State], roster: Roster = NOBODY
+) -> str:
     """A description of ranks in the same place, and of the time that they have been there."""
     there = [state for rank in ranks if (state := states[rank])]
     ages = [max(each["age"] for each in state["waiting"]) for state in there if state["waiting"]]
     ages = ages or [state["device_age"] for state in there if state["device"]]
     since = f", for {max(ages):.1f} s" if ages else ""
-    return f"{shown_ranks(ranks)}: {words}{since}"
+    return f"{roster.names(ranks)}: {words}{since}"
 
 
 def _waiting_for(ranks: Sequence[int], states: Sequence[State | None]) -> str:
@@ -109,7 +161,7 @@ def _waiting_for(ranks: Sequence[int], states: Sequence[State | None]) -> str:
 def _described(state: State | None, key: str) -> str:
     """A description of a rank's state, equal for ranks in the same place. `key`: the communicator of the report."""
     if state is None:
-        return "no answer: dead, stopped, or stuck outside Python"
+        return "no answer yet"
     device = f"; on its device {state['device']}, which has not ended" if state["device"] else ""
     if state["waiting"]:
         return (
@@ -129,7 +181,7 @@ def _described(state: State | None, key: str) -> str:
     return f"in no operation, {doing}{where}{last}{device}"
 
 
-def _verdict(late: Waiting, states: Sequence[State | None]) -> str:
+def _verdict(late: Waiting, states: Sequence[State | None], roster: Roster) -> str:
     """The ranks for which `late` waits, and advice."""
     if not late["sequence"]:  # not an operation: see standstill.py
         return (
@@ -153,7 +205,7 @@ def _verdict(late: Waiting, states: Sequence[State | None]) -> str:
             "slow, set a later deadline"
         )
     missing = "missing: " + "; ".join(
-        f"{shown_ranks(ranks)} ({one if len(ranks) == 1 else several})" for (one, several), ranks in reasons.items()
+        f"{roster.names(ranks)} ({one if len(ranks) == 1 else several})" for (one, several), ranks in reasons.items()
     )
     return "\n  => ".join([missing, *_hints(_ELSEWHERE in reasons or _OTHERWISE in reasons)])
 
@@ -193,7 +245,7 @@ def _hints(apart: bool) -> list[str]:
 
 
 # Reasons of missing ranks, for one rank and for several.
-_SILENT = "does not answer", "do not answer"
+_SILENT = "gives no answer yet", "give no answer yet"
 _ENDED = "has ended", "have ended"
 _IDLE, _ELSEWHERE, _OTHERWISE = (
     (f"is in {place}", f"are in {place}")
@@ -232,26 +284,27 @@ def _gone(waiting: Waiting, states: Sequence[State | None]) -> list[int]:
     ]
 
 
-def end_report(stuck: Mapping[int, Waiting], states: Sequence[State | None]) -> str:
+def end_report(stuck: Mapping[int, Waiting], states: Sequence[State | None], roster: Roster = NOBODY) -> str:
     """The report about the operation of the lowest rank in `stuck`, a result of `abandoned`: ranks that wait for ended ranks."""
     first = stuck[min(stuck)]
     gone = _gone(first, states)
     waiting = [rank for rank, each in stuck.items() if each["key"] == first["key"]]
     lines = [
-        f"{shown_ranks(gone)} {'has' if len(gone) == 1 else 'have'} ended, and {shown_ranks(waiting)} "
+        f"{roster.names(gone)} {'has' if len(gone) == 1 else 'have'} ended, and {shown_ranks(waiting)} "
         f"wait{'s' * (len(waiting) == 1)} for {'it' if len(gone) == 1 else 'them'} in {first['label']}: {first['call']}. "
         "The job ends."
     ]
     advice = "a rank must not end before the last operation in which it takes part"
-    return "\n".join([*lines, *_places(states, first["key"]), f"  => {_verdict(first, states)}", f"  => {advice}"])
+    verdict = _verdict(first, states, roster)
+    return "\n".join([*lines, *_places(states, first["key"], roster), f"  => {verdict}", f"  => {advice}"])
 
 
-def error_report(reporter: int, states: Sequence[State | None]) -> str:
+def error_report(reporter: int, states: Sequence[State | None], roster: Roster = NOBODY) -> str:
     """The places of the other ranks, when an error ends the job on rank `reporter`."""
-    lines = [f"the other ranks when rank {reporter} failed:"]
+    lines = [f"the other ranks when {roster.name(reporter)} failed:"]
     for words, ranks in _groups(states, "").items():
         if others := [rank for rank in ranks if rank != reporter]:
-            lines.append(f"  {_place(words, others, states)}")
+            lines.append(f"  {_place(words, others, states, roster)}")
     return "\n".join(lines)
 
 

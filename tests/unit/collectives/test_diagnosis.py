@@ -432,12 +432,12 @@ def test_the_report_names_every_kind_of_missing_rank(monkeypatch: pytest.MonkeyP
         "rank 0 has waited 3.0 s in A (ranks 0-7): #5 all_reduce; the deadline is 2 s (MPITRAIN_DEADLINE_S). The job ends.",
         "  ranks 0, 1: in A (ranks 0-7): #5 all_reduce, at a.py:3 in f, for 3.0 s",
         "  rank 2: in no operation, main thread at b.py:4 in g; its last operation there: #4 barrier (ended)",
-        "  rank 3: no answer: dead, stopped, or stuck outside Python",
+        "  rank 3: no answer yet",
         "  rank 4: in no operation, its program has ended: sys.exit(0)",
         "  rank 5: in B (ranks 5, 6): #2 all_reduce, at a.py:3 in f, for 3.0 s",
         "  rank 6: in A (ranks 0-7): #5 broadcast, at a.py:3 in f, for 3.0 s",
         "  rank 7: in A (ranks 0-7): #4 all_reduce, at a.py:3 in f, for 3.0 s",
-        "  => missing: rank 2 (is in no operation); rank 3 (does not answer); rank 4 (has ended); "
+        "  => missing: rank 2 (is in no operation); rank 3 (gives no answer yet); rank 4 (has ended); "
         "rank 5 (is in an operation of another communicator); "
         "ranks 6, 7 (are in a different operation of the same communicator)",
         "  => MPITRAIN_DEBUG=1 finds the first call that differs between the ranks",
@@ -460,7 +460,7 @@ def test_nobody_is_missing_where_all_are_in_the_operation() -> None:
         pytest.param(state(ended="sys.exit(0)", counts={"A": 5}), [], id="has done its part"),
         pytest.param(state(ended="sys.exit(0)"), [], id="has freed the communicator"),
         pytest.param(state(counts={"A": 4}), [], id="still runs"),
-        pytest.param(None, [], id="does not answer"),
+        pytest.param(None, [], id="gives no answer yet"),
     ],
 )
 def test_who_waits_for_a_rank_that_has_ended(other: State | None, stuck: list[int]) -> None:

@@ -1,0 +1,59 @@
+"""The failure file: the whole report of a failure, for readers who find the job ended.
+
+Many ranks may fail at once, and the launcher may end each of them at any time. The first report is written under another name and then
+linked, so that the file never has a part of it. Later reports are appended.
+
+A second file is named by MPITRAIN_FAILURE_FILE: mpirun/train prints it last, after the lines of mpirun. It is a link to the first one
+as soon as that is known, because a rank on another host does not see the script's own folder.
+"""
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_VARIABLE = "MPITRAIN_FAILURE_FILE"
+
+
+class _Output:
+    file: Path | None = None
+
+
+def set_failure_file(file: str | Path | None) -> None:
+    """Write the report of a failure also to this file. None: only to stderr. No rank may write to it before its folder is the job's."""
+    _Output.file = None if file is None else Path(file).absolute()
+    if (also := _also()) is not None:
+        with suppress(OSError):  # another rank has done it, or the script is on another host
+            if _Output.file is not None:
+                also.symlink_to(_Output.file)
+            elif also.is_symlink():
+                also.unlink()
+
+
+def write_failure(report: str) -> None:
+    """Write a report of a failure to the files, if there are any. Does not raise OSError."""
+    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{report.rstrip()}\n"
+    if _Output.file is not None:
+        with suppress(OSError):
+            _Output.file.parent.mkdir(parents=True, exist_ok=True)
+            _write(_Output.file, text)
+    if (also := _also()) is not None:
+        with suppress(OSError):
+            if _Output.file is None or not also.is_symlink():
+                _write(also, text)
+
+
+def _also() -> Path | None:
+    return Path(os.environ[_VARIABLE]) if os.environ.get(_VARIABLE) else None
+
+
+def _write(file: Path, text: str) -> None:
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        partial.write_text(text)
+        os.link(partial, file)
+    except OSError:  # there is a report already, or a file system has no links
+        with file.open("a") as stream:
+            stream.write(text)
+    finally:
+        partial.unlink(missing_ok=True)

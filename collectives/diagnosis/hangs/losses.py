@@ -1,0 +1,124 @@
+"""Detects lost ranks: a neighbour in the ring that has died, a host that is silent, and the death of this rank's own launcher.
+
+Both neighbours of a rank hear its death. The one after it reports it at once. The byte by which it ends the job reaches the
+other neighbour before that one reports the death too. The launcher then ends the other ranks, which are not reported as deaths.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from collectives.diagnosis import dump
+from collectives.diagnosis.goodbye import End, Heard, Neighbours
+from collectives.diagnosis.hangs import process
+from collectives.diagnosis.hangs.bell import Bell
+from collectives.diagnosis.roster import Roster
+from collectives.launcher import Daemon
+
+_CONFIRM_S = 0.3  # the neighbour before a dead rank lets the other one report first
+_ABORT_S = 5.0  # after another rank has ended the job: this rank ends itself if the launcher has not ended it
+_ORPHAN_CODE = 1
+
+
+class Loss(NamedTuple):
+    """Ranks that were lost, and what has happened to them, as a sentence."""
+
+    ranks: tuple[int, ...]
+    why: str
+
+
+class Losses:
+    """`bell`: wakes the monitor. Ranks are those of `mpi`. Collective."""
+
+    def __init__(self, mpi: Any, roster: Roster, bell: Bell) -> None:
+        self._rank, self._roster, self._bell = mpi.rank, roster, bell
+        self._neighbours = Neighbours(mpi, roster)
+        self._daemon = Daemon()
+        self._heard: list[Heard] = []
+        self._how: dict[int, str] = {}  # how the processes of neighbours on this node have ended, where it is known
+        self._report_at = 0.0
+        self._ends_at: float | None = None
+
+    def start(self) -> None:
+        """Let the sockets wake the monitor. Rank 0 says which neighbours have no connection."""
+        for fd in self._neighbours.filenos():
+            self._bell.add(fd)
+        if self._rank == 0 and self._neighbours.unreached:
+            dump.say(unreached(self._neighbours.unreached, self._roster))
+
+    def look(self, now: float) -> Loss | None:
+        """The next loss, if there is one. Ends this process if its launcher has died, or if another rank has ended the job.
+
+        After this rank has told its own end, the launcher may end its neighbours, which is no loss.
+        """
+        for each in sorted(self._neighbours.heard(), key=lambda each: each.before):
+            self._bell.remove(each.fd)
+            if not self._neighbours.has_said:
+                self._note(each, now)
+        if self._ends_at is not None and now > self._ends_at:
+            os._exit(1)
+        if self._daemon.has_died():
+            # Before any report: the run's folder may belong to another job already, so nothing is printed or written.
+            self._neighbours.say(End.ORPHAN)
+            os._exit(_ORPHAN_CODE)
+        if self._heard and now >= self._report_at and not self._neighbours.has_said:
+            heard, self._heard = self._heard, []
+            return lost(heard, self._roster, self._how)
+        return None
+
+    def _note(self, each: Heard, now: float) -> None:
+        """Note the end of a neighbour."""
+        if each.how is End.ABORT:
+            self._ends_at = now + _ABORT_S
+            self._neighbours.say(End.ABORT)
+            dump.write_file("another rank ends the job")
+        elif each.how is not End.GOODBYE:
+            # In a ring of two, a rank is both before and after the other.
+            if all(other.rank == each.rank for other in self._heard):
+                self._report_at = now + (0.0 if each.before else _CONFIRM_S)
+            self._heard.append(each)
+            self._note_how(each.rank)
+
+    def _note_how(self, rank: int) -> None:
+        """Note how a process has ended, before the launcher, its parent, learns of it: after that the system has forgotten it."""
+        mine, other = self._roster.members[self._rank], self._roster.members[rank]
+        if mine.node == other.node and not self._how.get(rank):
+            self._how[rank] = process.how_ended(other.pid)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether `look` is to be called again soon."""
+        return bool(self._heard) and not self._neighbours.has_said
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._neighbours.close()
+
+
+def lost(heard: Sequence[Heard], roster: Roster, how: Mapping[int, str]) -> Loss:
+    """The loss of neighbours that have ended. The silence of a host is the loss of all its ranks. `how`: how they ended, if known."""
+    why: dict[str, tuple[int, ...]] = {}
+    for each in heard:
+        name, host = roster.name(each.rank), roster.members[each.rank].host
+        if each.how is End.SILENCE:
+            ranks = tuple(roster.node_of(each.rank))
+            silent = f"{host} is silent: it has not answered for 10 s, so it is down or its link is cut; there"
+            why[f"{silent} {'is' if len(ranks) == 1 else 'are'} {roster.names(ranks)}"] = ranks
+        elif each.how is End.ORPHAN:
+            why[f"{name} has ended itself, because the launcher on its host has died"] = (each.rank,)
+        else:
+            why[f"{name} has died: its process ended without notice, as by os._exit, a signal or a crash"] = (
+                each.rank,
+            )
+    return Loss(tuple(sorted({rank for ranks in why.values() for rank in ranks})), "\n".join(why))
+
+
+def unreached(pairs: Sequence[tuple[int, int]], roster: Roster) -> str:
+    """One line about neighbours that have no connection."""
+    one, other = pairs[0]
+    others = len(pairs) - 1
+    more = f", and {others} more pair{'s' * (others > 1)} of neighbours" if others else ""
+    return (
+        f"notice: no connection from {roster.name(one)} to {roster.name(other)}{more}; perhaps a firewall blocks TCP between them. "
+        "The death of a rank there is then detected by its other neighbour, or at the deadline alone (MPITRAIN_DEADLINE_S)"
+    )
