@@ -190,13 +190,14 @@ class Monitor:
         first, because the launcher may end this rank at any time: MPICH's does so within a millisecond.
         """
         if Job.survives and ranks:
-            dump.say(report if code == deadline.EXIT_CODE else f"{report}. The other ranks go on.")
             if code == deadline.EXIT_CODE:
+                dump.say(report)
                 self._inquiry = None
                 self._quiet_until["deadline"] = time.monotonic() + _GRACE_S
                 for rank in ranks:
                     self._end(rank)
-            else:
+            elif not loss.is_known():  # else another rank has said so, or will
+                dump.say(f"{report}. The other ranks go on.")
                 loss.note()
             return
         report += "" if code == deadline.EXIT_CODE else ". The job ends."
