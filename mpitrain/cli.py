@@ -18,6 +18,7 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain memory --np N [--nodes M] [--json]    predict the memory of a run with these settings (one process)
        python -m mpitrain plan --model M --ranks N --machine X  find the fastest layout of a large run (one process; --help shows more)
        python -m mpitrain plan --measure FILE | --compare FILE  measure this cluster for plans, and check them (under mpirun)
+       python -m mpitrain chaos [CASE ...] [--trials N]          harm real jobs, and count how many go on (without mpirun)
        python -m mpitrain schedules check|show                  prove or draw the schedules of pipelines (one process)
 """
 
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _plan(words)
     if command == "schedules":
         return _schedules(words)
+    if command == "chaos":
+        return _chaos(words)
     comm = collectives.world()
     asked_for_help = bool({"-h", "--help"} & set(words)) or command == "help"
     if asked_for_help and comm.rank != 0:
@@ -54,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             with comm.together():
                 raise ValueError(
-                    f"unknown command {command!r}; expected train, sample, bench, memory, plan or schedules"
+                    f"unknown command {command!r}; expected train, sample, bench, memory, plan, chaos or schedules"
                 )
     except Exception as error:
         if not collectives.on_all_ranks(error):
@@ -158,6 +161,16 @@ def _schedules(words: list[str]) -> int:
     try:
         return command.main(words)
     except (ValueError, OSError) as error:
+        print(f"mpitrain: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _chaos(words: list[str]) -> int:
+    from mpitrain.chaos import command
+
+    try:
+        return command.main(words)
+    except (OSError, RuntimeError) as error:
         print(f"mpitrain: error: {error}", file=sys.stderr)
         return 1
 

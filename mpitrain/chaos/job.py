@@ -13,23 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.commit.owner import start_time
-from collectives.launcher import LAUNCHER_PREFIXES
 from mpitrain.elastic.events import read_events
 
 _MARK = "MPITRAIN_CHAOS_JOB"
 
 
 class Job:
-    """A job in the folder `run`, started by `command` (a launcher and its options) with the settings `words` of the main job."""
+    """A job in the folder `run`, started by `command` (a launcher and its options) with the settings `words` of the main job.
 
-    def __init__(self, command: Sequence[str], words: Sequence[str], run: Path, env: Mapping[str, str]) -> None:
+    `module`: the module of the command, which is the main job or one that harms itself.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], words: Sequence[str], run: Path, module: str = "mpitrain"
+    ) -> None:
         self.run = run
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
         self.began = time.time()
         self.process = subprocess.Popen(
-            [*command, sys.executable, "-m", "mpitrain", "--run", str(run), *words],
-            env={**clean, "OMP_NUM_THREADS": "1", **env, _MARK: self._mark},
+            [*command, sys.executable, "-m", module, "--run", str(run), *words],
+            env={**env, "OMP_NUM_THREADS": "1", _MARK: self._mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

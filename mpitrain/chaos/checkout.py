@@ -1,0 +1,38 @@
+"""The scripts of the checkout with which jobs are started: mpirun/lib.sh and mpirun/cluster."""
+
+import functools
+import os
+import subprocess
+from pathlib import Path
+
+import mpitrain
+from collectives.launcher import LAUNCHER_PREFIXES
+
+_ROOT = Path(mpitrain.__file__).parents[1]
+
+
+def check() -> None:
+    """FileNotFoundError if this package was not imported from a checkout."""
+    if not (_ROOT / "mpirun/lib.sh").exists():
+        raise FileNotFoundError(
+            f"chaos: {_ROOT / 'mpirun/lib.sh'} is missing; expected a checkout, whose scripts start the jobs: run "
+            "`python -m mpitrain chaos` in its folder"
+        )
+
+
+@functools.cache
+def mpirun(num_ranks: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The command that starts a job which survives losses on this host, and its environment, as ./mpirun/train has them."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
+    script = '. "$1"; load_mpi; mpi_environment "$2"; printf "%s\\0" "$mpirun"; env -0'
+    command = ["bash", "-c", script, "bash", str(_ROOT / "mpirun/lib.sh"), str(num_ranks)]
+    said = subprocess.run(command, env=clean, capture_output=True, text=True, check=True, timeout=30).stdout
+    path, *pairs = said.rstrip("\0").split("\0")
+    environment = dict(pair.split("=", 1) for pair in pairs)
+    return (path, "--with-ft", "ulfm", "-np", str(num_ranks)), environment
+
+
+def cluster(hosts: int, ranks: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The command that starts such a job on hosts that are made on this machine."""
+    command = (str(_ROOT / "mpirun/cluster"), "run", "-H", f"{hosts}x{ranks}", "--", "--with-ft", "ulfm")
+    return command, dict(os.environ)
