@@ -67,7 +67,10 @@ class Check:
     remedy: str = "run the doctor on that host alone, and look at what the system logs (dmesg)"
 
 
-_NETWORK = "name the network that all hosts share (--mca btl_tcp_if_include NAME; MPICH: -iface NAME), and open its ports between the hosts"
+_NETWORK = (
+    "name the network that all hosts share (--mca btl_tcp_if_include NAME; MPICH: -iface NAME), and open its ports "
+    "between the hosts"
+)
 
 
 class GpuFacts(NamedTuple):
