@@ -17,7 +17,7 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain plan --model M --ranks N --machine X  find the fastest layout of a large run (one process; --help shows more)
        python -m mpitrain plan --measure FILE | --compare FILE  measure this cluster for plans, and check them (under mpirun)
        python -m mpitrain schedules check|show                  prove or draw the schedules of pipelines (one process)
-       python -m mpitrain doctor [--run DIR] [--clean]          check the installation; under mpirun the cluster, too (--help shows more)
+       python -m mpitrain doctor [--run DIR] [--clean]          check the installation; under mpirun the cluster (--help shows more)
 """
 
 

@@ -2,6 +2,6 @@
 
 A check is a function that measures facts, and a function that judges them. command.py reads the words and prints the report. It stays
 outside MPI and starts worker.py, which carries out the checks of checks.py, so that a crash or a hang of MPI itself ends in a report.
-host.py, job.py and packages.py measure: one host, several ranks, and libraries in a process of their own. judge_*.py judge.
+host.py, ranks.py, job.py, network.py and packages.py (libraries in a process of their own) measure. Each has a judge_*.py.
 findings.py is what they say, and its form on the screen.
 """

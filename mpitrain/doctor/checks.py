@@ -6,17 +6,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from collectives import Communicator
-from mpitrain.doctor import host, job, packages
+from mpitrain.doctor import host, job, network, packages, ranks
 from mpitrain.doctor.findings import Finding, each
 from mpitrain.doctor.judge_host import judge_disk, judge_leftovers, judge_memory, judge_need, judge_temporary
-from mpitrain.doctor.judge_job import (
-    judge_clocks,
-    judge_links,
-    judge_mpi,
-    judge_node_work,
-    judge_ports,
-    judge_shared_folder,
-)
+from mpitrain.doctor.judge_job import judge_mpi, judge_node_work, judge_shared_folder
+from mpitrain.doctor.judge_network import judge_clocks, judge_links, judge_ports
 from mpitrain.doctor.judge_packages import Aware, judge_gpu, judge_hdf5
 from mpitrain.doctor.judge_ranks import judge_cores, judge_environment, judge_limits, judge_names, judge_versions
 
@@ -116,12 +110,12 @@ def _comm(its: Job) -> Communicator:
 
 CHECKS = (
     Check("MPI", "MPI", "job", lambda its: job.mpi(_comm(its)), judge_mpi, 20.0),
-    Check("environment", "MPI", "rank", lambda _: host.environment(), each(judge_environment)),
-    Check("versions", "Installation", "host", lambda _: host.versions(), judge_versions, 30.0),
+    Check("environment", "MPI", "rank", lambda _: ranks.environment(), each(judge_environment)),
+    Check("versions", "Installation", "host", lambda _: ranks.versions(), judge_versions, 30.0),
     Check("HDF5", "Installation", "host", lambda _: packages.ask_hdf5(), each(judge_hdf5), 70.0),
     Check("GPU", "Installation", "host", _gpu, each(lambda its: judge_gpu(*its)), 70.0),
-    Check("cores", "Node", "rank", lambda _: host.cores(), judge_cores),
-    Check("limits", "Node", "host", lambda _: host.limits(), each(judge_limits)),
+    Check("cores", "Node", "rank", lambda _: ranks.cores(), judge_cores),
+    Check("limits", "Node", "host", lambda _: ranks.limits(), each(judge_limits)),
     Check(
         "node memory",
         "Node",
@@ -170,17 +164,17 @@ CHECKS = (
         "host names",
         "Network",
         "host",
-        lambda _: host.own_name(),
+        lambda _: ranks.own_name(),
         judge_names,
         20.0,
         "the name service does not answer",
     ),
-    Check("clocks", "Network", "job", lambda its: job.clock(_comm(its), its.leaders), judge_clocks, 30.0, _NETWORK),
+    Check("clocks", "Network", "job", lambda its: network.clock(_comm(its), its.leaders), judge_clocks, 30.0, _NETWORK),
     Check(
         "links",
         "Network",
         "job",
-        lambda its: job.links(_comm(its), its.leaders, its.places),
+        lambda its: network.links(_comm(its), its.leaders, its.places),
         _first(judge_links),
         60.0,
         _NETWORK,
@@ -189,7 +183,7 @@ CHECKS = (
         "TCP ports",
         "Network",
         "job",
-        lambda its: job.ports(_comm(its), its.leaders, its.places),
+        lambda its: network.ports(_comm(its), its.leaders, its.places),
         _first(judge_ports),
         60.0,
         _NETWORK,

@@ -1,7 +1,7 @@
 """`[mpirun -np N] python -m mpitrain doctor`: reads the words, watches the process that checks, and prints the report.
 
-This process never starts MPI. Its child, worker.py, is the rank. If the child hangs or crashes, this process ends it, reports where, and
-lets another child do the checks that are left, on this host and without MPI.
+This process never starts MPI. Its child, worker.py, is the rank. If the child hangs or crashes, this process ends it, reports where,
+and lets another child do the checks that are left, on this host and without MPI.
 """
 
 import argparse
@@ -185,9 +185,8 @@ class _Watch:
                 if "no_mpi" in message:
                     self.phase = START
                     said = message["no_mpi"]
-                    self.add(
-                        Finding(Level.ERROR, "start of MPI", said, "MPI starts, with all ranks in one job", _MIXED)
-                    )
+                    remedy = _MIXED if "expected a launcher" in said else "change what the text names"
+                    self.add(Finding(Level.ERROR, START, said, "MPI starts, with all ranks in one job", remedy))
                     self._child.wait()
                     return False
                 if "begin" in message:
@@ -224,7 +223,7 @@ class _Watch:
 
     def speak_for_rank(self, rank: int) -> int:
         """On another rank than 0: a line about a hang or crash here, after which rank 0 has time for its report."""
-        if self._own is None or (self.phase == START and "expected a launcher" in self._own.found):
+        if self._own is None or "expected a launcher" in self._own.found:
             self.end_child()
             return 0  # rank 0's exit code counts
         found = f"mpitrain doctor: rank {rank} on {os.uname().nodename}: {self._own.topic}: {self._own.found}"
@@ -244,5 +243,5 @@ class _Watch:
 
 _MIXED = (
     "use mpirun and library of one MPI: ./mpirun/train does; else see which mpirun (which mpirun) and which library "
-    "(python -m collectives info without mpirun) are used; a wrong setting: see its text"
+    "(python -m collectives info without mpirun) are used"
 )

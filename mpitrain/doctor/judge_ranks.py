@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from collectives.bench.units import show_bytes
 from mpitrain.doctor.findings import Finding, Level, merge, names, ok
-from mpitrain.doctor.host import Cores, Environment, Limits, Names, Versions
+from mpitrain.doctor.ranks import Cores, Environment, Limits, Names, Versions
 
 _MIN_FILES = 1024
 
@@ -55,12 +55,12 @@ def judge_versions(facts: Mapping[str, Versions]) -> list[Finding]:
                     "use one environment for all hosts, on a shared file system or as one container image",
                 )
             )
-    if others := [place for place, its in facts.items() if its.code != first.code]:
+    if strangers := [place for place, its in facts.items() if its.code != first.code]:
         findings.append(
             Finding(
                 Level.ERROR,
                 "mpitrain",
-                f"its sources on {names(others)} ({facts[others[0]].place}) differ from those on {first_place} ({first.place})",
+                f"its sources on {names(strangers)} ({facts[strangers[0]].place}) differ from those on {first_place} ({first.place})",
                 "the same sources everywhere: ranks must issue the same collectives",
                 "install the same commit on all hosts",
             )

@@ -20,8 +20,11 @@ _LIMIT_S = 60.0
 
 
 class Gpu(NamedTuple):
-    """The GPUs of a host. `devices`: names with memory and compute capability; `files`: device files of NVIDIA's driver.
-    `wrong`: devices on which a product failed. `nccl`: its version, or `no_nccl`: why it cannot be used. `failure`: torch cannot run."""
+    """The GPUs of a host.
+
+    `devices`: names with memory and compute capability; `files`: device files of NVIDIA's driver.
+    `wrong`: devices on which a product failed. `nccl`: its version, or `no_nccl`: why it cannot be used. `failure`: torch cannot run.
+    """
 
     torch: str = ""
     cuda: str = ""
@@ -178,5 +181,6 @@ def _need(settings: str, num_ranks: str, num_nodes: str) -> Need:
 
 if __name__ == "__main__":
     what, *words = sys.argv[1:]
-    facts: Any = {"gpu": _gpu, "hdf5": _hdf5, "need": _need}[what](*words)
+    kinds: dict[str, Any] = {"gpu": _gpu, "hdf5": _hdf5, "need": _need}
+    facts = kinds[what](*words)
     print(json.dumps(facts._asdict()), flush=True)
