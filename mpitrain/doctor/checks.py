@@ -16,12 +16,13 @@ from mpitrain.doctor.judge_ranks import judge_cores, judge_environment, judge_li
 
 
 class Options(NamedTuple):
-    """What the user asked for. `older_than_s`: the age of copies that `clean` removes."""
+    """What the user asked for. `older_than_s`: the age of copies that `clean` removes; `limit_s`: the most seconds of a check."""
 
     run: str
     clean: bool
     older_than_s: float
     disk_bytes: int
+    limit_s: float
 
 
 class Job(NamedTuple):

@@ -29,7 +29,8 @@ from mpitrain.doctor.findings import Finding, Level, exit_code, show, to_json
 from mpitrain.doctor.worker import END, START
 from mpitrain.elastic.copies.orphans import KEPT_S
 
-_GRACE_S = 3.0  # rank 0 prints its report before another rank ends, because mpirun then ends all
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+_GRACE_S = 100.0  # rank 0 ends its report before another rank ends, because mpirun then ends all
 _CLEANING = "old files"
 _REMEDIES = {
     START: "look for a firewall between the hosts, and name the network that all share (--mca btl_tcp_if_include NAME; MPICH: -iface "
@@ -47,14 +48,18 @@ def main(words: Sequence[str]) -> int:
     options = _parse(words)
     rank = collectives.launched_rank()
     names = [_CLEANING] if options.clean else [check.name for check in CHECKS]
-    asked = Options(options.run, options.clean, options.older_than, options.disk_bytes)
+    asked = Options(options.run, options.clean, options.older_than, options.disk_bytes, options.limit)
     watch = _Watch(asked, names, speaks=rank <= 0)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    for number in _SIGNALS:
         signal.signal(number, _end)
     try:
         watch.check(with_mpi=rank >= 0 or not options.clean)
     except _Ended as error:
-        watch.add(Finding(Level.ERROR, watch.phase, f"ended by {error} from outside", "an end by itself", _LAUNCHER))
+        if not watch.has_failed:
+            watch.add(
+                Finding(Level.ERROR, watch.phase, f"ended by {error} from outside", "an end by itself", _LAUNCHER)
+            )
+    watch.say_what_is_left()
     if rank > 0:
         return watch.speak_for_rank(rank)
     code = exit_code(watch.findings, strict=options.strict)
@@ -66,7 +71,7 @@ def main(words: Sequence[str]) -> int:
     else:
         show(console(), watch.findings, head=head, strict=options.strict)
     sys.stdout.flush()
-    watch.end_child()
+    watch.end_children()
     return code
 
 
@@ -92,6 +97,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         help="the largest file that is written to try the disk (default: 64MiB)",
     )
     parser.add_argument(
+        "--limit",
+        type=or_usage_error(_seconds),
+        default=float("inf"),
+        metavar="SECONDS",
+        help="the most seconds of a check (default: 10 to 70, as the check needs)",
+    )
+    parser.add_argument(
         "--clean",
         action="store_true",
         help="only remove the copies of dead elastic runs from node memory, on each host (--older-than)",
@@ -113,10 +125,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 def _seconds(text: str) -> float:
     with suppress(ValueError):
         return checked_seconds(float(text))
-    raise ValueError(f"{text!r}; expected seconds of at least 0, such as 3600")
+    raise ValueError(f"{text!r}; expected seconds of at least 0, such as 60")
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)  # the report comes first
     raise _Ended(signal.Signals(number).name)
 
 
@@ -136,7 +150,8 @@ class _Watch:
         self.findings: list[Finding] = []
         self.facts: dict[str, dict[str, Any]] = {}
         self.phase = "start"
-        self._child: subprocess.Popen[bytes] | None = None
+        self._waits = False  # the child waits for other ranks
+        self._children: list[subprocess.Popen[bytes]] = []
         self._own: Finding | None = None  # the hang or crash of this rank's child
 
     def add(self, finding: Finding) -> None:
@@ -144,6 +159,18 @@ class _Watch:
         group = next((check.group for check in CHECKS if check.name == self.phase), "MPI")
         self._own = replace(finding, group=finding.group or group)
         self.findings.append(self._own)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the child of this rank has hung or crashed."""
+        return self._own is not None
+
+    def say_what_is_left(self) -> None:
+        """A finding about the checks that no child could carry out, if a child hung or crashed."""
+        if self.has_failed and self._left:
+            text = f"{', '.join(self._left)}"
+            remedy = "run the doctor again when the errors above are gone"
+            self.findings.append(Finding(Level.NOTE, "not checked", text, "all checks", remedy, group="The rest"))
 
     def check(self, *, with_mpi: bool) -> None:
         """Let a child check, and if it does not reach its end, another one without MPI do what is left on this host."""
@@ -160,15 +187,15 @@ class _Watch:
         if not mpi:
             environment = {name: value for name, value in environment.items() if not name.startswith(LAUNCHER_PREFIXES)}
         command = [sys.executable, "-m", "mpitrain.doctor.worker", str(writer), json.dumps(work)]
-        self._child = subprocess.Popen(command, env=environment, pass_fds=(writer,), stdin=subprocess.DEVNULL)
+        child = subprocess.Popen(command, env=environment, pass_fds=(writer,), stdin=subprocess.DEVNULL)
+        self._children.append(child)
         os.close(writer)
         try:
-            return self._listen(reader)
+            return self._listen(reader, child)
         finally:
             os.close(reader)
 
-    def _listen(self, reader: int) -> bool:
-        assert self._child is not None
+    def _listen(self, reader: int, child: subprocess.Popen[bytes]) -> bool:
         over, text = False, b""
         limit_s = 60.0
         end = time.monotonic() + limit_s
@@ -187,25 +214,28 @@ class _Watch:
                     said = message["no_mpi"]
                     remedy = _MIXED if "expected a launcher" in said else "change what the text names"
                     self.add(Finding(Level.ERROR, START, said, "MPI starts, with all ranks in one job", remedy))
-                    self._child.wait()
+                    child.wait()
                     return False
                 if "begin" in message:
-                    self.phase, limit_s = message["begin"], message["limit_s"]
+                    self.phase, limit_s, self._waits = message["begin"], message["limit_s"], False
+                elif "waits" in message:
+                    self._waits = True
+                    continue  # the limit is for both
                 elif "check" in message:
                     self._left.remove(message["check"])
                     self.findings += [Finding.from_dict(each) for each in message["findings"]]
                     self.facts[message["check"]] = message["facts"]
                 over = over or "over" in message
                 end = time.monotonic() + limit_s
-        return self._ended(over, end)
+        return self._ended(child, over, end)
 
-    def _ended(self, over: bool, end: float) -> bool:
+    def _ended(self, child: subprocess.Popen[bytes], over: bool, end: float) -> bool:
         """The child has closed its pipe: it ends now, or hangs in MPI's end."""
-        assert self._child is not None
+        limit_s = max(1.0, end - time.monotonic())
         try:
-            code = self._child.wait(max(1.0, end - time.monotonic()))
+            code = child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            self._hangs(end)
+            self._hangs(limit_s)
             return over
         if code:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -213,8 +243,10 @@ class _Watch:
         return over
 
     def _hangs(self, limit_s: float) -> None:
-        text = f"no end within {limit_s:g} s, on {os.uname().nodename}"
-        self.add(Finding(Level.ERROR, self.phase, text, "an end", self._remedy()))
+        whose = "another rank has not ended it" if self._waits else f"no end on {os.uname().nodename}"
+        self.add(
+            Finding(Level.ERROR, self.phase, f"{whose} within {limit_s:g} s", "an answer of all ranks", self._remedy())
+        )
 
     def _remedy(self) -> str:
         """What to do if this phase hangs or crashes."""
@@ -224,21 +256,22 @@ class _Watch:
     def speak_for_rank(self, rank: int) -> int:
         """On another rank than 0: a line about a hang or crash here, after which rank 0 has time for its report."""
         if self._own is None or "expected a launcher" in self._own.found:
-            self.end_child()
             return 0  # rank 0's exit code counts
         found = f"mpitrain doctor: rank {rank} on {os.uname().nodename}: {self._own.topic}: {self._own.found}"
-        print(found, file=sys.stderr, flush=True)
         with suppress(_Ended):
+            if not self._waits:
+                print(found, file=sys.stderr, flush=True)
             time.sleep(_GRACE_S)
-        self.end_child()
+        self.end_children()
         return 1
 
-    def end_child(self) -> None:
-        """End a child that hangs."""
-        if self._child is not None and self._child.poll() is None:
-            self._child.kill()
+    def end_children(self) -> None:
+        """End the children that hang."""
+        for child in self._children:
             with suppress(subprocess.TimeoutExpired, _Ended):  # a child in the kernel's sleep outlives this
-                self._child.wait(1.0)
+                if child.poll() is None:
+                    child.kill()
+                    child.wait(1.0)
 
 
 _MIXED = (

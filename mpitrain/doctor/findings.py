@@ -117,6 +117,17 @@ def summary(findings: Sequence[Finding]) -> str:
 def show(console: Console, findings: Sequence[Finding], *, head: str, strict: bool) -> None:
     """Print the report, in groups, with at most 100 columns."""
     width = min(_COLUMNS, console.width)
+    with console.capture() as captured:
+        _print(console, findings, head=head, width=width)
+        code = exit_code(findings, strict=strict)
+        console.print(Text(f"\n{summary(findings)}; exit code {code}", "bold"), width=width)
+    text = captured.get()
+    if not console.is_terminal:
+        text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())  # a table fills its lines
+    console.file.write(text)
+
+
+def _print(console: Console, findings: Sequence[Finding], *, head: str, width: int) -> None:
     console.print(Text(head, "bold"), width=width)
     groups: dict[str, list[Finding]] = {}
     for finding in findings:
@@ -135,8 +146,6 @@ def show(console: Console, findings: Sequence[Finding], *, head: str, strict: bo
             table.add_row(Text(f"  {finding.level}"[:10], _COLOURS[finding.level]), Text(finding.topic), text)
         console.print(Text(f"\n{group}", "bold"), width=width)
         console.print(table, width=width)
-    code = exit_code(findings, strict=strict)
-    console.print(Text(f"\n{summary(findings)}; exit code {code}", "bold"), width=width)
 
 
 def to_json(findings: Sequence[Finding], *, head: Mapping[str, Any], facts: Mapping[str, Any], strict: bool) -> dict:

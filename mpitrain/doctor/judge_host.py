@@ -18,13 +18,15 @@ def judge_memory(its: Memory, need: Need | None = None) -> list[Finding]:
     larger = f"mount -o remount,size=50% {its.folder}; docker run --shm-size=16g or --ipc=host; Kubernetes: an emptyDir with "
     larger += "medium: Memory; or set MPITRAIN_SHM_DIR to another folder in memory"
     if its.failure:
+        other = "see its permissions (/dev/shm: chmod 1777), or let MPITRAIN_SHM_DIR name another folder in memory"
+        full = f"python -m mpitrain doctor --clean removes old copies; {larger}"
         return [
             Finding(
                 Level.ERROR,
                 "node memory",
                 f"cannot make a file of 1 MiB in {its.folder}: {its.failure}; {show_bytes(its.free)} free",
                 "a folder in memory that this user may write to",
-                f"python -m mpitrain doctor --clean removes old copies; {larger}",
+                full if "space" in its.failure.lower() else other,
             )
         ]
     wanted = need.shared if need else 0

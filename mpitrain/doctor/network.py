@@ -90,7 +90,7 @@ def _rounds(leaders: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 def _measure(mpi: Any, source: int, target: int) -> tuple[float, float]:
-    """(bytes per second, seconds of an empty message) of messages that grow until one takes a tenth of the time."""
+    """(bytes per second, seconds of an empty message), by messages that grow until one takes a tenth of the time."""
     nbytes, speed, latency = 1, 0.0, float("inf")
     empty = bytearray(0)
     sends, peer = mpi.rank == source, target if mpi.rank == source else source
@@ -100,7 +100,7 @@ def _measure(mpi: Any, source: int, target: int) -> tuple[float, float]:
         if not nbytes:
             break
         data = np.zeros(nbytes, np.uint8)
-        rounds = _ROUNDS if nbytes == 1 else 2
+        rounds, speed = (_ROUNDS if nbytes == 1 else 2), 0.0  # the largest messages count: buffers hold smaller ones
         for _ in range(rounds):
             start = time.perf_counter()
             if sends:

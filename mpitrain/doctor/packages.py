@@ -3,6 +3,7 @@
 `python -m mpitrain.doctor.packages gpu|hdf5|need ...` prints facts as JSON in its last line. `ask_*` starts that process.
 """
 
+import ctypes
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from collectives.launcher import LAUNCHER_PREFIXES
 
 _LIMIT_S = 60.0
+_PR_SET_PDEATHSIG = 1
 
 
 class Gpu(NamedTuple):
@@ -180,6 +182,7 @@ def _need(settings: str, num_ranks: str, num_nodes: str) -> Need:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # the process that asks may have given up
     what, *words = sys.argv[1:]
     kinds: dict[str, Any] = {"gpu": _gpu, "hdf5": _hdf5, "need": _need}
     facts = kinds[what](*words)

@@ -19,7 +19,7 @@ from mpitrain.doctor.checks import CHECKS, Check, Job, Options
 from mpitrain.doctor.findings import Finding, Level
 
 START, END = "start of MPI", "end of MPI"
-START_LIMIT_S, END_LIMIT_S = 90.0, 30.0
+_START_LIMIT_S, _END_LIMIT_S, _SLACK_S = 90.0, 30.0, 5.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -72,7 +72,7 @@ def main(fd: int, work: dict[str, Any]) -> None:
 
     options, comm = Options(*work["options"]), None
     if work["mpi"]:
-        tell(begin=START, limit_s=START_LIMIT_S)
+        tell(begin=START, limit_s=_START_LIMIT_S)
         try:
             comm = collectives.world()
         except Exception as error:
@@ -82,12 +82,13 @@ def main(fd: int, work: dict[str, Any]) -> None:
     for check in CHECKS:
         if check.name not in work["checks"] or (check.on == "job" and comm is None):
             continue
-        tell(begin=check.name, limit_s=check.limit_s + 10.0)
-        facts = _measure(check, job)
+        limit_s = min(check.limit_s, options.limit_s)
+        tell(begin=check.name, limit_s=limit_s + _SLACK_S)
+        facts = _measure(check, job, limit_s, tell)
         if job.rank == 0:
             shown = {place: its._asdict() if hasattr(its, "_asdict") else its for place, its in facts.items()}
             tell(check=check.name, findings=[each.to_dict() for each in judged(check, facts)], facts=shown)
-    tell(begin=END, limit_s=END_LIMIT_S)
+    tell(begin=END, limit_s=_END_LIMIT_S)
     if comm is not None:
         comm.barrier()
     tell(over=True)
@@ -110,13 +111,14 @@ def _job(options: Options, comm: collectives.Communicator | None) -> Job:
     return Job(options, comm, places, leaders)
 
 
-def _measure(check: Check, job: Job) -> dict[str, Any]:
+def _measure(check: Check, job: Job, limit_s: float, tell: Callable[..., None]) -> dict[str, Any]:
     """The facts of all places, by name."""
     facts = None
     if check.on == "job":
         facts = check.measure(job)
     elif check.on == "rank" or job.rank in job.leaders:
-        facts = bounded(lambda: check.measure(job), check.limit_s)
+        facts = bounded(lambda: check.measure(job), limit_s)
+    tell(waits=check.name)
     gathered = [facts] if job.comm is None else job.comm.all_gather_object(facts)
     places = [place.rpartition(" on ")[2] for place in job.places] if check.on == "host" else job.places
     found = {place: its for place, its in zip(places, gathered, strict=True) if its is not None}
