@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -73,6 +74,16 @@ def main(words: Sequence[str]) -> int:
     sys.stdout.flush()
     watch.end_children()
     return code
+
+
+_STATES = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "D": "waits in the kernel, often for a disk"}
+
+
+def _state(pid: int) -> str:
+    """The state of a process as /proc has it."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 _LAUNCHER = "see the text above: another rank has crashed, or a time limit of the launcher or of the batch system has ended the job"
@@ -201,7 +212,7 @@ class _Watch:
         end = time.monotonic() + limit_s
         while True:
             if not select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
-                self._hangs(limit_s)
+                self._hangs(child, limit_s)
                 return over
             more = os.read(reader, 1 << 16)
             if not more:
@@ -235,18 +246,19 @@ class _Watch:
         try:
             code = child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            self._hangs(limit_s)
+            self._hangs(child, limit_s)
             return over
         if code:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             self.add(Finding(Level.ERROR, self.phase, f"the process of this rank {how}", "no crash", self._remedy()))
         return over
 
-    def _hangs(self, limit_s: float) -> None:
+    def _hangs(self, child: subprocess.Popen[bytes], limit_s: float) -> None:
+        state = _STATES.get(_state(child.pid), "")
+        self._waits = self._waits and not state
         whose = "another rank has not ended it" if self._waits else f"no end on {os.uname().nodename}"
-        self.add(
-            Finding(Level.ERROR, self.phase, f"{whose} within {limit_s:g} s", "an answer of all ranks", self._remedy())
-        )
+        found = f"{whose} within {limit_s:g} s{state and f'; the process {state}'}"
+        self.add(Finding(Level.ERROR, self.phase, found, "an answer of all ranks", self._remedy()))
 
     def _remedy(self) -> str:
         """What to do if this phase hangs or crashes."""
