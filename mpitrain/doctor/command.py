@@ -48,7 +48,7 @@ def main(words: Sequence[str]) -> int:
     """Check, print the report on rank 0, and return the exit code. SystemExit with code 2 for wrong words."""
     options = _parse(words)
     rank = collectives.launched_rank()
-    names = [_CLEANING] if options.clean else [check.name for check in CHECKS]
+    names = [_CLEANING] if options.clean else options.only or [check.name for check in CHECKS]
     asked = Options(options.run, options.clean, options.older_than, options.disk_bytes, options.limit)
     watch = _Watch(asked, names, speaks=rank <= 0)
     for number in _SIGNALS:
@@ -108,6 +108,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         help="the largest file that is written to try the disk (default: 64MiB)",
     )
     parser.add_argument(
+        "--only",
+        type=or_usage_error(_checks),
+        metavar="CHECK,...",
+        help=f"only these checks, of: {', '.join(check.name for check in CHECKS)}",
+    )
+    parser.add_argument(
         "--limit",
         type=or_usage_error(_seconds),
         default=float("inf"),
@@ -129,7 +135,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if collectives.launched_rank() > 0:  # rank 0 says what is wrong
         parser.print_help = lambda file=None: None  # type: ignore[method-assign]
         parser.print_usage = lambda file=None: None  # type: ignore[method-assign]
-        parser.exit = lambda status=0, message=None: sys.exit(status)  # type: ignore[method-assign]
+        parser.exit = lambda status=0, message=None: sys.exit(0)  # type: ignore[method-assign]
     return parser.parse_args(words)
 
 
@@ -139,6 +145,14 @@ def _seconds(text: str) -> float:
     raise ValueError(f"{text!r}; expected seconds of at least 0, such as 60")
 
 
+def _checks(text: str) -> list[str]:
+    known = {check.name.lower(): check.name for check in CHECKS}
+    words = [word.strip().lower() for word in text.split(",")]
+    if unknown := [word for word in words if word not in known]:
+        raise ValueError(f"{unknown[0]!r}; expected some of {', '.join(known.values())}, joined by commas")
+    return [known[word] for word in words]
+
+
 def _end(number: int, frame: FrameType | None) -> None:
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)  # the report comes first
@@ -146,10 +160,9 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _where(watch: "_Watch") -> str:
-    facts = next(iter(watch.facts.get("MPI", {}).values()), None)
-    if facts is None or not facts["launched"]:
+    if watch.job is None:
         return f"this process on {os.uname().nodename}"
-    size, nodes = facts["size"], facts["num_nodes"]
+    size, nodes = watch.job
     return f"{size} rank{'s' * (size > 1)} on {nodes} host{'s' * (nodes > 1)}"
 
 
@@ -161,6 +174,8 @@ class _Watch:
         self.findings: list[Finding] = []
         self.facts: dict[str, dict[str, Any]] = {}
         self.phase = "start"
+        self.job: tuple[int, int] | None = None
+        """The numbers of ranks and hosts of a job under a launcher."""
         self._waits = False  # the child waits for other ranks
         self._children: list[subprocess.Popen[bytes]] = []
         self._own: Finding | None = None  # the hang or crash of this rank's child
@@ -229,6 +244,8 @@ class _Watch:
                     return False
                 if "begin" in message:
                     self.phase, limit_s, self._waits = message["begin"], message["limit_s"], False
+                elif "job" in message:
+                    self.job = message["job"][0], message["job"][1]
                 elif "waits" in message:
                     self._waits = True
                     continue  # the limit is for both

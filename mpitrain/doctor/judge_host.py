@@ -71,14 +71,14 @@ def judge_leftovers(its: Leftovers) -> list[Finding]:
     findings = []
     if its.removed:
         more = f" and {len(its.removed) - 1} more" if len(its.removed) > 1 else ""
-        text = f"removed {len(its.removed)} copies of dead runs, {show_bytes(its.copy_bytes)}: {its.removed[0]}{more}"
+        text = f"removed {_copies(its.removed)}, {show_bytes(its.copy_bytes)}: {its.removed[0]}{more}"
         findings.append(ok("old copies", text))
     if kept := [path for path in its.copies if path not in its.removed]:
         findings.append(
             Finding(
                 Level.NOTE,
                 "old copies",
-                f"{len(kept)} copies of dead runs, {show_bytes(its.copy_bytes)}, such as {kept[0]}",
+                f"{_copies(kept)}, {show_bytes(its.copy_bytes)}, such as {kept[0]}",
                 f"none that are unused for {its.older_than_s / 3600:g} h",
                 "python -m mpitrain doctor --clean, unless you will start that run again",
             )
@@ -88,12 +88,16 @@ def judge_leftovers(its: Leftovers) -> list[Finding]:
             Finding(
                 Level.NOTE,
                 "old files",
-                f"{len(its.others)} files of ended jobs, {show_bytes(its.other_bytes)}, such as {its.others[0]}",
+                f"{len(its.others)} file{'s' * (len(its.others) > 1)} of ended jobs, {show_bytes(its.other_bytes)}, such as {its.others[0]}",
                 "none",
                 f"if no other container uses them: rm {' '.join(its.others[:3])}{' ...' if its.others[3:] else ''}",
             )
         )
     return findings or [ok("old copies", f"no files of dead runs (unused for {its.older_than_s / 3600:g} h)")]
+
+
+def _copies(paths: list[str]) -> str:
+    return f"{len(paths)} cop{'ies' if len(paths) > 1 else 'y'} of dead runs"
 
 
 def judge_disk(its: Disk) -> list[Finding]:

@@ -79,6 +79,8 @@ def main(fd: int, work: dict[str, Any]) -> None:
             tell(no_mpi=str(error))
             return
     job = _job(options, comm)
+    if comm is not None and collectives.launched_rank() >= 0:
+        tell(job=(comm.size, comm.num_nodes))
     for check in CHECKS:
         if check.name not in work["checks"] or (check.on == "job" and comm is None):
             continue
