@@ -88,7 +88,8 @@ def judge_leftovers(its: Leftovers) -> list[Finding]:
             Finding(
                 Level.NOTE,
                 "old files",
-                f"{len(its.others)} file{'s' * (len(its.others) > 1)} of ended jobs, {show_bytes(its.other_bytes)}, such as {its.others[0]}",
+                f"{len(its.others)} file{'s' * (len(its.others) > 1)} of ended jobs, {show_bytes(its.other_bytes)}, "
+                f"such as {its.others[0]}",
                 "none",
                 f"if no other container uses them: rm {' '.join(its.others[:3])}{' ...' if its.others[3:] else ''}",
             )

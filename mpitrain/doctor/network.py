@@ -66,7 +66,7 @@ class Link(NamedTuple):
 
 def links(comm: Communicator, leaders: Sequence[int], places: Sequence[str]) -> list[Link]:
     """The links between hosts, in a ring, then those between the first two ranks of each host. The same on all ranks. Collective."""
-    rounds = [list(pairs) for pairs in _rounds(leaders)]
+    rounds = [list(pairs) for pairs in ring_rounds(leaders)]
     firsts = comm.all_gather_object(comm.node.all_gather_object(comm.rank)[:2])
     rounds.append([(pair[0], pair[1]) for pair in map(tuple, {tuple(two): two for two in firsts}) if len(pair) == 2])
     mine: list[Link] = []
@@ -80,7 +80,7 @@ def links(comm: Communicator, leaders: Sequence[int], places: Sequence[str]) -> 
     return [link for its in comm.all_gather_object(mine) for link in its]
 
 
-def _rounds(leaders: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+def ring_rounds(leaders: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
     """The neighbours of a ring, in rounds in which no rank appears twice."""
     neighbours = list(pairwise(leaders))
     yield neighbours[::2]
