@@ -85,7 +85,7 @@ def main(fd: int, work: dict[str, Any]) -> None:
         if check.name not in work["checks"] or (check.on == "job" and comm is None):
             continue
         limit_s = min(check.limit_s, options.limit_s)
-        tell(begin=check.name, limit_s=limit_s + _SLACK_S)
+        tell(begin=check.name, limit_s=limit_s + min(limit_s, _SLACK_S))
         facts = _measure(check, job, limit_s, tell)
         if job.rank == 0:
             shown = {place: its._asdict() if hasattr(its, "_asdict") else its for place, its in facts.items()}
