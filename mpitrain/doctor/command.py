@@ -27,6 +27,7 @@ from collectives.launcher import LAUNCHER_PREFIXES
 from mpitrain.config import Config
 from mpitrain.doctor.checks import CHECKS, Options
 from mpitrain.doctor.findings import Finding, Level, exit_code, show, to_json
+from mpitrain.doctor.job import FT_ENABLED, PML, is_on
 from mpitrain.doctor.worker import END, START
 from mpitrain.elastic.copies.orphans import KEPT_S
 
@@ -279,6 +280,14 @@ class _Watch:
 
     def _remedy(self) -> str:
         """What to do if this phase hangs or crashes."""
+        if (
+            self.phase == START
+            and is_on(os.environ.get(FT_ENABLED, ""))
+            and "ucx" in os.environ.get(PML, "").split(",")
+        ):
+            return (
+                f"mpirun --with-ft ulfm --mca pml ob1: UCX is off under ULFM, and {PML}={os.environ[PML]} asks for it"
+            )
         found = next((check.remedy for check in CHECKS if check.name == self.phase), None)
         return _REMEDIES.get(self.phase) or found or "see the text above"
 

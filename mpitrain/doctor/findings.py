@@ -134,16 +134,16 @@ def _print(console: Console, findings: Sequence[Finding], *, head: str, width: i
         groups.setdefault(finding.group, []).append(finding)
     for group, its in groups.items():
         table = Table.grid(padding=(0, 1))
-        for column in (8, 15):
+        for column in (9, 15):
             table.add_column(width=column, no_wrap=False)
-        table.add_column(width=width - 28)
+        table.add_column(width=width - 26)
         for finding in its:
             text = Text(f"{finding.where}: {finding.found}" if finding.where else finding.found)
             if finding.level is not Level.OK:
                 for label, said in (("expected ", finding.expected), ("do: ", finding.remedy)):
                     if said:
                         text.append(f"\n{label}", "dim").append(said)
-            table.add_row(Text(f"  {finding.level}"[:10], _COLOURS[finding.level]), Text(finding.topic), text)
+            table.add_row(Text(f"  {finding.level}", _COLOURS[finding.level]), Text(finding.topic), text)
         console.print(Text(f"\n{group}", "bold"), width=width)
         console.print(table, width=width)
 

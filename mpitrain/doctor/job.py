@@ -21,7 +21,12 @@ from collectives.diagnosis.installation import mpi_facts
 from collectives.launcher import LAUNCHER_PREFIXES
 from mpitrain.doctor import ranks
 
-_FT_ENABLED, _PML = "OMPI_MCA_mpi_ft_enable", "OMPI_MCA_pml"  # settings of Open MPI that mpirun passes to ranks
+FT_ENABLED, PML = "OMPI_MCA_mpi_ft_enable", "OMPI_MCA_pml"  # settings of Open MPI that mpirun passes to ranks
+
+
+def is_on(value: str) -> bool:
+    """Whether a setting of Open MPI is true."""
+    return value.lower() in ("1", "true", "yes", "on", "t", "y")
 
 
 class Mpi(NamedTuple):
@@ -57,8 +62,8 @@ def mpi(comm: Communicator) -> Mpi:
         launcher=launcher_version(path) if comm.rank == 0 and path else "",
         launcher_path=path,
         launcher_libraries=os.environ.get("OMPI_LIBDIR_LOC", ""),
-        ft_enabled=os.environ.get(_FT_ENABLED, ""),
-        pml=os.environ.get(_PML, ""),
+        ft_enabled=os.environ.get(FT_ENABLED, ""),
+        pml=os.environ.get(PML, ""),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 
 from mpitrain.doctor.findings import Finding, Level, names, ok
-from mpitrain.doctor.job import Mpi, NodeWork, SharedFolder
+from mpitrain.doctor.job import Mpi, NodeWork, SharedFolder, is_on
 
 
 def judge_mpi(facts: Mapping[str, Mpi]) -> list[Finding]:
@@ -88,7 +88,7 @@ def _threads(facts: Mapping[str, Mpi]) -> list[Finding]:
 
 def _ulfm(its: Mpi) -> list[Finding]:
     elastic = "a job that continues in place after the loss of a rank (--train.elastic true)"
-    enabled = its.ft_enabled.lower() in ("1", "true", "yes", "on")
+    enabled = is_on(its.ft_enabled)
     if "Open MPI" not in its.version:
         return [
             Finding(

@@ -190,8 +190,8 @@ def _judge_node(ranks: Mapping[str, Cores]) -> list[Finding]:
             Finding(
                 Level.WARNING,
                 "OMP_NUM_THREADS",
-                f"{threads} threads x {number} ranks on {have:g} cores",
-                f"at most {max(int(have) // number, 1)} threads for each rank",
+                f"{threads} threads x {number} rank{'s' * (number > 1)} on {have:g} core{'s' * (have != 1)}",
+                f"at most {max(int(have) // number, 1)} for each rank",
                 f"unset OMP_NUM_THREADS, or export OMP_NUM_THREADS={max(int(have) // number, 1)}",
             )
         )
