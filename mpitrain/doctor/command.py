@@ -32,7 +32,8 @@ from mpitrain.doctor.worker import END, START
 from mpitrain.elastic.copies.orphans import KEPT_S
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-_GRACE_S = 100.0  # rank 0 ends its report before another rank ends, because mpirun then ends all
+# Rank 0 ends its report before another rank ends, because mpirun then ends all. MPICH's mpirun waits for all ranks.
+_GRACE_S, _HYDRA_GRACE_S = 100.0, 20.0
 _CLEANING = "old files"
 _REMEDIES = {
     START: "look for a firewall between the hosts, and name the network that all share (--mca btl_tcp_if_include NAME; MPICH: -iface "
@@ -214,7 +215,9 @@ class _Watch:
         if not mpi:
             environment = {name: value for name, value in environment.items() if not name.startswith(LAUNCHER_PREFIXES)}
         command = [sys.executable, "-m", "mpitrain.doctor.worker", str(writer), json.dumps(work)]
-        child = subprocess.Popen(command, env=environment, pass_fds=(writer,), stdin=subprocess.DEVNULL)
+        os.set_inheritable(writer, True)
+        # It inherits all descriptors, because MPICH's ranks talk to their mpirun by one.
+        child = subprocess.Popen(command, env=environment, close_fds=False, stdin=subprocess.DEVNULL)
         self._children.append(child)
         os.close(writer)
         try:
@@ -268,7 +271,11 @@ class _Watch:
             return over
         if code:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            self.add(Finding(Level.ERROR, self.phase, f"the process of this rank {how}", "no crash", self._remedy()))
+            self.add(
+                Finding(
+                    Level.ERROR, self.phase, f"the process of this rank {how}", "no crash", self._remedy(crashed=True)
+                )
+            )
         return over
 
     def _hangs(self, child: subprocess.Popen[bytes], limit_s: float) -> None:
@@ -278,7 +285,7 @@ class _Watch:
         found = f"{whose} within {limit_s:g} s{state and f'; the process {state}'}"
         self.add(Finding(Level.ERROR, self.phase, found, "an answer of all ranks", self._remedy()))
 
-    def _remedy(self) -> str:
+    def _remedy(self, *, crashed: bool = False) -> str:
         """What to do if this phase hangs or crashes."""
         if (
             self.phase == START
@@ -288,6 +295,8 @@ class _Watch:
             return (
                 f"mpirun --with-ft ulfm --mca pml ob1: UCX is off under ULFM, and {PML}={os.environ[PML]} asks for it"
             )
+        if self.phase == START and crashed:
+            return f"see what MPI printed; if it speaks of PMI, PMIx or a launcher, {_MIXED}"
         found = next((check.remedy for check in CHECKS if check.name == self.phase), None)
         return _REMEDIES.get(self.phase) or found or "see the text above"
 
@@ -299,7 +308,7 @@ class _Watch:
         with suppress(_Ended):
             if not self._waits:
                 print(found, file=sys.stderr, flush=True)
-            time.sleep(_GRACE_S)
+            time.sleep(_GRACE_S if "PMIX_RANK" in os.environ else _HYDRA_GRACE_S)
         self.end_children()
         return 1
 

@@ -18,7 +18,7 @@ import numpy as np
 import collectives
 from collectives import Communicator
 from collectives.diagnosis.installation import mpi_facts
-from collectives.launcher import LAUNCHER_PREFIXES
+from collectives.launcher import LAUNCHER_PREFIXES, launcher_name
 from mpitrain.doctor import ranks
 
 FT_ENABLED, PML = "OMPI_MCA_mpi_ft_enable", "OMPI_MCA_pml"  # settings of Open MPI that mpirun passes to ranks
@@ -30,8 +30,11 @@ def is_on(value: str) -> bool:
 
 
 class Mpi(NamedTuple):
-    """MPI as a rank sees it. `launcher`: the first line of `mpirun --version`, of the mpirun on the PATH; `prefix`: the folder of the
-    launcher of this job, if it tells."""
+    """MPI as a rank sees it.
+
+    `launcher`: the launcher of this job, without one the mpirun on the PATH; `launcher_libraries`: the folder of its libraries, if it
+    tells; `ft_enabled`, `pml`: settings of Open MPI.
+    """
 
     version: str
     standard: str
@@ -53,15 +56,16 @@ class Mpi(NamedTuple):
 def mpi(comm: Communicator) -> Mpi:
     facts = mpi_facts()
     path = shutil.which("mpirun") or shutil.which("mpiexec") or ""
+    launched = collectives.launched_rank() >= 0
     return Mpi(
         *facts,
         has_progress_thread=comm.has_progress_thread,
         size=comm.size,
         num_nodes=comm.num_nodes,
-        launched=collectives.launched_rank() >= 0,
-        launcher=launcher_version(path) if comm.rank == 0 and path else "",
+        launched=launched,
+        launcher=launcher_name() if launched else launcher_version(path) if path else "",
         launcher_path=path,
-        launcher_libraries=os.environ.get("OMPI_LIBDIR_LOC", ""),
+        launcher_libraries=os.path.realpath(told) if (told := os.environ.get("OMPI_LIBDIR_LOC")) else "",
         ft_enabled=os.environ.get(FT_ENABLED, ""),
         pml=os.environ.get(PML, ""),
     )

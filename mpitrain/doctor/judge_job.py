@@ -65,7 +65,7 @@ def _launcher(its: Mpi) -> list[Finding]:
                 f"start the job by the mpirun beside {sorted(folders)[0]}, or let MPI4PY_LIBMPI name libmpi.so in {started}",
             )
         ]
-    return [ok("launcher", f"{ranks}, started by {its.launcher or 'a launcher that is not on the PATH'}")]
+    return [ok("launcher", f"{ranks}, started by {its.launcher or 'an unknown launcher'}")]
 
 
 def _threads(facts: Mapping[str, Mpi]) -> list[Finding]:

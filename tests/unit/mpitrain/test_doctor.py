@@ -284,7 +284,7 @@ def test_exit_codes_and_words() -> None:
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 100 and not any(line.endswith(" ") for line in lines)
     assert lines[0] == "the doctor" and lines[-1] == "1 error, 1 ok; exit code 1"
-    assert any(line.startswith("  error  node memory     host1: word") for line in lines), out.getvalue()
+    assert any(line.startswith("  error   node memory     host1: word") for line in lines), out.getvalue()
     assert "[not markup]" in out.getvalue()
     assert Finding.from_dict(long.to_dict()) == long
 
