@@ -7,7 +7,7 @@ from collectives.bench.units import show_seconds
 from mpitrain.doctor.findings import Finding, Level, names, ok
 from mpitrain.doctor.network import Clock, Link, Reach
 
-_SLOW_LINK = 0.1e9  # bytes/s: a link of 1 Gbit/s has 0.117e9
+_SLOW_LINK = 0.05e9  # bytes/s: a link of 1 Gbit/s has 0.117e9
 _OUTLIER = 0.5  # of the median of the other links
 _CLOCK_NOTE_S, _CLOCK_WARNING_S = 0.1, 1.0
 
@@ -53,7 +53,7 @@ def judge_links(links: Sequence[Link]) -> list[Finding]:
                     Level.WARNING,
                     topic,
                     said + number,
-                    f"more than {_SLOW_LINK / 1e9:g} GB/s (a link of 1 Gbit/s)",
+                    f"more than {_SLOW_LINK / 1e9:g} GB/s (a link of 1 Gbit/s has 0.12 GB/s)",
                     "see which interface MPI uses (--mca btl_tcp_if_include NAME, UCX_NET_DEVICES), and that no other job uses it"
                     if topic == "between hosts"
                     else "see the findings of cores: ranks on one core wait for each other",

@@ -114,7 +114,8 @@ def _measure(mpi: Any, source: int, target: int) -> tuple[float, float]:
             if nbytes > 1:
                 speed = max(speed, nbytes / max(took - latency, 1e-9))
         if sends:
-            is_over = took > _LINK_S / 10 or time.perf_counter() - begin > _LINK_S or nbytes >= _MAX_MESSAGE
+            late = took > _LINK_S / 10 or time.perf_counter() - begin > _LINK_S
+            is_over = nbytes > 1 and (late or nbytes >= _MAX_MESSAGE)
             nbytes = 0 if is_over else max(nbytes * 4, 1 << 16)
             if not nbytes:
                 mpi.sendrecv(0, peer, source=peer)
