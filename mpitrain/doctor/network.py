@@ -144,7 +144,7 @@ def ports(comm: Communicator, leaders: Sequence[int], places: Sequence[str]) -> 
     if comm.rank in leaders and len(leaders) > 1:
         token = secrets.token_bytes(16)
         listener = socket.create_server(("", 0))
-        threading.Thread(target=_answer, args=(listener, token), daemon=True).start()
+        threading.Thread(target=answer, args=(listener, token), daemon=True).start()
     offers = comm.all_gather_object(None if listener is None else (_addresses(), listener.getsockname()[1], token))
     mine = []
     if listener is not None:
@@ -154,7 +154,7 @@ def ports(comm: Communicator, leaders: Sequence[int], places: Sequence[str]) -> 
         }
         for other in sorted(wanted):
             addresses, port, expected = offers[other]
-            works = any(_connects(address, port, expected) for address in addresses)
+            works = any(connects(address, port, expected) for address in addresses)
             mine.append(Reach(places[comm.rank], places[other], works, tuple(addresses)))
     found = comm.all_gather_object(mine)  # all have connected, or failed, before a listener closes
     if listener is not None:
@@ -162,7 +162,8 @@ def ports(comm: Communicator, leaders: Sequence[int], places: Sequence[str]) -> 
     return [reach for its in found for reach in its]
 
 
-def _answer(listener: socket.socket, token: bytes) -> None:
+def answer(listener: socket.socket, token: bytes) -> None:
+    """Send `token` to all who connect, until the listener is closed."""
     while True:
         try:
             connection, _ = listener.accept()
@@ -172,7 +173,8 @@ def _answer(listener: socket.socket, token: bytes) -> None:
             connection.sendall(token)
 
 
-def _connects(address: str, port: int, token: bytes) -> bool:
+def connects(address: str, port: int, token: bytes) -> bool:
+    """Whether a listener with this token answers at an address."""
     with suppress(OSError), socket.create_connection((address, port), timeout=_CONNECT_S) as made:
         made.settimeout(_CONNECT_S)
         return made.recv(len(token)) == token  # another host may have the same address

@@ -66,6 +66,7 @@ def judged(check: Check, facts: dict[str, Any]) -> list[Finding]:
 def main(fd: int, work: dict[str, Any]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.set_inheritable(fd, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C, too, and ends this process
 
     def tell(**message: Any) -> None:
         os.write(fd, json.dumps(message, default=str).encode() + b"\n")

@@ -3,6 +3,8 @@
 import fcntl
 import io
 import os
+import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -367,3 +369,14 @@ def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as error:
         main(words)
     assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_port_counts_if_the_right_host_answers() -> None:
+    token = b"0123456789abcdef"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=network.answer, args=(listener, token), daemon=True).start()
+        port = listener.getsockname()[1]
+        assert network.connects("127.0.0.1", port, token)
+        assert not network.connects("127.0.0.1", port, token[::-1])  # another host with the same address
+        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+    assert not network.connects("127.0.0.1", port, token)
