@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from mpitrain.doctor.findings import Finding, Level
 START, END = "start of MPI", "end of MPI"
 _START_LIMIT_S, _END_LIMIT_S, _SLACK_S = 90.0, 30.0, 5.0
 _PR_SET_PDEATHSIG = 1
+_NAP_S = 2e-3
 
 
 class Failed(NamedTuple):
@@ -114,6 +116,13 @@ def _job(options: Options, comm: collectives.Communicator | None) -> Job:
     return Job(options, comm, places, leaders)
 
 
+def _meet(comm: collectives.Communicator) -> None:
+    """A barrier that leaves the cores to the ranks that still measure: a wait in MPI would keep them busy."""
+    request = comm.mpi.Ibarrier()
+    while not request.Test():
+        time.sleep(_NAP_S)
+
+
 def _measure(check: Check, job: Job, limit_s: float, tell: Callable[..., None]) -> dict[str, Any]:
     """The facts of all places, by name."""
     facts = None
@@ -122,6 +131,8 @@ def _measure(check: Check, job: Job, limit_s: float, tell: Callable[..., None]) 
     elif check.on == "rank" or job.rank in job.leaders:
         facts = bounded(lambda: check.measure(job), limit_s)
     tell(waits=check.name)
+    if job.comm is not None and check.on != "job":
+        _meet(job.comm)
     gathered = [facts] if job.comm is None else job.comm.all_gather_object(facts)
     places = [place.rpartition(" on ")[2] for place in job.places] if check.on == "host" else job.places
     found = {place: its for place, its in zip(places, gathered, strict=True) if its is not None}
