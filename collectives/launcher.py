@@ -62,6 +62,13 @@ def _has_variable(process: int, name: str) -> bool:
         return False
 
 
+def launcher_name(environ: Mapping[str, str] = os.environ) -> str:
+    """The launcher of this job in words, from its variables; empty without one."""
+    name = next((launcher for variable, launcher in _SIZE_VARIABLES.items() if environ.get(variable, "").isdigit()), "")
+    version = environ.get("OMPI_VERSION", "") if name == _SIZE_VARIABLES["OMPI_COMM_WORLD_SIZE"] else ""
+    return f"{name} {version}".strip()
+
+
 def is_live_terminal() -> bool:
     """Whether the output of this process goes to a terminal.
 

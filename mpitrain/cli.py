@@ -1,4 +1,4 @@
-"""The command line: `mpirun -np N python -m mpitrain [train|sample|bench|memory|plan|schedules] [settings]`."""
+"""The command line: `mpirun -np N python -m mpitrain [train|sample|bench|memory|plan|schedules|doctor] [settings]`."""
 
 import argparse
 import gc
@@ -20,6 +20,7 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain plan --measure FILE | --compare FILE  measure this cluster for plans, and check them (under mpirun)
        python -m mpitrain chaos [CASE ...] [--trials N]          harm real jobs, and count how many go on (without mpirun)
        python -m mpitrain schedules check|show                  prove or draw the schedules of pipelines (one process)
+       python -m mpitrain doctor [--run DIR] [--clean]          check the installation; under mpirun the cluster (--help shows more)
 """
 
 
@@ -39,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _schedules(words)
     if command == "chaos":
         return _chaos(words)
+    if command == "doctor":
+        from mpitrain.doctor.command import main as doctor
+
+        return doctor(words)
     comm = collectives.world()
     asked_for_help = bool({"-h", "--help"} & set(words)) or command == "help"
     if asked_for_help and comm.rank != 0:
@@ -57,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             with comm.together():
                 raise ValueError(
-                    f"unknown command {command!r}; expected train, sample, bench, memory, plan, chaos or schedules"
+                    f"unknown command {command!r}; expected train, sample, bench, memory, plan, schedules, doctor or chaos"
                 )
     except Exception as error:
         if not collectives.on_all_ranks(error):

@@ -95,3 +95,8 @@ class Mpio:
         if error is not None:
             raise error
         return checksums
+
+
+def versions() -> tuple[str, str]:
+    """The versions of h5py and of its HDF5."""
+    return h5py.__version__, h5py.version.hdf5_version

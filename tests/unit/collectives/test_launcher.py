@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from collectives.launcher import check_launcher
+from collectives.launcher import check_launcher, launcher_name
 
 TASK = {"SLURM_TASK_PID": str(os.getpid()), "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
 
@@ -46,3 +46,9 @@ def test_several_ranks_that_are_each_alone_are_refused(environ: dict[str, str], 
 )
 def test_one_that_may_be_meant_to_run_alone_goes_on(environ: dict[str, str]) -> None:
     check_launcher(1, "Some MPI 1.2", environ)
+
+
+def test_the_launcher_has_a_name() -> None:
+    assert launcher_name({}) == launcher_name({"PMI_SIZE": "many"}) == ""
+    assert launcher_name({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_VERSION": "5.0.11"}) == "Open MPI's mpirun 5.0.11"
+    assert launcher_name({"PMI_SIZE": "2", "OMPI_VERSION": "5.0.11"}) == "an mpirun of MPICH's family"
