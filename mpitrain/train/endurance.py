@@ -8,6 +8,7 @@ from pathlib import Path
 
 import ckpt
 from collectives import Communicator
+from collectives.bench.units import show_bytes
 from mpitrain.config import Config
 from mpitrain.data.loading import Corpus
 from mpitrain.elastic.copies.files import remove_copies
@@ -44,6 +45,7 @@ class Endurance:
         self._lease: Lease | None = None
         self._copies: Copies | None = None
         self._restored_from = ""
+        self._begun = 0.0
 
     def find(self, start: Path | ckpt.Url | None) -> NodeCopies | None:
         """The copies of the state from which the run continues; None if the checkpoint `start` is newer, or there are none.
@@ -59,9 +61,9 @@ class Endurance:
             found = None
         return found
 
-    def begin(self, step: int, source: object) -> None:
-        """Begin to train after `step` steps, in a folder that `Run.prepare` has prepared. `source`: of the state."""
-        self._restored_from = str(source)
+    def begin(self, source: object) -> None:
+        """Begin to train, in a folder that `Run.prepare` has prepared. `source`: of the state."""
+        self._restored_from, self._begun = str(source), time.monotonic()
         earlier = self._comm.broadcast_object(self._run.earlier)
         if earlier is not None:  # --resume never has moved the earlier run aside
             self._remove(earlier.run)
@@ -86,7 +88,12 @@ class Endurance:
             if self._comm.rank == 0:
                 write_event(self._run.folder, "restore", cost_s=round(cost_s, 3), step=step, source=self._restored_from)
             self._say(f"step {step} is done {cost_s:.1f} s after the loss was noticed")
-        if self._copies is None or step % self._config.train.copy_every:
+        if self._copies is None:
+            return
+        if not self._copies.is_prepared:  # not before the first step, which makes the state of the optimizer
+            state = collect()
+            self._copies.prepare(state.tensors, state.meta)
+        if step % self._config.train.copy_every:
             return
         state = collect()
         try:
@@ -99,6 +106,13 @@ class Endurance:
     def end(self) -> None:
         """The run has ended with a checkpoint, so that the copies are not needed."""
         if self._copies is not None:
+            share = self._copies.seconds / (time.monotonic() - self._begun)
+            sent = (
+                f", {show_bytes(self._copies.link_bytes)} a rank sent to other nodes"
+                if self._comm.num_nodes > 1
+                else ""
+            )
+            self._say(f"copies of the state have held up the training for {share:.1%} of its time{sent}")
             self._copies.close(remove=True)
         assert self._lease is not None
         self._remove(self._lease.run)

@@ -279,7 +279,7 @@ class Trainer:
                         "SIGUSR1 to mpirun, or Ctrl-C under mpirun/train, saves before the job ends"
                     )
         if self._endurance is not None:
-            self._endurance.begin(self.step, self._source)
+            self._endurance.begin(self._source)
             if is_recovery:
                 self._say(self._endurance.heading(self.step))
         begun_at = self.step

@@ -1,7 +1,9 @@
 """Takes the copies of a rank, every few steps."""
 
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ from mpitrain.elastic.copies.files import CopyFile, Header, parts_of, path_of, r
 from mpitrain.elastic.copies.partners import Partners
 
 _NUM_GENERATIONS = 2
+_HEADER_BYTES = 200  # for a tensor
 
 
 class Copies:
@@ -25,8 +28,11 @@ class Copies:
         """Collective."""
         self._comm, self._run, self._epoch = comm, run, epoch
         self._files: list[CopyFile | None] = [None] * _NUM_GENERATIONS
+        self._making: threading.Thread | None = None
+        self._error: OSError | None = None
         self._num_taken = 0
         self._partners = Partners(comm, run, epoch) if comm.num_nodes > 1 else None
+        self.is_prepared = False
         self.seconds = 0.0
         """The time for which copies have held up the training."""
 
@@ -34,6 +40,22 @@ class Copies:
     def link_bytes(self) -> int:
         """Bytes that this rank has sent to another node."""
         return 0 if self._partners is None else self._partners.num_bytes
+
+    def prepare(self, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """Begin to reserve the memory for states like this one, in a thread: the kernel fills it with zeros, at 2 GB/s or so."""
+        self.is_prepared = True
+        _, _, nbytes = parts_of(inspect(tensors), whole=self._comm.rank == 0)
+        header_bytes = len(msgspec.json.encode(meta)) + _HEADER_BYTES * len(tensors)
+
+        def make() -> None:
+            try:
+                for generation in range(_NUM_GENERATIONS):
+                    self._files[generation] = CopyFile(self._path(generation), nbytes, header_bytes)
+            except OSError as error:
+                self._error = error
+
+        self._making = threading.Thread(target=make, name="mpitrain-copies-memory", daemon=True)
+        self._making.start()
 
     def take(self, step: int, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         """Copy the state after `step` steps, in the form of `ckpt.save`. All ranks of the communicator call this.
@@ -63,8 +85,17 @@ class Copies:
             remove_copies(self._run, before_epoch=self._epoch)
         self.seconds += time.perf_counter() - began
 
+    def _end_making(self) -> None:
+        if self._making is not None:
+            self._making.join()
+            self._making = None
+        if self._error is not None:
+            raise self._error
+
     def close(self, *, remove: bool) -> None:
         """End the copies. `remove`: they are no longer needed, because a checkpoint has their state."""
+        with suppress(OSError):
+            self._end_making()
         if self._partners is not None:
             self._partners.close(remove=remove)
         for file in self._files:
@@ -74,11 +105,13 @@ class Copies:
             remove_copies(self._run)
 
     def _file(self, generation: int, nbytes: int, header_bytes: int) -> CopyFile:
-        """The file of a generation. The first copy makes both, so that a full node memory is found at once, on all ranks."""
+        """The file of a generation. At the first copy all ranks learn whether node memory has room for both."""
         if self._num_taken == 0:
             with self._comm.together("copies of the state in node memory"):
+                self._end_making()
                 for each in range(_NUM_GENERATIONS):
-                    self._files[each] = CopyFile(self._path(each), nbytes, header_bytes)
+                    if self._files[each] is None:
+                        self._files[each] = CopyFile(self._path(each), nbytes, header_bytes)
         file = self._files[generation]
         if file is None or not file.fits(nbytes, header_bytes):
             if file is not None:

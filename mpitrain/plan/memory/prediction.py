@@ -44,6 +44,7 @@ KINDS = {
     "allocator": "freed memory that the allocator keeps, at most",
     "data": "the files, one copy per node",
     "checkpoint": "the copy from which a background save writes",
+    "copies": "copies of the state in node memory (train.elastic): two generations, also for another node if there is one",
     "process": "Python, torch, MPI: measured",
 }
 """The kinds of memory, and their meaning."""
@@ -98,6 +99,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     corpus = scan(config.data.path, config.data.suffixes, config.data.heldout)
     data_bytes = corpus.train.num_tokens + corpus.heldout.num_tokens
     ring_bytes = RING_BYTES if on_node > 1 else 0
+    num_copies = 2 * min(num_nodes, 2) if config.train.elastic and config.train.copy_every else 0
     parts = _Parts(config, num_data, group, storage)
 
     def of_rank(rank: int) -> dict[str, int]:
@@ -123,6 +125,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
             "allocator": int(heap_share * step["heap"]),
             "data": data_bytes // on_node,
             "checkpoint": 3 * held if config.checkpoint.background and data_rank < group else 0,
+            "copies": num_copies * 3 * held if data_rank < group else 0,
             "process": PROCESS_BYTES + LIBRARY_BYTES // on_node + ring_bytes,
         }
 
@@ -131,6 +134,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     sums = [{kind: sum(rank[kind] for rank in node) for kind in KINDS} for node in nodes]
     most = max(sums, key=lambda node: sum(node.values()))
     in_shared = most["data"] + most["gradient buffers"] + most["shared activations"] + ring_bytes * on_node
+    in_shared += most["copies"]
     return Prediction(
         num_ranks=num_ranks,
         num_nodes=num_nodes,
