@@ -18,6 +18,7 @@ from mpitrain import sharding, tensor
 from mpitrain.axes import mesh
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data.loading import load_corpus
+from mpitrain.init import initialize
 from mpitrain.models import flops_per_token, num_parameters
 from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states, saving, stop
@@ -236,7 +237,7 @@ class Trainer:
                 self.run.release()
 
     def _restore(self) -> None:
-        """Load the state from which the run continues, if there is one, and print the heading."""
+        """Load the state from which the run continues, or set the initial values, and print the heading."""
         lasting = self._lasting
         copies = None
         if lasting is not None and not self.config.train.eval_only:
@@ -252,6 +253,8 @@ class Trainer:
             lines = self._take(copies, self.optimizer)
         elif self.start is not None:
             lines = self.load(self.start)
+        else:
+            initialize(self.model, seed=self.config.train.seed)
         for line in [] if is_recovery else lines:
             self._say(line)
         self._source = copies or self.start or "its beginning"
