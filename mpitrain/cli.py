@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if comm.rank == 0:
             line = "; ".join([f"mpitrain: error: {error}", *getattr(error, "__notes__", ())])
             print(line, file=sys.stderr, flush=True)
-            write_failure(line)
+            write_failure(line, make_folder=False)
         comm.barrier()  # first the line must be out: when a rank leaves, mpirun ends the others
         collectives.leave_together()
         return 1

@@ -303,6 +303,21 @@ def is_rank(pid: int, mark: str) -> bool:
         return False
 
 
+@pytest.mark.parametrize("seconds", extent([], [14]))
+def test_a_rank_that_is_stopped_is_not_a_silent_host(seconds: int) -> None:
+    """The kernel answers for it, longer than a host may be silent."""
+    need_namespaces()
+    script = f"""
+if comm.rank == 1:
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {{os.getpid()}}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+print("sum", comm.all_reduce(np.ones(1))[0], flush=True)
+"""
+    result = cluster("-H", "2x1", "python", "-c", HEADER + script, timeout_s=40)
+    assert (result.returncode, result.stdout.count("sum 2.0")) == (0, 2), str(result)
+    assert "[rank " not in result.stderr and result.seconds > seconds, str(result)
+
+
 def test_neighbours_without_a_connection_are_told_and_the_job_goes_on() -> None:
     """As behind a firewall: the only address that a rank knows of the other is one that does not answer."""
     need_namespaces()
