@@ -13,7 +13,7 @@ from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
-from extent import extent
+from extent import FULL, extent
 from launching import ROOT, Result, clean_environment, is_open_mpi, run, session_processes
 from packaging.utils import canonicalize_name
 
@@ -283,3 +283,14 @@ def test_the_report_of_a_failure_is_the_last_text_of_train(checkout: Path, which
         result
     )
     assert name in last and "Traceback (most recent call last):\n" in last, str(result)
+
+
+@pytest.mark.skipif(not FULL, reason="waits for mpirun for ten seconds: in a full run")
+def test_train_ends_an_mpirun_that_does_not_end_after_a_failure(checkout: Path) -> None:
+    """As Open MPI's does when a host is silent."""
+    (checkout / "mpitrain/__main__.py").write_text(
+        "import os, time\nopen(os.environ['MPITRAIN_FAILURE_FILE'], 'w').write('host2 is silent\\n')\ntime.sleep(100)\n"
+    )
+    result = train(checkout, "-np", "1", timeout_s=50)
+    assert result.returncode != 0 and 10 < result.seconds < 30, str(result)
+    assert result.stderr.endswith("train: the job has failed:\nhost2 is silent\n"), str(result)
