@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if collectives.world().rank == 0:
             line = "; ".join([f"mpitrain: error: {error}", *getattr(error, "__notes__", ())])
             print(line, file=sys.stderr, flush=True)
-            write_failure(line)
+            write_failure(line, make_folder=False)
         collectives.world().barrier()  # first the line must be out: when a rank leaves, mpirun ends the others
         collectives.leave_together()
         return 1

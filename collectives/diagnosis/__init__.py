@@ -7,7 +7,7 @@ a failure to a file; roster.py names ranks, hosts and processes. threads.py refu
 is a thread that asks the other ranks (inquiry.py) and answers them (answer.py, channel.py), even while its rank is stuck: when a wait
 lasts (notice.py), at the deadline (deadline.py; standstill.py if JAX is stuck), after the end of a rank, and at SIGUSR2 (bell.py).
 losses.py detects lost ranks. look.py looks at a rank of the node that gives no answer (process.py, board.py); report.py makes reports
-of the answers. stacks.py finds the place of a thread. ending.py ends NCCL before MPI.
+of the answers, and deadlock.py those of checked mode. stacks.py finds the place of a thread. ending.py ends NCCL before MPI.
 """
 
 from collectives.diagnosis.checked import compare_calls

@@ -30,12 +30,16 @@ def set_failure_file(file: str | Path | None) -> None:
                 also.unlink()
 
 
-def write_failure(report: str) -> None:
-    """Write a report of a failure to the files, if there are any. Does not raise OSError."""
+def write_failure(report: str, *, make_folder: bool = True) -> None:
+    """Write a report of a failure to the files, if there are any. Does not raise OSError.
+
+    `make_folder`: make the folder of the file, if there is none. A run that was refused makes no folder.
+    """
     text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{report.rstrip()}\n"
     if _Output.file is not None:
         with suppress(OSError):
-            _Output.file.parent.mkdir(parents=True, exist_ok=True)
+            if make_folder:
+                _Output.file.parent.mkdir(parents=True, exist_ok=True)
             _write(_Output.file, text)
     if (also := _also()) is not None:
         with suppress(OSError):

@@ -13,6 +13,7 @@ At the timeout all processes of that session are killed, by their ids, and the t
 import contextlib
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,6 +45,11 @@ class Result:
             f"exit code {self.returncode} after {self.seconds:.1f} s"
             f"\n-- stdout --\n{self.stdout}\n-- stderr --\n{self.stderr}"
         )
+
+
+def without_names(text: str) -> str:
+    """A report without the hosts and processes of ranks: "rank 1 has waited" instead of "rank 1 on host1 (process 31) has waited"."""
+    return re.sub(r" on \S+ \(process(es)? [\d, ]+\)", "", text)
 
 
 def launch(num_ranks: int, *args: str, env: Mapping[str, str] | None = None, **options: object) -> Result:

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
-from extent import extent
+from extent import FULL, extent
 from launching import ROOT, Result, clean_environment, is_open_mpi, run, session_processes
 from packaging.utils import canonicalize_name
 
@@ -255,3 +256,41 @@ def test_pip_would_install_what_uv_installed(tmp_path: Path) -> None:
     installed = {(canonicalize_name(package.name), package.version) for package in distributions()}
     assert {name for name, _ in by_pip} >= {"torch", "h5py", "jax"}
     assert by_pip - installed == set()
+
+
+FAILS = """
+import sys, time
+import collectives
+comm = collectives.world()
+if sys.argv[1] == "on all ranks":
+    with comm.together():
+        raise ValueError("of all ranks")
+if comm.rank == 1:
+    raise KeyError("of one rank")
+comm.barrier()
+"""
+
+
+@pytest.mark.parametrize("which", extent(["of one rank"], ["of one rank", "on all ranks"]))
+def test_the_report_of_a_failure_is_the_last_text_of_train(checkout: Path, which: str) -> None:
+    (checkout / "mpitrain/__main__.py").write_text(FAILS)
+    result = train(checkout, which)
+    assert result.returncode == 1, str(result)
+    before, _, last = result.stderr.rpartition("train: the job has failed:\n")
+    assert " ends by an uncaught " in before, "also before the lines of mpirun"
+    name = "KeyError: 'of one rank'" if which == "of one rank" else "ValueError: of all ranks"
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\nrank \d on \S+ \(process \d+\) ends by an uncaught ", last), str(
+        result
+    )
+    assert name in last and "Traceback (most recent call last):\n" in last, str(result)
+
+
+@pytest.mark.skipif(not FULL, reason="waits for mpirun for ten seconds: in a full run")
+def test_train_ends_an_mpirun_that_does_not_end_after_a_failure(checkout: Path) -> None:
+    """As Open MPI's does when a host is silent."""
+    (checkout / "mpitrain/__main__.py").write_text(
+        "import os, time\nopen(os.environ['MPITRAIN_FAILURE_FILE'], 'w').write('host2 is silent\\n')\ntime.sleep(100)\n"
+    )
+    result = train(checkout, "-np", "1", timeout_s=50)
+    assert result.returncode != 0 and 10 < result.seconds < 30, str(result)
+    assert result.stderr.endswith("train: the job has failed:\nhost2 is silent\n"), str(result)

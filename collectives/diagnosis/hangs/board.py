@@ -46,7 +46,7 @@ class Slot(NamedTuple):
 class Board:
     """The board of this rank's node. `mpi`: the communicator of all ranks, whose numbers count here. Collective.
 
-    Without room for the file there are no slots.
+    Without room for the file there are no slots. A job of one rank has none.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -54,8 +54,11 @@ class Board:
 
         self._noted = -_EVERY_S
         self._fd = self._stacks_fd = -1
+        self._ranks: list[int] = []
+        if mpi.size == 1:
+            return  # no other rank looks at this one
         node = keep(mpi.Split_type(MPI.COMM_TYPE_SHARED, key=mpi.rank))
-        self._ranks: list[int] = node.allgather(mpi.rank)
+        self._ranks = node.allgather(mpi.rank)
         self._mine = node.rank
         path = node.bcast(str(folder() / f"mpitrain-{os.getpid()}-{uuid4().hex}"))
         with suppress(OSError):
@@ -136,7 +139,7 @@ class Board:
 
     def close(self) -> None:
         """Close the files. Idempotent."""
-        slot = self.read(self._ranks[self._mine])
+        slot = self.read(self._ranks[self._mine]) if self._ranks else None
         if slot is not None and slot.signum:
             faulthandler.unregister(slot.signum)
         for fd in {self._fd, self._stacks_fd} - {-1}:

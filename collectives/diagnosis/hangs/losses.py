@@ -107,9 +107,8 @@ def lost(heard: Sequence[Heard], roster: Roster, how: Mapping[int, str]) -> Loss
         elif each.how is End.ORPHAN:
             why[f"{name} has ended itself, because the launcher on its host has died"] = (each.rank,)
         else:
-            why[f"{name} has died: its process ended without notice, as by os._exit, a signal or a crash"] = (
-                each.rank,
-            )
+            known = f"; it {how[each.rank]}" if how.get(each.rank) else ", as by os._exit, a signal or a crash"
+            why[f"{name} has died: its process ended without notice{known}"] = (each.rank,)
     return Loss(tuple(sorted({rank for ranks in why.values() for rank in ranks})), "\n".join(why))
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from collectives.diagnosis import dump, goodbye, loss, record, roster, uncaught
 from collectives.diagnosis.ending import Before, abort_job, end_together
 from collectives.diagnosis.failure import write_failure
-from collectives.diagnosis.hangs import answer, deadline, notice, report
+from collectives.diagnosis.hangs import answer, deadline, deadlock, notice, report
 from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.hangs.bell import Bell
 from collectives.diagnosis.hangs.board import Board
@@ -269,7 +269,7 @@ class Monitor:
 
     def _is_near(self) -> bool:
         """Whether an operation passes the deadline within a second. The monitor then looks often, to be on time."""
-        return self.size > 1 and self._clock.late(-1.0) is not None
+        return self.size > 1 and self._clock.late(-min(1.0, (Deadline.seconds or 0.0) / 2)) is not None
 
     def _stagger(self) -> float:
         """The time for which this rank lets lower ranks ask first."""
@@ -348,9 +348,9 @@ class Monitor:
 
     def _judge_order(self, inquiry: Inquiry, now: float) -> None:
         """Send the verdict to ranks that wait for each other in different communicators, if two inquiries find the same ranks."""
-        stuck = report.deadlocked({rank: state for rank, state in enumerate(inquiry.states) if state is not None})
+        stuck = deadlock.deadlocked({rank: state for rank, state in enumerate(inquiry.states) if state is not None})
         if self._confirmed("order", stuck):
-            verdict = report.deadlock_report(stuck)
+            verdict = deadlock.deadlock_report(stuck)
             for rank in stuck:
                 self._send(rank, {"kind": "verdict", "text": verdict})
         # The longer a rank waits without a deadlock, the less often the monitor asks.

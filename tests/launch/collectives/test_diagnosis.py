@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from extent import extent
-from launching import ROOT, Result, launch
+from launching import ROOT, Result, launch, without_names
 
 EXIT_CODE = 124
 PROMPT_S = 10.0  # two on an idle machine
@@ -29,18 +29,13 @@ def report(result: Result, waited: str, *, reporters: str = r"\d") -> list[str]:
     assert len(heads) == 1, str(result)
     assert result.stderr.count("The job ends.") == 1, str(result)
     lines = [line.split("] ", 1)[1] for line in result.stderr.splitlines() if line.startswith(f"[rank {heads[0]}]   ")]
-    return [unnamed(line) for line in lines]
-
-
-def unnamed(text: str) -> str:
-    """A report without the hosts and processes of the ranks."""
-    return re.sub(rf" on {HOST} \(process(es)? [\d, ]+\)", "", text)
+    return [without_names(line) for line in lines]
 
 
 def end_report(result: Result, first: str) -> list[str]:
     """The lines of the one report, after its `first`, in a job that ended because a rank had that others wait for."""
     assert result.returncode == 1, str(result)
-    text = unnamed(result.stderr)
+    text = without_names(result.stderr)
     assert f"[rank 0] {first}" in text, str(result)
     assert text.count("The job ends.") == 1, str(result)
     return [line.removeprefix("[rank 0] ") for line in text.splitlines() if line.startswith("[rank 0]   ")]
@@ -62,7 +57,7 @@ comm.all_reduce({X})
     assert len({rank for rank, _ in notices}) == 1, f"one of those that wait says it\n{result}"
     assert re.search(
         r" \| ranks 0, 2: in world .* at <string>:10 in <module>, for \d\.\d s, waiting for rank 1 \| ",
-        unnamed(notices[0][1]),
+        without_names(notices[0][1]),
     ), notices
     lines = report(result, "world (ranks 0-2): #2 all_reduce(4 x float32, op=sum)")
     assert re.fullmatch(r"  ranks 0, 2: in world .* by \w+, at <string>:10 in <module>, for \d\.\d s", lines[0]), lines
@@ -211,7 +206,7 @@ time.sleep(60)
     assert result.returncode == EXIT_CODE, str(result)
     what = "world async_op (ranks 0, 1): #1 all_reduce" if thread == "0" else "world (ranks 0, 1): #1 preparing async"
     assert re.search(
-        rf"\[rank \d\]   rank 0: in {re.escape(what)}.*, at <string>:5 in <module>", unnamed(result.stderr)
+        rf"\[rank \d\]   rank 0: in {re.escape(what)}.*, at <string>:5 in <module>", without_names(result.stderr)
     ), str(result)
 
 
@@ -260,7 +255,9 @@ def test_a_rank_that_dies_is_named_at_once(end: str, others: str) -> None:
     result = job(3, f"if comm.rank == 1:\n    {end}\n{others}\n")
     assert result.returncode != 0, str(result)
     assert result.seconds < PROMPT_S, str(result)
-    assert unnamed(result.stderr).count("[rank 2] rank 1 has died: its process ended without notice") == 1, str(result)
+    assert without_names(result.stderr).count("[rank 2] rank 1 has died: its process ended without notice") == 1, str(
+        result
+    )
     assert result.stderr.count("has died") == 1, str(result)
 
 
@@ -288,7 +285,7 @@ comm.barrier()
 """
     result = job(2, script)
     assert result.returncode != 0, str(result)
-    assert "[rank 0] rank 1 has died" in unnamed(result.stderr), str(result)
+    assert "[rank 0] rank 1 has died" in without_names(result.stderr), str(result)
 
 
 @pytest.mark.parametrize("end", ["comm.barrier()", *extent([], ["collectives.leave_together()"])])
@@ -321,7 +318,7 @@ time.sleep(60)
     assert result.returncode == EXIT_CODE, str(result)
     name = operation.partition("(")[0]
     assert re.search(
-        rf"\n\[rank 0\]   rank 0: in .*{name}.*, at <string>:8 in <module>, for ", unnamed(result.stderr)
+        rf"\n\[rank 0\]   rank 0: in .*{name}.*, at <string>:8 in <module>, for ", without_names(result.stderr)
     ), str(result)
 
 

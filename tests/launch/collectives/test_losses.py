@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from extent import extent
+from extent import FULL, extent
 from hosts import CLUSTER, cluster, need_namespaces
 from launching import ROOT, Result, clean_environment, end_session, is_open_mpi, job_environment, run
 
@@ -70,7 +70,7 @@ def test_all_ranks_end_and_the_report_comes_first(mpi: str, end: str, tmp_path: 
     script = f"""
 time.sleep(0.6)
 if comm.rank == 1:
-    open(sys.argv[1] if len(sys.argv) > 1 else os.environ["SINCE"], "w").write(str(time.time()))
+    open(os.environ["SINCE"], "w").write(str(time.time()))
     {end}
 comm.all_reduce({X})
 """
@@ -82,11 +82,11 @@ comm.all_reduce({X})
     words = {
         ERROR: r"rank 1 on \S+ \(process \d+\) ends by an uncaught KeyError\n",
         LATE: r"missing: rank 1 on \S+ \(process \d+\) \(is in no operation\)\n",
-    }.get(end, r"rank 1 on \S+ \(process \d+\) has died: its process ended without notice, ")
+    }.get(end, r"rank 1 on \S+ \(process \d+\) has died: its process ended without notice")
     said = re.search(words, result.stderr)
-    if said is None and mpi == "mpich" and end in (KILL, SEGFAULT):
-        # MPICH's mpirun kills the other ranks within a millisecond, perhaps before one of them can report. Then it names the process.
-        assert re.search(r"PID \d+ RUNNING AT", result.stdout + result.stderr), str(result)
+    if mpi == "mpich" and end in (KILL, SEGFAULT):
+        # MPICH's mpirun kills the other ranks within a millisecond, perhaps before one of them has reported. It names the process then.
+        assert said or re.search(r"PID \d+ RUNNING AT", result.stdout + result.stderr), str(result)
         return
     assert said, str(result)
     report = file.read_text()
@@ -301,6 +301,22 @@ def is_rank(pid: int, mark: str) -> bool:
         )
     except OSError:
         return False
+
+
+@pytest.mark.skipif(not FULL, reason="takes longer than a host may be silent: in a full run")
+def test_a_rank_that_is_stopped_is_not_a_silent_host() -> None:
+    """The kernel answers for it."""
+    need_namespaces()
+    seconds = 14
+    script = f"""
+if comm.rank == 1:
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {{os.getpid()}}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+print("sum", comm.all_reduce(np.ones(1))[0], flush=True)
+"""
+    result = cluster("-H", "2x1", "python", "-c", HEADER + script, timeout_s=40)
+    assert (result.returncode, result.stdout.count("sum 2.0")) == (0, 2), str(result)
+    assert "[rank " not in result.stderr and result.seconds > seconds, str(result)
 
 
 def test_neighbours_without_a_connection_are_told_and_the_job_goes_on() -> None:

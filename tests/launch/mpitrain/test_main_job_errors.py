@@ -1,6 +1,7 @@
 """What the main job refuses: one line that says what to do, a non-zero exit of all ranks, within seconds."""
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import tensors
-from launching import ROOT, Result, launch, run
+from launching import ROOT, Result, is_open_mpi, launch, run
 from main_job import assert_same_end, command, small_disk, train, trained
 
 import ckpt
@@ -236,3 +237,36 @@ def test_a_rank_that_raises_in_the_middle_of_a_step(corpus: Path, tmp_path: Path
     # `launch` returns when mpirun has ended and its pipes are closed: no rank holds them any more.
     assert time.monotonic() - start < SECONDS
     assert "step 2/60" in result.stdout and "step 3/60" not in result.stdout
+
+
+KILLED = """
+import os, signal, sys, threading, time
+from mpitrain.cli import main
+
+def kill_after_three_steps(metrics):
+    while not os.path.exists(metrics) or sum(1 for _ in open(metrics)) < 3:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+    file = os.path.join(sys.argv[sys.argv.index("--run") + 1], "metrics.jsonl")
+    threading.Thread(target=kill_after_three_steps, args=(file,), daemon=True).start()
+sys.exit(main())
+"""
+
+
+def test_the_report_of_a_killed_rank_is_in_the_folder_of_the_run(corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    failure = folder / "failure.txt"
+    failure.write_text("of an earlier job")
+    result = launch(2, "-c", KILLED, *command(folder, corpus, "--train.steps", "100000")[2:], timeout_s=60)
+    assert result.returncode != 0, str(result)
+    if is_open_mpi() or failure.exists():  # MPICH's mpirun may kill the other rank before it has reported
+        text = failure.read_text()
+        assert "earlier" not in text, text
+        assert re.search(
+            r"^rank 1 on \S+ \(process \d+\) has died: its process ended without notice", text, re.MULTILINE
+        ), text
+        assert re.search(r"its last record, \d\.\d s old:", text), text
+        assert text.splitlines()[1] in result.stderr, f"{text}\n{result}"

@@ -20,9 +20,10 @@ from collectives.diagnosis import (
     set_record_folder,
     stacks,
 )
-from collectives.diagnosis.hangs import answer, deadline, report
+from collectives.diagnosis.hangs import answer, deadline
 from collectives.diagnosis.hangs.answer import State, Waiting
-from collectives.diagnosis.hangs.report import abandoned, deadline_report, deadlocked, end_report
+from collectives.diagnosis.hangs.deadlock import deadlock_report, deadlocked
+from collectives.diagnosis.hangs.report import abandoned, deadline_report, end_report
 from collectives.diagnosis.record import Log, last_operations, open_operations, shown_ranks
 
 
@@ -536,7 +537,7 @@ def test_who_can_never_go_on(states: dict[int, State], stuck: list[int]) -> None
 
 
 def test_the_deadlock_names_both_orders() -> None:
-    text = report.deadlock_report({1: comparing("B"), 0: comparing("A")})
+    text = deadlock_report({1: comparing("B"), 0: comparing("A")})
     assert text.splitlines()[1:] == [
         "  rank 0: A (ranks 0, 1): #5 all_reduce  at a.py:3 in f",
         "  rank 1: B (ranks 0, 1): #5 all_reduce  at a.py:3 in f",

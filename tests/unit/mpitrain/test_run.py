@@ -117,12 +117,17 @@ def test_a_folder_that_another_job_trains_in_is_refused(tmp_path: Path) -> None:
     settings = config(folder)
     never = replace(settings, resume="never")
     first, second = Run(settings), Run(settings)
+    folder.mkdir()
+    first.failure.write_text("of an earlier job")
     first.lock()
+    assert not first.failure.exists()
+    first.failure.write_text("of the job that holds it")
     for run in (second, Run(never)):
         with pytest.raises(ConfigError, match=f"run is being trained by process {os.getpid()} on .*; wait for its end"):
             run.lock()
     second.release()  # of a job that was refused
-    assert [path.name for path in folder.iterdir()] == [".lock"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "failure.txt"]
+    first.failure.unlink()
     first.release()
     assert not folder.exists()
     save(folder, 1)

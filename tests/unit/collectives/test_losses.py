@@ -1,0 +1,203 @@
+"""Parts of the detection of lost ranks that need no MPI: connections, processes, words, and the failure file."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from collectives.diagnosis import links, set_failure_file, write_failure
+from collectives.diagnosis.goodbye import End, Heard
+from collectives.diagnosis.hangs import losses, process
+from collectives.diagnosis.links import Listener, Place, by_distance, connect
+from collectives.diagnosis.roster import NOBODY, Member, Roster
+
+ROSTER = Roster([Member(0, "a", 31), Member(0, "a", 32), Member(2, "b", 31), Member(2, "b", 47)])
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("MPITRAIN_FAILURE_FILE", raising=False)
+    yield
+    set_failure_file(None)
+
+
+# Connections
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_connection_is_made_and_its_end_is_heard(local: bool) -> None:
+    listener = Listener(local=local)
+    made = connect(listener.place)
+    found = listener.close(expected=True)
+    assert made is not None and found is not None
+    with made, found:
+        with pytest.raises(BlockingIOError):
+            found.recv(1)
+        if not local:
+            assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            # silence is detected after 10 s
+            assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+        made.send(b"g")
+        made.close()
+        found.settimeout(5.0)
+        assert (found.recv(1), found.recv(1)) == (b"g", b"")
+
+
+def test_another_listener_at_the_same_address_is_not_taken_for_the_right_one() -> None:
+    """As where two hosts have the same address, each for a bridge of its own."""
+    listener, other = Listener(local=False), Listener(local=False)
+    wrong = listener.place._replace(port=other.place.port)
+    assert connect(wrong) is None
+    with socket.create_connection(("127.0.0.1", listener.place.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        made = connect(listener.place)
+        found = listener.close(expected=True)
+        assert made is not None and found is not None
+        made.close()
+        found.close()
+    assert other.close(expected=False) is None
+
+
+def test_a_rank_that_cannot_be_reached_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
+        begun = time.monotonic()
+        assert connect(Place("", ("127.0.0.1",), silent.getsockname()[1], os.urandom(32))) is None
+        assert time.monotonic() - begun < 5
+    assert connect(Place("\0mpitrain-no-such-name", (), 0, os.urandom(32))) is None
+    assert Listener(local=True).close(expected=False) is None
+
+
+def test_addresses_of_this_host_and_their_order() -> None:
+    assert "127.0.0.1" in links.addresses()
+    mine = ["127.0.0.1", "172.17.0.1", "10.77.0.5"]
+    theirs = ["127.0.0.1", "172.17.0.1", "192.168.1.4", "fd00::4", "10.77.0.4"]
+    assert by_distance(theirs, mine) == ["10.77.0.4", "192.168.1.4", "fd00::4", "127.0.0.1", "172.17.0.1"]
+
+
+# Processes
+
+
+def test_the_state_of_a_process_and_how_it_has_ended() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        started = process.start_time(child.pid)
+        assert started >= process.start_time(os.getpid()) > 0
+        assert process.how_ended(child.pid) == ""
+        child.send_signal(signal.SIGSTOP)
+        wait_for_state(child.pid, "T")
+        assert process.state(child.pid) == "T (stopped)"
+        child.kill()
+        wait_for_state(child.pid, "Z")
+        assert process.how_ended(child.pid) == "was killed by signal 9 (SIGKILL)"
+        assert process.start_time(child.pid) == 0, "a process that has ended is nobody's to signal"
+    finally:
+        child.kill()
+        child.communicate()
+    assert (process.state(child.pid), process.how_ended(child.pid), process.catches(child.pid, 34)) == ("", "", False)
+
+
+def wait_for_state(pid: int, letter: str) -> None:
+    end = time.monotonic() + 10
+    while not process.state(pid).startswith(letter):
+        assert time.monotonic() < end, process.state(pid)
+        time.sleep(0.005)
+
+
+def test_a_signal_is_only_free_if_nothing_handles_it() -> None:
+    signum = process.free_signal()
+    assert signal.SIGRTMIN <= signum <= signal.SIGRTMAX and not process.catches(os.getpid(), signum)
+    before = signal.signal(signum, lambda *_: None)
+    try:
+        assert process.catches(os.getpid(), signum) and process.free_signal() != signum
+    finally:
+        signal.signal(signum, before)
+
+
+# Words
+
+
+def test_ranks_have_hosts_and_processes() -> None:
+    assert ROSTER.name(3) == "rank 3 on b (process 47)"
+    assert ROSTER.names([0, 1]) == "ranks 0, 1 on a (processes 31, 32)"
+    assert ROSTER.names([1, 2, 3]) == "rank 1 on a (process 32), ranks 2, 3 on b (processes 31, 47)"
+    assert Roster([Member(0, "a", rank) for rank in range(9)]).names(range(8)) == "ranks 0-7 on a"
+    assert NOBODY.names([0, 1]) == "ranks 0, 1"
+    assert Roster([Member(node, "x", 1) for node in (0, 1, 0, 1)]).ring() == [0, 2, 1, 3], (
+        "the ranks of a node side by side"
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "words"),
+    [
+        (
+            End.DEATH,
+            (2,),
+            "rank 2 on b (process 31) has died: its process ended without notice; it was killed by signal 9 (SIGKILL)",
+        ),
+        (
+            End.SILENCE,
+            (2, 3),
+            "b is silent: it has not answered for 10 s, so it is down or its link is cut; there are ranks 2, 3 on b ",
+        ),
+        (End.ORPHAN, (2,), "rank 2 on b (process 31) has ended itself, because the launcher on its host has died"),
+    ],
+)
+def test_what_was_lost(how: End, ranks: tuple[int, ...], words: str) -> None:
+    heard = [Heard(2, how, 5, before) for before in (True, False)]  # a ring of two
+    loss = losses.lost(heard, ROSTER, {2: "was killed by signal 9 (SIGKILL)"})
+    assert loss.ranks == ranks
+    assert loss.why.startswith(words) and "\n" not in loss.why
+    two = losses.lost([heard[0], Heard(1, End.DEATH, 6, False)], ROSTER, {})
+    assert two.ranks == (1, *ranks) and two.why.splitlines()[1].startswith("rank 1 on a (process 32) has died")
+
+
+# The failure file
+
+
+def test_the_first_report_makes_the_file_and_later_ones_follow_it(tmp_path: Path) -> None:
+    file = tmp_path / "run/failure.txt"
+    set_failure_file(file)
+    reports = [f"report {number}\n" + f"line of {number}\n" * 50 for number in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write_failure, reports[:1] * 1))
+        first = file.read_text()
+        list(pool.map(write_failure, reports[1:]))
+    text = file.read_text()
+    assert text.startswith(first) and "report 0\nline of 0\n" in first
+    assert all(report in text for report in reports), "none is mixed with another"
+    assert list(file.parent.iterdir()) == [file]
+    set_failure_file(None)
+    write_failure("more")
+    assert file.read_text() == text
+
+
+def test_the_file_of_train_is_a_link_to_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_train, of_run = tmp_path / "failure", tmp_path / "run/failure.txt"
+    monkeypatch.setenv("MPITRAIN_FAILURE_FILE", str(of_train))
+    write_failure("before the run is known")
+    assert "before the run" in of_train.read_text()
+    of_train.unlink()
+    set_failure_file(of_run)
+    write_failure("a failure")
+    assert of_train.read_text() == of_run.read_text() and of_run.read_text().count("a failure") == 1
+    set_failure_file(None)  # another job holds the folder
+    write_failure("the folder is held")
+    assert "held" in of_train.read_text() and "held" not in of_run.read_text()
+
+
+def test_a_file_that_cannot_be_written_is_no_further_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    set_failure_file(tmp_path / "file/failure.txt")
+    monkeypatch.setenv("MPITRAIN_FAILURE_FILE", str(tmp_path / "on/another/host"))
+    write_failure("a failure")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file"]
+    assert stat.S_ISREG((tmp_path / "file").stat().st_mode)
