@@ -1,0 +1,63 @@
+"""Ranks that compute slower than the others. Pure: no torch, no MPI.
+
+A rank is compared with the ranks that have the same work: the same stage, and parts of the same number of parameters. Of these a rank
+with more rows may take as long as its rows in proportion, and one with fewer rows as long as the others. Both limits are too high
+rather than too low, because a part of the time does not depend on the rows.
+"""
+
+import statistics
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+FACTOR = 1.25
+"""A slow step takes a rank so many times the median time of the others."""
+IN_A_ROW = 20
+"""Slow steps in a row that make a straggler."""
+
+
+class Straggler(NamedTuple):
+    """A rank that has been slow in each of the last steps. `factor`: how many times the others' median, in the median step."""
+
+    rank: int
+    factor: float
+    seconds: float
+    """The time that the others may have waited for it in these steps."""
+
+
+class Stragglers:
+    """The slow steps in a row of each rank. `work`: for each rank what it computes; ranks with equal values have the same work."""
+
+    def __init__(self, work: Sequence[Hashable]) -> None:
+        self._peers = [
+            [other for other, its in enumerate(work) if its == mine and other != rank] for rank, mine in enumerate(work)
+        ]
+        self._slow: list[list[tuple[float, float]]] = [
+            [] for _ in work
+        ]  # factor and seconds of the slow steps in a row
+        self._is_told = [False] * len(work)
+
+    def step(self, seconds: Sequence[float], rows: Sequence[float]) -> list[Straggler]:
+        """The ranks that have become stragglers by one more step. `seconds`, `rows`: of each rank in this step.
+
+        A straggler is returned once; again only after a step in which it was not slow.
+        """
+        found = []
+        for rank, peers in enumerate(self._peers):
+            allowed = [seconds[other] * max(rows[rank] / rows[other], 1.0) for other in peers if rows[other]]
+            usual = statistics.median(allowed) if allowed else 0.0
+            if not (allowed and seconds[rank] > FACTOR * usual):
+                self._slow[rank], self._is_told[rank] = [], False
+                continue
+            if self._is_told[rank]:
+                continue
+            self._slow[rank].append((seconds[rank] / usual if usual else float("inf"), seconds[rank] - usual))
+            if len(self._slow[rank]) == IN_A_ROW:
+                factors, lost = zip(*self._slow[rank], strict=True)
+                found.append(Straggler(rank, statistics.median(factors), sum(lost)))
+                self._slow[rank], self._is_told[rank] = [], True
+        return found
+
+    def forget(self) -> None:
+        """Begin anew, after the steps were interrupted."""
+        self._slow = [[] for _ in self._slow]
+        self._is_told = [False] * len(self._is_told)
