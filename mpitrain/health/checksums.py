@@ -2,8 +2,9 @@
 
 A tensor is read as 64-bit words, and a last word of what is left. The plain sum of the words, modulo 2^64, changes with each single
 flipped bit. Two flips may cancel in it: the same bit of two words, once from 0 to 1 and once from 1 to 0. So a second sum weights each
-block of `BLOCK` words by its number, and changes unless both flips are in one block. Both need one pass over the memory. The words
-begin at the tensor's first element, so equal values have equal checksums wherever they lie.
+block of `BLOCK` words by its number, and each word after the last whole block by its own. It changes unless both flips are in one
+block. Both sums need one pass over the memory. The words begin at the tensor's first element, so equal values have equal checksums
+wherever they lie.
 """
 
 from collections.abc import Sequence
@@ -59,12 +60,11 @@ def block_sums(tensor: torch.Tensor) -> list[int]:
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
     words = _words(tensor)
     count = words.numel() // BLOCK
-    rest = words[count * BLOCK :].sum()
-    if not count:
-        return rest.expand(2)
-    blocks = words[: count * BLOCK].view(count, BLOCK).sum(1)
-    weights = torch.arange(1, count + 1, device=words.device)
-    return torch.stack([blocks.sum() + rest, (blocks * weights).sum() + (count + 1) * rest])
+    terms = words
+    if count:
+        terms = torch.cat([words[: count * BLOCK].view(count, BLOCK).sum(1), words[count * BLOCK :]])
+    weights = torch.arange(1, len(terms) + 1, device=words.device)
+    return torch.stack([terms.sum(), (terms * weights).sum()])
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

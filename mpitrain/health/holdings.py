@@ -1,5 +1,6 @@
 """The tensors that a rank holds, each with the rows that it is of the whole tensor."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -106,14 +107,23 @@ def constants(model: nn.Module, versions: dict[str, int], *, data: int) -> list[
 
 
 def generators(seed_of: int, device: torch.device) -> list[Holding]:
-    """The states of torch's generators. Ranks with the same `seed_of` draw the same numbers."""
+    """Digests of the states of torch's generators. Ranks with the same `seed_of` draw the same numbers.
+
+    A state has counters: one falls as another rises, and a sum would not change.
+    """
     states = {"host": torch.get_rng_state()}
     if device.type == "cuda":
         states["device"] = torch.cuda.get_rng_state(device)
     return [
-        Holding(Rows(f"torch's generator of the {where}", (((seed_of,), ()),), 0, 1), state, is_counted=False)
+        Holding(Rows(f"torch's generator of the {where}", (((seed_of,), ()),), 0, 1), _digest(state), is_counted=False)
         for where, state in states.items()
     ]
+
+
+def _digest(state: torch.Tensor) -> torch.Tensor:
+    return torch.frombuffer(
+        bytearray(hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()), dtype=torch.int64
+    )
 
 
 def _place(
