@@ -154,7 +154,7 @@ class Replicas:
             return rows.name  # the bits changed between two looks at them
         element = int(different[0]) // there.itemsize
         place = _unraveled(start + element, shape)
-        if len(place) == len(rows.of[0][0] if rows.of else ()) and len(rows.of[0][1]) == len(place):
+        if place and rows.of and len(rows.of[0][0]) == len(rows.of[0][1]) == len(place):
             index = tuple(i + rows.begin * (d == dim) for d, i in enumerate(place))
             place = index_in_whole(rows.of, index)
         values_said = " and ".join(
