@@ -10,12 +10,14 @@ wherever they lie.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 BLOCK = 4096
 """Words of a block: 32 KiB, which fit the first cache."""
 WORD_BYTES = 8
 _MODULUS = 1 << 64
+_FEW = 32  # blocks: 1 MiB
 
 
 class Checksum(NamedTuple):
@@ -27,14 +29,17 @@ class Checksum(NamedTuple):
 
 def checksums(tensors: Sequence[torch.Tensor]) -> list[Checksum]:
     """The checksum of each tensor. The host waits once for each device."""
-    found = [_sums(tensor) for tensor in tensors]
     results = [Checksum(0, 0)] * len(tensors)
-    places: dict[torch.device, list[int]] = {}
-    for index, sums in enumerate(found):
-        places.setdefault(sums.device, []).append(index)
-    for indices in places.values():
-        numbers = torch.stack([found[index] for index in indices]).tolist()
-        for index, (plain, weighted) in zip(indices, numbers, strict=True):
+    places: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for index, tensor in enumerate(tensors):
+        words = _words(tensor)
+        if words.device.type == "cpu":
+            results[index] = _on_host(words)
+        else:
+            places.setdefault(words.device, []).append((index, _on_device(words)))
+    for found in places.values():
+        numbers = torch.stack([sums for _, sums in found]).tolist()
+        for (index, _), (plain, weighted) in zip(found, numbers, strict=True):
             results[index] = Checksum(plain % _MODULUS, weighted % _MODULUS)
     return results
 
@@ -51,27 +56,36 @@ def flipped_bit(before: Checksum, after: Checksum) -> int | None:
 def block_sums(tensor: torch.Tensor) -> list[int]:
     """The sum of each block of words; the last entry is of all words after the whole blocks."""
     words = _words(tensor)
-    count = words.numel() // BLOCK
-    blocks = words[: count * BLOCK].view(count, BLOCK).sum(1)
-    return [*blocks.tolist(), words[count * BLOCK :].sum().item()]
+    whole = words.numel() // BLOCK * BLOCK
+    return [*words[:whole].view(-1, BLOCK).sum(1).tolist(), int(words[whole:].sum())]
 
 
-@torch.no_grad()
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    words = _words(tensor)
-    count = words.numel() // BLOCK
-    terms = words
-    if count:
-        terms = torch.cat([words[: count * BLOCK].view(count, BLOCK).sum(1), words[count * BLOCK :]])
+def _on_host(words: torch.Tensor) -> Checksum:
+    """Of many tensors most are small, and NumPy begins an operation sooner than torch. Torch uses several threads."""
+    terms = words.numpy()
+    whole = len(terms) // BLOCK * BLOCK
+    if whole > _FEW * BLOCK:
+        terms = np.concatenate([words[:whole].view(-1, BLOCK).sum(1).numpy(), terms[whole:]])
+    elif whole:
+        terms = np.concatenate([np.add.reduce(terms[:whole].reshape(-1, BLOCK), axis=1), terms[whole:]])
+    weighted = int(np.dot(terms, np.arange(1, len(terms) + 1)))
+    return Checksum(int(np.add.reduce(terms)) % _MODULUS, weighted % _MODULUS)
+
+
+def _on_device(words: torch.Tensor) -> torch.Tensor:
+    """The two sums, which the host has not waited for."""
+    whole = words.numel() // BLOCK * BLOCK
+    terms = torch.cat([words[:whole].view(-1, BLOCK).sum(1), words[whole:]])
     weights = torch.arange(1, len(terms) + 1, device=words.device)
     return torch.stack([terms.sum(), (terms * weights).sum()])
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor as int64; a view where the memory allows it."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = tensor.detach()
     if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
+        flat = torch.view_as_real(flat.resolve_conj())
+    flat = flat.resolve_neg().contiguous().view(-1)
     num_bytes = flat.numel() * flat.itemsize
     if num_bytes % WORD_BYTES:
         padded = flat.new_zeros(-(-num_bytes // WORD_BYTES) * WORD_BYTES // flat.itemsize)

@@ -221,11 +221,11 @@ class Health:
         count = len(self._times)  # the same on all ranks
         self._times.clear()
         for at in range(IN_A_ROW - count, IN_A_ROW):
-            for rank, factor, seconds in self._stragglers.step(
+            for rank, steps, factor, seconds in self._stragglers.step(
                 everyones[:, at, 0].tolist(), everyones[:, at, 1].tolist()
             ):
                 self._reports.tell(
-                    f"step {step}: {self._place(rank)} computes {factor:.2f} times as long as the other ranks, for {IN_A_ROW} steps "
+                    f"step {step}: {self._place(rank)} computes {factor:.2f} times as long as the other ranks, for {steps} steps "
                     "in a row: is its core shared, or its processor hot?",
                     "straggler", rank=rank, host=self._hosts[rank], cost_s=round(seconds, 3), step=step, factor=round(factor, 3),
                 )  # fmt: skip

@@ -46,9 +46,9 @@ class Window:
 
     def judge(self, value: float) -> Spike | None:
         """The spike that a finite value is; None if it is none. Changes nothing: see `accept` and `refuse`."""
-        if len(self._values) < FEWEST:
-            return None
         seen = self._seen(value)
+        if len(self._values) < FEWEST or seen <= max(self._values):
+            return None  # almost always
         median, scale = robust_scale(self._values, smallest=0.05 if self._in_logs else None)
         score = (seen - median) / scale
         if not score > self._threshold:

@@ -13,12 +13,15 @@ FACTOR = 1.25
 """A slow step takes a rank so many times the median time of the others."""
 IN_A_ROW = 20
 """Slow steps in a row that make a straggler."""
+LEAST_S = 5.0
+"""The time of these steps on the slow rank. Where ranks share cores, the system favours some of them for up to seconds."""
 
 
 class Straggler(NamedTuple):
-    """A rank that has been slow in each of the last steps. `factor`: how many times the others' median, in the median step."""
+    """A rank that has been slow in each of the last `steps`. `factor`: how many times the others' median, in the median step."""
 
     rank: int
+    steps: int
     factor: float
     seconds: float
     """The time that the others may have waited for it in these steps."""
@@ -33,7 +36,7 @@ class Stragglers:
         ]
         self._slow: list[list[tuple[float, float]]] = [
             [] for _ in work
-        ]  # factor and seconds of the slow steps in a row
+        ]  # its and the usual seconds of slow steps in a row
         self._is_told = [False] * len(work)
 
     def step(self, seconds: Sequence[float], rows: Sequence[float]) -> list[Straggler]:
@@ -50,10 +53,11 @@ class Stragglers:
                 continue
             if self._is_told[rank]:
                 continue
-            self._slow[rank].append((seconds[rank] / usual if usual else float("inf"), seconds[rank] - usual))
-            if len(self._slow[rank]) == IN_A_ROW:
-                factors, lost = zip(*self._slow[rank], strict=True)
-                found.append(Straggler(rank, statistics.median(factors), sum(lost)))
+            slow = self._slow[rank]
+            slow.append((seconds[rank], usual))
+            if len(slow) >= IN_A_ROW and sum(its for its, _ in slow) >= LEAST_S:
+                factor = statistics.median(its / usual if usual else float("inf") for its, usual in slow)
+                found.append(Straggler(rank, len(slow), factor, sum(its - usual for its, usual in slow)))
                 self._slow[rank], self._is_told[rank] = [], True
         return found
 

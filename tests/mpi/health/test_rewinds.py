@@ -90,7 +90,7 @@ def test_a_resume_keeps_what_was_left_out(make: Make) -> None:
     assert [event["samples"] for event in read_events(rest.run.folder)] == [[72, 84], [108, 120]]
     last = make("part", 20, *args)
     poison(last, {16 * BATCH})
-    with pytest.raises(FloatingPointError, match="step 15: loss nan, .*no step was taken"):  # no rewind is left
+    with pytest.raises(FloatingPointError, match=r"step 15: loss nan, .*no step was taken"):  # no rewind is left
         last.fit()
 
 
