@@ -86,6 +86,10 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj())
     flat = flat.resolve_neg().contiguous().view(-1)
+    if not flat.numel():
+        return flat.new_empty(0, dtype=torch.int64)
+    if flat.dtype == torch.bool:
+        flat = flat.view(torch.uint8)  # a copy of a bool would lose the other bits
     num_bytes = flat.numel() * flat.itemsize
     if num_bytes % WORD_BYTES:
         padded = flat.new_zeros(-(-num_bytes // WORD_BYTES) * WORD_BYTES // flat.itemsize)
