@@ -8,8 +8,7 @@
 
 All decisions follow from numbers that all ranks have, or that they exchange. A *checked* step is one whose number is a multiple of
 `train.check_every`. Before its optimizer's step the ranks compare what they hold alike (replicas.py), and each rank compares its shards
-with what they were after the last optimizer's step (resting.py). A step with a spike, and one whose loss is not finite, is compared as
-well: a flipped bit of an exponent shows there first.
+with what they were after the last optimizer's step (resting.py). A step with a spike, and one that is not finite, is compared as well: a flipped bit of an exponent shows there first.
 """
 
 import math
@@ -114,8 +113,7 @@ class Health:
             window.judge(value) for window, value in zip(self._windows, (loss, grad_norm), strict=True)
         ] * is_finite
         spikes = [spike for spike in found if spike is not None]
-        # The gradients of a scaled loss may overflow while the loss is finite: this is usual.
-        is_odd = bool(spikes) or not math.isfinite(loss)
+        is_odd = bool(spikes) or not is_finite
         if self._train.check_every and (self._is_checked(step) or is_odd):
             self._check(step)
         self._resting.forget()

@@ -25,11 +25,15 @@ def largest(trainer: Trainer) -> tuple[str, torch.nn.Parameter]:
     return max(trainer.model.named_parameters(), key=lambda each: each[1].numel())
 
 
-@pytest.mark.parametrize("what", ["model", "exp_avg_sq", "step"])
-@pytest.mark.parametrize("storage", STORAGES)
+CASES = [(storage, what) for storage in STORAGES for what in ("model", "exp_avg_sq", "step")]
+FEW = [("resident", "model"), ("private", "exp_avg_sq")]
+
+
+@pytest.mark.parametrize(
+    ("storage", "what"),
+    [pytest.param(*case, marks=() if case in FEW else pytest.mark.ranks(2)) for case in CASES],
+)
 def test_a_bit_flips_in_a_checked_step(comm: Communicator, make: Make, storage: str, what: str) -> None:
-    if comm.size > 2 and (storage, what) not in (("resident", "model"), ("private", "exp_avg_sq")):
-        pytest.skip("on one rank and on two all combinations are tested")
     trainer = make("run", 8, *CHECKED, *STORAGES[storage])
     wrong, (name, param) = comm.size - 1, largest(trainer)
 
