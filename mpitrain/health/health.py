@@ -8,7 +8,8 @@
 
 All decisions follow from numbers that all ranks have, or that they exchange. A *checked* step is one whose number is a multiple of
 `train.check_every`. Before its optimizer's step the ranks compare what they hold alike (replicas.py), and each rank compares its shards
-with what they were after the last optimizer's step (resting.py). A step with a spike, and one that is not finite, is compared as well: a flipped bit of an exponent shows there first.
+with what they were after the last optimizer's step (resting.py). The ranks also compare in a step with a spike, and in one that is not
+finite: a flipped bit of an exponent shows there first.
 """
 
 import math

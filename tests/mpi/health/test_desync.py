@@ -3,11 +3,12 @@
 import math
 import platform
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_trainers import Make, flip, in_step
+from small_trainers import Make, flip, in_step, maker
 
 from collectives import Communicator
 from mpitrain.elastic.events import read_events
@@ -95,6 +96,30 @@ def test_a_bit_flips_in_a_full_copy_beside_the_shards(comm: Communicator, make: 
     said = failure_of(trainer)
     assert "copy of model/" in said and f"rank {wrong} on" in said, said
     assert ("from the majority" in said) == (comm.size > 2)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_bit_flips_in_the_copy_of_a_node(
+    two_nodes: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Each node has one copy in shared memory. In it the other node's rows change."""
+    comm = two_nodes
+    trainer = maker(comm, shared_tmp, monkeypatch)("run", 8, *CHECKED, "--parallel.param-dtype", dtype)
+    on_wrong_node = comm.all_gather_object(comm.rank % 2 == 1)
+
+    def act() -> None:
+        # the first rank's rows, in the memory of the second node
+        param = next(param for param in sharded_params(trainer.model) if len(param.full) > comm.size)
+        comm.barrier()
+        if comm.rank == 1:
+            param.full.detach().view(-1).view(torch.int16)[0] ^= 1
+        comm.barrier()
+
+    in_step(trainer, 4, act)
+    said = failure_of(trainer)
+    named = [rank for rank in range(comm.size) if f"rank {rank} on" in said]
+    assert "copy of model/" in said and any(on_wrong_node[rank] for rank in named) and len(named) == 2, said
 
 
 def change_numbers(trainer: Trainer, what: str) -> None:
