@@ -1,6 +1,7 @@
 """What a training loop calls to find silent faults: `Health`.
 
     health.begin(step)                                        once before the first step, and after each change of the state
+    is_odd = health.is_odd(grad_norm)                         each rank by itself; then the ranks tell each other
     skips = health.before_step(...)                           when the loss and the gradient norm are known, before the optimizer's step
     health.after_step(...)                                    after it
     health.go_back(bad)                                       after a step that was not finite, if `may_go_back`
@@ -102,10 +103,14 @@ class Health:
         self.reached[step] = time.perf_counter()
         self._begin(step)
 
-    def before_step(self, step: int, loss: float, grad_norm: float) -> bool:
+    def is_odd(self, grad_norm: float) -> bool:
+        """Whether this rank's gradient norm is a spike or not finite. Not collective: a fault may have changed it on one rank alone."""
+        return not math.isfinite(grad_norm) or self._windows[1].judge(grad_norm) is not None
+
+    def before_step(self, step: int, loss: float, grad_norm: float, *, is_odd: bool) -> bool:
         """Check before the optimizer's step number `step` (from 0). Returns whether the step is to be left out, because of a spike.
 
-        DesyncError or FlippedBitError, on all ranks.
+        `is_odd`: on some rank. DesyncError or FlippedBitError, on all ranks.
         """
         began = time.perf_counter()
         self.check_s = 0.0
@@ -114,9 +119,9 @@ class Health:
             window.judge(value) for window, value in zip(self._windows, (loss, grad_norm), strict=True)
         ] * is_finite
         spikes = [spike for spike in found if spike is not None]
-        is_odd = bool(spikes) or not is_finite
+        is_odd |= not math.isfinite(loss) or any(spike.what == "loss" for spike in spikes)
         if self._train.check_every and (self._is_checked(step) or is_odd):
-            self._check(step)
+            self._check(step, grad_norm)
         self._resting.forget()
         skips = False
         if spikes:
@@ -155,7 +160,7 @@ class Health:
 
     # Copies and bits
 
-    def _check(self, step: int) -> None:
+    def _check(self, step: int, grad_norm: float) -> None:
         """Compare the copies on all ranks, and this rank's shards with themselves."""
         held = holdings.at_rest(self._model, self._optimizer)
         known, changes = self._resting.compare(held) if self._resting.is_taken else ({}, [])
@@ -166,10 +171,11 @@ class Health:
         ]
         numbers = {
             "the step": str(step),
+            "the gradient norm": f"{grad_norm:.7g}",  # processors of other kinds may add in another order
             "the position in the data": str((self._batches.next_sample(step), self._batches.left_out)),
             "the settings": self._settings,
             "the algorithm table": str(self._comm.table.to_dict()),
-            "the optimizer's settings": _hyperparameters(self._optimizer),
+            "the optimizer's settings": holdings.hyperparameters(self._optimizer),
             **self._numbers(),
         }
         difference, news = self._replicas.compare(held, known, numbers, changes)
@@ -291,8 +297,3 @@ class Health:
         self._rewinds = max(self._rewinds, state.get("rewinds", 0))
         for window, its in zip(self._windows, state.get("windows", ((), ())), strict=True):
             window.load(its)
-
-
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> str:
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return "\n".join(map(repr, groups))

@@ -120,6 +120,12 @@ def generators(seed_of: int, device: torch.device) -> list[Holding]:
     ]
 
 
+def hyperparameters(optimizer: torch.optim.Optimizer) -> str:
+    """The settings of an optimizer's groups, such as the learning rate, one line per group."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return "\n".join(map(repr, groups))
+
+
 def _digest(state: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(
         bytearray(hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()), dtype=torch.int64

@@ -131,12 +131,13 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         total = self.passes.train(batches, lambda loss: self.stepper.scale(loss * weight))
         grad_norm, loss_scale = self.stepper.clip(), self.stepper.loss_scale
-        # One message sums the losses of the global batch, the requests to stop, and whether rank 0 lost the folder.
-        total_loss, asked, lost = self._sum(total, stop.requested(), self.run.is_lost())
+        # One message sums the losses of the global batch, the requests to stop, whether rank 0 lost the folder, and odd norms.
+        is_odd = self.health.is_odd(grad_norm)
+        total_loss, asked, lost, odd = self._sum(total, stop.requested(), self.run.is_lost(), is_odd)
         mean = total_loss / num_counted if num_counted else math.nan
         if lost:
             self._check_lock()
-        skips = self.health.before_step(self.step, mean, grad_norm)
+        skips = self.health.before_step(self.step, mean, grad_norm, is_odd=odd > 0)
         try:
             taken = self.stepper.step(mean, grad_norm, number=self.step + 1, is_empty=not num_counted, skip=skips)
         except FloatingPointError as error:

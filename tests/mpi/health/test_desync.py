@@ -98,6 +98,23 @@ def test_a_bit_flips_in_a_full_copy_beside_the_shards(comm: Communicator, make: 
     assert ("from the majority" in said) == (comm.size > 2)
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(("value", "step"), [(1e6, 40), (math.nan, 3)])
+def test_a_gradient_that_changes_on_one_rank(comm: Communicator, make: Make, value: float, step: int) -> None:
+    """In stage 0 each rank has all gradients, and would take a step of its own, or none."""
+    trainer = make("run", 42, "--train.check-every", "100", "--parallel.stage", "0")
+
+    def act() -> None:
+        if comm.rank == 1:
+            gradient = params(trainer)[NORM].grad
+            assert gradient is not None
+            gradient[3] = value
+
+    in_step(trainer, step, act)
+    said = failure_of(trainer)
+    assert said.startswith(f"step {step}: ") and "the gradient norm" in said and "rank 1 on" in said, said
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_bit_flips_in_the_copy_of_a_node(
