@@ -189,7 +189,8 @@ class TrainConfig:
     skip_spikes: bool = False
     """Leave out a step with a spike, and its data."""
     check_every: int = 50
-    """Steps between two checks: do copies on different ranks agree, and have the ranks' shards kept their bits; 0: no checks."""
+    """Steps between two checks: do copies on different ranks agree, and have the ranks' shards kept their bits; 0: no checks. A step
+    before a checkpoint is checked, too."""
     seed: int = 0
     """Seed of the initial values, of the order of the data, and of the sample."""
     eval_every: int = 250

@@ -8,9 +8,9 @@
     health.saved(step); state_dict(); load_state_dict(...)    with each checkpoint
 
 All decisions follow from numbers that all ranks have, or that they exchange. A *checked* step is one whose number is a multiple of
-`train.check_every`. Before its optimizer's step the ranks compare what they hold alike (replicas.py), and each rank compares its shards
-with what they were after the last optimizer's step (resting.py). The ranks also compare in a step with a spike, and in one that is not
-finite: a flipped bit of an exponent shows there first.
+`train.check_every`, or of `checkpoint.every`: its state will be saved. Before its optimizer's step the ranks compare what they hold
+alike (replicas.py), and each rank compares its shards with what they were after the last optimizer's step (resting.py). The ranks also
+compare in a step with a spike, and in one that is not finite: a flipped bit of an exponent shows there first.
 """
 
 import math
@@ -55,9 +55,9 @@ class Bad(NamedTuple):
 class Health:
     """The checks of one run on this rank. All methods are collective, with the same arguments on all ranks where not said otherwise.
 
-    `data`: the ranks that share a global batch. `seed_of`: ranks with the same number draw the same random numbers. `work`: what this
-    rank computes; ranks with equal values do the same work on their rows. `numbers`: what else all ranks must have alike, as text.
-    `sources`: where good states are, the best first; a list that the caller may change.
+    `data`: the ranks that share a global batch. `seed_of`: ranks with the same number draw the same random numbers. `work`: ranks with
+    equal values do the same work on their rows. `numbers`: what else all ranks must have alike, as text. `sources`: where good states
+    are, the best first; a list that the caller may change.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Health:
         self._train, self._comm, self._model, self._optimizer = config.train, comm, model, optimizer
         self._batches, self._device, self._seed_of, self._numbers = batches, device, seed_of, numbers
         self._settings, self._reports = to_toml(config), reports
+        self._saves_every = config.checkpoint.every
         self._data = data.broadcast_object(comm.rank)
         told = comm.all_gather_object((platform.node(), work))
         self._hosts = [host for host, _ in told]
@@ -156,7 +157,8 @@ class Health:
             self._resting.take(holdings.at_rest(self._model, self._optimizer))
 
     def _is_checked(self, step: int) -> bool:
-        return bool(self._train.check_every) and (step + 1) % self._train.check_every == 0
+        periods = (self._train.check_every, self._saves_every) if self._train.check_every else ()
+        return any(period and (step + 1) % period == 0 for period in periods)
 
     # Copies and bits
 

@@ -87,7 +87,7 @@ def lines(trainer: Trainer) -> list[dict[str, Any]]:
 def test_a_spike_is_told_and_left_out_if_asked(make: Make, skips: bool, capsys: pytest.CaptureFixture[str]) -> None:
     args = ("--train.skip-spikes", "--optim.min-lr-ratio", "1") if skips else ()
     trainer = make("run", 44, *args)
-    jump(trainer, 37, 100.0)
+    jump(trainer, 37, 1e4)
     trainer.fit()
     (event,) = read_events(trainer.run.folder)
     assert event["event"] == "spike" and event["step"] == 38 and event["skipped"] == skips
@@ -102,7 +102,7 @@ def test_a_spike_is_told_and_left_out_if_asked(make: Make, skips: bool, capsys: 
     part = make("part", 36, *args)
     part.fit()
     rest = make("part", 44, *args)
-    jump(rest, 37, 100.0)
+    jump(rest, 37, 1e4)
     rest.fit()
     kept = ("step", "loss", "grad_norm", "skipped")
     assert [[line.get(key) for key in kept] for line in lines(rest)] == [
