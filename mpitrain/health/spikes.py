@@ -6,8 +6,9 @@ the window change both little. The window has the last accepted values, and no s
 
 [Note: threshold] A false alarm of one in 100 runs of 2,000 steps with two signals is a probability of 2.5e-6 per value. Normal noise
 reaches it at 4.6 standard deviations, noise with exponential tails (Laplace) at 12, and Student's t with 5 degrees of freedom, whose
-fourth moment is the last finite one, at 19. In 2,000 steps of a GPT with 0.1 M parameters and 768 targets in a step the highest score of
-a loss was 4.2, and that of a gradient norm 7.7. There a score of 20 is a loss 3 nats above the median, or a norm of 6 times the median.
+fourth moment is the last finite one, at 19. In 2,000 steps of a GPT with 0.1 M parameters and 768 targets in a step the highest score
+of a loss was 4.2, and that of a gradient norm 7.7. There a score of 20 is a loss 3 nats above
+the median, or a norm of 6 times the median.
 """
 
 import math
