@@ -189,6 +189,15 @@ class TrainConfig:
     """With `elastic`: steps between copies of the state in node memory, from which a run goes on after a loss; 0: no copies."""
     max_skipped_steps: int = 0
     """Steps in a row that may be skipped because their loss or gradient is not finite; one more is an error."""
+    max_rewinds: int = 0
+    """Times that a run goes back to its last good state, and leaves out the data of the bad steps, before such an error ends it."""
+    spike_threshold: float = 20.0
+    """A loss or gradient norm that is so many robust standard deviations above the median of the last steps is a spike; 0: none is."""
+    skip_spikes: bool = False
+    """Leave out a step with a spike, and its data."""
+    check_every: int = 50
+    """Steps between two checks: do copies on different ranks agree, and have the ranks' shards kept their bits; 0: no checks. A step
+    before a checkpoint is checked, too."""
     seed: int = 0
     """Seed of the initial values, of the order of the data, and of the sample."""
     eval_every: int = 250
@@ -210,6 +219,9 @@ class TrainConfig:
         for name in (
             "copy_every",
             "max_skipped_steps",
+            "max_rewinds",
+            "spike_threshold",
+            "check_every",
             "seed",
             "eval_every",
             "eval_batches",

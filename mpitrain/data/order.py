@@ -10,8 +10,11 @@ only a position, and any rank finds any sample of any step in constant time and 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+from mpitrain.data.left_out import Interval, merged, moved_past
 
 _ROUNDS = 6
 """Rounds of the Feistel network: 4 give a permutation without a visible pattern; 2 more cost little."""
@@ -91,7 +94,9 @@ class Batches:
                 f"{len(tokens)}; take more data, or lower train.batch or model.context"
             )
         self.tokens, self.context, self.batch, self.seed = tokens, context, batch, seed
-        self._first_sample = 0  # the first sample of step 0 if all steps had the current batch size
+        self.left_out: list[Interval] = []
+        """The samples that no step trains on: see `leave_out`."""
+        self._step, self._sample = 0, 0  # where the current order begins: see `go_on`
         self._num_shifts = min(context, len(tokens) - self.num_windows * context)
 
     def get(self, step: int, lo: int, hi: int) -> np.ndarray:
@@ -101,7 +106,7 @@ class Batches:
             (hi - lo, context + 1) int64: the tokens that the model sees; the last column has the last targets.
         """
         _check_rows(lo, hi, self.batch)
-        positions = self.next_sample(step) + np.arange(lo, hi, dtype=np.int64)
+        positions = self._positions(step, np.arange(lo, hi, dtype=np.int64))
         starts = sample_starts(
             positions,
             seed=self.seed,
@@ -112,12 +117,23 @@ class Batches:
         return _rows(self.tokens, starts, self.context)
 
     def next_sample(self, step: int) -> int:
-        """The number of samples before a step, which is the position in the data."""
-        return self._first_sample + step * self.batch
+        """The position in the data of a step's first sample: the number of samples before it, those left out included."""
+        return int(self._positions(step, np.zeros(1, np.int64))[0])
 
     def go_on(self, step: int, next_sample: int) -> None:
         """Let the global batch of `step` begin at `next_sample`, because the run may have been saved with another batch size."""
-        self._first_sample = next_sample - step * self.batch
+        self._step, self._sample = step, next_sample
+
+    def leave_out(self, intervals: Iterable[Sequence[int]]) -> None:
+        """Leave out further samples, `begin` to `end - 1` of each interval: later steps train on the samples after them.
+
+        The steps before an interval keep their samples. Call it between two steps.
+        """
+        self.left_out = merged([*self.left_out, *intervals])
+
+    def _positions(self, step: int, rows: np.ndarray) -> np.ndarray:
+        """The positions of rows of a step's global batch."""
+        return moved_past(self._sample, (step - self._step) * self.batch + rows, self.left_out)
 
 
 class HeldoutBatches:

@@ -189,8 +189,10 @@ class Pipeline:
         reduce: Any = getattr(self.stages.model, "reduce_gradients", None)
         if reduce is not None:
             reduce()
+        began = perf_counter()
         run.messages.end()
         self._tied.add(self.stages.model, earlier)
+        self.communication_s += perf_counter() - began
         total = self._from_last_stage(run)
         run.record.stop = perf_counter()
         self._keep(run.record)
@@ -270,6 +272,7 @@ class Pipeline:
         scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Run:
         """Check the arguments of all ranks, and agree on the shapes of the micro-batches."""
+        began = perf_counter()
         with self.comm.together(name):
             self._check_norms()
             if isinstance(inputs, torch.Tensor):
@@ -289,6 +292,7 @@ class Pipeline:
         program = schedule.program(self.comm.rank)
         if scale is not None and self.comm.rank != schedule.rank_of(schedule.num_stages - 1):
             scale(torch.zeros((), device=self._device))  # a scaler, such as torch's, begins with its first call
+        self.communication_s += perf_counter() - began
         return Run(self.stages, messages, program, calls, loss_of or _itself, last, scale)
 
     def _from_last_stage(self, run: Run) -> torch.Tensor:

@@ -153,7 +153,7 @@ class _Cutter:
         if hasattr(self.modules[""], "resize_token_embeddings"):
             self.modules[""].resize_token_embeddings = _refuse_resize
         self._mark_inputs()
-        self._before("", partial(check_inputs, self.comm), prepend=True)
+        self._before("", partial(check_inputs, self.ranks.exchange), prepend=True)
         self.modules[""].register_forward_pre_hook(CheckParts(self.params), prepend=True)
         blocks = {block for stack in self.layout.stacks.values() for block in stack}
         random.separate(

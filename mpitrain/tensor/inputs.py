@@ -3,32 +3,36 @@
 With inputs of other shapes the ranks would wait for each other, and with other values each would add its part of another sum.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from collectives import Communicator
 from mpitrain.agreement import check_alike, hash_of_values
 from mpitrain.parts import part_of
 from mpitrain.stage_streams import stream_of_stages
+from mpitrain.tensor.exchange import Exchange
 
 
-def check_inputs(comm: Communicator, module: nn.Module, args: Any, kwargs: Any) -> None:
+def check_inputs(exchange: Exchange, module: nn.Module, args: Any, kwargs: Any) -> None:
     """A forward pre-hook of a cut model. ValueError on all ranks if their inputs differ. Collective.
 
-    The output of an earlier stage of a pipeline is not compared: its inputs were, and each rank may have its own tokens of it.
+    The output of an earlier stage of a pipeline is not compared: its inputs were, and each rank may have its own tokens of it. The time
+    counts as one of `exchange`: in a step this is the first wait of the ranks for each other.
     """
+    began = time.perf_counter()
     stream = stream_of_stages(module)
     named = ((name, value) for name, value in kwargs.items() if name != stream)
     inputs = [*((f"input {at}", value) for at, value in enumerate(args)), *named]
     check_alike(
-        comm,
+        exchange.comm,
         [_described(name, x) for input_name, value in inputs for name, x in _tensors(input_name, value)],
-        caller=f"{type(module).__name__} is cut over {comm.size} ranks, which must get the same inputs",
+        caller=f"{type(module).__name__} is cut over {exchange.comm.size} ranks, which must get the same inputs",
         remedy="choose the batch and the seed by the data rank, mesh['dp_replicate', 'dp_shard', 'cp'].rank",
     )
+    exchange.seconds += time.perf_counter() - began
 
 
 class CheckParts:

@@ -39,7 +39,7 @@ class Endurance:
     """The endurance of one attempt, on the ranks `comm`. `say`: prints a line on rank 0. All methods are collective."""
 
     def __init__(
-        self, config: Config, comm: Communicator, run: Run, lasting: Lasting, say: Callable[[str], None]
+        self, config: Config, comm: Communicator, run: Run, lasting: Lasting, say: Callable[[str], object]
     ) -> None:
         self._config, self._comm, self._run, self._lasting, self._say = config, comm, run, lasting, say
         self._lease: Lease | None = None

@@ -28,6 +28,7 @@ class StepMetrics(NamedTuple):
     memory_bytes: int  # this rank's resident set with shared pages; on a GPU torch's peak
     mfu: float  # share of the FLOP/s that a large matrix product reached on the same ranks at the start
     loss_scale: float | None = None  # factor of the loss; None without scaling: see `GradScaler`
+    check_s: float | None = None  # in the checks of this step, including waits for other ranks
     skipped: bool = False  # the optimizer did not step, because loss or gradients are not finite
 
     def to_dict(self) -> dict[str, Any]:

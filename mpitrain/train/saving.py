@@ -21,12 +21,14 @@ _EXPECTED = ("step", "config", "num_ranks", "data")
 
 
 class Resumed(NamedTuple):
-    """The point from which a run continues. `stepper`: its state_dict. `remarks`: lines about differences from the saved run."""
+    """The point from which a run continues. `stepper`, `health`: their state_dict. `remarks`: lines about differences from the saved
+    run."""
 
     step: int  # steps done
     next_sample: int  # samples of the training data seen
     stepper: dict[str, Any]
     remarks: list[str]
+    health: dict[str, Any]
 
 
 def collect(
@@ -38,6 +40,7 @@ def collect(
     step: int,
     next_sample: int,
     stepper: dict[str, Any],
+    health: dict[str, Any],
     fingerprint: str,
 ) -> state.Collected:
     """The state after `step` steps. Collective if the model is a pipeline."""
@@ -50,6 +53,8 @@ def collect(
     }
     if stepper:
         meta["stepper"] = stepper
+    if health:
+        meta["health"] = health
     rows = random_states.pack(_device(model))
     states = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
     return state.collect(model, optimizer, meta=meta, tensors={_RANDOM: states})
@@ -113,7 +118,7 @@ def load(
     for line in differences(saved, config):
         if not line.startswith(("run:", "resume:", "log.", "train.eval_only")):
             remarks.append(f"setting changed: {line}")
-    return Resumed(step, meta["data"]["next_sample"], meta.get("stepper", {}), remarks)
+    return Resumed(step, meta["data"]["next_sample"], meta.get("stepper", {}), remarks, meta.get("health", {}))
 
 
 def _take_table(table: Any, comm: Communicator) -> list[str]:

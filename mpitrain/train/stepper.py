@@ -47,12 +47,18 @@ class Stepper:
             self._scaler.unscale_()
         return clip_grad_norm_(self._model, self._clip_norm).item()
 
-    def step(self, loss: float, grad_norm: float, *, number: int, is_empty: bool = False) -> bool:
+    def step(self, loss: float, grad_norm: float, *, number: int, is_empty: bool = False, skip: bool = False) -> bool:
         """Take step `number`, or skip it; returns whether it was taken. All arguments are the same on all ranks.
 
         `is_empty`: no target of the global batch counts. The loss, a mean over nothing, is NaN, and the step counts as one that is not
-        finite. FloatingPointError, before the optimizer steps, if too many steps were skipped.
+        finite. `skip`: leave the step out although it is finite. FloatingPointError, before the optimizer steps, if too many steps were
+        skipped that were not finite.
         """
+        if skip:
+            self.num_skipped += 1
+            if self._scaler is not None:
+                self._scaler.update()  # nothing overflowed
+            return False
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self._in_a_row = 0
             if self._scaler is None:

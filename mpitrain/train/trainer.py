@@ -3,8 +3,9 @@
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from mpitrain import sharding, tensor
 from mpitrain.axes import mesh
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data.loading import load_corpus
+from mpitrain.health import Bad, Health, InitialState, Reports, StatesOnDisk
 from mpitrain.init import initialize
 from mpitrain.models import flops_per_token, num_parameters
 from mpitrain.rank0 import on_rank0
@@ -34,6 +36,14 @@ from mpitrain.train.stepper import Stepper
 from mpitrain.weights.state import Collected, OnDisk, Source
 
 BITS_PER_NAT = 1 / math.log(2)
+
+
+class _GoBackError(Exception):
+    """A step was not finite, and the run may go back. All ranks raise it."""
+
+    def __init__(self, bad: Bad) -> None:
+        super().__init__(bad.why)
+        self.bad = bad
 
 
 class Trainer:
@@ -75,6 +85,9 @@ class Trainer:
         with comm.together():
             self.batches = RankBatches(config, self.corpus, self.data)
         self.model, self.passes = make_model(config, self.mesh, self.hardware.device)
+        self._has_values = False
+        if self.start is None and (lasting is None or lasting.recovered is None):  # else a load gives it values
+            self._initialize()
         self.optimizer = make_optimizer(self.model, config.optim)
         self.stepper = Stepper(self.model, self.optimizer, config)
         self.step = 0
@@ -85,6 +98,30 @@ class Trainer:
         # The ranks of `tp` have the same numbers; two stages of a pipeline have not.
         self._seed_of = self.data.rank + self.data.size * self.mesh["pp"].rank
         random_states.seed_all(config.train.seed, self._seed_of)
+        self._say: Callable[[str], object] = lambda text: None
+        self._first_stepper = self.stepper.state_dict()
+        self.health = self._make_health()
+
+    def _make_health(self) -> Health:
+        """The checks of silent faults."""
+        size = sum(prod(param.box.full_shape) for param in sharding.sharded_params(self.model))
+        return Health(
+            self.config,
+            self.comm,
+            self.data,
+            self.model,
+            self.optimizer,
+            self.batches.train,
+            device=self.hardware.device,
+            seed_of=self._seed_of,
+            work=(self.mesh["pp"].rank, size),
+            numbers=lambda: {"the stepper": str((self.stepper.state_dict(), self.stepper.loss_scale))},
+            reports=Reports(self.run.folder, self.comm.rank, lambda text: self._say(text)),
+        )
+
+    def _initialize(self) -> None:
+        initialize(self.model, seed=self.config.train.seed)
+        self._has_values = True
 
     def _begin(self) -> None:
         """Find the checkpoint from which the run continues, if there is one."""
@@ -110,16 +147,22 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         total = self.passes.train(batches, lambda loss: self.stepper.scale(loss * weight))
         grad_norm, loss_scale = self.stepper.clip(), self.stepper.loss_scale
-        # One message sums the losses of the global batch, the requests to stop, and whether rank 0 lost the folder.
-        total_loss, asked, lost = self._sum(total, stop.requested(), self.run.is_lost())
+        # One message sums the losses of the global batch, the requests to stop, whether rank 0 lost the folder, and odd norms.
+        is_odd = self.health.is_odd(grad_norm)
+        total_loss, asked, lost, odd = self._sum(total, stop.requested(), self.run.is_lost(), is_odd)
         mean = total_loss / num_counted if num_counted else math.nan
         if lost:
             self._check_lock()
+        skips = self.health.before_step(self.step, mean, grad_norm, is_odd=odd > 0)
         try:
-            taken = self.stepper.step(mean, grad_norm, number=self.step + 1, is_empty=not num_counted)
+            taken = self.stepper.step(mean, grad_norm, number=self.step + 1, is_empty=not num_counted, skip=skips)
         except FloatingPointError as error:
+            if (bad := self.health.may_go_back(self.step, str(error))) is not None:
+                raise _GoBackError(bad) from error
             with self.comm.together():  # every rank has the same numbers
                 raise error from None
+        own_s = time.perf_counter() - began - (self._comm_s() - comm_before) - data_s - self.health.check_s
+        self.health.after_step(self.step, taken=taken, own_s=own_s, rows=sum(len(batch.tokens) for batch in batches))
         self.step += 1
         step_s = time.perf_counter() - began
         tokens = config.train.batch * self.model.config.context
@@ -135,6 +178,7 @@ class Trainer:
             memory_bytes=memory_bytes(self.hardware.device),
             mfu=tokens / step_s * flops_per_token(self.model.config) / self._peak_flops_per_s,
             loss_scale=loss_scale,
+            check_s=self.health.check_s,
             skipped=not taken,
         )
         return metrics, asked > 0
@@ -167,6 +211,7 @@ class Trainer:
         """Save the state after the steps so far, perhaps in the background: see `ckpt.wait`."""
         self._check_lock()
         saving.write(self.run.checkpoint(self.step), self._collected(), self.config.checkpoint, self.run.check_lock)
+        self.health.saved(self.step)
         with self.comm.together():
             if self.metrics is not None:
                 self.metrics.check()
@@ -180,6 +225,7 @@ class Trainer:
             step=self.step,
             next_sample=self.batches.train.next_sample(self.step),
             stepper=self.stepper.state_dict(),
+            health=self.health.state_dict(),
             fingerprint=self.corpus.fingerprint,
         )
 
@@ -208,7 +254,29 @@ class Trainer:
         self.step = resumed.step
         self.batches.train.go_on(resumed.step, resumed.next_sample)
         self.stepper.load_state_dict(resumed.stepper)
+        self.health.load_state_dict(resumed.health)
         return resumed.remarks
+
+    def _start_over(self) -> None:
+        """Make the state at step 0 again, the same bits."""
+        initialize(self.model, seed=self.config.train.seed)
+        self.optimizer.state.clear()
+        self.step = 0
+        self.batches.train.go_on(0, 0)
+        self.stepper.load_state_dict(self._first_stepper)
+        self.health.load_state_dict({})
+        random_states.seed_all(self.config.train.seed, self._seed_of)
+
+    def _go_back(self, bad: Bad, error: BaseException) -> None:
+        """Continue from the last good state, without the data of the bad steps. FloatingPointError without a good state."""
+        self.optimizer.zero_grad(set_to_none=True)
+        step = self.health.go_back(bad)
+        with self.comm.together():
+            if step is None:
+                raise FloatingPointError(f"{error}; the run has no earlier state to go back to")
+            if self.metrics is not None:
+                self.metrics.close()
+                self.metrics = MetricsFile(self.run.metrics, steps_done=step)
 
     # The whole run
 
@@ -253,8 +321,8 @@ class Trainer:
             lines = self._take(copies, self.optimizer)
         elif self.start is not None:
             lines = self.load(self.start)
-        else:
-            initialize(self.model, seed=self.config.train.seed)
+        elif not self._has_values:
+            self._initialize()
         for line in [] if is_recovery else lines:
             self._say(line)
         self._source = copies or self.start or "its beginning"
@@ -313,8 +381,19 @@ class Trainer:
             self._lasting.flops_per_s = own
         self._peak_flops_per_s = self._sum(own)[0]
         stopped = False
+        start = None if self.start is None else (self.start, self.step)
+        self.health.begin(self.step)
+        self.health.sources = [
+            StatesOnDisk(self.comm, self.run.checkpoints, self.load, saved=self.health.reached, start=start)
+        ]
+        if start is None:
+            self.health.sources.append(InitialState(self._start_over))
         while self.step < config.train.steps and not stopped:
-            metrics, stopped = self.train_step()
+            try:
+                metrics, stopped = self.train_step()
+            except _GoBackError as error:
+                self._go_back(error.bad, error)
+                continue
             if terminal is not None and self.metrics is not None:
                 self.run.check_lock()
                 self.metrics.write(metrics.to_dict())

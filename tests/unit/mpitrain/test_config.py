@@ -135,6 +135,8 @@ def test_forms_of_flags(argv: list[str], expected: Config) -> None:
         (["--train.no-eval-only=true"], "--train.no-eval-only: expected no value, got 'true'"),
         (["--train.no-eval-only", "true"], "unexpected 'true': settings are given as --section.name value"),
         (["--train.steps", "0"], "train.steps: expected at least 1, got 0"),
+        (["--train.max-rewinds", "-1"], "train.max_rewinds: expected at least 0, got -1"),
+        (["--train.spike-threshold", "inf"], "train.spike_threshold: expected at least 0, got inf"),
         (["--optim.lr", "nan"], "optim.lr: expected at least 0, got nan"),
         (["--data.heldout", "1"], "data.heldout: expected at least 0 and less than 1, got 1.0"),
         (["--model.size", "smal"], "model.size: expected one of tiny, small, medium, large, xl, got 'smal'"),

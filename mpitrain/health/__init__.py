@@ -1,0 +1,21 @@
+"""Faults that stop no rank by themselves: NaN, spikes, copies that differ, flipped bits, and a rank that is slower than the others.
+
+`Health` in `health.py` is what a training loop calls. Pure parts: `pieces.py` and `verdict.py` (copies), `spikes.py`, `stragglers.py`.
+`checksums.py` reads tensors, `holdings.py` says what each rank holds, `replicas.py` and `resting.py` compare it with other ranks and
+with itself, `rewind.py` goes back to a good state, and `reports.py` writes lines and events.
+"""
+
+from mpitrain.health.health import Bad, DesyncError, FlippedBitError, Health
+from mpitrain.health.reports import Reports
+from mpitrain.health.rewind import GoodStates, InitialState, StatesOnDisk
+
+__all__ = [
+    "Bad",
+    "DesyncError",
+    "FlippedBitError",
+    "GoodStates",
+    "Health",
+    "InitialState",
+    "Reports",
+    "StatesOnDisk",
+]
