@@ -69,7 +69,8 @@ def abort_on_uncaught(mpi: Any) -> None:
         sys.stdout.flush()
         lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
         print(lines, file=_stderr(), end="", flush=True)
-        write_failure(text)
+        if error is None or on_all_ranks(error) or not Job.survives:  # else the other ranks go on
+            write_failure(text)
 
     def end_job(
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, hook: Callable[[], None]
