@@ -16,6 +16,7 @@ from mpitrain import sharding, tensor
 from mpitrain.axes import mesh
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data.loading import load_corpus
+from mpitrain.elastic.marks import Marks, Reason, launch_number
 from mpitrain.models import flops_per_token, num_parameters
 from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states, saving, stop
@@ -70,6 +71,7 @@ class Trainer:
         self.stepper = Stepper(self.model, self.optimizer, config)
         self.step = 0
         self.metrics: MetricsFile | None = None  # on rank 0, while it trains
+        self.marks = Marks(self.run.folder, active=comm.rank == 0)
         self._own_comm_s = 0.0
         # The ranks of `tp` have the same numbers; two stages of a pipeline have not.
         self._seed_of = self.data.rank + self.data.size * self.mesh["pp"].rank
@@ -155,6 +157,7 @@ class Trainer:
     def save(self) -> None:
         """Save the state after the steps so far, perhaps in the background: see `ckpt.wait`."""
         self._check_lock()
+        self.marks.alive("saving", self.step)
         saving.save(
             self.run.checkpoint(self.step),
             self.model,
@@ -169,6 +172,7 @@ class Trainer:
         with self.comm.together():
             if self.metrics is not None:
                 self.metrics.check()
+        self.marks.alive("training", self.step)
 
     def load(self, path: Path | ckpt.Url) -> list[str]:
         """Load the state of a checkpoint. Returns lines about differences between then and now."""
@@ -212,8 +216,9 @@ class Trainer:
                     self._say(line)
             if config.train.eval_only:
                 self._say(self._evaluation(self.evaluate()))
+                self._mark_end("finished")
             else:
-                self._fit(terminal)
+                self._mark_end("stopped" if self._fit(terminal) else "finished")
         finally:
             if terminal is not None:
                 terminal.close()
@@ -221,7 +226,8 @@ class Trainer:
                 self.metrics.close()
             self.run.release()
 
-    def _fit(self, terminal: Terminal | None) -> None:
+    def _fit(self, terminal: Terminal | None) -> bool:
+        """Returns whether the run was asked to stop before its last step."""
         config, rank0 = self.config, self.comm.rank == 0
         due = self.step > 0 and self._evaluation_due()
         owed = on_rank0(self.comm, lambda: due and not is_evaluated(self.run.metrics, self.step))
@@ -230,12 +236,13 @@ class Trainer:
                 f"nothing left to do: {self.step} of {config.train.steps} steps are done; "
                 "a larger --train.steps goes on from here, --resume never starts at step 0"
             )
-            return
+            return False
         with self.comm.together():
             if rank0:
                 aside = self.run.prepare(config)
                 if aside is not None:
                     self._say(f"the earlier run is now {aside}")
+                self.marks.begin()
                 self.metrics = MetricsFile(self.run.metrics, steps_done=self.step)
                 if config.resume == "auto" and self.metrics.num_cut:
                     self._say(
@@ -260,14 +267,23 @@ class Trainer:
             self._say(f"stopped after step {self.step} as asked; the same command goes on from there")
         elif config.train.sample_bytes:
             self._say("sample:\n" + self.sample())
+        return stopped
+
+    def _mark_end(self, reason: Reason) -> None:
+        """The mark of completion. A run that only evaluates changes nothing in its folder, unless its supervisor waits for the mark."""
+        if not self.config.train.eval_only or launch_number():
+            with self.comm.together():
+                self.marks.done(reason, self.step)
 
     def _train(self, terminal: Terminal | None) -> bool:
         """The steps, and the last checkpoint; returns whether a rank was asked to stop."""
         config, device = self.config, self.hardware.device
         self._peak_flops_per_s = self._sum(matmul_flops_per_s(device, getattr(torch, config.parallel.param_dtype)))[0]
         stopped = False
+        self.marks.alive("training", self.step)
         while self.step < config.train.steps and not stopped:
             metrics, stopped = self.train_step()
+            self.marks.alive("training", self.step)
             if terminal is not None and self.metrics is not None:
                 self.metrics.write(metrics.to_dict())
                 terminal.step(metrics)
@@ -277,6 +293,7 @@ class Trainer:
             if stopped or last or (config.checkpoint.every and self.step % config.checkpoint.every == 0):
                 self.save()
                 if stopped or last:
+                    self.marks.alive("saving", self.step)
                     ckpt.wait()
         return stopped
 

@@ -274,7 +274,11 @@ def test_where_no_namespaces_can_be_made_it_says_so() -> None:
 def test_help_tells_every_option() -> None:
     result = run([CLUSTER, "--help"])
     assert (result.returncode, result.stderr) == (0, ""), str(result)
-    for text in ("run [-H HxR] [--rate RATE] [--timeout SECONDS] [--on-head] [--] COMMAND", "-H 2x2 --rate 1gbit", "SIGTERM"):
+    for text in (
+        "run [-H HxR] [--rate RATE] [--timeout SECONDS] [--on-head] [--] COMMAND",
+        "-H 2x2 --rate 1gbit",
+        "SIGTERM",
+    ):
         assert text in result.stdout
     assert "set -euo" not in result.stdout
 
