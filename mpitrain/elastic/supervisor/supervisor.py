@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from mpitrain.elastic.events import write_event
@@ -20,10 +21,14 @@ from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import Host, as_list, choose, num_ranks
 from mpitrain.elastic.supervisor.job import Job
 from mpitrain.elastic.supervisor.limits import Limits, Watch
+from mpitrain.elastic.supervisor.remains import find_files, remove
 from mpitrain.elastic.supervisor.requests import Requests
 from mpitrain.elastic.supervisor.words import Command, resume_of
 
 _LOOK_S = 0.1
+_MAX_MARKED = 32
+"""With more than 64 hosts, daemons of Open MPI start others, and lose what follows a = in their settings. Without the id they are not
+found after a failure, but end by themselves as soon as they miss mpirun."""
 _FOREIGN = ("OMPI_COMM_", "OMPI_UNIVERSE", "PMIX_RANK", "PMIX_SERVER", "PMIX_NAMESPACE", "PMI_RANK", "PMI_FD")
 """Variables of a launcher around the supervisor: mpirun would take itself for a rank."""
 
@@ -60,6 +65,7 @@ class Supervisor:
         self._reason = "first launch"
         self._back: list[str] = []
         self._is_probed = False
+        self._files: set[Path] = set()
         self._indices: dict[str, int] = {}
         for host in plan.hosts:  # a batch system counts the slots
             self._indices[host.name] = sum(other.slots for other in plan.hosts[: len(self._indices)])
@@ -94,8 +100,8 @@ class Supervisor:
         where = f" on {as_list(self._chosen)}" if self._chosen else ""
         say(f"launch {folder.launch}{where}" + (f", {ranks} ranks" if ranks else ""))
         env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)} | variables
-        if plan.command.kind == "openmpi":
-            # Its daemons on other hosts get the id of this supervisor as well, so that they can be found.
+        if plan.command.kind == "openmpi" and 0 < len(self._chosen) <= _MAX_MARKED and "SLURM_JOB_ID" not in env:
+            # Its daemons on other hosts get the id of this supervisor as well. srun passes it on anyway.
             for name, daemon in (("PRTE_MCA_prte_launch_agent", "prted"), ("OMPI_MCA_orte_launch_agent", "orted")):
                 env.setdefault(name, f"env {SUPERVISOR_VARIABLE}={self.id} {daemon}")
         job = Job(words, env)
@@ -109,6 +115,7 @@ class Supervisor:
         done = folder.done()
         if done is None or problem or stop == "rejoin":  # else all has ended by itself
             self._probe()
+            remove(self._files)
             folder.break_lock(watch.alive)
         if self._down_since is None:
             self._down_since = ended
@@ -130,6 +137,7 @@ class Supervisor:
                 return stop, problem
             if watch.trains and not trained:
                 trained = True
+                self._files = find_files(self.id)
                 self._tell_of_first_step(watch)
             for _ in range(self._requests.take_records()):
                 job.signal(signal.SIGUSR2)
