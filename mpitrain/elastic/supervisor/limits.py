@@ -32,7 +32,7 @@ class Limits:
     """a recovery in place"""
     report_s: float = 12.0
     """from a report of a failure to the end of the job, or to its next sign of life"""
-    end_s: float = 10.0
+    end_s: float = 5.0
     """mpirun's end after SIGTERM; then it is killed"""
     probe_s: float = 5.0
     """the answer of a host"""

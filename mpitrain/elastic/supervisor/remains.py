@@ -1,6 +1,6 @@
 """The files that a job keeps on this host outside of its run's folder: shared memory, and the folder of Open MPI's mpirun.
 
-An mpirun that is killed leaves them. Only the processes that have them mapped tell which they are, so the supervisor looks while the job
+An mpirun that is killed leaves them. Only the processes that have them mapped tell which they are, so the supervisor looks while it
 runs. On other hosts mpirun's daemons remove them.
 """
 
