@@ -22,8 +22,8 @@ SWEEP = r"""
 begun() { stat=$(cat "/proc/$1/stat" 2>/dev/null) && set -- ${stat##*) } && echo "${20}"; }
 num=0
 for round in 1 2 3 4 5 6; do
-    found=$(grep -lsxz "$mark" /proc/[0-9]*/environ) || break
-    [ "$round" != 6 ] || break
+    found=$(grep -lsxz "$mark" /proc/[0-9]*/environ || true) # grep fails too if a process has just ended
+    [ -n "$found" ] && [ "$round" != 6 ] || break
     for file in $found; do
         pid=${file#/proc/} && pid=${pid%/environ}
         start=$(begun "$pid")
