@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
-from mpitrain.elastic.supervisor.hosts import own_names
+from mpitrain.elastic.supervisor.hosts import is_own
 
 SWEEP = r"""
 begun() { stat=$(cat "/proc/$1/stat" 2>/dev/null) && set -- ${stat##*) } && echo "${20}"; }
@@ -46,7 +46,7 @@ class Agent(NamedTuple):
 
     def command(self, host: str, index: int, script: str) -> list[str]:
         """The words that run a shell script on the host."""
-        if host in own_names():
+        if is_own(host):
             return ["sh", "-c", script]
         words = [word.replace("{host}", host).replace("{index}", str(index)) for word in self.words]
         return [*words, f"sh -c {shlex.quote(script)}"] if self.joins else [*words, "sh", "-c", script]
@@ -78,7 +78,7 @@ def sweep(
     """End what earlier launches of this supervisor have left on each host, and on this one. The number of processes ended, of the hosts
     that answered in time. `indices`: of the hosts in the batch system's list."""
     script = f"mark={shlex.quote(f'{SUPERVISOR_VARIABLE}={supervisor}')}\n{SWEEP}"
-    here = next(iter({*hosts} & own_names()), "localhost")
+    here = next((host for host in hosts if is_own(host)), "localhost")
     return _everywhere(agent, list(dict.fromkeys([here, *hosts])), script, timeout_s, indices)
 
 

@@ -1,7 +1,9 @@
 """The hosts of a job, as mpirun, Slurm and PBS name them. Pure, except that `of_environment` calls `scontrol` and reads a file."""
 
+import functools
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +15,9 @@ class Host(NamedTuple):
 
     name: str
     slots: int
+
+
+_DEFAULT_HOST_FILES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile", "HYDRA_HOST_FILE")
 
 
 def parse_list(text: str) -> list[Host]:
@@ -51,7 +56,7 @@ def expand_tasks(text: str) -> list[int]:
 
 
 def of_environment(environ: Mapping[str, str]) -> list[Host]:
-    """The hosts of the allocation of Slurm or PBS that this process is in; empty outside of one."""
+    """The hosts of the allocation of Slurm or PBS that this process is in, or of mpirun's default hostfile; else empty."""
     if nodes := environ.get("SLURM_JOB_NODELIST"):
         command = ["scontrol", "show", "hostnames", nodes]
         try:
@@ -62,11 +67,12 @@ def of_environment(environ: Mapping[str, str]) -> list[Host]:
         if len(tasks) != len(names):
             raise ValueError(f"Slurm names {len(names)} nodes, but SLURM_TASKS_PER_NODE has {len(tasks)} numbers")
         return [Host(name, slots) for name, slots in zip(names, tasks, strict=True)]
-    if file := environ.get("PBS_NODEFILE"):
-        try:
-            return parse_file(Path(file).read_text())
-        except OSError as error:
-            raise ValueError(f"PBS_NODEFILE {file}: {error.strerror}") from None
+    for variable in ("PBS_NODEFILE", *_DEFAULT_HOST_FILES):
+        if file := environ.get(variable):
+            try:
+                return parse_file(Path(file).read_text())
+            except OSError as error:
+                raise ValueError(f"{variable} {file}: {error.strerror}") from None
     return []
 
 
@@ -92,7 +98,18 @@ def num_ranks(asked: int | None, all_hosts: Sequence[Host], chosen: Sequence[Hos
     return max(1, slots if asked <= total else asked * slots // total)
 
 
-def own_names() -> set[str]:
-    """The names of the host of this process."""
-    name = os.uname().nodename
-    return {"localhost", "127.0.0.1", name, name.partition(".")[0]}
+@functools.cache
+def is_own(name: str) -> bool:
+    """Whether a name is of the host of this process. A long name is so if its address is one of this host's."""
+    own = os.uname().nodename
+    if name in ("localhost", "127.0.0.1", own, own.partition(".")[0]):
+        return True
+    if "." not in name:
+        return False
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as own_socket:
+            own_socket.bind(address)  # only to an address of this host
+    except OSError:
+        return False
+    return True
