@@ -1,4 +1,4 @@
-"""The command line: `mpirun -np N python -m mpitrain [train|sample|bench|memory|plan|schedules|doctor] [settings]`."""
+"""The command line: `mpirun -np N python -m mpitrain [train|sample|...] [settings]`: see USAGE."""
 
 import argparse
 import gc
@@ -12,6 +12,7 @@ from collectives import recovery
 from collectives.diagnosis import write_failure
 
 USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train (under mpirun; --help shows all settings)
+       python -m mpitrain elastic [options] -- mpirun ...       start a job, and start it again after failures (--help shows more)
        python -m mpitrain sample --checkpoint DIR               generate text with a checkpoint (one process, no mpirun)
        python -m mpitrain bench [--peers none,ddp,fsdp]         compare the time of a step (under mpirun; --help shows more)
        python -m mpitrain bench --report FILE ...               combine the figures of several launches (one process, no mpirun)
@@ -44,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from mpitrain.doctor.command import main as doctor
 
         return doctor(words)
+    if command == "elastic":
+        from mpitrain.elastic.supervisor.command import main as elastic
+
+        return elastic(words)
     comm = collectives.world()
     asked_for_help = bool({"-h", "--help"} & set(words)) or command == "help"
     if asked_for_help and comm.rank != 0:
@@ -62,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             with comm.together():
                 raise ValueError(
-                    f"unknown command {command!r}; expected train, sample, bench, memory, plan, schedules, doctor or chaos"
+                    f"unknown command {command!r}; expected train, elastic, sample, bench, memory, plan, schedules, doctor or chaos"
                 )
     except Exception as error:
         if not collectives.on_all_ranks(error):
@@ -71,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             line = "; ".join([f"mpitrain: error: {error}", *getattr(error, "__notes__", ())])
             print(line, file=sys.stderr, flush=True)
             write_failure(line, make_folder=False)
+            _mark_refusal(error)
         collectives.world().barrier()  # first the line must be out: when a rank leaves, mpirun ends the others
         collectives.leave_together()
         return 1
@@ -101,6 +107,16 @@ def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool
 
         trainer = Trainer(config, comm)
     trainer.fit()
+
+
+def _mark_refusal(error: Exception) -> None:
+    """Tell the supervisor, if there is one, that these settings cannot work. A folder that another job trains in may become free."""
+    from mpitrain.config import ConfigError
+    from mpitrain.elastic import marks
+    from mpitrain.train.folder_lock import LockedError
+
+    if isinstance(error, ConfigError) and not isinstance(error.__context__, LockedError):
+        marks.refuse()
 
 
 @contextmanager

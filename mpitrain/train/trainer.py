@@ -19,6 +19,7 @@ from mpitrain import sharding, tensor
 from mpitrain.axes import mesh
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data.loading import load_corpus
+from mpitrain.elastic.marks import Marks, Reason, launch_number
 from mpitrain.health import Bad, Health, InitialState, Reports, StatesOnDisk
 from mpitrain.init import initialize
 from mpitrain.models import flops_per_token, num_parameters
@@ -92,9 +93,15 @@ class Trainer:
         self.stepper = Stepper(self.model, self.optimizer, config)
         self.step = 0
         self.metrics: MetricsFile | None = None  # on rank 0, while it trains
+        self.marks = Marks(self.run.folder, active=comm.rank == 0)
+        if lasting is not None and lasting.recovered is not None:
+            self.marks.alive("recovering", self.step)
         self._own_comm_s = 0.0
         self._endurance: Endurance | None = None
         self._source: object = ""
+        self._is_in_copies_alone = (
+            False  # the state from which the run continues, so that a checkpoint of it is to be saved
+        )
         # The ranks of `tp` have the same numbers; two stages of a pipeline have not.
         self._seed_of = self.data.rank + self.data.size * self.mesh["pp"].rank
         random_states.seed_all(config.train.seed, self._seed_of)
@@ -210,11 +217,13 @@ class Trainer:
     def save(self) -> None:
         """Save the state after the steps so far, perhaps in the background: see `ckpt.wait`."""
         self._check_lock()
+        self.marks.alive("saving", self.step)
         saving.write(self.run.checkpoint(self.step), self._collected(), self.config.checkpoint, self.run.check_lock)
         self.health.saved(self.step)
         with self.comm.together():
             if self.metrics is not None:
                 self.metrics.check()
+        self.marks.alive("training", self.step)
 
     def _collected(self) -> Collected:
         return saving.collect(
@@ -294,8 +303,9 @@ class Trainer:
             self._restore()
             if config.train.eval_only:
                 self._say(self._evaluation(self.evaluate()))
+                self._mark_end("finished")
             else:
-                self._fit(terminal)
+                self._mark_end("stopped" if self._fit(terminal) else "finished")
         finally:
             if terminal is not None:
                 terminal.close()
@@ -326,23 +336,28 @@ class Trainer:
         for line in [] if is_recovery else lines:
             self._say(line)
         self._source = copies or self.start or "its beginning"
+        self._is_in_copies_alone = copies is not None and copies.step > on_rank0(
+            self.comm, lambda: saving.step_in(self.start)
+        )
 
-    def _fit(self, terminal: Terminal | None) -> None:
+    def _fit(self, terminal: Terminal | None) -> bool:
+        """Returns whether the run was asked to stop before its last step."""
         config, rank0 = self.config, self.comm.rank == 0
         due = self.step > 0 and self._evaluation_due()
         owed = on_rank0(self.comm, lambda: due and not is_evaluated(self.run.metrics, self.step))
-        if self.step >= config.train.steps and not owed:
+        if self.step >= config.train.steps and not owed and not self._is_in_copies_alone:
             self._say(
                 f"nothing left to do: {self.step} of {config.train.steps} steps are done; "
                 "a larger --train.steps goes on from here, --resume never starts at step 0"
             )
-            return
+            return False
         is_recovery = self._lasting is not None and self._lasting.recovered is not None
         with self.comm.together():
             if rank0:
                 aside = self.run.prepare(config)
                 if aside is not None:
                     self._say(f"the earlier run is now {aside}")
+                self.marks.begin()
                 self.metrics = MetricsFile(self.run.metrics, steps_done=self.step)
                 if config.resume == "auto" and self.metrics.num_cut and not is_recovery:
                     self._say(
@@ -360,6 +375,7 @@ class Trainer:
             stopped = self._train(terminal)
         if self.step > begun_at:
             self._report_passes()
+        if self.step > begun_at or self._is_in_copies_alone:
             self._say(f"saved {self.run.checkpoint(self.step)}")
         if terminal is not None:
             terminal.close()
@@ -371,6 +387,13 @@ class Trainer:
             self._say(f"stopped after step {self.step} as asked; the same command goes on from there")
         elif config.train.sample_bytes:
             self._say("sample:\n" + self.sample())
+        return stopped
+
+    def _mark_end(self, reason: Reason) -> None:
+        """The mark of completion. A run that only evaluates changes nothing in its folder, unless its supervisor waits for the mark."""
+        if not self.config.train.eval_only or launch_number():
+            with self.comm.together():
+                self.marks.done(reason, self.step)
 
     def _train(self, terminal: Terminal | None) -> bool:
         """The steps, and the last checkpoint; returns whether a rank was asked to stop."""
@@ -388,6 +411,8 @@ class Trainer:
         ]
         if start is None:
             self.health.sources.append(InitialState(self._start_over))
+        if self.step == config.train.steps and self._is_in_copies_alone:
+            self._save_last()
         while self.step < config.train.steps and not stopped:
             try:
                 metrics, stopped = self.train_step()
@@ -403,13 +428,19 @@ class Trainer:
             if self._endurance is not None:
                 self._endurance.after_step(self.step, self._collected)
             last = self.step == config.train.steps
-            if stopped or last or (config.checkpoint.every and self.step % config.checkpoint.every == 0):
+            if stopped or last:
+                self._save_last()
+            elif config.checkpoint.every and self.step % config.checkpoint.every == 0:
                 self.save()
-                if stopped or last:
-                    ckpt.wait()
-                    if self._endurance is not None:
-                        self._endurance.end()
         return stopped
+
+    def _save_last(self) -> None:
+        """Save the state with which the run ends."""
+        self.save()
+        self.marks.alive("saving", self.step)
+        ckpt.wait()
+        if self._endurance is not None:
+            self._endurance.end()
 
     def _report_passes(self) -> None:
         """The timeline of the last steps, if there is a pipeline."""

@@ -285,14 +285,18 @@ def test_where_no_namespaces_can_be_made_it_says_so() -> None:
 def test_help_tells_every_option() -> None:
     result = run([CLUSTER, "--help"])
     assert (result.returncode, result.stderr) == (0, ""), str(result)
-    for text in ("run [-H HxR] [--rate RATE] [--timeout SECONDS] [--] COMMAND", "-H 2x2 --rate 1gbit", "SIGTERM"):
+    for text in (
+        "run [-H HxR] [--rate RATE] [--timeout SECONDS] [--on-head] [--] COMMAND",
+        "-H 2x2 --rate 1gbit",
+        "SIGTERM",
+    ):
         assert text in result.stdout
     assert "set -euo" not in result.stdout
 
 
 def test_its_inner_parts_do_not_run_outside_of_a_cluster() -> None:
     """They would set this machine's host name and cover its /dev/shm."""
-    for part in (["head", "1", "1", "", "", "true"], ["host", "host1"]):
+    for part in (["head", "1", "1", "", "", "", "true"], ["host", "host1"]):
         result = subprocess.run([CLUSTER, *part], env=clean_environment(), capture_output=True, text=True, timeout=30)
         assert (result.returncode, result.stdout) == (1, ""), result
         assert result.stderr == "cluster: expected 'run'; see ./mpirun/cluster --help\n"

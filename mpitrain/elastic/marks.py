@@ -1,0 +1,155 @@
+"""The marks by which a run tells its supervisor how far it is. Both sides use this module, so it needs the standard library alone.
+
+    RUN/.alive    {"launch", "phase", "step", "time", "host", "pid"}: under a supervisor rank 0 replaces it at each phase and step
+    RUN/.done     {"launch", "reason", "step"}: the run came to its regular end. Removed when a run starts to train
+    RUN/.launch   {"launch", "supervisor", "time"}: the last launch, by the supervisor
+
+A launch has a number, which grows over all supervisors of a run; a mark of another launch says nothing about this one. The exit code of
+a job says nothing at all: Open MPI's mpirun ends with 0 when a host was lost.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+ALIVE, DONE, LAUNCH = ".alive", ".done", ".launch"
+
+LAUNCH_VARIABLE = "MPITRAIN_LAUNCH"
+FOLDER_VARIABLE = "MPITRAIN_MARKS"
+"""The run's folder, from the supervisor: so rank 0 can write its first mark before it has read its settings."""
+SUPERVISOR_VARIABLE = "MPITRAIN_SUPERVISOR"
+"""An id of the supervisor in the environment of all processes of its jobs. It ends the processes that have its id, and no others."""
+
+Phase = Literal["starting", "training", "saving", "recovering"]
+Reason = Literal["finished", "stopped", "refused"]
+
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_EVERY_S = 0.5  # a file system of many nodes should not get a file per step
+
+
+class Alive(NamedTuple):
+    """The last sign of life of a launch."""
+
+    launch: int
+    phase: Phase
+    step: int
+    host: str
+    pid: int
+
+
+class Done(NamedTuple):
+    """The end of a launch. "stopped": as asked by SIGUSR1. "refused": the settings are wrong, and a relaunch would not help."""
+
+    launch: int
+    reason: Reason
+    step: int
+
+
+def launch_number() -> int:
+    """The number of this launch; 0 without a supervisor."""
+    word = os.environ.get(LAUNCH_VARIABLE, "")
+    return int(word) if word.isdigit() else 0
+
+
+def starting() -> None:
+    """The first mark of a process, before its imports. Does something in rank 0 under a supervisor alone."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    rank = next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name)), "0")
+    if folder and launch_number() and rank == "0":
+        Marks(Path(folder)).alive("starting", 0)
+
+
+class Marks:
+    """Writes the marks of this launch into the folder of a run. With `active` false, as on all ranks but one, it writes nothing."""
+
+    def __init__(self, folder: Path, *, active: bool = True) -> None:
+        self.folder, self._active, self._launch = folder, active, launch_number()
+        self._phase, self._num, self._at = "", 0, 0.0
+
+    def alive(self, phase: Phase, step: int) -> None:
+        """The run is in this phase, with so many steps done. Without a supervisor nothing is written. Raises nothing: no run shall fail
+        for it; on a full disk the time of the file changes."""
+        if not self._active or not self._launch:
+            return
+        now = time.monotonic()
+        self._num = self._num + 1 if self._phase == phase else 1
+        if self._num > 2 and now - self._at < _EVERY_S:  # at once: the begin of a phase, and the first step after it
+            return
+        self._phase, self._at = phase, now
+        mark = {"launch": self._launch, "phase": phase, "step": step, "time": time.time()}
+        path = self.folder / ALIVE
+        try:
+            write(path, mark | {"host": socket.gethostname(), "pid": os.getpid()})
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    def begin(self) -> None:
+        """The run starts to train: remove the mark of an earlier end. OSError if that is impossible."""
+        if self._active:
+            (self.folder / DONE).unlink(missing_ok=True)
+
+    def done(self, reason: Reason, step: int) -> None:
+        """The run has come to its regular end, and all its files are on disk. OSError if the mark cannot be written."""
+        if self._active:
+            write(self.folder / DONE, {"launch": self._launch, "reason": reason, "step": step})
+
+
+def refuse() -> None:
+    """The settings of the launch are wrong. For rank 0, which may not know its folder; does something under a supervisor alone."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder and launch_number():
+        with contextlib.suppress(OSError):
+            Marks(Path(folder)).done("refused", 0)
+
+
+def write(path: Path, mark: dict[str, Any]) -> None:
+    """Replace a mark, so that a reader sees the old one or the new one. OSError if that is impossible."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        partial.write_text(json.dumps(mark) + "\n")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def read_alive(folder: Path) -> Alive | None:
+    """The last sign of life in a run's folder, of any launch; None without one."""
+    try:
+        mark = _read(folder / ALIVE)
+        return Alive(int(mark["launch"]), mark["phase"], int(mark["step"]), str(mark["host"]), int(mark["pid"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def read_done(folder: Path, launch: int) -> Done | None:
+    """The end of this launch, if it came to one."""
+    try:
+        mark = _read(folder / DONE)
+        done = Done(int(mark["launch"]), mark["reason"], int(mark["step"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+    return done if done.launch == launch else None
+
+
+def last_launch(folder: Path) -> int:
+    """The greatest number of a launch of this run; 0 if it has had none."""
+    numbers = [0]
+    for name in (LAUNCH, ALIVE, DONE):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            numbers.append(int(_read(folder / name)["launch"]))
+    return max(numbers)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is none, or it cannot be read."""
+    try:
+        mark = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return mark if isinstance(mark, dict) else {}

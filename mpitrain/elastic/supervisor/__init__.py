@@ -1,0 +1,6 @@
+"""`python -m mpitrain elastic`: starts a job, and starts it again on the hosts that answer until the run has come to its end.
+
+The modules need Python's standard library alone, so that a head node without torch, NumPy and mpi4py can run them. `words.py`,
+`hosts.py`, `limits.py` and `decisions.py` are pure; `agents.py` reaches hosts, `folder.py` the run's folder; `job.py` is one launch,
+`supervisor.py` the sequence of launches.
+"""

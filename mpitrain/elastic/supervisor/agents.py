@@ -1,0 +1,119 @@
+"""Commands on the hosts of a job, by the means of its launcher: ssh or what replaces it, srun in Slurm, pbsdsh in PBS.
+
+One short command for each host does two things at once: its answer shows that the host lives, and it ends the processes that an earlier
+launch has left there.
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
+from mpitrain.elastic.supervisor.hosts import is_own
+
+SWEEP = r"""
+begun() { stat=$(cat "/proc/$1/stat" 2>/dev/null) && set -- ${stat##*) } && echo "${20}"; }
+num=0
+for round in 1 2 3 4 5 6; do
+    found=$(grep -lsxz "$mark" /proc/[0-9]*/environ || true) # grep fails too if a process has just ended
+    [ -n "$found" ] && [ "$round" != 6 ] || break
+    for file in $found; do
+        pid=${file#/proc/} && pid=${pid%/environ}
+        start=$(begun "$pid")
+        grep -qsxz "$mark" "$file" && [ -n "$start" ] && [ "$start" = "$(begun "$pid")" ] && kill -9 "$pid" && num=$((num + 1))
+    done 2>/dev/null
+    sleep 0.1
+done
+echo "ended $num"
+"""
+"""Ends all processes with the line `mark` in their environment. The start time before and after the look at the environment shows that
+the process id is still the same process's."""
+
+
+class Agent(NamedTuple):
+    """Words that run a command on a host. `{host}` and `{index}` (of the host in the list) are replaced in them."""
+
+    words: tuple[str, ...]
+    joins: bool
+    """whether the words of the command are joined for a shell on the host, as by ssh"""
+
+    def command(self, host: str, index: int, script: str) -> list[str]:
+        """The words that run a shell script on the host."""
+        if is_own(host):
+            return ["sh", "-c", script]
+        words = [word.replace("{host}", host).replace("{index}", str(index)) for word in self.words]
+        return [*words, f"sh -c {shlex.quote(script)}"] if self.joins else [*words, "sh", "-c", script]
+
+
+def parse_agent(text: str) -> Agent:
+    """The agent that a user has named: words such as "ssh -p 2222", to which the host is added unless they have {host} or {index}."""
+    words = shlex.split(text)
+    if not words:
+        raise ValueError("expected the words of a command that reaches a host, such as 'ssh -p 2222', got nothing")
+    if words == ["ssh"]:
+        words += ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new"]
+    joins = words[0].rpartition("/")[2] not in ("srun", "pbsdsh")
+    return Agent(tuple(words if re.search(r"{host}|{index}", text) else [*words, "{host}"]), joins)
+
+
+def choose_agent(of_launcher: str, environ: Mapping[str, str]) -> Agent:
+    """The agent of the batch system that this process is in, else the launcher's own."""
+    if environ.get("SLURM_JOB_ID") and shutil.which("srun"):
+        return parse_agent("srun --overlap --quiet --nodes=1 --ntasks=1 --nodelist={host}")
+    if environ.get("PBS_NODEFILE") and shutil.which("pbsdsh"):
+        return parse_agent("pbsdsh -n {index} --")
+    return parse_agent(of_launcher)
+
+
+def sweep(
+    agent: Agent, hosts: Sequence[str], supervisor: str, timeout_s: float, indices: Mapping[str, int]
+) -> dict[str, int]:
+    """End what earlier launches of this supervisor have left on each host, and on this one. The number of processes ended, of the hosts
+    that answered in time. `indices`: of the hosts in the batch system's list."""
+    script = f"mark={shlex.quote(f'{SUPERVISOR_VARIABLE}={supervisor}')}\n{SWEEP}"
+    here = next((host for host in hosts if is_own(host)), "localhost")
+    return _everywhere(agent, list(dict.fromkeys([here, *hosts])), script, timeout_s, indices)
+
+
+def probe(agent: Agent, hosts: Sequence[str], timeout_s: float, indices: Mapping[str, int]) -> list[str]:
+    """The hosts that answer in time. Ends nothing."""
+    return list(_everywhere(agent, hosts, "echo ended 0", timeout_s, indices))
+
+
+def _everywhere(
+    agent: Agent, hosts: Sequence[str], script: str, timeout_s: float, indices: Mapping[str, int]
+) -> dict[str, int]:
+    with ThreadPoolExecutor(min(64, len(hosts)), "mpitrain-agent") as pool:
+        commands = [agent.command(host, indices.get(host, 0), script) for host in hosts]
+        answers = dict(zip(hosts, pool.map(lambda command: _answer(command, timeout_s), commands), strict=True))
+    found = {host: re.search(r"^ended (\d+)\s*$", text, re.MULTILINE) for host, text in answers.items()}
+    return {host: int(match[1]) for host, match in found.items() if match is not None}
+
+
+def _answer(command: list[str], timeout_s: float) -> str:
+    """What a command prints if it succeeds in time, else ""."""
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            errors="replace", start_new_session=True,
+        )  # fmt: skip
+    except OSError:
+        return ""
+    try:
+        return process.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired:
+        return ""
+    finally:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()

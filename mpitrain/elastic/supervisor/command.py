@@ -1,0 +1,149 @@
+"""The command line of `python -m mpitrain elastic`."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from mpitrain.elastic.supervisor.agents import choose_agent, parse_agent
+from mpitrain.elastic.supervisor.decisions import Policy
+from mpitrain.elastic.supervisor.folder import RunFolder
+from mpitrain.elastic.supervisor.hosts import of_environment
+from mpitrain.elastic.supervisor.job import launcher_kind
+from mpitrain.elastic.supervisor.limits import Limits
+from mpitrain.elastic.supervisor.supervisor import Plan, Supervisor
+from mpitrain.elastic.supervisor.words import agent_of, parse, run_folder
+
+_LIMITS = {
+    "launch": "from mpirun's start to the start of rank 0; doubled after each launch that took longer",
+    "start": "from there to the first step: imports, the model, reading a checkpoint",
+    "step": "between two signs of life while the run trains or evaluates",
+    "save": "one save",
+    "recover": "a recovery in place",
+    "report": "from the report of a failure to the end of the job",
+    "end": "mpirun's end after SIGTERM, before SIGKILL",
+    "probe": "the answer of a host",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    try:
+        plan, folder = _plan(argv)
+    except (ValueError, OSError) as error:
+        print(f"elastic: error: {error}", file=sys.stderr)
+        return 2
+    return Supervisor(plan, folder).run()
+
+
+def _plan(argv: Sequence[str]) -> tuple[Plan, RunFolder]:
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    options = _parser().parse_args(words[:at])
+    words = words[at + 1 :]
+    if not words:
+        raise ValueError(
+            "expected -- and a command, such as elastic -- mpirun -np 4 python -m mpitrain, got no command"
+        )
+    least, most = _nodes(options.nodes)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PMIX_", "OMPI_COMM_", "PMI_"))}
+    command = parse(words, launcher_kind(words[0], env))
+    hosts = tuple(command.hosts or (of_environment(os.environ) if command.kind != "other" else ()))
+    if hosts and len(hosts) < least:
+        raise ValueError(f"--nodes {options.nodes}: expected at least {least} hosts, got {len(hosts)}")
+    if options.nodes and not hosts:
+        raise ValueError(
+            "--nodes: no hosts are known; name them by -H of mpirun, or start this in a job of Slurm or PBS"
+        )
+    if options.requeue and not os.environ.get("SLURM_JOB_ID"):
+        raise ValueError("--requeue: expected a job of Slurm, but SLURM_JOB_ID is not set")
+    agent = parse_agent(options.agent) if options.agent else choose_agent(agent_of(command, os.environ), os.environ)
+    policy = Policy(options.max_relaunches, options.pause, options.max_pause)
+    limits = Limits(**{f"{name}_s": getattr(options, f"{name}_timeout") for name in _LIMITS})
+    folder = RunFolder(Path(options.run) if options.run else run_folder(command.program))
+    plan = Plan(
+        command, hosts, agent, least=least, most=most, rejoin=options.rejoin, rejoin_s=options.rejoin_every,
+        requeue=options.requeue, policy=policy, limits=limits,
+    )  # fmt: skip
+    return plan, folder
+
+
+def _nodes(text: str) -> tuple[int, int | None]:
+    """The smallest and the largest number of hosts of `min:max`; one number is both."""
+    if not text:
+        return 1, None
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise ValueError(f"--nodes: expected min:max, such as 2:4, got {text!r}")
+    return least, most
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
+_seconds.__name__ = "number of seconds"  # argparse names it in an error
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit():
+        raise ValueError
+    return int(text)
+
+
+_whole.__name__ = "whole number"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mpitrain elastic",
+        usage="python -m mpitrain elastic [options] -- mpirun ... python -m mpitrain ...",
+        description="Start a job, and start it again on the hosts that answer, until the run has come to its end. The exit code is "
+        "0 only if the run has left its mark of completion. SIGUSR1, SIGTERM or Ctrl-C: save and stop; again: end now.",
+        allow_abbrev=False,
+    )
+    policy = Policy()
+    add = parser.add_argument
+    add("--run", metavar="DIR", help="the run's folder (default: --run or --config of the command, else runs/default)")
+    add("--max-relaunches", type=_whole, default=policy.max_relaunches, metavar="N",
+        help="relaunches in a row without a new step (default: %(default)s)")  # fmt: skip
+    add("--pause", type=_seconds, default=policy.pause_s, metavar="S",
+        help="seconds before the second relaunch in a row, doubled before each further one (default: %(default)s)")  # fmt: skip
+    add(
+        "--max-pause",
+        type=_seconds,
+        default=policy.max_pause_s,
+        metavar="S",
+        help="longest pause (default: %(default)s)",
+    )
+    add("--nodes", default="", metavar="MIN:MAX", help="smallest and largest number of hosts (default: 1 and all)")
+    add("--rejoin", action=argparse.BooleanOptionalAction, default=True,
+        help="when a lost host answers again: save, stop, and relaunch on more hosts (default: yes)")  # fmt: skip
+    add(
+        "--rejoin-every",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="seconds between looks at lost hosts (default: %(default)s)",
+    )
+    add("--agent", metavar="WORDS", help="the command that reaches a host, such as 'ssh -p 2222'; {host} is replaced, or the host "
+        "added (default: srun in Slurm, pbsdsh in PBS, else that of mpirun)")  # fmt: skip
+    add("--requeue", action="store_true",
+        help="in Slurm: queue the job again after a stop by SIGUSR1, and when too few hosts answer")  # fmt: skip
+    defaults = {field.name: getattr(Limits(), field.name) for field in fields(Limits)}
+    for name, text in _LIMITS.items():
+        add(
+            f"--{name}-timeout",
+            type=_seconds,
+            default=defaults[f"{name}_s"],
+            metavar="S",
+            help=f"{text} (default: %(default)g s)",
+        )
+    return parser

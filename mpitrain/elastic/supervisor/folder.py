@@ -1,0 +1,125 @@
+"""What the supervisor reads and writes in a run's folder, which must be on a file system that all hosts see."""
+
+import contextlib
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Hashable
+from pathlib import Path
+
+from mpitrain.elastic import marks
+from mpitrain.elastic.marks import Alive, Done
+
+FAILURE = "failure.txt"
+_FIRST_FAILURE = ".failure"  # of ranks that do not know their folder yet; a link to the other one later
+_STOP = ".stop"
+
+
+class RunFolder:
+    """The folder of a run, of which this process starts the jobs. OSError if it cannot be made."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.launch = marks.last_launch(self.path)
+        self._checkpoints = self._list_checkpoints()
+        self._report: Hashable = None
+
+    def prepare(self, supervisor: str) -> dict[str, str]:
+        """Begin the next launch; returns the variables for its ranks. OSError if the folder cannot be written."""
+        self.launch = max(self.launch, marks.last_launch(self.path)) + 1
+        self.path.mkdir(parents=True, exist_ok=True)  # a run may have given its folder another name
+        marks.write(self.path / marks.LAUNCH, {"launch": self.launch, "supervisor": supervisor, "time": time.time()})
+        for name in (_STOP, _FIRST_FAILURE):
+            (self.path / name).unlink(missing_ok=True)
+        self._report = self._signature_of_report()
+        return {
+            marks.LAUNCH_VARIABLE: str(self.launch),
+            marks.FOLDER_VARIABLE: str(self.path),
+            marks.SUPERVISOR_VARIABLE: supervisor,
+            "MPITRAIN_STOP_FILE": str(self.path / _STOP),
+            "MPITRAIN_FAILURE_FILE": str(self.path / _FIRST_FAILURE),
+        }
+
+    def ask_to_stop(self) -> None:
+        """Ask ranks that cannot hear a signal yet to save and stop."""
+        with contextlib.suppress(OSError):
+            (self.path / _STOP).touch()
+
+    def close(self) -> None:
+        """Remove what no later reader needs."""
+        for name in (_STOP, _FIRST_FAILURE):
+            with contextlib.suppress(OSError):
+                (self.path / name).unlink(missing_ok=True)
+
+    def sign_of_life(self) -> tuple[Hashable, Alive | None]:
+        """The newest mark of life, and what changes with each."""
+        try:
+            stat = (self.path / marks.ALIVE).stat()
+        except OSError:
+            return None, None
+        alive = marks.read_alive(self.path)
+        return (stat.st_mtime_ns, stat.st_ino, alive), alive
+
+    def done(self) -> Done | None:
+        """The end of this launch, if it came to one."""
+        return marks.read_done(self.path, self.launch)
+
+    def report(self) -> Hashable:
+        """Changes with each report of a failure of this launch; None without one."""
+        signature = self._signature_of_report()
+        return signature if signature != self._report else None
+
+    def report_text(self) -> str:
+        """The report of this launch's failure, or ""."""
+        if self.report() is None:
+            return ""
+        for name in (_FIRST_FAILURE, FAILURE):
+            with contextlib.suppress(OSError):
+                return (self.path / name).read_text(errors="replace").rstrip()
+        return ""
+
+    def own_start(self) -> str | None:
+        """What the setting `resume` must be for a run that shall go on from its own newest checkpoint; None if there is no checkpoint
+        since this supervisor began."""
+        own = [name for name, inode in self._list_checkpoints().items() if self._checkpoints.get(name) != inode]
+        if not own:
+            return None
+        # An earlier run in this folder may have come further; "auto" would take its checkpoint.
+        return "auto" if max(own) >= max(self._checkpoints, default="") else str(self.path / "checkpoints" / max(own))
+
+    def break_lock(self, ended: Alive | None) -> None:
+        """Make the lock of an ended launch stale at once, if its rank 0 holds it.
+
+        A job on another host cannot see that the holder is dead, and would wait for half a minute. The holder may live, on a host that
+        does not answer: it finds another token in the lock, and ends without a write (train/folder_lock.py).
+        """
+        path = self.path / ".lock"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(path.read_bytes())
+            if ended is None or (record["host"], record["pid"]) != (ended.host, ended.pid):
+                return
+            record |= {"token": uuid.uuid4().hex, "place": ""}
+            mine = path.with_name(f".lock.{record['token']}")
+            mine.write_text(json.dumps(record) + "\n")
+            os.utime(mine, (0, 0))  # a lock that is ten minutes old is stale
+            mine.replace(path)
+
+    def _signature_of_report(self) -> Hashable:
+        for name in (_FIRST_FAILURE, FAILURE):
+            with contextlib.suppress(OSError):
+                stat = (self.path / name).stat()
+                if stat.st_size:
+                    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+        return None
+
+    def _list_checkpoints(self) -> dict[str, int]:
+        """The checkpoints by name; a new one has another inode."""
+        found = {}
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(self.path / "checkpoints"):
+                if re.fullmatch(r"step-\d{8,}", entry.name):
+                    found[entry.name] = entry.inode()
+        return found

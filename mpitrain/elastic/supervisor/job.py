@@ -1,0 +1,64 @@
+"""One launch of a job: its process, its signals and its end."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from mpitrain.elastic.supervisor.words import Kind
+
+# The job of a supervisor that was killed saves and stops, as with SIGUSR1 by hand: a new supervisor can go on with it. The kernel sends
+# the signal (PR_SET_PDEATHSIG, which outlives an exec). Not by `preexec_fn`, which is not safe beside threads.
+_START = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, int(signal.SIGUSR1))
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Job:
+    """A running job. It leads a session of its own, so that the terminal's Ctrl-C reaches the supervisor alone."""
+
+    def __init__(self, words: Sequence[str], env: Mapping[str, str]) -> None:
+        command = [sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *words]
+        self._process = subprocess.Popen(command, env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True)
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; None while the job runs."""
+        return self._process.poll()
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the launcher, which passes it on to the ranks if it is SIGUSR1 or SIGUSR2."""
+        if self.code is None:
+            self._process.send_signal(signum)
+
+    def end(self, timeout_s: float) -> None:
+        """End the launcher: by SIGTERM, so that it ends its ranks and removes its files, and by SIGKILL if that takes too long."""
+        if self.code is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def launcher_kind(launcher: str, env: Mapping[str, str]) -> Kind:
+    """Whose mpirun it is: openmpi, mpich or other. ValueError if there is no such command."""
+    if shutil.which(launcher) is None:
+        raise ValueError(f"{launcher} is not found: expected a command such as mpirun -np 4 python -m mpitrain")
+    if not os.path.basename(launcher).startswith(("mpirun", "mpiexec", "prterun", "orterun")):
+        return "other"
+    try:
+        answer = subprocess.run([launcher, "--version"], env=dict(env), capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return "other"
+    text = answer.stdout + answer.stderr
+    return "openmpi" if "Open MPI" in text or "PRRTE" in text else "mpich" if "HYDRA" in text else "other"

@@ -1,0 +1,32 @@
+"""The signals that a supervisor gets, as requests that its loop reads."""
+
+import signal
+from types import FrameType
+
+
+class Requests:
+    """SIGUSR1, and the first SIGINT, SIGTERM or SIGHUP: save and stop. A second one of the latter: end now. SIGUSR2 is passed on."""
+
+    def __init__(self) -> None:
+        self.stop = 0
+        """the first signal that asked to save and stop, or 0"""
+        self.end = 0
+        """the signal that asked to end now, or 0"""
+        self._records = 0
+        for signum in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, self._asked)
+        signal.signal(signal.SIGUSR2, self._record)
+
+    def take_records(self) -> int:
+        """The number of SIGUSR2 since the last call."""
+        taken, self._records = self._records, 0
+        return taken
+
+    def _asked(self, signum: int, frame: FrameType | None) -> None:
+        if not self.stop:
+            self.stop = signum
+        elif signum != signal.SIGUSR1:
+            self.end = signum
+
+    def _record(self, signum: int, frame: FrameType | None) -> None:
+        self._records += 1

@@ -1,0 +1,289 @@
+"""The sequence of launches of one run."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mpitrain.elastic.events import write_event
+from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
+from mpitrain.elastic.supervisor.agents import Agent, probe, sweep
+from mpitrain.elastic.supervisor.decisions import Next, Outcome, Policy, Progress, decide
+from mpitrain.elastic.supervisor.folder import RunFolder
+from mpitrain.elastic.supervisor.hosts import Host, as_list, choose, num_ranks
+from mpitrain.elastic.supervisor.job import Job
+from mpitrain.elastic.supervisor.limits import Limits, Watch
+from mpitrain.elastic.supervisor.remains import find_files, remove
+from mpitrain.elastic.supervisor.requests import Requests
+from mpitrain.elastic.supervisor.words import Command, resume_of
+
+_LOOK_S = 0.1
+_MAX_MARKED = 32
+"""With more than 64 hosts, daemons of Open MPI start others, and lose what follows a = in their settings. Without the id they are not
+found after a failure, but end by themselves as soon as they miss mpirun."""
+_FOREIGN = ("OMPI_COMM_", "OMPI_UNIVERSE", "PMIX_RANK", "PMIX_SERVER", "PMIX_NAMESPACE", "PMI_RANK", "PMI_FD")
+"""Variables of a launcher around the supervisor: mpirun would take itself for a rank."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a supervisor is asked to do."""
+
+    command: Command
+    hosts: tuple[Host, ...]
+    """all that may take part, in the order of preference; none if the launcher runs on this host alone, or as it likes"""
+    agent: Agent
+    least: int = 1
+    most: int | None = None
+    rejoin: bool = True
+    rejoin_s: float = 30.0
+    requeue: bool = False
+    policy: Policy = field(default_factory=Policy)
+    limits: Limits = field(default_factory=Limits)
+
+
+class Supervisor:
+    """Starts the job of a plan until its run has come to an end. The signals are taken as soon as it is made."""
+
+    def __init__(self, plan: Plan, folder: RunFolder) -> None:
+        self.plan, self.folder = plan, folder
+        self.id = uuid.uuid4().hex
+        self._requests = Requests()
+        self._progress = Progress()
+        self._live: list[str] = [host.name for host in plan.hosts]
+        self._chosen: list[Host] = []
+        self._slow_launches = 0
+        self._down_since: float | None = None  # since the end of the last job
+        self._reason = "first launch"
+        self._back: list[str] = []
+        self._is_probed = False
+        self._files: set[Path] = set()
+        self._indices: dict[str, int] = {}
+        for host in plan.hosts:  # a batch system counts the slots
+            self._indices[host.name] = sum(other.slots for other in plan.hosts[: len(self._indices)])
+
+    def run(self) -> int:
+        """Launch after launch; returns the exit code, which is 0 only if the run has left its mark of completion."""
+        try:
+            while not self._requests.stop:
+                if not self._is_probed:
+                    self._probe()
+                outcome = self._launch() if self._enough() else self._too_few()
+                if self._requests.end:
+                    break
+                following = decide(self.plan.policy, self._progress, outcome)
+                self._report(outcome, following)
+                self._progress, self._reason = following.progress, following.text
+                if following.action == "end":
+                    return self._leave(following, outcome)
+                self._pause(following.pause_s)
+            return 128 + (self._requests.end or self._requests.stop)
+        finally:
+            self.folder.close()
+
+    # One launch
+
+    def _launch(self) -> Outcome:
+        """One launch, from its start to the end of all its processes."""
+        plan, folder = self.plan, self.folder
+        variables = folder.prepare(self.id)
+        words = self._words(variables)
+        ranks = num_ranks(plan.command.ranks, plan.hosts, self._chosen) if plan.hosts else plan.command.ranks
+        where = f" on {as_list(self._chosen)}" if self._chosen else ""
+        say(f"launch {folder.launch}{where}" + (f", {ranks} ranks" if ranks else ""))
+        env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)} | variables
+        if plan.command.kind == "openmpi" and 0 < len(self._chosen) <= _MAX_MARKED and "SLURM_JOB_ID" not in env:
+            # Its daemons on other hosts get the id of this supervisor as well. srun passes it on anyway.
+            for name, daemon in (("PRTE_MCA_prte_launch_agent", "prted"), ("OMPI_MCA_orte_launch_agent", "orted")):
+                env.setdefault(name, f"env {SUPERVISOR_VARIABLE}={self.id} {daemon}")
+        job = Job(words, env)
+        watch = Watch(self._limits(), folder.launch, time.monotonic())
+        stop, problem = self._attend(job, watch)
+        if self._requests.end:
+            say("ending now")
+        ended = time.monotonic()
+        job.end(plan.limits.end_s)
+        self._slow_launches = self._slow_launches + 1 if problem and watch.alive is None else 0
+        done = folder.done()
+        if done is None or problem or stop == "rejoin":  # else all has ended by itself
+            self._probe()
+            remove(self._files)
+            folder.break_lock(watch.alive)
+        if self._down_since is None:
+            self._down_since = ended
+        step = watch.alive.step if watch.alive is not None else 0
+        return Outcome(
+            done, step, stop, problem or f"the job ended without its mark of completion (exit code {job.code})"
+        )
+
+    def _attend(self, job: Job, watch: Watch) -> tuple[Any, str]:
+        """Wait until the job has ended, hangs or must be ended; returns who asked it to stop, and what stands still."""
+        stop, told, trained = "", False, False
+        look_for_hosts = time.monotonic() + self.plan.rejoin_s
+        while job.code is None and not self._requests.end:
+            time.sleep(_LOOK_S)
+            now = time.monotonic()
+            # After its mark of completion a job has as much time to end as after a report.
+            problem = watch.see(now, *self.folder.sign_of_life(), self.folder.done() or self.folder.report())
+            if problem:
+                return stop, problem
+            if watch.trains and not trained:
+                trained = True
+                self._files = find_files(self.id)
+                self._tell_of_first_step(watch)
+            for _ in range(self._requests.take_records()):
+                job.signal(signal.SIGUSR2)
+            if watch.trains and not stop and self._missing() and now > look_for_hosts:
+                look_for_hosts = now + self.plan.rejoin_s
+                if self._are_back():
+                    stop = "rejoin"
+                    say(
+                        f"{', '.join(self._missing())} can rejoin: the run saves and stops for a relaunch on more hosts"
+                    )
+            if self._requests.stop and stop != "user":
+                stop = "user"
+                say(
+                    "stopping: the ranks save a checkpoint and end (a second Ctrl-C or SIGTERM ends them now, without one)"
+                )
+            if stop and not told:
+                self.folder.ask_to_stop()
+                # A rank without a handler would die of the signal. It looks for the file later; once rank 0 trains, all have a handler.
+                if watch.alive is not None and watch.alive.phase != "starting":
+                    job.signal(signal.SIGUSR1)
+                    told = True
+        return stop, ""
+
+    def _words(self, variables: dict[str, str]) -> list[str]:
+        command = self.plan.command
+        if self._chosen and (tuple(self._chosen) != self.plan.hosts or not command.hosts):
+            command = command.on(self._chosen, num_ranks(command.ranks, self.plan.hosts, self._chosen))
+        if command.kind == "openmpi":
+            command = command.with_options(*(word for name in variables for word in ("-x", name)))
+        if (start := self._start()) is not None:
+            command = command.resumed_from(start)
+        return command.words()
+
+    def _start(self) -> str | None:
+        """The start of a relaunch, if the command's own would lose what this run has done."""
+        resume = resume_of(self.plan.command.program)
+        if resume == "auto":
+            return None
+        # "never" gave the folder of an earlier run another name before the first step: once is enough.
+        return self.folder.own_start() or ("auto" if resume == "never" and self._progress.best_step else None)
+
+    def _limits(self) -> Limits:
+        limits = self.plan.limits
+        return replace(limits, launch_s=limits.launch_s * 2.0 ** min(self._slow_launches, 6))
+
+    # Hosts
+
+    def _probe(self) -> None:
+        """Find the hosts that answer, and end what earlier launches have left there; choose the hosts of the next launch."""
+        names = [host.name for host in self.plan.hosts]
+        answers = sweep(self.plan.agent, names, self.id, self.plan.limits.probe_s, self._indices)
+        self._is_probed = True
+        if num := sum(answers.values()):
+            say(f"ended {num} process{'es' * (num != 1)} that the last launch had left")
+        lost = [name for name in names if name not in answers]
+        if lost:
+            say(f"no answer within {self.plan.limits.probe_s:g} s from {', '.join(lost)}")
+        self._live = [name for name in names if name in answers]
+        self._chosen = choose(self.plan.hosts, self._live, self.plan.most)
+
+    def _enough(self) -> bool:
+        return not self.plan.hosts or len(self._chosen) >= self.plan.least
+
+    def _too_few(self) -> Outcome:
+        num, self._is_probed = len(self._chosen), False
+        return Outcome(None, 0, "", f"expected at least {self.plan.least} hosts, and {num} answer")
+
+    def _missing(self) -> list[str]:
+        """The hosts that could take part, and do not."""
+        if not self.plan.rejoin or len(self._chosen) == (self.plan.most or len(self.plan.hosts)):
+            return []
+        chosen = {host.name for host in self._chosen}
+        return [host.name for host in self.plan.hosts if host.name not in chosen]
+
+    def _are_back(self) -> bool:
+        """Whether the last look at the missing hosts found any; starts the next look, in the background."""
+        if self._back:
+            self._back = []
+            return True
+        names = self._missing()
+
+        def look() -> None:
+            self._back = probe(self.plan.agent, names, self.plan.limits.probe_s, self._indices)
+
+        threading.Thread(target=look, name="mpitrain-rejoin", daemon=True).start()
+        return False
+
+    # Reports
+
+    def _tell_of_first_step(self, watch: Watch) -> None:
+        if self._down_since is None:
+            return
+        self._event(
+            "relaunch",
+            cost_s=round(time.monotonic() - self._down_since, 3),
+            step=watch.alive.step if watch.alive is not None else None,
+            hosts=[host.name for host in self._chosen],
+            reason=self._reason,
+        )
+        self._down_since = None
+
+    def _report(self, outcome: Outcome, following: Next) -> None:
+        """The report of the ranks, and one line: the last text that is printed about a launch."""
+        if outcome.done is None:
+            text = self.folder.report_text()
+            if text:
+                say(f"the report of launch {self.folder.launch}:")
+                print(text, file=sys.stderr)
+            self._event("failure", problem=outcome.problem, step=outcome.step)
+        say(following.text)
+
+    def _event(self, event: str, **fields: Any) -> None:
+        with contextlib.suppress(OSError):  # a full disk
+            write_event(self.folder.path, event, launch=self.folder.launch, **fields)
+
+    # The end
+
+    def _pause(self, pause_s: float) -> None:
+        """Wait, unless a signal asks to stop meanwhile."""
+        until = time.monotonic() + pause_s
+        while time.monotonic() < until and not self._requests.stop:
+            time.sleep(_LOOK_S)
+            self._is_probed = False  # hosts may come and go
+
+    def _leave(self, following: Next, outcome: Outcome) -> int:
+        stopped = outcome.done is not None and outcome.done.reason == "stopped"
+        ahead_of_limit = stopped and self._requests.stop == signal.SIGUSR1
+        if self.plan.requeue and (
+            ahead_of_limit or (following.code and not self._requests.stop and not self._enough())
+        ):
+            self._requeue()
+        if following.code and self._requests.stop not in (0, signal.SIGUSR1):
+            return 128 + self._requests.stop
+        return following.code
+
+    def _requeue(self) -> None:
+        """Have Slurm queue this job again. Slurm then ends it, so nothing may follow."""
+        command: Sequence[str] = ("scontrol", "requeue", os.environ.get("SLURM_JOB_ID", ""))
+        say(f"{' '.join(command)}: the job waits in the queue, and then goes on")
+        try:
+            subprocess.run(command, timeout=60, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            say(f"the job is not in the queue again: {error}")
+
+
+def say(text: str) -> None:
+    """A line of the supervisor. A terminal that was closed must not end it."""
+    with contextlib.suppress(OSError):
+        print(f"elastic: {text}", file=sys.stderr, flush=True)

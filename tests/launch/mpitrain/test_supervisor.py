@@ -1,0 +1,271 @@
+"""`python -m mpitrain elastic` with real jobs: mpirun killed, a host lost, a hang, wrong settings, stops, and its last words."""
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from extent import extent
+from launching import ROOT, Result, job_environment, run
+from main_job import STEPS, command, losses
+from slurm_packages import slurm_root
+
+from mpitrain.elastic import marks
+from mpitrain.elastic.events import read_events
+
+
+def elastic(num_ranks: int, options: list[str], program: list[str], **other: object) -> Result:
+    """A job of `num_ranks` under the supervisor."""
+    mpirun, settings = job_environment(num_ranks)
+    words = [sys.executable, "-m", "mpitrain", "elastic", *options, "--", mpirun, "-np", str(num_ranks), sys.executable]
+    return run([*words, *program], env=settings | {"PYTHONPATH": str(ROOT)}, **{"timeout_s": 100, **other})  # type: ignore[arg-type]
+
+
+def processes_of(folder: Path) -> dict[int, int]:
+    """The processes of the jobs of a run's supervisor, with their parents."""
+    mark = f"{marks.SUPERVISOR_VARIABLE}={json.loads((folder / marks.LAUNCH).read_text())['supervisor']}".encode()
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    return found
+
+
+def once_at_step(folder: Path, step: int, act: Callable[[], None]) -> threading.Thread:
+    """Call `act` in a thread, once the run has come to a step; after 60 s not any more."""
+
+    def wait() -> None:
+        for _ in range(6000):
+            alive = marks.read_alive(folder)
+            if alive is not None and alive.step >= step:
+                return act()
+            time.sleep(0.01)
+        return None
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_after_the_kill_of_mpirun_the_run_goes_on_as_if_undisturbed(
+    tmp_path: Path, corpus: Path, whole_run: Callable[[int], Path]
+) -> None:
+    folder, killed = tmp_path / "run", []
+
+    def kill() -> None:
+        parents = processes_of(folder)
+        (mpirun,) = [pid for pid, parent in parents.items() if parent not in parents]
+        os.kill(mpirun, signal.SIGKILL)
+        killed.append(mpirun)
+
+    once_at_step(folder, 25, kill)
+    result = elastic(2, [], command(folder, corpus))
+    assert result.returncode == 0, str(result)
+    assert len(killed) == 1, str(result)
+    assert result.stderr.count("elastic: launch ") == 2, str(result)
+    assert result.stderr.rstrip().endswith(f"elastic: the run is finished after step {STEPS}"), str(result)
+    assert losses(folder) == losses(whole_run(2)), "bit for bit: the same ranks from a checkpoint"
+    assert processes_of(folder) == {}
+    failure, relaunch = read_events(folder)
+    assert (failure["event"], relaunch["event"], relaunch["launch"]) == ("failure", "relaunch", 2)
+    assert 20 < relaunch["step"] <= 26 and 0 < relaunch["cost_s"] < 60
+
+
+@pytest.fixture
+def needs_cluster() -> None:
+    spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc"]
+    spaces += [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    for needed in (["ip", "-V"], ["tc", "-V"], ["unshare", *spaces, "true"]):
+        if shutil.which(needed[0]) is None or subprocess.run(needed, capture_output=True).returncode != 0:
+            pytest.skip(f"no cluster can be made here: {' '.join(needed)} fails")
+
+
+@pytest.fixture
+def head(tmp_path: Path, needs_cluster: None) -> Path:
+    """A program for the cluster's head: starts its arguments under the supervisor, and ends rank 0's host once step 25 is done."""
+    script = tmp_path / "head.py"
+    script.write_text("""
+import os, pathlib, signal, subprocess, sys, time
+from mpitrain.elastic import marks
+folder, *program = sys.argv[1:]
+mpirun = [os.environ["CLUSTER_MPIRUN"], "-H", os.environ["CLUSTER_HOSTS"], "-np", "2"]
+job = subprocess.Popen([sys.executable, "-m", "mpitrain", "elastic", "--", *mpirun, sys.executable, *program])
+while job.poll() is None:
+    alive = marks.read_alive(pathlib.Path(folder))
+    if alive is not None and alive.step >= 25:
+        room = pathlib.Path(os.environ["CLUSTER_ROOM"])
+        os.kill(int((room / alive.host).read_text()), signal.SIGKILL)
+        print("lost", alive.host, flush=True)
+        break
+    time.sleep(0.02)
+sys.exit(job.wait())
+""")
+    return script
+
+
+def test_after_the_loss_of_a_host_the_run_goes_on_on_the_other(
+    tmp_path: Path, head: Path, corpus: Path, whole_run: Callable[[int], Path]
+) -> None:
+    folder = tmp_path / "run"
+    words = [
+        ROOT / "mpirun/cluster",
+        "run",
+        "-H",
+        "2x1",
+        "--on-head",
+        "--timeout",
+        "90",
+        "--",
+        sys.executable,
+        head,
+        folder,
+    ]
+    result = run([*words, *command(folder, corpus)], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout_s=100)
+    assert result.returncode == 0, str(result)
+    assert "lost host1" in result.stdout, str(result)
+    assert "elastic: launch 1 on host1:1,host2:1, 2 ranks" in result.stderr, str(result)
+    assert "elastic: launch 2 on host2:1, 1 ranks" in result.stderr, str(result)
+    # 2 ranks add in another order than one does
+    assert losses(folder) == pytest.approx(losses(whole_run(2)), rel=1e-4)
+    relaunch = read_events(folder)[-1]
+    assert (relaunch["event"], relaunch["hosts"]) == ("relaunch", ["host2"])
+    # The lock of the dead holder is broken, so that the other host does not wait for its sign of life.
+    assert "sign of life" not in result.stdout, str(result)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="Slurm's daemons need root")
+@pytest.mark.skipif(
+    not extent(False, True), reason="in a full run: it downloads Slurm's packages once, and takes half a minute"
+)
+def test_in_slurm_a_job_goes_on_when_a_node_is_lost(
+    tmp_path: Path, needs_cluster: None, corpus: Path, whole_run: Callable[[int], Path]
+) -> None:
+    root = slurm_root()
+    if root is None:
+        pytest.skip("Slurm's packages cannot be had here")
+    folder, script = tmp_path / "run", tmp_path / "batch.sh"
+    program = shlex.join([sys.executable, *command(folder, corpus)])
+    script.write_text(
+        f'#!/bin/bash\nexec {sys.executable} -m mpitrain elastic --nodes 1:2 -- "$CLUSTER_MPIRUN" -np "$SLURM_NTASKS" {program}\n'
+    )
+    words = [ROOT / "mpirun/cluster", "run", "-H", "2x1", "--on-head", "--timeout", "110", "--", sys.executable]
+    words += [ROOT / "tests/helpers/slurm_head.py", root, tmp_path, folder, script]
+    result = run(words, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout_s=118)
+    assert result.returncode == 0, str(result)
+    assert "lost host2" in result.stdout and "JobState=COMPLET" in result.stdout, str(result)
+    assert "elastic: launch 1 on host1:1,host2:1, 2 ranks" in result.stdout, str(result)
+    assert "no answer within 5 s from host2" in result.stdout, str(result)
+    assert "elastic: launch 2 on host1:1, 1 ranks" in result.stdout, str(result)
+    assert losses(folder) == pytest.approx(losses(whole_run(2)), rel=1e-4)
+
+
+# What needs no training: programs that leave marks as the main job does
+
+PROGRAM = """
+import os, pathlib, signal, sys, time
+asked = []
+signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
+from mpitrain.elastic.marks import Marks, launch_number, starting
+starting()
+folder = pathlib.Path(sys.argv[sys.argv.index("--run") + 1])
+run = Marks(folder)
+def stop_asked():
+    return asked or os.path.exists(os.environ["MPITRAIN_STOP_FILE"])
+"""
+
+
+def test_the_last_text_is_the_report_and_what_follows(tmp_path: Path) -> None:
+    script = PROGRAM + "(folder / 'failure.txt').write_text(f'rank 0 fell in launch {launch_number()}\\n'); sys.exit(0)"
+    options = ["--max-relaunches", "1", "--run", str(tmp_path / "run")]
+    result = elastic(1, options, ["-c", script, "--run", str(tmp_path / "run")], timeout_s=40)
+    assert result.returncode == 1, str(result)
+    assert result.stderr.splitlines()[-3:] == [
+        "elastic: the report of launch 2:",
+        "rank 0 fell in launch 2",
+        "elastic: the job ended without its mark of completion (exit code 0); giving up after 1 relaunch without a new step",
+    ], str(result)
+    assert result.stderr.count("fell in launch 1") == 1, str(result)
+
+
+def test_a_job_that_stands_still_is_ended_and_started_again(tmp_path: Path) -> None:
+    script = PROGRAM + (
+        "run.alive('training', 1); run.alive('training', 2)\n"
+        "if launch_number() == 1: time.sleep(60)\n"
+        "run.done('finished', 3)"
+    )
+    folder = tmp_path / "run"
+    options = ["--run", str(folder), "--step-timeout", "1"]
+    result = elastic(2, options, ["-c", script, "--run", str(folder)], timeout_s=40)
+    assert result.returncode == 0, str(result)
+    assert "there was no sign of life after step 2 within 1 s; relaunch 1 of at most 10 now" in result.stderr, str(
+        result
+    )
+    assert processes_of(folder) == {}
+    assert not (folder / ".stop").exists()
+
+
+@pytest.mark.parametrize("when", ["launch 1", "trains"])
+def test_a_request_to_stop_is_not_lost(tmp_path: Path, when: str) -> None:
+    script = PROGRAM + (
+        "time.sleep(1); run.alive('training', 0); print('trains', flush=True)\n"
+        "while not stop_asked(): time.sleep(0.02)\n"
+        "run.done('stopped', 7)"
+    )
+    folder = tmp_path / "run"
+    words = ["-c", script, "--run", str(folder)]
+    result = elastic(1, ["--run", str(folder)], words, when=when, send=signal.SIGTERM, timeout_s=40)
+    assert result.returncode == 0, str(result)
+    assert result.stderr.rstrip().endswith(
+        "elastic: saved and stopped after step 7; the same command goes on from there"
+    )
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    script = PROGRAM + "run.alive('training', 1); run.alive('training', 2); time.sleep(60)"
+
+    def interrupt_twice() -> None:
+        parents = processes_of(folder)
+        (supervisor,) = {parent for parent in parents.values() if parent not in parents}
+        os.kill(supervisor, signal.SIGINT)
+        time.sleep(0.5)
+        os.kill(supervisor, signal.SIGINT)
+
+    once_at_step(folder, 2, interrupt_twice)
+    result = elastic(1, ["--run", str(folder)], ["-c", script, "--run", str(folder)], timeout_s=40)
+    assert result.returncode == 130, str(result)
+    assert processes_of(folder) == {}
+
+
+def test_refused_settings_are_not_tried_again(tmp_path: Path, corpus: Path) -> None:
+    result = elastic(1, [], [*command(tmp_path / "run", corpus), "--train.batch", "0"], timeout_s=60)
+    assert result.returncode == 1, str(result)
+    assert result.stderr.count("elastic: launch ") == 1, str(result)
+    assert "mpitrain: error: train.batch" in result.stdout + result.stderr, str(result)
+    assert "these settings are refused" in result.stderr.splitlines()[-1], str(result)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--", "no-mpirun", "-np", "2", "python"], "no-mpirun is not found: expected a command such as mpirun -np 4"),
+        ([], "expected -- and a command"),
+        (["--nodes", "3:2", "--", "mpirun", "python"], "--nodes: expected min:max, such as 2:4, got '3:2'"),
+    ],
+)
+def test_wrong_words_are_one_line(words: list[str], text: str) -> None:
+    mpirun, settings = job_environment(1)
+    words = [mpirun if word == "mpirun" else word for word in words]
+    result = run([sys.executable, "-m", "mpitrain", "elastic", *words], cwd=ROOT, env=settings, timeout_s=30)
+    assert (result.returncode, result.stdout) == (2, ""), str(result)
+    assert len(result.stderr.splitlines()) == 1 and text in result.stderr, str(result)
