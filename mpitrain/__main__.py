@@ -2,9 +2,8 @@
 
 import sys
 
-if __name__ == "__main__" and sys.argv[1:2] == [
-    "elastic"
-]:  # before all that needs more than the standard library: this may be a head node
+# Before all that needs more than the standard library, because a head node may have no more.
+if __name__ == "__main__" and sys.argv[1:2] == ["elastic"]:
     from mpitrain.elastic.supervisor.command import main as elastic
 
     raise SystemExit(elastic(sys.argv[2:]))

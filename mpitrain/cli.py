@@ -113,7 +113,7 @@ def _mark_refusal(error: Exception) -> None:
     """Tell the supervisor, if there is one, that these settings cannot work. A folder that another job trains in may become free."""
     from mpitrain.config import ConfigError
     from mpitrain.elastic import marks
-    from mpitrain.train.folder_lock import LockedError
+    from mpitrain.elastic.folder_lock import LockedError
 
     if isinstance(error, ConfigError) and not isinstance(error.__context__, LockedError):
         marks.refuse()

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from typing import Any, Protocol
 
-from collectives.diagnosis import goodbye
+from collectives.diagnosis.ring import goodbye
 
 _ABORT_S = 2.0  # the longest wait for an abort of NCCL before the job ends
 _YIELD_S = 5.0  # the longest wait for another thread that is ending the job

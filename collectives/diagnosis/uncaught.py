@@ -10,10 +10,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from collectives.diagnosis import dump, goodbye, record
+from collectives.diagnosis import dump, record
 from collectives.diagnosis.ending import abort_job, claim, leave_alone
 from collectives.diagnosis.failure import write_failure
 from collectives.diagnosis.job import Job
+from collectives.diagnosis.ring import goodbye
 from collectives.diagnosis.together import on_all_ranks
 
 NUM_SHOWN = 5

@@ -18,8 +18,8 @@ import ckpt
 from ckpt.saving.copies import further_places
 from ckpt.storage.catalog import reason_to_keep, step_of
 from mpitrain.config import Config, ConfigError, to_toml
+from mpitrain.elastic.folder_lock import FolderLock, LockedError
 from mpitrain.elastic.lease import Lease, read_lease
-from mpitrain.train.folder_lock import FolderLock, LockedError
 
 
 class Run:

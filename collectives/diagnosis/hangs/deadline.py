@@ -5,8 +5,9 @@ import os
 import threading
 import time
 
-from collectives.diagnosis import dump, goodbye, record
+from collectives.diagnosis import dump, record
 from collectives.diagnosis.failure import write_failure
+from collectives.diagnosis.ring import goodbye
 from collectives.environment import checked_seconds, seconds_of
 
 DEFAULT_DEADLINE_S = 600.0

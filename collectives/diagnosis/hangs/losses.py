@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from collectives.diagnosis import dump
-from collectives.diagnosis.goodbye import End, Heard, Neighbours
 from collectives.diagnosis.hangs import process
 from collectives.diagnosis.hangs.bell import Bell
-from collectives.diagnosis.roster import Roster
+from collectives.diagnosis.ring.goodbye import End, Heard, Neighbours
+from collectives.diagnosis.ring.roster import Roster
 from collectives.launcher import Daemon
 
 _CONFIRM_S = 0.3  # the neighbour before a dead rank lets the other one report first

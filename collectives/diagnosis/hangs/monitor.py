@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from collectives.diagnosis import dump, goodbye, loss, record, roster, uncaught
+from collectives.diagnosis import dump, loss, record, uncaught
 from collectives.diagnosis.ending import Before, abort_job, end_together
 from collectives.diagnosis.failure import write_failure
 from collectives.diagnosis.hangs import answer, deadline, deadlock, notice, report
@@ -36,6 +36,7 @@ from collectives.diagnosis.hangs.look import Look, last_record, look
 from collectives.diagnosis.hangs.losses import Losses
 from collectives.diagnosis.hangs.standstill import Standstill
 from collectives.diagnosis.job import Job, keep
+from collectives.diagnosis.ring import goodbye, roster
 
 _POLL_S = 0.5  # between two looks at messages, whose time is not measurable
 _BUSY_POLL_S = 0.05  # while the monitor waits for answers, in checked mode, and when the program has ended

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.record import shown_ranks
-from collectives.diagnosis.roster import NOBODY, Roster
+from collectives.diagnosis.ring.roster import NOBODY, Roster
 
 
 def deadline_report(

@@ -94,7 +94,7 @@ class RunFolder:
         """Make the lock of an ended launch stale at once, if its rank 0 holds it.
 
         A job on another host cannot see that the holder is dead, and would wait for half a minute. The holder may live, on a host that
-        does not answer: it finds another token in the lock, and ends without a write (train/folder_lock.py).
+        does not answer: it finds another token in the lock, and ends without a write (elastic/folder_lock.py).
         """
         path = self.path / ".lock"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

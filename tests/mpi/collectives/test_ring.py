@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from collectives import Communicator
-from collectives.diagnosis import goodbye, roster
-from collectives.diagnosis.goodbye import End, Neighbours
+from collectives.diagnosis.ring import goodbye, roster
+from collectives.diagnosis.ring.goodbye import End, Neighbours
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from collectives.diagnosis import links, set_failure_file, write_failure
-from collectives.diagnosis.goodbye import End, Heard
+from collectives.diagnosis import set_failure_file, write_failure
 from collectives.diagnosis.hangs import losses, process
-from collectives.diagnosis.links import Listener, Place, by_distance, connect
-from collectives.diagnosis.roster import NOBODY, Member, Roster
+from collectives.diagnosis.ring import links
+from collectives.diagnosis.ring.goodbye import End, Heard
+from collectives.diagnosis.ring.links import Listener, Place, by_distance, connect
+from collectives.diagnosis.ring.roster import NOBODY, Member, Roster
 
 ROSTER = Roster([Member(0, "a", 31), Member(0, "a", 32), Member(2, "b", 31), Member(2, "b", 47)])
 

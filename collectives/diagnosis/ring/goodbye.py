@@ -12,8 +12,8 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any, NamedTuple
 
-from collectives.diagnosis import links
-from collectives.diagnosis.roster import Roster
+from collectives.diagnosis.ring import links
+from collectives.diagnosis.ring.roster import Roster
 
 
 class End(Enum):
