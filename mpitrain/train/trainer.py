@@ -316,9 +316,8 @@ class Trainer:
         if terminal is not None:
             terminal.close()
         if self.stepper.num_skipped:
-            self._say(
-                f"{self.stepper.num_skipped} of {self.step} steps were skipped: their loss or gradient was not finite"
-            )
+            why = "their loss or gradient was not finite" + ", or a spike" * config.train.skip_spikes
+            self._say(f"{self.stepper.num_skipped} of {self.step} steps were skipped: {why}")
         if stopped:
             self._say(f"stopped after step {self.step} as asked; the same command goes on from there")
         elif config.train.sample_bytes:
