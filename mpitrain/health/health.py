@@ -268,11 +268,11 @@ class Health:
         now = time.perf_counter()
         cost_s = now - self.reached.get(step, began)
         self.begin(step)
-        of = f"{self._rewinds} of {self._train.max_rewinds}"
+        of, why = f"{self._rewinds} of {self._train.max_rewinds}", bad.why.partition("; ")[0]
         self._reports.tell(
-            f"{bad.why.partition('; ')[0]}: back to the state after step {step} (rewind {of}, {cost_s:.1f} s lost); "
+            f"{why}: back to the state after step {step} (rewind {of}, {cost_s:.1f} s lost); "
             f"{wording.left_out(bad.first, bad.last, samples)}",
-            "rewind", cost_s=round(cost_s, 3), to_step=step, steps=[bad.first + 1, bad.last + 1], samples=list(samples), why=bad.why,
+            "rewind", cost_s=round(cost_s, 3), to_step=step, steps=[bad.first + 1, bad.last + 1], samples=list(samples), why=why,
         )  # fmt: skip
         return step
 

@@ -48,7 +48,7 @@ class Stragglers:
         for rank, peers in enumerate(self._peers):
             allowed = [seconds[other] * max(rows[rank] / rows[other], 1.0) for other in peers if rows[other]]
             usual = statistics.median(allowed) if allowed else 0.0
-            if not (allowed and seconds[rank] > FACTOR * usual):
+            if not seconds[rank] > FACTOR * usual > 0:
                 self._slow[rank], self._is_told[rank] = [], False
                 continue
             if self._is_told[rank]:
@@ -56,7 +56,7 @@ class Stragglers:
             slow = self._slow[rank]
             slow.append((seconds[rank], usual))
             if len(slow) >= IN_A_ROW and sum(its for its, _ in slow) >= LEAST_S:
-                factor = statistics.median(its / usual if usual else float("inf") for its, usual in slow)
+                factor = statistics.median(its / usual for its, usual in slow)
                 found.append(Straggler(rank, len(slow), factor, sum(its - usual for its, usual in slow)))
                 self._slow[rank], self._is_told[rank] = [], True
         return found

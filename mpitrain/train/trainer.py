@@ -23,6 +23,7 @@ from mpitrain.elastic.marks import Marks, Reason, launch_number
 from mpitrain.health import Bad, Health, InitialState, Reports, StatesOnDisk
 from mpitrain.init import initialize
 from mpitrain.models import flops_per_token, num_parameters
+from mpitrain.parts import part_of
 from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states, saving, stop
 from mpitrain.train.batches import RankBatches
@@ -380,9 +381,8 @@ class Trainer:
         if terminal is not None:
             terminal.close()
         if self.stepper.num_skipped:
-            self._say(
-                f"{self.stepper.num_skipped} of {self.step} steps were skipped: their loss or gradient was not finite"
-            )
+            why = "their loss or gradient was not finite" + ", or a spike" * config.train.skip_spikes
+            self._say(f"{self.stepper.num_skipped} of {self.step} steps were skipped: {why}")
         if stopped:
             self._say(f"stopped after step {self.step} as asked; the same command goes on from there")
         elif config.train.sample_bytes:
@@ -509,5 +509,9 @@ class Trainer:
 
     def _comm_s(self) -> float:
         """Seconds that this rank has spent in communication, with the waits for other ranks."""
-        of_model = sharding.communication_s(self.model) + tensor.communication_s(self.model)
+        parts = {part for param in self.model.parameters() if (part := part_of(param)) is not None}
+        counted_twice = sum(
+            part.seconds for part in parts
+        )  # sums of gradients: in a reduction of `sharding`, and of `tensor`
+        of_model = sharding.communication_s(self.model) + tensor.communication_s(self.model) - counted_twice
         return of_model + self.passes.communication_s() + self._own_comm_s

@@ -370,6 +370,7 @@ def test_what_a_run_leaves(whole_run: WholeRun, corpus: Path) -> None:
     folder = whole_run(2)
     assert from_toml(folder / "config.toml") == parse(command(folder, corpus)[2:])
     keys = ["step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "comm_s", "data_s", "memory_bytes", "mfu"]
+    keys.append("check_s")
     steps = [line for line in metrics(folder) if "loss" in line]
     assert all(list(line) == keys for line in steps)
     for line in steps:

@@ -1,7 +1,5 @@
 """Spikes and stragglers: found where they are, and never in clean series, also with heavy tails."""
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -143,7 +141,7 @@ def test_noise_makes_no_straggler(noise: str) -> None:
         assert watch.step(np.abs(1 + extra).tolist(), [3] * 4) == []
 
 
-def test_a_factor_without_others_that_compute() -> None:
+def test_times_that_were_not_measured_name_no_rank() -> None:
     watch = Stragglers([0, 0])
-    found = [watch.step([1.0, 0.0], [3, 3]) for _ in range(IN_A_ROW)]
-    assert names(found[-1]) == [0] and math.isinf(found[-1][0].factor)
+    assert not any(watch.step([1.0, 0.0], [3, 3]) for _ in range(50))
+    assert not any(watch.step([1.0, -0.1], [3, 3]) for _ in range(50))
