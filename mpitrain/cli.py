@@ -62,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not collectives.on_all_ranks(error):
             raise  # ends the job, with this rank's traceback
+        _mark_refusal(error, comm.rank)
         if comm.rank == 0:
             print(
                 "; ".join([f"mpitrain: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True
             )
-            _mark_refusal(error)
         comm.barrier()  # first the line must be out: when a rank leaves, mpirun ends the others
         collectives.leave_together()
         return 1
@@ -91,13 +91,13 @@ def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool
     trainer.fit()
 
 
-def _mark_refusal(error: Exception) -> None:
+def _mark_refusal(error: Exception, rank: int) -> None:
     """Tell the supervisor, if there is one, that these settings cannot work. A folder that another job trains in may become free."""
     from mpitrain.config import ConfigError
     from mpitrain.elastic import marks
     from mpitrain.train.folder_lock import LockedError
 
-    if isinstance(error, ConfigError) and not isinstance(error.__context__, LockedError):
+    if rank == 0 and isinstance(error, ConfigError) and not isinstance(error.__context__, LockedError):
         marks.refuse()
 
 
