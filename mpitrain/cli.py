@@ -72,12 +72,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not collectives.on_all_ranks(error):
             raise  # ends the job, with this rank's traceback
+<<<<<<< HEAD
         if collectives.world().rank == 0:
             line = "; ".join([f"mpitrain: error: {error}", *getattr(error, "__notes__", ())])
             print(line, file=sys.stderr, flush=True)
             write_failure(line, make_folder=False)
             _mark_refusal(error)
         collectives.world().barrier()  # first the line must be out: when a rank leaves, mpirun ends the others
+=======
+        _mark_refusal(error, comm.rank)
+        if comm.rank == 0:
+            print(
+                "; ".join([f"mpitrain: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True
+            )
+        comm.barrier()  # first the line must be out: when a rank leaves, mpirun ends the others
+>>>>>>> sup
         collectives.leave_together()
         return 1
     return 0
@@ -109,13 +118,13 @@ def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool
     trainer.fit()
 
 
-def _mark_refusal(error: Exception) -> None:
+def _mark_refusal(error: Exception, rank: int) -> None:
     """Tell the supervisor, if there is one, that these settings cannot work. A folder that another job trains in may become free."""
     from mpitrain.config import ConfigError
     from mpitrain.elastic import marks
     from mpitrain.elastic.folder_lock import LockedError
 
-    if isinstance(error, ConfigError) and not isinstance(error.__context__, LockedError):
+    if rank == 0 and isinstance(error, ConfigError) and not isinstance(error.__context__, LockedError):
         marks.refuse()
 
 

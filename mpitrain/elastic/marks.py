@@ -95,7 +95,8 @@ class Marks:
 
     def done(self, reason: Reason, step: int) -> None:
         """The run has come to its regular end, and all its files are on disk. OSError if the mark cannot be written."""
-        if self._active:
+        # A run that finds nothing left to do changes nothing in its folder.
+        if self._active and read_done(self.folder, self._launch) != Done(self._launch, reason, step):
             write(self.folder / DONE, {"launch": self._launch, "reason": reason, "step": step})
 
 

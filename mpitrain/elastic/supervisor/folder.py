@@ -28,12 +28,15 @@ class RunFolder:
         self._report: Hashable = None
 
     def prepare(self, supervisor: str) -> dict[str, str]:
-        """Begin the next launch; returns the variables for its ranks. OSError if the folder cannot be written."""
+        """Begin the next launch; returns the variables for its ranks."""
         self.launch = max(self.launch, marks.last_launch(self.path)) + 1
-        self.path.mkdir(parents=True, exist_ok=True)  # a run may have given its folder another name
-        marks.write(self.path / marks.LAUNCH, {"launch": self.launch, "supervisor": supervisor, "time": time.time()})
+        mark = {"launch": self.launch, "supervisor": supervisor, "time": time.time()}
+        with contextlib.suppress(OSError):  # a full disk must not end the supervisor, which keeps the number as well
+            self.path.mkdir(parents=True, exist_ok=True)  # a run may have given its folder another name
+            marks.write(self.path / marks.LAUNCH, mark)
         for name in (_STOP, _FIRST_FAILURE):
-            (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (self.path / name).unlink(missing_ok=True)
         self._report = self._signature_of_report()
         return {
             marks.LAUNCH_VARIABLE: str(self.launch),

@@ -64,7 +64,9 @@ class Watch:
                 self._first = alive.step if self._first is None else self._first
                 self.trains = self.trains or alive.step > self._first
         if report != self._report:
-            self._report, self._since, self._is_reported = report, now, True
+            self._report = report
+            if report is not None:
+                self._since, self._is_reported = now, True
         limit_s, what = self._limit()
         return f"{what} within {limit_s:g} s" if now - self._since > limit_s else ""
 

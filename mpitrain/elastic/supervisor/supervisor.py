@@ -113,6 +113,8 @@ class Supervisor:
         job.end(plan.limits.end_s)
         self._slow_launches = self._slow_launches + 1 if problem and watch.alive is None else 0
         done = folder.done()
+        if done is not None:
+            self._tell_of_first_step(watch)  # of a launch so short that its first step was not seen
         if done is None or problem or stop == "rejoin":  # else all has ended by itself
             self._probe()
             remove(self._files)
