@@ -72,21 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not collectives.on_all_ranks(error):
             raise  # ends the job, with this rank's traceback
-<<<<<<< HEAD
+        _mark_refusal(error, collectives.world().rank)
         if collectives.world().rank == 0:
             line = "; ".join([f"mpitrain: error: {error}", *getattr(error, "__notes__", ())])
             print(line, file=sys.stderr, flush=True)
             write_failure(line, make_folder=False)
-            _mark_refusal(error)
         collectives.world().barrier()  # first the line must be out: when a rank leaves, mpirun ends the others
-=======
-        _mark_refusal(error, comm.rank)
-        if comm.rank == 0:
-            print(
-                "; ".join([f"mpitrain: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True
-            )
-        comm.barrier()  # first the line must be out: when a rank leaves, mpirun ends the others
->>>>>>> sup
         collectives.leave_together()
         return 1
     return 0

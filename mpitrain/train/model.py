@@ -4,6 +4,7 @@ import torch
 
 from collectives import Mesh
 from mpitrain.config import Config, OptimConfig
+from mpitrain.init import initialize
 from mpitrain.models import LanguageModel, build, decay_groups
 from mpitrain.sharding import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint_activations, fully_shard
 from mpitrain.stages import pipeline
@@ -11,10 +12,12 @@ from mpitrain.tensor import tensor_parallel
 from mpitrain.train.passes import Passes, StagedPasses, WholePasses
 
 
-def make_model(config: Config, mesh: Mesh, device: torch.device) -> tuple[LanguageModel, Passes]:
-    """The model, spread over all ranks, and its passes. Collective. Its values have no meaning before `initialize` or a load.
+def make_model(
+    config: Config, mesh: Mesh, device: torch.device, *, has_values: bool = True
+) -> tuple[LanguageModel, Passes]:
+    """The model with its initial values, spread over all ranks, and its passes. Collective.
 
-    Each block is a unit; the rest is one more unit.
+    Each block is a unit; the rest is one more unit. Without `has_values` a load or `initialize` must follow.
     """
     with torch.device("meta"):
         model = build(config.model.resolve())
@@ -47,6 +50,8 @@ def make_model(config: Config, mesh: Mesh, device: torch.device) -> tuple[Langua
     if (what := parallel.checkpoint_activations) != "none" and len(model.blocks):  # a stage may have no block
         partition, offload = parallel.partition_activations, parallel.offload_activations
         checkpoint_activations(model, model.blocks, what=what, partition=partition, offload=offload)
+    if has_values:
+        initialize(model, seed=config.train.seed)
     return model, passes
 
 

@@ -86,10 +86,9 @@ class Trainer:
         """The ranks that share a global batch."""
         with comm.together():
             self.batches = RankBatches(config, self.corpus, self.data)
-        self.model, self.passes = make_model(config, self.mesh, self.hardware.device)
-        self._has_values = False
-        if self.start is None and (lasting is None or lasting.recovered is None):  # else a load gives it values
-            self._initialize()
+        # A load gives the model its values if there is a checkpoint, and most likely after a loss of ranks.
+        self._has_values = self.start is None and (lasting is None or lasting.recovered is None)
+        self.model, self.passes = make_model(config, self.mesh, self.hardware.device, has_values=self._has_values)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.stepper = Stepper(self.model, self.optimizer, config)
         self.step = 0
@@ -126,10 +125,6 @@ class Trainer:
             numbers=lambda: {"the stepper": str((self.stepper.state_dict(), self.stepper.loss_scale))},
             reports=Reports(self.run.folder, self.comm.rank, lambda text: self._say(text)),
         )
-
-    def _initialize(self) -> None:
-        initialize(self.model, seed=self.config.train.seed)
-        self._has_values = True
 
     def _begin(self) -> None:
         """Find the checkpoint from which the run continues, if there is one."""
@@ -333,7 +328,7 @@ class Trainer:
         elif self.start is not None:
             lines = self.load(self.start)
         elif not self._has_values:
-            self._initialize()
+            initialize(self.model, seed=self.config.train.seed)
         for line in [] if is_recovery else lines:
             self._say(line)
         self._source = copies or self.start or "its beginning"
