@@ -53,6 +53,12 @@ def begin_recovery() -> None:
     Loss.is_handled = True
 
 
+def interrupt_recovery() -> None:
+    """During a recovery: interrupt its waits if another rank was lost meanwhile, because the ranks that know it have left them."""
+    if Loss.is_handled and (_num_failed() or any(mpi.Is_revoked() for mpi in kept())):
+        revoke_all()
+
+
 def end_recovery() -> None:
     """The recovery has ended: this process knows of no loss."""
     Loss.since, Loss.is_handled = None, False

@@ -96,11 +96,19 @@ def run(
             if state.step % every == 0:
                 data = None if state.data is None else state.data.state_dict()
                 collected = weights.collect(state.model, state.optimizer, meta={"step": state.step, "data": data})
-                copies.take(state.step, collected.tensors, collected.meta)
+                try:
+                    copies.take(state.step, collected.tensors, collected.meta)
+                except OSError:  # on all ranks
+                    copies.close(remove=True)
+                    raise
 
         state._after_step = after_step
-        train(state)
-        copies.close(remove=True)
+        try:
+            train(state)
+        except BaseException:
+            copies.abandon()
+            raise
+        copies.close(remove=False)  # until all ranks have ended: a rank may be lost now
 
     survive(attempt, comm, axes=axes or {}, min_ranks=min_ranks)
     if collectives.world().node.rank == 0:

@@ -41,7 +41,7 @@ class Trainer:
     def __init__(self, config: Config, comm: Communicator, lasting: Lasting | None = None) -> None:
         """`lasting`: of an elastic run, which goes on in place after a loss of ranks (elastic/survive.py); None for another run."""
         self.config, self.comm, self._lasting = config, comm, lasting
-        self.run = Run(config, lasting.job if lasting is not None else "")
+        self.run = Run(config) if lasting is None else Run(config, lasting.job, lasting.origin)
         with comm.together():
             check_ranks(config, comm.size)
         with comm.together():
@@ -80,7 +80,7 @@ class Trainer:
         self.metrics: MetricsFile | None = None  # on rank 0, while it trains
         self._own_comm_s = 0.0
         self._endurance: Endurance | None = None
-        self._source: object = ""
+        self._source = ""
         # The ranks of `tp` have the same numbers; two stages of a pipeline have not.
         self._seed_of = self.data.rank + self.data.size * self.mesh["pp"].rank
         random_states.seed_all(config.train.seed, self._seed_of)
@@ -227,6 +227,10 @@ class Trainer:
                 self._say(self._evaluation(self.evaluate()))
             else:
                 self._fit(terminal)
+        except BaseException:
+            if self._endurance is not None:
+                self._endurance.abandon()
+            raise
         finally:
             if terminal is not None:
                 terminal.close()
@@ -254,7 +258,8 @@ class Trainer:
             lines = self.load(self.start)
         for line in [] if is_recovery else lines:
             self._say(line)
-        self._source = copies or self.start or "its beginning"
+        # Its words alone: the copies would keep the memory of their files.
+        self._source = str(copies or self.start or "its beginning")
 
     def _fit(self, terminal: Terminal | None) -> None:
         config, rank0 = self.config, self.comm.rank == 0

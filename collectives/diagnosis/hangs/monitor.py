@@ -162,8 +162,13 @@ class Monitor:
                 return
             if signalled:
                 dump.dump("SIGUSR2")
-            with self._turn:
+            if not self._turn.acquire(timeout=_POLL_S):
+                loss.interrupt_recovery()  # the main thread waits in `rejoin`
+                continue
+            try:
                 self._mind(self._clock.look())
+            finally:
+                self._turn.release()
 
     def _mind(self, now: float) -> None:
         """Look at all that concerns this rank and the others, and answer their monitors."""
