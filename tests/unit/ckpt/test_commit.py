@@ -388,9 +388,12 @@ def test_a_save_that_has_lost_its_folder_commits_nothing(tmp_path, exists, backg
         assert (tmp_path / ".step-2.staging").is_dir(), "all is written, nothing has its name"
         raise LostFolderError("another job has the folder")
 
-    with pytest.raises(RuntimeError, match="another job has the folder"):
+    def attempt():
         save(tmp_path / "step-2", 3, overwrite=exists, background=background, before_commit=refuse)
         ckpt.wait()
+
+    with pytest.raises(RuntimeError, match="another job has the folder"):
+        attempt()
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
     assert names(tmp_path) == [LATEST_NAME, "step-1", *(["step-2"] if exists else [])]
     save(tmp_path / "step-2", 4, overwrite=exists, before_commit=lambda: None)

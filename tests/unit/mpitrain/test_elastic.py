@@ -1,4 +1,4 @@
-"""What an elastic run decides without MPI: the layout of the ranks that are left, the lease of its folder, and their rows of a batch."""
+"""What an elastic run decides without MPI: the layout of the ranks that are left, the lease of its folder, the rows of each rank."""
 
 import json
 from pathlib import Path
