@@ -46,14 +46,20 @@ class Result:
         )
 
 
-def launch(num_ranks: int, *args: str, env: Mapping[str, str] | None = None, **options: object) -> Result:
-    """`mpirun -np num_ranks python args...`. `env` is added to the environment; the other options are `run`'s."""
+def launch(
+    num_ranks: int,
+    *args: str,
+    options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    **of_run: object,
+) -> Result:
+    """`mpirun OPTIONS -np num_ranks python args...`. `env` is added to the environment; the other arguments are `run`'s."""
     mpirun, settings = job_environment(num_ranks)
-    command = [mpirun, "-np", str(num_ranks), sys.executable, *args]
-    result = run(command, env={**settings, **(env or {})}, **options)  # type: ignore[arg-type]
+    command = [mpirun, *options, "-np", str(num_ranks), sys.executable, *args]
+    result = run(command, env={**settings, **(env or {})}, **of_run)  # type: ignore[arg-type]
     if "PMIx server's listener thread failed to start" in result.stderr:
         # Open MPI's mpirun, before it starts a rank: once in some hundred jobs on a machine where others were killed before.
-        result = run(command, env={**settings, **(env or {})}, **options)  # type: ignore[arg-type]
+        result = run(command, env={**settings, **(env or {})}, **of_run)  # type: ignore[arg-type]
     return result
 
 
