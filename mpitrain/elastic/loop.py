@@ -88,7 +88,8 @@ def run(
                 state.data.load_state_dict(meta["data"])
         if ranks.rank == 0 and (recovered is not None or found is not None):
             lost = f"lost {', '.join(map(str, recovered.lost))}: " if recovered is not None else ""
-            print(f"{lost}{ranks.size} ranks go on from step {state.step}", flush=True)
+            many = "ranks go" if ranks.size > 1 else "rank goes"
+            print(f"{lost}{ranks.size} {many} on from step {state.step}", flush=True)
         epoch = 1 + max(ranks.all_gather_object(newest_epoch(copies_of)))
         copies = Copies(ranks, copies_of, epoch)
 

@@ -77,8 +77,8 @@ def survive(
         with comm.together():
             if comm.size < min_ranks:
                 raise TooFewRanksError(
-                    f"lost {', '.join(map(str, lost))}: {comm.size} ranks are left, and train.min_ranks is {min_ranks}, so the run "
-                    "ends; the same command goes on from the newest state, on any number of ranks"
+                    f"lost {', '.join(map(str, lost))}: {comm.size} {'ranks are' if comm.size > 1 else 'rank is'} left, and the smallest number "
+                    f"that goes on is {min_ranks} (train.min_ranks), so the run ends; the same command goes on from the newest state, on any number of ranks"
                 )
 
 

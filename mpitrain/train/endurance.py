@@ -122,7 +122,7 @@ class Endurance:
         recovered = self._lasting.recovered
         assert recovered is not None
         lost = ", ".join(map(str, recovered.lost)) or "no rank of this group"
-        idle = f", {recovered.layout.num_idle} without work" if recovered.layout.num_idle else ""
+        idle = f", {recovered.layout.num_idle} without work," if recovered.layout.num_idle else ""
         many = "ranks go" if self._comm.size > 1 else "rank goes"
         return f"lost {lost}: {self._comm.size} {many} on{idle} from step {step} ({self._restored_from})"
 
