@@ -7,10 +7,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from launching import ROOT, is_open_mpi, job_environment, launch, run
+from launching import ROOT, is_open_mpi, job_environment, launch, rank_of, run, session_processes
 from main_job import losses
 
 from mpitrain.chaos.job import Job
@@ -209,6 +210,35 @@ def test_a_loop_goes_on_after_an_exception_of_one_rank_and_a_death(tmp_path: Pat
     assert sums(result.stdout) == pytest.approx(sums(alone.stdout), rel=1e-5) and len(sums(alone.stdout)) == 1
     name = hashlib.blake2b(str(script).encode(), digest_size=6).hexdigest()
     assert list(Path("/dev/shm").glob(f"{prefix(name)}*")) == []
+
+
+@needs_open_mpi
+def test_the_example_goes_on_after_a_kill() -> None:
+    """The rank dies after the second copy of the state."""
+    with TemporaryDirectory(dir="/dev/shm") as name:
+        folder = Path(name)
+
+        def kill_a_rank(job: int) -> None:
+            deadline = time.monotonic() + 40
+            while not list(folder.glob("mpitrain-copy-*-00000001-00001.1")):
+                assert time.monotonic() < deadline, "no copy was taken"
+                time.sleep(0.05)
+            (pid,) = [pid for pid in session_processes(job) if rank_of(pid) == 1]
+            os.kill(pid, signal.SIGKILL)
+
+        env = {"PYTHONPATH": str(ROOT), "MPITRAIN_SHM_DIR": name}
+        result = launch(
+            2,
+            str(ROOT / "examples/elastic.py"),
+            options=["--with-ft", "ulfm"],
+            env=env,
+            during=kill_a_rank,
+            timeout_s=90,
+        )
+        assert result.returncode == 0, str(result)
+        said = re.search(r"lost rank 1 on \S+ \(process \d+\): 1 rank goes on from step (\d+)", result.stdout)
+        assert said and int(said[1]) in range(10, 200, 10), str(result)
+        assert list(folder.iterdir()) == []
 
 
 def test_without_ulfm_one_line_says_so_and_the_job_trains(tmp_path: Path, corpus: Path) -> None:
