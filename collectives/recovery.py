@@ -77,10 +77,9 @@ def recover() -> Communicator:
     """
     from mpi4py import MPI
 
-    loss.begin_recovery()
     while True:
         try:
-            loss.revoke_all()
+            loss.begin_recovery()  # again after another loss: `rejoin` has ended the recovery before
             for progress in list(of_this_process):
                 if not isinstance(progress, Freed):
                     progress.drain()

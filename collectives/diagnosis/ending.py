@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -81,11 +82,16 @@ def abort_job(code: int) -> None:
     MPI.COMM_WORLD.Abort(code)
 
 
-def leave_alone(code: int) -> None:
-    """End only this process, without a goodbye: the other ranks of a job that survives losses go on without it."""
+def leave_alone() -> None:
+    """End only this process, without a goodbye: the other ranks of a job that survives losses go on without it.
+
+    By a signal, because Open MPI's launcher tells MPI on the other ranks of no process that ends by itself, whatever its exit code.
+    """
     _abort_others()
     sys.stdout.flush()
-    os._exit(code)
+    sys.stderr.flush()
+    time.sleep(_FORWARD_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _abort_others() -> None:

@@ -25,7 +25,7 @@ def is_known() -> bool:
     """Whether a rank of the job was lost, as far as this process knows. It asks MPI, which knows it first where MPI has waited."""
     if not Job.survives:
         return False
-    if Loss.since is None and (_num_failed() or any(mpi.Is_revoked() for mpi in kept())):
+    if Loss.since is None and (num_failed() or any(mpi.Is_revoked() for mpi in kept())):
         note()
     return Loss.since is not None
 
@@ -53,6 +53,12 @@ def begin_recovery() -> None:
     Loss.is_handled = True
 
 
+def interrupt_recovery() -> None:
+    """During a recovery: interrupt its waits if another rank was lost meanwhile, because the ranks that know it have left them."""
+    if Loss.is_handled and (num_failed() or any(mpi.Is_revoked() for mpi in kept())):
+        revoke_all()
+
+
 def end_recovery() -> None:
     """The recovery has ended: this process knows of no loss."""
     Loss.since, Loss.is_handled = None, False
@@ -64,7 +70,13 @@ def is_late(grace_s: float = 0.0) -> bool:
     return since is not None and bool(deadline_s) and time.monotonic() - since > (deadline_s or 0.0) + grace_s
 
 
-def _num_failed() -> int:
+def seconds() -> float:
+    """The time since this process knows of the loss; 0 if it knows of none."""
+    since = Loss.since
+    return 0.0 if since is None else time.monotonic() - since
+
+
+def num_failed() -> int:
     """The number of ranks of the job that MPI knows to be dead."""
     group = all_ranks().Get_failed()
     num = group.size

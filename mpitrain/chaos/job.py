@@ -96,7 +96,7 @@ class Job:
             time.sleep(2.0)
             self.kill()
             return None
-        self._reader.join(5.0)
+        self._close()
         return self.process.returncode
 
     def kill(self) -> None:
@@ -105,7 +105,7 @@ class Job:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
-        self._reader.join(5.0)
+        self._close()
 
     def left(self) -> list[int]:
         """The processes of the job that live, without the launcher."""
@@ -122,6 +122,12 @@ class Job:
                 if environ.get(_MARK) == self._mark:
                     found[int(folder.name)] = environ
         return found
+
+    def _close(self) -> None:
+        assert self.process.stdout is not None
+        self._reader.join(5.0)
+        if not self._reader.is_alive():
+            self.process.stdout.close()
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -88,7 +88,8 @@ def run(
                 state.data.load_state_dict(meta["data"])
         if ranks.rank == 0 and (recovered is not None or found is not None):
             lost = f"lost {', '.join(map(str, recovered.lost))}: " if recovered is not None else ""
-            print(f"{lost}{ranks.size} ranks go on from step {state.step}", flush=True)
+            many = "ranks go" if ranks.size > 1 else "rank goes"
+            print(f"{lost}{ranks.size} {many} on from step {state.step}", flush=True)
         epoch = 1 + max(ranks.all_gather_object(newest_epoch(copies_of)))
         copies = Copies(ranks, copies_of, epoch)
 
@@ -96,11 +97,19 @@ def run(
             if state.step % every == 0:
                 data = None if state.data is None else state.data.state_dict()
                 collected = weights.collect(state.model, state.optimizer, meta={"step": state.step, "data": data})
-                copies.take(state.step, collected.tensors, collected.meta)
+                try:
+                    copies.take(state.step, collected.tensors, collected.meta)
+                except OSError:  # on all ranks
+                    copies.close(remove=True)
+                    raise
 
         state._after_step = after_step
-        train(state)
-        copies.close(remove=True)
+        try:
+            train(state)
+        except BaseException:
+            copies.abandon()
+            raise
+        copies.close(remove=False)  # until all ranks have ended: a rank may be lost now
 
     survive(attempt, comm, axes=axes or {}, min_ranks=min_ranks)
     if collectives.world().node.rank == 0:

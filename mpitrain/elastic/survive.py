@@ -76,9 +76,10 @@ def survive(
         recovered = Recovered(lost, next_layout(axes, comm.size), noticed, time.monotonic() - noticed)
         with comm.together():
             if comm.size < min_ranks:
+                left = f"{comm.size} {'ranks are' if comm.size > 1 else 'rank is'} left"
                 raise TooFewRanksError(
-                    f"lost {', '.join(map(str, lost))}: {comm.size} ranks are left, and train.min_ranks is {min_ranks}, so the run "
-                    "ends; the same command goes on from the newest state, on any number of ranks"
+                    f"lost {', '.join(map(str, lost))}: {left}, and the smallest number that goes on is {min_ranks} (min_ranks), so "
+                    "the job ends. The same command goes on from the newest state, on any number of ranks"
                 )
 
 

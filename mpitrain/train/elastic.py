@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 
 from collectives import Communicator
 from mpitrain.config import Config
@@ -16,21 +15,26 @@ def train(config: Config, comm: Communicator, building: Callable[[], AbstractCon
     """Train to the end of the run. Collective over the world. `building()`: a context in which each Trainer is made."""
     lasting = Lasting()
     lasting.job = comm.broadcast_object(lasting.job)
+    lasting.origin = "" if config.resume in ("auto", "never") else config.resume
     parallel = config.parallel
 
     def attempt(ranks: Communicator, recovered: Recovered | None) -> None:
         lasting.recovered = recovered
+        if recovered is not None:
+            lasting.unreported.append(recovered)
+        has_begun = any(ranks.all_gather_object(lasting.has_begun))
         with building():
-            trainer = Trainer(config if recovered is None else _changed(config, recovered), ranks, lasting)
+            trainer = Trainer(_settings(config, recovered, has_begun=has_begun), ranks, lasting)
         trainer.fit()
 
     axes = {"pp": parallel.pipeline, "tp": parallel.tensor, "dp_replicate": parallel.copies}
     survive(attempt, comm, axes=axes, min_ranks=config.train.min_ranks)
 
 
-def _changed(config: Config, recovered: Recovered) -> Config:
-    """The settings after a loss: another layout, and the run goes on from its own state."""
-    axes = recovered.layout.axes
-    parallel = replace(config.parallel, pipeline=axes["pp"], tensor=axes["tp"], copies=axes["dp_replicate"])
-    is_new = config.resume != "never" and config.resume != "auto" and not (Path(config.run) / "checkpoints").is_dir()
-    return replace(config, parallel=parallel, resume=config.resume if is_new else "auto")
+def _settings(config: Config, recovered: Recovered | None, *, has_begun: bool) -> Config:
+    """The settings of an attempt: after a loss another layout. A run that has begun goes on from its own state."""
+    if recovered is not None:
+        axes = recovered.layout.axes
+        parallel = replace(config.parallel, pipeline=axes["pp"], tensor=axes["tp"], copies=axes["dp_replicate"])
+        config = replace(config, parallel=parallel)
+    return replace(config, resume="auto") if has_begun else config

@@ -29,14 +29,20 @@ class Lasting:
 
     job: str = field(default_factory=lambda: uuid.uuid4().hex)
     """The id of the job, the same on all ranks."""
+    origin: str = ""
+    """The checkpoint of another run from which this job has started, until it has a state of its own; "" without one."""
     corpus: Corpus | None = None
     flops_per_s: float = 0.0
     recovered: Recovered | None = None
-    """The last recovery; None before the first loss."""
+    """The last recovery, until the first step after it; None before the first loss."""
+    unreported: list[Recovered] = field(default_factory=list)
+    """The recoveries that events.jsonl lacks: after a loss during a recovery there are several."""
+    has_begun: bool = False
+    """Whether this job has prepared the run's folder, as far as this rank knows."""
 
 
 class Endurance:
-    """The endurance of one attempt, on the ranks `comm`. `say`: prints a line on rank 0. All methods are collective."""
+    """The endurance of one attempt, on the ranks `comm`. `say`: prints a line on rank 0. All methods but `abandon` are collective."""
 
     def __init__(
         self, config: Config, comm: Communicator, run: Run, lasting: Lasting, say: Callable[[str], object]
@@ -61,23 +67,26 @@ class Endurance:
             found = None
         return found
 
-    def begin(self, source: object) -> None:
+    def begin(self, source: str) -> None:
         """Begin to train, in a folder that `Run.prepare` has prepared. `source`: of the state."""
-        self._restored_from, self._begun = str(source), time.monotonic()
+        self._restored_from, self._begun = source, time.monotonic()
         earlier = self._comm.broadcast_object(self._run.earlier)
         if earlier is not None:  # --resume never has moved the earlier run aside
             self._remove(earlier.run)
             self._raise_lease()
         assert self._lease is not None
+        self._lasting.has_begun = True
         if self._config.train.copy_every:
             self._copies = Copies(self._comm, self._lease.run, self._lease.number)
-        if (recovered := self._lasting.recovered) is not None and self._comm.rank == 0:
+        unreported, self._lasting.unreported = self._lasting.unreported, []
+        for recovered in unreported if self._comm.rank == 0 else ():
             for lost in recovered.lost:
                 write_event(self._run.folder, "failure", rank=lost.rank, host=lost.host, pid=lost.pid)
-            axes = {name: size for name, size in recovered.layout.axes.items() if size > 1}
+            layout = recovered.layout
+            axes = {name: size for name, size in layout.axes.items() if size > 1}
             write_event(
-                self._run.folder, "shrink", cost_s=round(recovered.seconds, 3), ranks=self._comm.size,
-                idle=recovered.layout.num_idle, layout=axes,
+                self._run.folder, "shrink", cost_s=round(recovered.seconds, 3), ranks=layout.num_used,
+                idle=layout.num_idle, layout=axes,
             )  # fmt: skip
 
     def after_step(self, step: int, collect: Callable[[], Collected]) -> None:
@@ -117,12 +126,17 @@ class Endurance:
         assert self._lease is not None
         self._remove(self._lease.run)
 
+    def abandon(self) -> None:
+        """End the copies after a loss of ranks, or an error of this rank. The files stay. Not collective."""
+        if self._copies is not None:
+            self._copies.abandon()
+
     def heading(self, step: int) -> str:
         """A line about a recovery."""
         recovered = self._lasting.recovered
         assert recovered is not None
         lost = ", ".join(map(str, recovered.lost)) or "no rank of this group"
-        idle = f", {recovered.layout.num_idle} without work" if recovered.layout.num_idle else ""
+        idle = f", {recovered.layout.num_idle} without work," if recovered.layout.num_idle else ""
         many = "ranks go" if self._comm.size > 1 else "rank goes"
         return f"lost {lost}: {self._comm.size} {many} on{idle} from step {step} ({self._restored_from})"
 

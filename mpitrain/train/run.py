@@ -25,9 +25,12 @@ from mpitrain.elastic.lease import Lease, read_lease
 class Run:
     """The folder of a run. Only rank 0 calls methods that read the disk or write to it."""
 
-    def __init__(self, config: Config, job: str = "") -> None:
-        """`job`: the id of this job, whose ranks take the folder over from each other when ranks are lost."""
-        self._job = job
+    def __init__(self, config: Config, job: str = "", origin: str = "") -> None:
+        """`job`: the id of this job, whose ranks take the folder over from each other when ranks are lost.
+
+        `origin`: the checkpoint from which this job has started, and starts again after a loss if it has no state of its own.
+        """
+        self._job, self._origin = job, origin
         self.folder = Path(config.run)
         self.checkpoints = self.folder / "checkpoints"
         self.metrics = self.folder / "metrics.jsonl"
@@ -64,6 +67,8 @@ class Run:
                 f"{damaged[-1].path}: {damaged[-1].problem}; the run has no other checkpoint that is complete. "
                 "--resume never starts at step 0 and renames this run's folder"
             )
+        if newest is None and self._origin:
+            newest = ckpt.find(self._origin)
         self._check_way(config, newest)
         if newest is None:
             return None, "starts at step 0"

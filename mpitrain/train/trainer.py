@@ -54,7 +54,7 @@ class Trainer:
     def __init__(self, config: Config, comm: Communicator, lasting: Lasting | None = None) -> None:
         """`lasting`: of an elastic run, which goes on in place after a loss of ranks (elastic/survive.py); None for another run."""
         self.config, self.comm, self._lasting = config, comm, lasting
-        self.run = Run(config, lasting.job if lasting is not None else "")
+        self.run = Run(config) if lasting is None else Run(config, lasting.job, lasting.origin)
         with comm.together():
             check_ranks(config, comm.size)
         with comm.together():
@@ -98,10 +98,8 @@ class Trainer:
             self.marks.alive("recovering", self.step)
         self._own_comm_s = 0.0
         self._endurance: Endurance | None = None
-        self._source: object = ""
-        self._is_in_copies_alone = (
-            False  # the state from which the run continues, so that a checkpoint of it is to be saved
-        )
+        self._source = ""
+        self._is_in_copies_alone = False  # the first state, so that a checkpoint of it must be saved
         # The ranks of `tp` have the same numbers; two stages of a pipeline have not.
         self._seed_of = self.data.rank + self.data.size * self.mesh["pp"].rank
         random_states.seed_all(config.train.seed, self._seed_of)
@@ -302,6 +300,10 @@ class Trainer:
                 self._mark_end("finished")
             else:
                 self._mark_end("stopped" if self._fit(terminal) else "finished")
+        except BaseException:
+            if self._endurance is not None:
+                self._endurance.abandon()
+            raise
         finally:
             if terminal is not None:
                 terminal.close()
@@ -331,7 +333,8 @@ class Trainer:
             initialize(self.model, seed=self.config.train.seed)
         for line in [] if is_recovery else lines:
             self._say(line)
-        self._source = copies or self.start or "its beginning"
+        # Its words alone: the copies would keep the memory of their files.
+        self._source = str(copies or self.start or "its beginning")
         self._is_in_copies_alone = copies is not None and copies.step > on_rank0(
             self.comm, lambda: saving.step_in(self.start)
         )

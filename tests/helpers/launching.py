@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -52,14 +52,20 @@ def without_names(text: str) -> str:
     return re.sub(r" on \S+ \(process(es)? [\d, ]+\)", "", text)
 
 
-def launch(num_ranks: int, *args: str, env: Mapping[str, str] | None = None, **options: object) -> Result:
-    """`mpirun -np num_ranks python args...`. `env` is added to the environment; the other options are `run`'s."""
+def launch(
+    num_ranks: int,
+    *args: str,
+    options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    **of_run: object,
+) -> Result:
+    """`mpirun OPTIONS -np num_ranks python args...`. `env` is added to the environment; the other arguments are `run`'s."""
     mpirun, settings = job_environment(num_ranks)
-    command = [mpirun, "-np", str(num_ranks), sys.executable, *args]
-    result = run(command, env={**settings, **(env or {})}, **options)  # type: ignore[arg-type]
+    command = [mpirun, *options, "-np", str(num_ranks), sys.executable, *args]
+    result = run(command, env={**settings, **(env or {})}, **of_run)  # type: ignore[arg-type]
     if "PMIx server's listener thread failed to start" in result.stderr:
         # Open MPI's mpirun, before it starts a rank: once in some hundred jobs on a machine where others were killed before.
-        result = run(command, env={**settings, **(env or {})}, **options)  # type: ignore[arg-type]
+        result = run(command, env={**settings, **(env or {})}, **of_run)  # type: ignore[arg-type]
     return result
 
 
@@ -77,10 +83,12 @@ def run(
     when: str | None = None,
     after_s: float | None = None,
     send: int = signal.SIGUSR1,
+    during: Callable[[int], None] | None = None,
 ) -> Result:
     """Run `command` to its end. `env` is added to this process's environment, less what an MPI launcher put there.
 
-    Signal `send` goes to the command once the text `when` stands in its output, or `after_s` seconds after its start.
+    Signal `send` goes to the command once the text `when` stands in its output, or `after_s` seconds after its start. `during(pid)` is
+    called after its start.
     """
     start = time.monotonic()
     process = subprocess.Popen(
@@ -111,6 +119,8 @@ def run(
 
     failure = None
     try:
+        if during is not None:
+            during(process.pid)
         if after_s is not None:
             time.sleep(after_s)
         if when is not None:
@@ -181,6 +191,17 @@ def session_processes(session: int) -> list[int]:
         if int(fields[3]) == session and fields[0] != "Z":
             ids.append(int(stat.parent.name))
     return ids
+
+
+def rank_of(pid: int) -> int | None:
+    """The rank of a Python process of a job of Open MPI; None for another process."""
+    try:
+        names = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        is_python = b"python" in Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
+    except OSError:
+        return None
+    ranks = [int(name.partition(b"=")[2]) for name in names if name.startswith(b"OMPI_COMM_WORLD_RANK=")]
+    return ranks[0] if ranks and is_python else None
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:

@@ -1,6 +1,7 @@
 """./mpirun/cluster: what its hosts are, the contract of the collectives across them, and that nothing of a cluster stays."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -82,6 +83,14 @@ def test_the_contract_of_the_collectives_holds_across_hosts() -> None:
     assert "mpi: 4 ranks, " in result.stdout, str(result)
     assert " passed" in result.stdout, str(result)
     assert "needs all ranks on one node, and these are on 2" in result.stdout, str(result)
+
+
+def test_copies_of_a_state_lie_on_both_hosts() -> None:
+    """Also after the loss of all copies of a host, and where one host has no room for them."""
+    command = ["python", "-m", "pytest", "-p", "no:cacheprovider", "tests/mpi/elastic", "-k", "node or fewer or cut"]
+    result = cluster("-H", "2x2", "--", *command, env={"PY_COLORS": "0"}, timeout_s=90)
+    assert result.returncode == 0, str(result)
+    assert re.search(r"\b[7-9] passed", result.stdout), str(result)
 
 
 def test_losses_on_two_hosts_are_those_of_one_process(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ class Bell:
         self._poll.register(fd, select.POLLIN)
 
     def remove(self, fd: int) -> None:
-        self._poll.unregister(fd)
+        """Undo `add`, if it was called."""
+        with suppress(KeyError):
+            self._poll.unregister(fd)
 
     def ring_at_signal(self) -> None:
         """Ring at SIGUSR2, unless the user's program handles it. Called from the main thread."""

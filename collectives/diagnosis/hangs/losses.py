@@ -91,7 +91,9 @@ class Losses:
         return bool(self._heard) and not self._neighbours.has_said
 
     def close(self) -> None:
-        """Close the sockets."""
+        """Close the sockets. They no longer wake the monitor, which would find them readable, or closed, all the time."""
+        for fd in self._neighbours.filenos():
+            self._bell.remove(fd)
         self._neighbours.close()
 
 

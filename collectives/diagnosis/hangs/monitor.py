@@ -41,6 +41,7 @@ from collectives.diagnosis.ring import goodbye, roster
 _POLL_S = 0.5  # between two looks at messages, whose time is not measurable
 _BUSY_POLL_S = 0.05  # while the monitor waits for answers, in checked mode, and when the program has ended
 _LAUNCHER_S = 1.0  # for the launcher to end the job of a dead rank with that rank's exit code
+_UNTOLD_S = 10.0  # after a loss, for the launcher to tell MPI: it tells deaths by signals alone
 _GRACE_S = 5.0  # for a report and MPI_Abort
 _STAGGER_S, _MAX_STAGGER_S = 0.25, 4.0  # a rank waits this long for each lower rank to ask first, so that few ranks ask
 _ORDER_S = 0.6  # checked mode: after this wait in a comparison the monitor asks the other ranks
@@ -163,8 +164,13 @@ class Monitor:
                 return
             if signalled:
                 dump.dump("SIGUSR2")
-            with self._turn:
+            if not self._turn.acquire(timeout=_POLL_S):
+                loss.interrupt_recovery()  # the main thread waits in `rejoin`
+                continue
+            try:
                 self._mind(self._clock.look())
+            finally:
+                self._turn.release()
 
     def _mind(self, now: float) -> None:
         """Look at all that concerns this rank and the others, and answer their monitors."""
@@ -221,9 +227,18 @@ class Monitor:
                 self._send(other, {"kind": "end another", "rank": rank})
 
     def _end_stuck_ranks(self) -> None:
-        """After a loss: end this rank, or another one of this node, if it does not come to the recovery within the deadline."""
+        """After a loss: end this rank, or another one of this node, if it does not come to the recovery within the deadline.
+
+        End the job if MPI waits in the recovery for a rank that has ended by itself, or if the recovery does not end.
+        """
+        if loss.Loss.is_handled and loss.seconds() > _UNTOLD_S and not loss.num_failed():
+            why = f"{self._roster.name(self.rank)}: a rank was lost {_UNTOLD_S:g} s ago, but MPI does not know it, as if the rank "
+            self._lose([], f"{why}had ended by itself (os._exit, exit) and not by a signal")
         if not loss.is_late():
             return
+        if loss.is_late(4 * _GRACE_S):
+            why = f"the recovery from a loss has not ended within the deadline of {Deadline.seconds:g} s"
+            self._lose([], f"{self._roster.name(self.rank)}: {why}", deadline.EXIT_CODE)
         if not loss.Loss.is_handled:
             dump.dump(
                 f"ranks were lost {Deadline.seconds:g} s ago, and this rank has not left its work; this process ends"

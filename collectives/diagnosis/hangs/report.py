@@ -41,9 +41,9 @@ def ranks_to_end(late: Waiting, states: Sequence[State | None]) -> list[int]:
     """The ranks without which the others can go on, when `late` has passed the deadline; empty if no rank is missing.
 
     They are at the end of the waits: they wait for no rank themselves. If the waits lead to a cycle, as after a skipped collective,
-    they are the fewest ranks in one operation, and of equally many those that are ahead.
+    they are the fewest ranks in one operation. Of equally many they are those that are ahead, then those with higher numbers.
     """
-    missing = missing_ranks(late, states)
+    missing = _to_come(late, states)
     found, seen, ahead = set(), set(), list(missing)
     while ahead:
         rank = ahead.pop()
@@ -51,17 +51,24 @@ def ranks_to_end(late: Waiting, states: Sequence[State | None]) -> list[int]:
             continue
         seen.add(rank)
         state = states[rank]
-        awaited = [] if state is None else [other for each in state["waiting"] for other in missing_ranks(each, states)]
+        awaited = [] if state is None else [other for each in state["waiting"] for other in _to_come(each, states)]
         ahead += awaited
         if not awaited:
             found.add(rank)
     if found or not missing:
         return sorted(found)
-    places: dict[tuple[str, int], list[int]] = {}
+    places: dict[tuple[int, str, str, str], list[int]] = {}
     for rank in sorted(seen):
         for each in states[rank]["waiting"] if states[rank] else []:  # type: ignore[index]
-            places.setdefault((each["key"], each["sequence"]), []).append(rank)
-    return min(places.items(), key=lambda place: (len(place[1]), -place[0][1]))[1]
+            # A rank that has skipped a collective is in one with the same number, but another call.
+            place = each["sequence"], each["key"], each["call"], each["algorithm"]
+            places.setdefault(place, []).append(rank)
+    return min(places.items(), key=lambda each: (len(each[1]), -each[0][0], -each[1][0]))[1]
+
+
+def _to_come(waiting: Waiting, states: Sequence[State | None]) -> list[int]:
+    """The ranks for which `waiting` waits. A rank that has done its part, such as the root of a broadcast, is not to blame."""
+    return _absent(waiting, states) or missing_ranks(waiting, states)
 
 
 def notice(

@@ -9,12 +9,14 @@ complete while the other is written. A file holds the word "complete" only while
     8 bytes  "complete" or "writing."     8 bytes  place of the header     8 bytes  length of the header
     from byte 4096 on: the boxes, each aligned to 64 bytes; then the header (JSON)
 
-A rank locks its files (flock) while it lives. The kernel removes the lock with the process, the file stays.
+A rank locks its files (flock) while it has them mapped. The kernel removes the lock with the process, the file stays.
 """
 
+import errno
 import fcntl
 import mmap
 import os
+import stat
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -102,15 +104,17 @@ class CopyFile:
 
     def __init__(self, path: Path, nbytes: int, header_bytes: int) -> None:
         self.path, self._length = path, _DATA_AT + nbytes + header_bytes + _SPARE_BYTES
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            os.posix_fallocate(self._fd, 0, self._length)
-            self._map = mmap.mmap(self._fd, self._length)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.posix_fallocate(fd, 0, self._length)
+            # The mapping holds the lock, by a descriptor of its own. It ends with the last reference to the bytes, also after a loss.
+            self._bytes = np.frombuffer(mmap.mmap(fd, self._length), np.uint8)
         except OSError:
-            self.remove()
+            path.unlink(missing_ok=True)
             raise
-        self._bytes = np.frombuffer(self._map, np.uint8)
+        finally:
+            os.close(fd)
 
     def fits(self, nbytes: int, header_bytes: int) -> bool:
         """Whether a copy of this size fits into the file."""
@@ -118,7 +122,7 @@ class CopyFile:
 
     def begin(self) -> None:
         """Mark the contents as incomplete."""
-        self._map[:8] = _WRITING
+        self._put(0, _WRITING)
 
     def data(self, nbytes: int) -> np.ndarray:
         """The bytes of the data, writable."""
@@ -127,22 +131,22 @@ class CopyFile:
     def finish(self, header: bytes, nbytes: int) -> None:
         """Write the header, then mark the contents as complete."""
         at = _DATA_AT + nbytes
-        self._map[at : at + len(header)] = header
-        self._map[8:24] = struct.pack("<QQ", at, len(header))
-        self._map[:8] = _COMPLETE
-        os.utime(self._fd)  # for `orphans`: a write to the mapping need not change it
+        self._put(at, header)
+        self._put(8, struct.pack("<QQ", at, len(header)))
+        self._put(0, _COMPLETE)
+        os.utime(self.path)  # for `orphans`: a write to the mapping need not change it
 
     def close(self) -> None:
         """Release the lock. The file stays."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._bytes = np.empty(0, np.uint8)
 
     def remove(self) -> None:
         """Remove the file."""
-        with suppress(FileNotFoundError):
-            self.path.unlink()
+        self.path.unlink(missing_ok=True)
         self.close()
+
+    def _put(self, at: int, data: bytes) -> None:
+        self._bytes[at : at + len(data)] = np.frombuffer(data, np.uint8)
 
 
 class Found(NamedTuple):
@@ -153,21 +157,32 @@ class Found(NamedTuple):
 
 
 def complete_copies(run: str) -> Iterator[Found]:
-    """The complete copies of a run on this node, of all epochs."""
+    """The complete copies of a run on this node, of all epochs. Files of other users, and files that are no copies, are passed over."""
     for path in sorted(folder().glob(f"{prefix(run)}*")):
-        with suppress(OSError), path.open("rb") as file:
+        with suppress(OSError, msgspec.MsgspecError), open(path, "rb", opener=_open_own) as file:
             head = file.read(24)
             if len(head) == 24 and head[:8] == _COMPLETE:
                 at, length = struct.unpack("<QQ", head[8:])
-                file.seek(at)
-                header = file.read(length)
-                if len(header) == length:
+                if at + length <= os.fstat(file.fileno()).st_size:
+                    file.seek(at)
+                    header = file.read(length)
+                    msgspec.json.decode(header, type=Header)
                     yield Found(path, header)
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Open a regular file of this user. PermissionError for another one: in shared memory anybody may make a file of that name."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    found = os.fstat(fd)
+    if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
+        os.close(fd)
+        raise PermissionError(errno.EPERM, "not a file of this user", path)
+    return fd
 
 
 def open_data(path: Path) -> np.ndarray:
     """The data of a copy, as read-only bytes."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=_open_own) as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[_DATA_AT:]
 
 
@@ -175,7 +190,7 @@ def remove_copies(run: str, *, before_epoch: float = float("inf")) -> None:
     """Remove a run's copies of earlier epochs from this node."""
     for path, epoch in _epochs(run):
         if epoch < before_epoch:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, PermissionError, IsADirectoryError):
                 path.unlink()
 
 

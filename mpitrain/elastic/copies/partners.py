@@ -11,6 +11,7 @@ from collectives import Communicator, Work
 from mpitrain.elastic.copies.files import CopyFile, path_of
 
 _CHUNK_BYTES = 4 << 20
+_ABANDON_S = 5.0  # for the thread to end after a loss
 _NAP_S = 2e-3  # between two looks at a transfer: MPI would otherwise wait with a busy core
 
 
@@ -36,61 +37,67 @@ class Partners:
         self._run, self._epoch = run, epoch
         self._files: dict[tuple[int, int], CopyFile] = {}  # by rank and generation
         self._waiting: SimpleQueue[tuple[int, bytes, np.ndarray] | None] = SimpleQueue()
-        self._done = [threading.Event() for _ in range(2)]  # of each generation: it may be written again
-        for event in self._done:
-            event.set()
+        self._done = threading.Event()  # all copies so far were sent and received
+        self._done.set()
         self._error: Exception | None = None
+        self._is_cut = False  # whether the ranks can no longer exchange copies
+        self._is_abandoned = False
         self.num_bytes = 0
         self._thread = threading.Thread(target=self._transfer, name="mpitrain-copies", daemon=True)
         self._thread.start()
 
-    def wait(self, generation: int) -> None:
-        """Wait until the last copy of a generation was sent. Raises the error of the thread."""
-        self._done[generation].wait()
+    def wait(self) -> None:
+        """Wait until all copies so far were sent, and those of others received. Raises the error of the thread.
+
+        OSError if node memory was full. This rank has then received the copies all the same, so that no other rank waits for it.
+        """
+        self._done.wait()
         if self._error is not None:
             raise self._error
 
     def send(self, generation: int, header: bytes, data: np.ndarray) -> None:
         """Begin to send a copy, which stays unchanged until `wait`."""
-        self._done[generation].clear()
+        self._done.clear()
         self._waiting.put((generation, header, data))
 
     def close(self, *, remove: bool) -> None:
-        """End the thread after the transfers so far, unless a loss has ended it."""
+        """End the thread after the transfers so far. Collective."""
         self._waiting.put(None)
         self._thread.join()
         for file in self._files.values():
             file.remove() if remove else file.close()
-        if self._error is None:
+        self._files.clear()
+        if not self._is_cut:
             self._comm.free()
+
+    def abandon(self) -> None:
+        """End the thread and its transfers, because this rank has failed, or others were lost. The files stay. Not collective."""
+        self._is_abandoned = True
+        self._waiting.put(None)
+        self._thread.join(_ABANDON_S)
+        for file in self._files.values():
+            file.close()
 
     def _transfer(self) -> None:
         while (copy := self._waiting.get()) is not None:
-            generation = copy[0]
             try:
-                if self._error is None:
+                if not self._is_cut:
                     self._exchange(*copy)
-            except Exception as error:  # a rank was lost, or node memory is full
-                self._error = error
-            finally:
-                self._done[generation].set()
+            except Exception as error:  # a rank was lost
+                self._error, self._is_cut = error, True
             del copy
+            self._done.set()
 
     def _exchange(self, generation: int, header: bytes, data: np.ndarray) -> None:
         comm = self._comm
         lengths = np.array([len(header), data.nbytes], np.int64)
         theirs = {rank: np.zeros(2, np.int64) for rank in self._kept_for}
         self._finish([comm.isend(lengths, self._partner), *(comm.irecv(theirs[rank], rank) for rank in theirs)])
-        incoming: dict[int, tuple[CopyFile, np.ndarray, np.ndarray]] = {}
+        incoming: dict[int, tuple[CopyFile | None, np.ndarray, np.ndarray]] = {}
         for rank, (header_bytes, nbytes) in ((rank, map(int, its)) for rank, its in theirs.items()):
-            file = self._files.get((rank, generation))
-            if file is None or not file.fits(nbytes, header_bytes):
-                if file is not None:
-                    file.remove()
-                path = path_of(self._run, self._epoch, rank, generation, for_partner=True)
-                file = self._files[rank, generation] = CopyFile(path, nbytes, header_bytes)
-            file.begin()
-            incoming[rank] = file, np.empty(header_bytes, np.uint8), file.data(nbytes)
+            file = self._file(rank, generation, nbytes, header_bytes)
+            data_there = np.empty(nbytes, np.uint8) if file is None else file.data(nbytes)
+            incoming[rank] = file, np.empty(header_bytes, np.uint8), data_there
         self._finish(
             [
                 comm.isend(np.frombuffer(bytearray(header), np.uint8), self._partner),
@@ -108,12 +115,29 @@ class Partners:
                 works.append(comm.isend(data[at : at + _CHUNK_BYTES], self._partner))
             self._finish(works)
         for file, its_header, its in incoming.values():
-            file.finish(its_header.tobytes(), its.nbytes)
+            if file is not None:
+                file.finish(its_header.tobytes(), its.nbytes)
         self.num_bytes += len(header) + data.nbytes
 
-    @staticmethod
-    def _finish(works: list[Work]) -> None:
+    def _file(self, rank: int, generation: int, nbytes: int, header_bytes: int) -> CopyFile | None:
+        """The file for a copy of `rank`, marked as incomplete; None if node memory is full, which `wait` reports."""
+        file = self._files.get((rank, generation))
+        if file is None or not file.fits(nbytes, header_bytes):
+            if file is not None:
+                self._files.pop((rank, generation)).remove()
+            path = path_of(self._run, self._epoch, rank, generation, for_partner=True)
+            try:
+                file = self._files[rank, generation] = CopyFile(path, nbytes, header_bytes)
+            except OSError as error:
+                self._error = error
+                return None
+        file.begin()
+        return file
+
+    def _finish(self, works: list[Work]) -> None:
         while not all(work.done() for work in works):
+            if self._is_abandoned:
+                raise RuntimeError("the copies were given up")
             time.sleep(_NAP_S)
         for work in works:
             work.wait()

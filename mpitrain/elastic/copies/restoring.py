@@ -107,6 +107,7 @@ class NodeCopies:
         if not all(set(copy.paths) >= set(self._node_of) for copy in self._copies.values()):
             for need, elements in self._exchange(self._comm.all_gather_object(asked), mine):
                 self._put(wanted[need.target], need.box, elements)
+        self._open.clear()  # the files are removed soon, and a mapping would keep their memory
         return self.meta
 
     def _check(self, name: str, described: Any) -> bool:

@@ -66,13 +66,15 @@ class Copies:
         """
         began = time.perf_counter()
         generation = self._num_taken % _NUM_GENERATIONS
-        if self._partners is not None:
-            self._partners.wait(generation)
         parts, arrays, nbytes = parts_of(inspect(tensors), whole=self._comm.rank == 0)
         header = msgspec.json.encode(
             Header(step, self._epoch, self._comm.rank, self._comm.size, nbytes, tuple(parts), dict(meta))
         )
-        file = self._file(generation, nbytes, len(header))
+        # The older generation is overwritten only after the newer one is complete on all ranks, and at their partners.
+        with self._comm.together("copies of the state in node memory"):
+            if self._partners is not None:
+                self._partners.wait()
+            file = self._file(generation, nbytes, len(header))
         file.begin()
         data = file.data(nbytes)
         for part, array in zip(parts, arrays, strict=True):
@@ -83,8 +85,8 @@ class Copies:
             self._partners.send(generation, header, data)
         self._num_taken += 1
         if self._num_taken == _NUM_GENERATIONS and self._comm.node.rank == 0:
-            # All ranks have completed the first copy of this epoch, because they train in step.
-            # In a thread, because the kernel frees a gigabyte in 0.2 s.
+            # All ranks have completed the first copy of this epoch, because they have agreed above. In a thread, because the kernel
+            # frees a gigabyte in 0.2 s.
             threading.Thread(
                 target=remove_copies, args=(self._run,), kwargs={"before_epoch": self._epoch}, daemon=True
             ).start()
@@ -98,7 +100,7 @@ class Copies:
             raise self._error
 
     def close(self, *, remove: bool) -> None:
-        """End the copies. `remove`: they are no longer needed, because a checkpoint has their state."""
+        """End the copies. `remove`: they are no longer needed, because a checkpoint has their state. Collective."""
         with suppress(OSError):
             self._end_making()
         if self._partners is not None:
@@ -109,14 +111,21 @@ class Copies:
         if remove and self._comm.node.rank == 0:
             remove_copies(self._run)
 
+    def abandon(self) -> None:
+        """End the copies after a loss of ranks, or an error of this rank. The files stay. Not collective."""
+        if self._partners is not None:
+            self._partners.abandon()
+        for file in self._files:
+            if file is not None:
+                file.close()
+
     def _file(self, generation: int, nbytes: int, header_bytes: int) -> CopyFile:
-        """The file of a generation. At the first copy all ranks learn whether node memory has room for both."""
+        """The file of a generation. The first copy makes both, so that a full node memory is found at once."""
         if self._num_taken == 0:
-            with self._comm.together("copies of the state in node memory"):
-                self._end_making()
-                for each in range(_NUM_GENERATIONS):
-                    if self._files[each] is None:
-                        self._files[each] = CopyFile(self._path(each), nbytes, header_bytes)
+            self._end_making()
+            for each in range(_NUM_GENERATIONS):
+                if self._files[each] is None:
+                    self._files[each] = CopyFile(self._path(each), nbytes, header_bytes)
         file = self._files[generation]
         if file is None or not file.fits(nbytes, header_bytes):
             if file is not None:

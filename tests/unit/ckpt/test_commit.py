@@ -370,3 +370,48 @@ def test_a_crash_at_any_step_loses_no_checkpoint(tmp_path, scenario):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20
+
+
+class LostFolderError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_save_that_has_lost_its_folder_commits_nothing(tmp_path, exists, background):
+    save(tmp_path / "step-1", 1)
+    if exists:
+        save(tmp_path / "step-2", 2)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+    def refuse():
+        assert (tmp_path / ".step-2.staging").is_dir(), "all is written, nothing has its name"
+        raise LostFolderError("another job has the folder")
+
+    def attempt():
+        save(tmp_path / "step-2", 3, overwrite=exists, background=background, before_commit=refuse)
+        ckpt.wait()
+
+    with pytest.raises(RuntimeError, match="another job has the folder"):
+        attempt()
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert names(tmp_path) == [LATEST_NAME, "step-1", *(["step-2"] if exists else [])]
+    save(tmp_path / "step-2", 4, overwrite=exists, before_commit=lambda: None)
+    assert value_of(tmp_path / "step-2") == 4
+
+
+def test_a_folder_that_is_lost_after_the_rename_keeps_its_hint(tmp_path):
+    """The checkpoint exists then, but `latest` is the other job's."""
+    save(tmp_path / "step-1", 1)
+    calls = []
+
+    def refuse_the_second():
+        calls.append(names(tmp_path))
+        if len(calls) == 2:
+            raise LostFolderError("lost")
+
+    with pytest.raises(LostFolderError, match="lost"):
+        save(tmp_path / "step-2", 2, before_commit=refuse_the_second)
+    assert calls == [[".step-2.staging", LATEST_NAME, "step-1"], [LATEST_NAME, "step-1", "step-2"]]
+    assert (tmp_path / LATEST_NAME).read_text() == "step-1\n"
+    assert value_of(tmp_path / "step-2") == 2

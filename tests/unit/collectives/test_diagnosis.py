@@ -23,7 +23,7 @@ from collectives.diagnosis import (
 from collectives.diagnosis.hangs import answer, deadline
 from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.hangs.deadlock import deadlock_report, deadlocked
-from collectives.diagnosis.hangs.report import abandoned, deadline_report, end_report
+from collectives.diagnosis.hangs.report import abandoned, deadline_report, end_report, ranks_to_end
 from collectives.diagnosis.record import Log, last_operations, open_operations, shown_ranks
 
 
@@ -452,6 +452,43 @@ def test_nobody_is_missing_where_all_are_in_the_operation() -> None:
     assert "=> no rank is missing" in deadline_report(1, late, [state(late), state(late), None], 1.0), (
         "rank 2 is no part of it"
     )
+
+
+ALL = range(4)
+IN_A, IDLE = state(waiting(ranks=ALL)), state(counts={"A": 4})
+
+
+@pytest.mark.parametrize(
+    ("others", "to_end"),
+    [
+        pytest.param([IN_A, IN_A, IN_A], [], id="no rank is missing"),
+        pytest.param([IN_A, IDLE, IN_A], [2], id="a rank is in no operation"),
+        pytest.param([IDLE, None, IN_A], [1, 2], id="two ranks, of which one is silent"),
+        pytest.param([state(waiting("B", 2, ranks=(1, 2))), IDLE, IN_A], [2], id="a chain over two communicators"),
+        pytest.param(
+            [state(waiting("B", 2, ranks=(1, 2))), state(waiting("C", 3, ranks=(2, 3))), None], [3], id="a longer chain"
+        ),
+        pytest.param([IN_A, state(waiting(name="barrier", ranks=ALL)), IN_A], [2], id="a skipped collective"),
+        pytest.param([IN_A, state(waiting(sequence=6, ranks=ALL)), IN_A], [2], id="the rank that skipped one is ahead"),
+        pytest.param(
+            [IN_A, state(waiting(sequence=6, ranks=ALL)), state(waiting(sequence=6, ranks=ALL))], [2, 3], id="a tie"
+        ),
+        pytest.param(
+            [IN_A, *[state(waiting(name="barrier", ranks=ALL))] * 2], [2, 3], id="a tie of ranks with equal numbers"
+        ),
+        pytest.param(
+            [state(counts={"A": 5}), state(counts={"A": 5}), IDLE], [3], id="ranks that have done their part compute"
+        ),
+        pytest.param(
+            [state(waiting("B", 2, ranks=(1, 3))), state(counts={"A": 5}), None],
+            [3],
+            id="a done rank, and a silent one",
+        ),
+    ],
+)
+def test_which_ranks_end_so_that_the_others_go_on(others: list[State | None], to_end: list[int]) -> None:
+    late = waiting(ranks=ALL)
+    assert ranks_to_end(late, [state(late), *others]) == to_end
 
 
 @pytest.mark.parametrize(

@@ -186,3 +186,30 @@ def test_a_link_whose_first_answer_was_lost_is_one_s_own(tmp_path: Path, monkeyp
     lock = FolderLock(tmp_path)
     lock.release()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_of_one_job_take_the_folder_over_at_once(tmp_path: Path) -> None:
+    """After the loss of a rank another rank of the job holds the folder, although the process before may live."""
+    first = FolderLock(tmp_path, job="a")
+    began = time.monotonic()
+    second = FolderLock(tmp_path, job="a")
+    assert time.monotonic() - began < folder_lock.BEAT_S / 10, "without a look at the heartbeat"
+    assert first.lost() and not second.lost()
+    first.release()
+    assert holder_of(tmp_path / ".lock") is not None, "the lock is the second one's"
+    for other in ("", "b", "ab"):
+        with pytest.raises(LockedError):
+            FolderLock(tmp_path, job=other)
+    assert not second.lost()
+    second.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_takes_over_from_its_own_rank_on_another_host(tmp_path: Path) -> None:
+    path = elsewhere(tmp_path)
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "token": "mine.0123"}))
+    began = time.monotonic()
+    lock = FolderLock(tmp_path, job="mine")
+    assert time.monotonic() - began < folder_lock.BEAT_S / 10 and not lock.lost()
+    lock.release()

@@ -154,3 +154,15 @@ def test_copies_are_gone_on_from_and_never_taken_for_the_new_run_s(tmp_path: Pat
         Run(never).start(never)
     with pytest.raises(ConfigError, match=r"checkpoint.copies: expected folders or URLs, got \('',\)"):
         CheckpointConfig(copies=("",))
+
+
+def test_after_a_loss_a_run_without_a_state_of_its_own_begins_at_its_origin(tmp_path: Path) -> None:
+    origin, own = save(tmp_path / "other", 7), tmp_path / "run"
+    auto = config(own)
+    run = Run(auto, "job", str(origin))
+    assert run.start(auto) == (origin, f"goes on from {origin}")
+    first = save(own, 9)
+    assert run.start(auto) == (first, f"goes on from {first}")
+    (first / "manifest.jsonl").write_text("")
+    with pytest.raises(ckpt.CheckpointError, match="no other checkpoint that is complete"):
+        run.start(auto)

@@ -1,0 +1,274 @@
+"""Real jobs whose ranks are killed, stopped, or end by an error: the others go on in place, and the run ends as an undisturbed one."""
+
+import hashlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from launching import ROOT, is_open_mpi, job_environment, launch, rank_of, run, session_processes
+from main_job import losses
+
+from mpitrain.chaos.job import Job
+from mpitrain.elastic.copies.files import prefix
+from mpitrain.elastic.lease import read_lease
+
+STEPS = 60
+SETTINGS = (
+    *("--model.width", "32", "--model.layers", "2", "--model.heads", "2", "--model.context", "32"),
+    *("--train.steps", str(STEPS), "--train.batch", "8", "--train.eval-every", "20", "--train.eval-batches", "2"),
+    *("--train.sample-bytes", "0", "--optim.warmup-steps", "10", "--checkpoint.every", "0", "--log.every", "5"),
+)
+ELASTIC = ("--train.elastic", "true", "--train.copy-every", "5")
+MPICH = ROOT / ".venv/mpich"
+
+needs_open_mpi = pytest.mark.skipif(not is_open_mpi(), reason="ULFM is a part of Open MPI")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """The folder of a run on one rank."""
+    folder = tmp_path_factory.mktemp("elastic") / "alone"
+    result = launch(1, "-m", "mpitrain", "--run", str(folder), "--data.path", str(corpus), *SETTINGS, timeout_s=60)
+    assert result.returncode == 0, str(result)
+    return folder
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path, corpus: Path) -> Iterator[Start]:
+    """Starts an elastic run on so many ranks. All its processes are ended after the test."""
+    jobs = []
+
+    def begin(num_ranks: int, *words: str, **env: str) -> Job:
+        mpirun, settings = job_environment(num_ranks)
+        command = [mpirun, "--with-ft", "ulfm", "-np", str(num_ranks)]
+        job = Job(
+            command, ["--data.path", str(corpus), *SETTINGS, *ELASTIC, *words], tmp_path / "run", {**settings, **env}
+        )
+        jobs.append(job)
+        return job
+
+    yield begin
+    for job in jobs:
+        job.kill()
+
+
+def kill(job: Job, *ranks: int, by: int = signal.SIGKILL) -> None:
+    """Send a signal to ranks, which are those of the start of the job."""
+    processes = job.ranks()
+    for rank in ranks:
+        os.kill(processes[rank], by)
+
+
+def reaches(job: Job, step: int) -> None:
+    assert job.wait_for_step(step, 60), f"step {step} was not reached\n{job.output}"
+
+
+def goes_on(job: Job, num_losses: int) -> None:
+    """Wait until the run has done a step after that many losses."""
+    assert job.wait_until(lambda: len(job.events("restore")) >= num_losses, 30), f"no recovery\n{job.output}"
+
+
+def copies(run: Path) -> list[str]:
+    lease = read_lease(run)
+    assert lease is not None
+    return [file.name for file in Path("/dev/shm").glob(f"{prefix(lease.run)}*")]
+
+
+def assert_ended_as(job: Job, undisturbed: Path) -> None:
+    code = job.end(60)
+    assert code == 0, f"exit code {code}\n{job.output}"
+    # Relative: other numbers of ranks add in another order.
+    np.testing.assert_allclose(losses(job.run), losses(undisturbed), rtol=1e-5, err_msg=job.output)
+    assert len(losses(job.run)) == STEPS
+    assert copies(job.run) == [] and job.left() == []
+    assert not (job.run / ".lock").exists()
+
+
+@needs_open_mpi
+def test_ranks_are_killed_one_after_another_until_too_few_are_left(start: Start, undisturbed: Path) -> None:
+    """4 ranks, then 3, of which each has another number of rows, then 2 without rank 0. With one rank the job ends; its copies stay.
+
+    The same command goes on from the copies, and loses two ranks at once.
+    """
+    job = start(4, "--train.min-ranks", "2")
+    for number, (step, rank) in enumerate(((8, 1), (16, 0)), 1):
+        reaches(job, step)
+        kill(job, rank)
+        goes_on(job, number)
+    reaches(job, 27)
+    kill(job, 3)
+    code = job.end(30)
+    assert code == 1, f"exit code {code}\n{job.output}"
+    assert re.search(
+        r"mpitrain: error: lost rank 1 on \S+ \(process \d+\): 1 rank is left, and the smallest number that goes on is 2 ",
+        job.output,
+    ), job.output
+    assert job.left() == [] and len(copies(job.run)) >= 2
+    assert [event["ranks"] for event in job.events("shrink")] == [3, 2]
+    assert [event["rank"] for event in job.events("failure")] == [1, 0]
+    assert all(0 < event["cost_s"] < 15 for event in job.events("restore"))
+    for event, step in zip(job.events("restore"), (8, 16), strict=True):
+        assert step - 5 < event["step"] <= step + 20, event
+
+    again = start(4, "--train.min-ranks", "2")
+    reaches(again, 36)
+    begins = re.search(r"goes on from the copies of step (\d+) in node memory", again.output)
+    assert begins and int(begins[1]) in (25, 30, 35), again.output
+    kill(again, 0, 2)
+    assert_ended_as(again, undisturbed)
+    assert sum(len(event) > 0 for event in again.events("failure")) == 4, again.output
+    assert again.events("shrink")[-1]["ranks"] == 2
+
+
+@needs_open_mpi
+def test_tensor_ranks_go_on_with_an_idle_rank_and_without_a_stopped_one(start: Start, undisturbed: Path) -> None:
+    job = start(4, "--parallel.tensor", "2", MPITRAIN_DEADLINE_S="3")
+    reaches(job, 8)
+    kill(job, 0)
+    goes_on(job, 1)
+    assert "2 ranks go on, 1 without work, from step" in job.output
+    (event,) = job.events("shrink")
+    assert (event["ranks"], event["idle"], event["layout"]) == (2, 1, {"tp": 2})
+    reaches(job, 20)
+    stopped = job.ranks()[2]
+    os.kill(stopped, signal.SIGSTOP)
+    since = time.monotonic()
+    goes_on(job, 2)
+    assert time.monotonic() - since < 3 + 10, job.output
+    assert "The job goes on without rank 1 on" in job.output and "no answer yet" in job.output, job.output
+    assert_ended_as(job, undisturbed)
+    assert [(event["ranks"], event["idle"]) for event in job.events("shrink")] == [(2, 1), (2, 0)]
+    assert [event["rank"] for event in job.events("failure")] == [0, 1]
+    assert job.events("failure")[1]["pid"] == stopped
+
+
+LOOP = """
+import os, sys, torch, mpitrain
+from mpitrain import elastic
+
+def build(comm):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    mpitrain.fully_shard(model, comm)
+    state = elastic.State(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    state.comm = comm
+    return state
+
+def train(state):
+    print("begins at", state.step, "of", state.comm.size, flush=True)
+    while state.step < 30:
+        x = torch.randn(12, 6, generator=torch.Generator().manual_seed(state.step))
+        loss = (state.model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.commit()
+        if state.comm.size == 3 and state.comm.rank == 1 and state.step == 17:
+            raise KeyError("its own")
+        if state.comm.size == 2 and state.comm.rank == 0 and state.step == 23:
+            os.kill(os.getpid(), 9)
+    whole = mpitrain.full_state_dict(state.model)
+    if state.comm.rank == 0:
+        print("sum", sum(float(value.double().sum()) for value in whole.values()), flush=True)
+
+elastic.run(train, build, every=5, name=sys.argv[0])
+"""
+
+
+def sums(output: str) -> list[float]:
+    return [float(line.split()[1]) for line in output.splitlines() if line.startswith("sum")]
+
+
+@needs_open_mpi
+def test_a_loop_goes_on_after_an_exception_of_one_rank_and_a_death(tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    result = launch(3, str(script), options=["--with-ft", "ulfm"], env={"PYTHONPATH": str(ROOT)}, timeout_s=60)
+    assert result.returncode == 0, str(result)
+    assert result.stderr.count("ends by an uncaught KeyError") == 1 and "KeyError: 'its own'" in result.stderr, str(
+        result
+    )
+    assert re.search(r"lost rank 1 on \S+ \(process \d+\): 2 ranks go on from step 15", result.stdout), str(result)
+    assert re.search(r"lost rank 0 on \S+ \(process \d+\): 1 rank goes on from step 20", result.stdout), str(result)
+    assert sorted(re.findall(r"begins at .*", result.stdout.replace("\r", ""))) == sorted(
+        ["begins at 0 of 3"] * 3 + ["begins at 15 of 2"] * 2 + ["begins at 20 of 1"]
+    )
+    alone = launch(1, str(script), env={"PYTHONPATH": str(ROOT)})
+    assert "elastic.run: a lost rank ends this job, because the job was started without ULFM" in alone.stderr, str(
+        alone
+    )
+    # Each rank has the same rows, and the mean over the ranks adds them in another order.
+    assert sums(result.stdout) == pytest.approx(sums(alone.stdout), rel=1e-5) and len(sums(alone.stdout)) == 1
+    name = hashlib.blake2b(str(script).encode(), digest_size=6).hexdigest()
+    assert list(Path("/dev/shm").glob(f"{prefix(name)}*")) == []
+
+
+def read_head(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(8)
+
+
+@needs_open_mpi
+def test_the_example_goes_on_after_a_kill() -> None:
+    """The rank dies after the second copy of the state. The example has fewer steps here."""
+    source = (ROOT / "examples/elastic.py").read_text()
+    assert source.count("state.step < 200") == 1
+    script = source.replace("state.step < 200", "state.step < 40")
+    with TemporaryDirectory(dir="/dev/shm") as name:
+        folder = Path(name)
+
+        def kill_a_rank(job: int) -> None:
+            deadline = time.monotonic() + 40
+            while not any(read_head(file) == b"complete" for file in folder.glob("mpitrain-copy-*-00000001-00001.1")):
+                assert time.monotonic() < deadline, "no copy was taken"
+                time.sleep(0.05)
+            (pid,) = [pid for pid in session_processes(job) if rank_of(pid) == 1]
+            os.kill(pid, signal.SIGKILL)
+
+        env = {"PYTHONPATH": str(ROOT), "MPITRAIN_SHM_DIR": name}
+        result = launch(
+            2,
+            "-c",
+            script,
+            options=["--with-ft", "ulfm"],
+            env=env,
+            during=kill_a_rank,
+            timeout_s=90,
+        )
+        assert result.returncode == 0, str(result)
+        said = re.search(r"lost rank 1 on \S+ \(process \d+\): 1 rank goes on from step (\d+)", result.stdout)
+        assert said and int(said[1]) in (10, 20, 30, 40), str(result)
+        assert list(folder.iterdir()) == []
+
+
+def test_without_ulfm_one_line_says_so_and_the_job_trains(tmp_path: Path, corpus: Path) -> None:
+    words = ["--run", str(tmp_path / "run"), "--data.path", str(corpus), *SETTINGS, *ELASTIC, "--train.steps", "3"]
+    result = launch(2, "-m", "mpitrain", *words)
+    assert result.returncode == 0, str(result)
+    assert result.stdout.count("train.elastic: a lost rank ends this job, because ") == 1, str(result)
+    assert len(losses(tmp_path / "run")) == 3
+    assert not (tmp_path / "run" / ".lease").exists()
+
+
+def test_mpich_has_no_ulfm() -> None:
+    if not (MPICH / "bin/mpirun").exists():
+        pytest.skip("PyPI's MPICH is not installed")
+    script = "import collectives; from collectives import recovery; comm = collectives.world(); print('because', recovery.obstacle())"
+    result = run(
+        [MPICH / "bin/mpirun", "-np", "2", ROOT / ".venv/bin/python", "-c", script],
+        cwd=ROOT,
+        env={**job_environment(2)[1], "MPI4PY_LIBMPI": str(MPICH / "lib/libmpi.so.12")},
+    )
+    assert result.returncode == 0, str(result)
+    assert len(re.findall(r"MPI is MPICH [\d.]+; expected Open MPI 5 or later with ULFM", result.stdout)) == 2, str(
+        result
+    )

@@ -1,0 +1,184 @@
+"""The files of copies in node memory: when a copy counts, which files are passed over, and when node memory is full."""
+
+import fcntl
+import os
+import struct
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from main_job import small_disk
+
+import ckpt
+from ckpt.tensors import inspect
+from mpitrain.elastic.copies.files import (
+    CopyFile,
+    Header,
+    complete_copies,
+    newest_epoch,
+    open_data,
+    parts_of,
+    path_of,
+    prefix,
+    remove_copies,
+)
+from mpitrain.elastic.copies.partners import partner_of
+
+RUN = "abc123"
+
+
+@pytest.fixture(autouse=True)
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that stands for the node's shared memory."""
+    monkeypatch.setenv("MPITRAIN_SHM_DIR", str(tmp_path))
+    return tmp_path
+
+
+def header_of(step: int, *, epoch: int = 1, rank: int = 0, note: str = "") -> bytes:
+    return msgspec.json.encode(Header(step, epoch, rank, 1, 16, (), {"note": note}))
+
+
+def write(step: int, *, epoch: int = 1, rank: int = 0, generation: int = 0, note: str = "", **more: bool) -> CopyFile:
+    header = header_of(step, epoch=epoch, rank=rank, note=note)
+    file = CopyFile(path_of(RUN, epoch, rank, generation, **more), 16, len(header))
+    file.begin()
+    file.data(16)[...] = step
+    file.finish(header, 16)
+    return file
+
+
+def steps() -> list[int]:
+    return [msgspec.json.decode(found.header, type=Header).step for found in complete_copies(RUN)]
+
+
+def test_a_copy_counts_only_while_it_is_complete(room: Path) -> None:
+    header = header_of(7)
+    file = CopyFile(path_of(RUN, 1, 0, 0), 16, len(header))
+    assert steps() == []
+    file.begin()
+    assert steps() == []
+    file.data(16)[...] = 7
+    assert steps() == []
+    file.finish(header, 16)
+    assert steps() == [7]
+    (found,) = complete_copies(RUN)
+    assert found.header == header and (open_data(found.path)[:16] == 7).all()
+    assert os.stat(found.path).st_mode & 0o777 == 0o600
+    file.begin()
+    assert steps() == [], "the next copy overwrites it"
+
+
+def test_a_later_header_may_be_longer_than_the_first() -> None:
+    file = write(7)
+    for note in ("x" * 5000, "", "y" * 60000):
+        header = header_of(8, note=note)
+        assert file.fits(16, len(header))
+        file.begin()
+        file.finish(header, 16)
+        assert [found.header for found in complete_copies(RUN)] == [header]
+    assert not file.fits(16, 1 << 20)
+    assert not file.fits(1 << 20, 100)
+
+
+def test_generations_epochs_ranks_and_partners_have_files_of_their_own(room: Path) -> None:
+    for epoch, generation, more in ((1, 0, {}), (1, 1, {}), (2, 0, {}), (2, 0, {"for_partner": True})):
+        write(10 * epoch + generation, epoch=epoch, generation=generation, **more)
+    write(20, epoch=2, rank=1)
+    (room / f"{prefix('other')}00000009-00000.0").touch()
+    assert sorted(steps()) == [10, 11, 20, 20, 20] and newest_epoch(RUN) == 2
+    remove_copies(RUN, before_epoch=2)
+    assert sorted(steps()) == [20, 20, 20] and newest_epoch(RUN) == 2
+    CopyFile(path_of(RUN, 5, 0, 0), 16, 16)
+    assert newest_epoch(RUN) == 5, "an incomplete copy takes its epoch's number too"
+    remove_copies(RUN)
+    assert (steps(), newest_epoch(RUN)) == ([], 0)
+    assert [file.name for file in room.iterdir()] == [f"{prefix('other')}00000009-00000.0"]
+
+
+def test_what_is_no_copy_is_passed_over(room: Path) -> None:
+    write(7)
+    names = iter(f"{prefix(RUN)}00000001-{rank:05d}.0" for rank in range(90, 99))
+    (room / next(names)).write_bytes(b"")
+    (room / next(names)).write_bytes(b"complete")
+    (room / next(names)).write_bytes(b"complete" + struct.pack("<QQ", 4096, 1 << 62))
+    (room / next(names)).write_bytes(b"complete" + struct.pack("<QQ", 24, 5) + b"{bad}")
+    (room / next(names)).write_bytes(b"complete" + struct.pack("<QQ", 24, 12) + b'{"step": "a"}')
+    (room / next(names)).mkdir()
+    os.mkfifo(room / next(names))
+    (room / next(names)).symlink_to(path_of(RUN, 1, 0, 0))
+    (room / f"{prefix(RUN)}notes").write_text("no copy")
+    assert steps() == [7] and newest_epoch(RUN) == 1
+    remove_copies(RUN)
+    assert steps() == []
+    assert (room / f"{prefix(RUN)}notes").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+def test_a_file_of_another_user_is_passed_over() -> None:
+    path = write(7).path
+    os.chown(path, 12345, -1)
+    assert steps() == []
+    with pytest.raises(PermissionError):
+        open_data(path)
+
+
+def test_a_copy_is_locked_until_it_is_closed(room: Path) -> None:
+    """A command that cleans up finds by the lock whether a rank still has the copy. No descriptor stays open."""
+    before = len(os.listdir("/proc/self/fd"))
+    file = write(7)
+
+    def is_locked() -> bool:
+        with file.path.open("rb") as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
+
+    assert is_locked()
+    file.close()
+    assert not is_locked() and steps() == [7]
+    file.close()
+    write(8).remove()
+    write(9)  # dropped without a close, as after a loss
+    assert not is_locked()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_full_node_memory_raises_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = tmp_path / "small"
+    try:
+        with small_disk(small, 1 << 20):
+            monkeypatch.setenv("MPITRAIN_SHM_DIR", str(small))
+            with pytest.raises(OSError, match="No space left"):
+                CopyFile(path_of(RUN, 1, 0, 0), 1 << 21, 100)
+            assert list(small.iterdir()) == []
+            CopyFile(path_of(RUN, 1, 0, 0), 1 << 18, 100).remove()
+    except PermissionError as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+
+
+def test_parts_are_aligned_and_only_one_rank_copies_what_all_have() -> None:
+    tensors = {
+        "rows": ckpt.Shard(np.arange(10, dtype=np.int8).reshape(5, 2), (9, 2), (4, 0)),
+        "all": np.float64(3.5) * np.ones(3),
+        "none": ckpt.Shard(np.empty((0, 2), np.int8), (9, 2), (0, 0)),
+    }
+    parts, arrays, nbytes = parts_of(inspect(tensors), whole=True)
+    assert [(part.name, part.full, part.offset, part.shape, part.at) for part in parts if part.box.size] == [
+        ("all", (3,), (0,), (3,), 0),
+        ("rows", (9, 2), (4, 0), (5, 2), 64),
+    ]
+    assert nbytes == 128 and sum(array.nbytes for array in arrays) == 34
+    parts, _, nbytes = parts_of(inspect(tensors), whole=False)
+    assert {part.name for part in parts if part.box.size} == {"rows"} and nbytes == 64
+
+
+@pytest.mark.parametrize(
+    "nodes", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2], [3]], [[0], [1, 2, 3]], [[0], [1], [2]]]
+)
+def test_partners_are_on_another_node(nodes: list[list[int]]) -> None:
+    node_of = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
+    for rank, node in node_of.items():
+        assert node_of[partner_of(rank, nodes)] == (node + 1) % len(nodes)
