@@ -1,6 +1,5 @@
 """Real jobs whose ranks are killed, stopped, or end by an error: the others go on in place, and the run ends as an undisturbed one."""
 
-import hashlib
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ from launching import ROOT, is_open_mpi, job_environment, launch, rank_of, run, 
 from main_job import losses
 
 from mpitrain.chaos.job import Job
-from mpitrain.elastic.copies.files import prefix
+from mpitrain.elastic.copies.files import prefix, remove_copies
 from mpitrain.elastic.lease import read_lease
 
 STEPS = 60
@@ -44,7 +43,7 @@ Start = Callable[..., Job]
 
 @pytest.fixture
 def start(tmp_path: Path, corpus: Path) -> Iterator[Start]:
-    """Starts an elastic run on so many ranks. All its processes are ended after the test."""
+    """Starts an elastic run on so many ranks. All its processes and copies are removed after the test."""
     jobs = []
 
     def begin(num_ranks: int, *words: str, **env: str) -> Job:
@@ -59,6 +58,8 @@ def start(tmp_path: Path, corpus: Path) -> Iterator[Start]:
     yield begin
     for job in jobs:
         job.kill()
+    if (lease := read_lease(tmp_path / "run")) is not None:
+        remove_copies(lease.run)
 
 
 def kill(job: Job, *ranks: int, by: int = signal.SIGKILL) -> None:
@@ -151,6 +152,13 @@ def test_tensor_ranks_go_on_with_an_idle_rank_and_without_a_stopped_one(start: S
     assert job.events("failure")[1]["pid"] == stopped
 
 
+@pytest.fixture
+def room() -> Iterator[Path]:
+    """A folder for the node memory of a job, so that a test finds the copies of its own job."""
+    with TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
 LOOP = """
 import os, sys, torch, mpitrain
 from mpitrain import elastic
@@ -164,7 +172,8 @@ def build(comm):
     return state
 
 def train(state):
-    print("begins at", state.step, "of", state.comm.size, flush=True)
+    sys.stdout.write(f"begins at {state.step} of {state.comm.size}\\n")  # in one piece
+    sys.stdout.flush()
     while state.step < 30:
         x = torch.randn(12, 6, generator=torch.Generator().manual_seed(state.step))
         loss = (state.model(x) - x.sum(1, keepdim=True)).square().mean()
@@ -180,7 +189,7 @@ def train(state):
     if state.comm.rank == 0:
         print("sum", sum(float(value.double().sum()) for value in whole.values()), flush=True)
 
-elastic.run(train, build, every=5, name=sys.argv[0])
+elastic.run(train, build, every=5)
 """
 
 
@@ -189,10 +198,9 @@ def sums(output: str) -> list[float]:
 
 
 @needs_open_mpi
-def test_a_loop_goes_on_after_an_exception_of_one_rank_and_a_death(tmp_path: Path) -> None:
-    script = tmp_path / "loop.py"
-    script.write_text(LOOP)
-    result = launch(3, str(script), options=["--with-ft", "ulfm"], env={"PYTHONPATH": str(ROOT)}, timeout_s=60)
+def test_a_loop_goes_on_after_an_exception_of_one_rank_and_a_death(room: Path) -> None:
+    env = {"PYTHONPATH": str(ROOT), "MPITRAIN_SHM_DIR": str(room)}
+    result = launch(3, "-c", LOOP, options=["--with-ft", "ulfm"], env=env, timeout_s=60)
     assert result.returncode == 0, str(result)
     assert result.stderr.count("ends by an uncaught KeyError") == 1 and "KeyError: 'its own'" in result.stderr, str(
         result
@@ -202,14 +210,13 @@ def test_a_loop_goes_on_after_an_exception_of_one_rank_and_a_death(tmp_path: Pat
     assert sorted(re.findall(r"begins at .*", result.stdout.replace("\r", ""))) == sorted(
         ["begins at 0 of 3"] * 3 + ["begins at 15 of 2"] * 2 + ["begins at 20 of 1"]
     )
-    alone = launch(1, str(script), env={"PYTHONPATH": str(ROOT)})
+    alone = launch(1, "-c", LOOP, env=env)
     assert "elastic.run: a lost rank ends this job, because the job was started without ULFM" in alone.stderr, str(
         alone
     )
     # Each rank has the same rows, and the mean over the ranks adds them in another order.
     assert sums(result.stdout) == pytest.approx(sums(alone.stdout), rel=1e-5) and len(sums(alone.stdout)) == 1
-    name = hashlib.blake2b(str(script).encode(), digest_size=6).hexdigest()
-    assert list(Path("/dev/shm").glob(f"{prefix(name)}*")) == []
+    assert list(room.iterdir()) == []
 
 
 def read_head(file: Path) -> bytes:
@@ -218,36 +225,26 @@ def read_head(file: Path) -> bytes:
 
 
 @needs_open_mpi
-def test_the_example_goes_on_after_a_kill() -> None:
+def test_the_example_goes_on_after_a_kill(room: Path) -> None:
     """The rank dies after the second copy of the state. The example has fewer steps here."""
     source = (ROOT / "examples/elastic.py").read_text()
     assert source.count("state.step < 200") == 1
+
+    def kill_a_rank(job: int) -> None:
+        deadline = time.monotonic() + 40
+        while not any(read_head(file) == b"complete" for file in room.glob("mpitrain-copy-*-00000001-00001.1")):
+            assert time.monotonic() < deadline, "no copy was taken"
+            time.sleep(0.02)
+        (pid,) = [pid for pid in session_processes(job) if rank_of(pid) == 1]
+        os.kill(pid, signal.SIGKILL)
+
     script = source.replace("state.step < 200", "state.step < 40")
-    with TemporaryDirectory(dir="/dev/shm") as name:
-        folder = Path(name)
-
-        def kill_a_rank(job: int) -> None:
-            deadline = time.monotonic() + 40
-            while not any(read_head(file) == b"complete" for file in folder.glob("mpitrain-copy-*-00000001-00001.1")):
-                assert time.monotonic() < deadline, "no copy was taken"
-                time.sleep(0.05)
-            (pid,) = [pid for pid in session_processes(job) if rank_of(pid) == 1]
-            os.kill(pid, signal.SIGKILL)
-
-        env = {"PYTHONPATH": str(ROOT), "MPITRAIN_SHM_DIR": name}
-        result = launch(
-            2,
-            "-c",
-            script,
-            options=["--with-ft", "ulfm"],
-            env=env,
-            during=kill_a_rank,
-            timeout_s=90,
-        )
-        assert result.returncode == 0, str(result)
-        said = re.search(r"lost rank 1 on \S+ \(process \d+\): 1 rank goes on from step (\d+)", result.stdout)
-        assert said and int(said[1]) in (10, 20, 30, 40), str(result)
-        assert list(folder.iterdir()) == []
+    env = {"PYTHONPATH": str(ROOT), "MPITRAIN_SHM_DIR": str(room)}
+    result = launch(2, "-c", script, options=["--with-ft", "ulfm"], env=env, during=kill_a_rank, timeout_s=90)
+    assert result.returncode == 0, str(result)
+    said = re.search(r"lost rank 1 on \S+ \(process \d+\): 1 rank goes on from step (\d+)", result.stdout)
+    assert said and int(said[1]) in (10, 20, 30, 40), str(result)
+    assert list(room.iterdir()) == []
 
 
 def test_without_ulfm_one_line_says_so_and_the_job_trains(tmp_path: Path, corpus: Path) -> None:
