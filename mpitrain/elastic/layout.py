@@ -19,12 +19,13 @@ class Layout(NamedTuple):
 _OF_MODEL = ("tp", "cp", "pp")  # the axes that divide a copy of the model, in the order in which they are kept
 
 
-def next_layout(axes: Mapping[str, int], ranks: int) -> Layout:
+def next_layout(axes: Mapping[str, int], ranks: int, *, batches: int | None = None) -> Layout:
     """The layout of a run with the layout `axes` when `ranks` ranks are left: it uses as many of them as it can.
 
     `axes`: sizes of pp, dp_replicate, dp_shard, cp, tp and ep; an axis that is missing has size 1. The axes tp, cp and pp stay as long
     as one copy of the model has place; then they become divisors of their sizes, and tp stays longest. dp_shard takes what is left.
-    dp_replicate and ep become the largest divisors that fit. ValueError if `ranks` is less than 1.
+    dp_replicate and ep become the largest divisors that fit. `batches`: a number that dp_replicate x dp_shard must divide if there is a
+    pipeline, whose micro-batches have one size. ValueError if `ranks` is less than 1.
 
         next_layout({"tp": 2, "dp_shard": 2}, 3)  ->  tp 2, dp_shard 1, one rank idle
     """
@@ -41,6 +42,8 @@ def next_layout(axes: Mapping[str, int], ranks: int) -> Layout:
         key=lambda each: _preference(each, sizes, ranks),
     )
     data = ranks // prod(best.values())
+    if best["pp"] > 1 and batches is not None:
+        data = max((each for each in _divisors(batches) if each <= data), default=1)
     replicate = max(each for each in _divisors(sizes["dp_replicate"]) if data % each == 0)
     shard = data // replicate
     expert = max(each for each in _divisors(sizes["ep"]) if shard * best["cp"] % each == 0)

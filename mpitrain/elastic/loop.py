@@ -15,6 +15,7 @@ from collectives import Communicator, recovery
 from mpitrain.elastic.copies.files import newest_epoch, remove_copies
 from mpitrain.elastic.copies.restoring import find_state
 from mpitrain.elastic.copies.taking import Copies
+from mpitrain.elastic.layout import Layout
 from mpitrain.elastic.survive import Recovered, survive
 from mpitrain.weights import state as weights
 
@@ -78,7 +79,7 @@ def run(
         return
     copies_of = comm.broadcast_object(_id_of(name))
 
-    def attempt(ranks: Communicator, recovered: Recovered | None) -> None:
+    def attempt(ranks: Communicator, layout: Layout, recovered: Recovered | None) -> None:
         state = build(ranks)
         found = find_state(ranks, copies_of)
         if found is not None:

@@ -32,9 +32,14 @@ class Recovered(NamedTuple):
 
     lost: list[LostRank]
     layout: Layout
+    """Of the ranks that were left."""
     noticed: float
     seconds: float
     """From the notice of the loss to the new world."""
+
+
+Attempt = Callable[[Communicator, Layout, Recovered | None], None]
+"""Works to the end on the ranks of a communicator, which have this layout; after a loss also with what was recovered from."""
 
 
 class TooFewRanksError(RuntimeError):
@@ -42,24 +47,26 @@ class TooFewRanksError(RuntimeError):
 
 
 def survive(
-    attempt: Callable[[Communicator, Recovered | None], None],
+    attempt: Attempt,
     comm: Communicator,
     *,
     axes: Mapping[str, int],
+    batches: int | None = None,
     min_ranks: int = 1,
 ) -> None:
-    """Call `attempt(comm, None)`, and after each loss of ranks `attempt(comm, recovered)` on those that are left, until one succeeds.
+    """Call `attempt(comm, layout, None)`, and after each loss of ranks `attempt(comm, layout, recovered)` on those that are left, until
+    one succeeds.
 
-    Collective. `comm`: the world. `axes`: the layout of all ranks, for `next_layout`; a rank that has no place in the new layout waits,
-    and may have one after the next loss. Another exception of `attempt` ends this rank, and so is a loss for the others.
+    Collective. `comm`: the world. `axes`, `batches`: of `next_layout`. A rank that has no place in the layout waits, and may have one
+    after the next loss. Another exception of `attempt` ends this rank, and so is a loss for the others.
     TooFewRanksError on all ranks if fewer than `min_ranks` are left.
     """
     recovery.survive_losses()
-    recovered = None
+    recovered, layout = None, next_layout(axes, comm.size, batches=batches)
     while True:
         processes = recovery.processes(comm)
         try:
-            _attempt(attempt, comm, recovered or Recovered([], next_layout(axes, comm.size), 0.0, 0.0), bool(recovered))
+            _attempt(attempt, comm, layout, recovered)
             if recovery.all_are_done():
                 return
             noticed = time.monotonic()
@@ -73,7 +80,8 @@ def survive(
         gc.collect()
         comm = recovery.recover()
         lost = [LostRank(rank, *processes[rank]) for rank in recovery.lost_since(processes, comm)]
-        recovered = Recovered(lost, next_layout(axes, comm.size), noticed, time.monotonic() - noticed)
+        layout = next_layout(axes, comm.size, batches=batches)
+        recovered = Recovered(lost, layout, noticed, time.monotonic() - noticed)
         with comm.together():
             if comm.size < min_ranks:
                 left = f"{comm.size} {'ranks are' if comm.size > 1 else 'rank is'} left"
@@ -83,14 +91,8 @@ def survive(
                 )
 
 
-def _attempt(
-    attempt: Callable[[Communicator, Recovered | None], None],
-    comm: Communicator,
-    recovered: Recovered,
-    is_recovered: bool,
-) -> None:
+def _attempt(attempt: Attempt, comm: Communicator, layout: Layout, recovered: Recovered | None) -> None:
     """Call `attempt` on the ranks that have a place in the layout; the others wait for its end."""
-    layout = recovered.layout
     used = comm
     if layout.num_idle:
         order = _by_node(comm, layout.axes["tp"] * layout.axes["cp"])
@@ -100,7 +102,7 @@ def _attempt(
             _wait_for(comm, order[0])
             return
         used = chosen
-    attempt(used, recovered if is_recovered else None)
+    attempt(used, layout, recovered)
     if layout.num_idle and comm.rank == order[0]:
         for rank in order[layout.num_used :]:
             comm.send(np.zeros(1, np.uint8), rank, _DONE_TAG)

@@ -3,8 +3,10 @@
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import ckpt
 from collectives import Communicator
@@ -33,6 +35,8 @@ class Lasting:
     """The checkpoint of another run from which this job has started, until it has a state of its own; "" without one."""
     corpus: Corpus | None = None
     flops_per_s: float = 0.0
+    num_idle: int = 0
+    """Ranks that have no place in the layout."""
     recovered: Recovered | None = None
     """The last recovery, until the first step after it; None before the first loss."""
     unreported: list[Recovered] = field(default_factory=list)
@@ -81,13 +85,11 @@ class Endurance:
         unreported, self._lasting.unreported = self._lasting.unreported, []
         for recovered in unreported if self._comm.rank == 0 else ():
             for lost in recovered.lost:
-                write_event(self._run.folder, "failure", rank=lost.rank, host=lost.host, pid=lost.pid)
+                self._write("failure", rank=lost.rank, host=lost.host, pid=lost.pid)
             layout = recovered.layout
             axes = {name: size for name, size in layout.axes.items() if size > 1}
-            write_event(
-                self._run.folder, "shrink", cost_s=round(recovered.seconds, 3), ranks=layout.num_used,
-                idle=layout.num_idle, layout=axes,
-            )  # fmt: skip
+            cost_s = round(recovered.seconds, 3)
+            self._write("shrink", cost_s=cost_s, ranks=layout.num_used, idle=layout.num_idle, layout=axes)
 
     def after_step(self, step: int, collect: Callable[[], Collected]) -> None:
         """Copy the state, if it is time, and report the end of a recovery after its first step."""
@@ -95,7 +97,7 @@ class Endurance:
             self._lasting.recovered = None
             cost_s = time.monotonic() - recovered.noticed
             if self._comm.rank == 0:
-                write_event(self._run.folder, "restore", cost_s=round(cost_s, 3), step=step, source=self._restored_from)
+                self._write("restore", cost_s=round(cost_s, 3), step=step, source=self._restored_from)
             self._say(f"step {step} is done {cost_s:.1f} s after the loss was noticed")
         if self._copies is None:
             return
@@ -139,6 +141,12 @@ class Endurance:
         idle = f", {recovered.layout.num_idle} without work," if recovered.layout.num_idle else ""
         many = "ranks go" if self._comm.size > 1 else "rank goes"
         return f"lost {lost}: {self._comm.size} {many} on{idle} from step {step} ({self._restored_from})"
+
+    def _write(self, event: str, **fields: Any) -> None:
+        """Append an event, on rank 0. A full disk must not end the run: metrics and checkpoints report it."""
+        self._run.check_lock()
+        with suppress(OSError):
+            write_event(self._run.folder, event, **fields)
 
     def _raise_lease(self) -> None:
         self._lease = on_rank0(self._comm, lambda: raise_lease(self._run.folder))

@@ -486,9 +486,11 @@ class Trainer:
             else f"CPU, {hardware.threads} thread{'s' * (hardware.threads > 1)} each"
         )
         model, held = self.config.model, sum(p.numel() for p in self.model.parameters())
+        num_idle = self._lasting.num_idle if self._lasting is not None else 0
+        idle = f"; {num_idle} more without work, because they do not fit the layout" if num_idle else ""
         return (
             f"{self.comm.size} rank{'s' * (self.comm.size > 1)} on {self.comm.num_nodes} node{'s' * (self.comm.num_nodes > 1)}, "
-            f"{where}\n"
+            f"{where}{idle}\n"
             f"model {model.family} {model.size}: {num_parameters(sizes) / 1e6:.2f} M parameters, {held / 1e6:.2f} M on rank 0\n"
             f"data: {self.corpus.num_files} files, {len(self.corpus.train) / 1e6:.1f} MB to train on, "
             f"{len(self.corpus.heldout) / 1e6:.2f} MB held out\n"

@@ -27,6 +27,9 @@ def layouts(draw: st.DrawFn) -> dict[str, int]:
     return {**axes, "ep": draw(st.sampled_from([each for each in range(1, shared + 1) if shared % each == 0]))}
 
 
+LAYOUT = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
 @given(axes=layouts(), ranks=st.integers(1, 100))
 def test_the_next_layout_fits_and_wastes_little(axes: dict[str, int], ranks: int) -> None:
     layout = next_layout(axes, ranks)
@@ -78,6 +81,13 @@ def test_examples_of_layouts(axes: dict[str, int], ranks: int, expected: dict[st
 def test_no_rank_has_no_layout() -> None:
     with pytest.raises(ValueError, match="0 ranks; expected at least 1"):
         next_layout({"tp": 2}, 0)
+
+
+def test_the_data_ranks_of_a_pipeline_divide_the_batches() -> None:
+    axes = {"pp": 2, "dp_shard": 4}
+    assert next_layout(axes, 7, batches=8) == ({**dict.fromkeys(LAYOUT, 1), "pp": 2, "dp_shard": 2}, 3)
+    assert next_layout(axes, 7).num_idle == 1
+    assert next_layout({"dp_shard": 8}, 7, batches=8).num_idle == 0
 
 
 # The lease
