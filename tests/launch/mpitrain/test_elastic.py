@@ -49,9 +49,8 @@ def start(tmp_path: Path, corpus: Path) -> Iterator[Start]:
     def begin(num_ranks: int, *words: str, **env: str) -> Job:
         mpirun, settings = job_environment(num_ranks)
         command = [mpirun, "--with-ft", "ulfm", "-np", str(num_ranks)]
-        job = Job(
-            command, ["--data.path", str(corpus), *SETTINGS, *ELASTIC, *words], tmp_path / "run", {**settings, **env}
-        )
+        settings_of_run = ["--data.path", str(corpus), *SETTINGS, *ELASTIC, *words]
+        job = Job(command, {**settings, **env}, settings_of_run, tmp_path / "run")
         jobs.append(job)
         return job
 
