@@ -47,6 +47,16 @@ mpi_environment() {
     fi
 }
 
+# Sets survive to the options with which this mpirun goes on without lost ranks, if the arguments of mpitrain, given here, ask for
+# that. MPICH's mpirun has none.
+survive_options() {
+    survive=()
+    case " $* " in *" --train.elastic true "* | *" --train.elastic=true "*)
+        case $("$mpirun" --version 2>&1) in *"Open MPI"*) survive=(--with-ft ulfm) ;; esac
+        ;;
+    esac
+}
+
 # Tells the ranks of the terminal: mpirun stands between it and them, so they cannot see it themselves.
 terminal_environment() {
     export MPITRAIN_TTY=0

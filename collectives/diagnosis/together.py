@@ -69,8 +69,24 @@ def raised_on(mpi: Any, error: Exception, speaker: int) -> Exception:
     `speaker`: the rank that prints its traceback.
     """
     error._raised_on_all_ranks = mpi.size == all_ranks().size  # type: ignore[attr-defined]
+    error._num_raised = mpi.size  # type: ignore[attr-defined]
     error._speaks_for_all = mpi.rank == speaker  # type: ignore[attr-defined]
     return error
+
+
+def is_joint(error: BaseException, num_ranks: int) -> bool:
+    """Whether so many ranks raise this error together; `on_all_ranks` asks whether all ranks of the job do."""
+    return getattr(error, "_num_raised", 0) == num_ranks
+
+
+def share(comm: Any, error: Exception | None, speaker: int) -> Exception:
+    """Make an error, which some ranks of `comm` raise together, an error of all its ranks. Collective; returns the error to raise.
+
+    `error`: None on the ranks that do not raise it yet. `speaker`: a rank that raises it.
+    """
+    kind = type(error)
+    report: Report = comm.broadcast_object((kind.__module__, kind.__qualname__, str(error)), speaker)
+    return raised_on(comm.mpi, _make(*report), speaker)
 
 
 def _make(module: str, name: str, text: str) -> Exception:

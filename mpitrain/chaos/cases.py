@@ -45,12 +45,12 @@ CASES: Sequence[Case] = (
         (*_TINY, "--train.batch", "8"), at_random(4, 4.0), goal=(1.0, 3.0),
     ),
     Case(
-        "kill-101m", "101 M parameters, ZeRO-3, 3 ranks", _on(3), (*_LARGE, "--train.batch", "3"), at_random(3, 25.0),
+        "kill-101m", "101 M parameters, ZeRO-3, 3 ranks", _on(3), (*_LARGE, "--train.batch", "3"), at_random(3, 12.0),
         goal=(4.0, 15.0), max_repeated=5,
     ),
     Case(
         "kill-101m-tp", "101 M parameters, tp=2 x dp_shard=2, one rank lost", _on(4),
-        (*_LARGE, "--train.batch", "2", "--parallel.tensor", "2"), at_random(4, 25.0), goal=(4.0, 15.0), max_repeated=5,
+        (*_LARGE, "--train.batch", "2", "--parallel.tensor", "2"), at_random(4, 8.0), goal=(4.0, 15.0), max_repeated=5,
     ),
     Case("two", "two ranks lost within 0.3 s", _on(4), _TINY, at_random(4, _SECONDS, pause_s=0.3)),
     Case("rank-0", "rank 0 lost", _on(4), _TINY, at_random(4, _SECONDS, victim=0)),

@@ -102,6 +102,8 @@ def _problem(job: Job, code: int | None, reference: Mapping[int, float]) -> str:
     if missing := sorted(set(reference) - set(steps)):
         return f"steps {missing[:5]} are not in the metrics"
     restored = [event["step"] for event in job.events("restore")]
+    if not restored:
+        return "no recovery took place"
     for step, loss in reference.items():
         is_close = step < min(restored, default=0) or any(0 <= step - first < _NUM_CLOSE for first in restored)
         if not math.isclose(steps[step], loss, rel_tol=_TOLERANCE if is_close else _LATER):

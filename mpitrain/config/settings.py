@@ -181,10 +181,10 @@ class TrainConfig:
     accumulate: int = 1
     """Micro-batches per step."""
     elastic: bool = False
-    """Go on without ranks that are lost, in place: needs Open MPI's `mpirun --with-ft ulfm`. Ranks may then have different numbers of
-    sequences."""
+    """After the loss of ranks the others go on in place. Needs Open MPI's `mpirun --with-ft ulfm`. Ranks may then have different numbers
+    of sequences."""
     min_ranks: int = 1
-    """With `elastic`: the smallest number of ranks that goes on."""
+    """With `elastic`: the smallest number of ranks, of those that have a place in the layout, that goes on."""
     copy_every: int = 10
     """With `elastic`: steps between copies of the state in node memory, from which a run goes on after a loss; 0: no copies."""
     max_skipped_steps: int = 0

@@ -72,6 +72,10 @@ class FolderLock:
             if _token_in(self.path) == self._token:
                 self.path.unlink()
 
+    def let_go(self) -> None:
+        """End the heartbeat without a release: the ranks that a loss has left take the lock over."""
+        self._released.set()
+
     def _beat(self) -> None:
         while not self._lost and not self._released.wait(BEAT_S):
             with contextlib.suppress(OSError):
@@ -81,7 +85,7 @@ class FolderLock:
         """One heartbeat, if the lock is still this process's."""
         now = _now()
         token = _token_in(self.path)
-        if token is None and self._create():  # a user has removed the file
+        if token is None and now - self._beaten < STALE_S and self._create():  # a user has removed the file
             token = self._token
         if token != self._token:
             silent_s = now - self._beaten

@@ -10,6 +10,7 @@ import numpy as np
 
 from ckpt.saving import background
 from collectives import Communicator, recovery
+from collectives.diagnosis.together import is_joint, share
 from mpitrain.elastic.layout import Layout, next_layout
 
 _DONE_TAG = 32000
@@ -62,33 +63,40 @@ def survive(
     TooFewRanksError on all ranks if fewer than `min_ranks` are left.
     """
     recovery.survive_losses()
-    recovered, layout = None, next_layout(axes, comm.size, batches=batches)
+    before: list[tuple[str, int]] = []  # the processes of the ranks before the losses that no attempt has learned of
+    noticed = 0.0
     while True:
-        processes = recovery.processes(comm)
         try:
+            layout = next_layout(axes, comm.size, batches=batches)
+            processes, recovered = recovery.processes(comm), None
+            if before:
+                lost = [LostRank(rank, *each) for rank, each in enumerate(before) if each not in processes]
+                recovered = Recovered(lost, layout, noticed, time.monotonic() - noticed)
+                with comm.together():
+                    _check_number(layout.num_used, min_ranks, lost)
+            before, noticed = processes, 0.0
             _attempt(attempt, comm, layout, recovered)
             if recovery.all_are_done():
                 return
-            noticed = time.monotonic()
+            noticed = noticed or time.monotonic()
         except Exception as error:
             if not recovery.ranks_were_lost():
                 raise
-            noticed = time.monotonic()
+            noticed = noticed or time.monotonic()
             _release(error)
             background.abandon()
         gc.unfreeze()  # the main job has frozen its model
         gc.collect()
         comm = recovery.recover()
-        lost = [LostRank(rank, *processes[rank]) for rank in recovery.lost_since(processes, comm)]
-        layout = next_layout(axes, comm.size, batches=batches)
-        recovered = Recovered(lost, layout, noticed, time.monotonic() - noticed)
-        with comm.together():
-            if comm.size < min_ranks:
-                left = f"{comm.size} {'ranks are' if comm.size > 1 else 'rank is'} left"
-                raise TooFewRanksError(
-                    f"lost {', '.join(map(str, lost))}: {left}, and the smallest number that goes on is {min_ranks} (min_ranks), so "
-                    "the job ends. The same command goes on from the newest state, on any number of ranks"
-                )
+
+
+def _check_number(num: int, min_ranks: int, lost: list[LostRank]) -> None:
+    if num < min_ranks:
+        left = f"{num} {'ranks have' if num > 1 else 'rank has'} work"
+        raise TooFewRanksError(
+            f"lost {', '.join(map(str, lost))}: {left}, and the smallest number that goes on is {min_ranks} (min_ranks), so the job "
+            "ends. The same command goes on from the newest state, on any number of ranks"
+        )
 
 
 def _attempt(attempt: Attempt, comm: Communicator, layout: Layout, recovered: Recovered | None) -> None:
@@ -102,10 +110,21 @@ def _attempt(attempt: Attempt, comm: Communicator, layout: Layout, recovered: Re
             _wait_for(comm, order[0])
             return
         used = chosen
-    attempt(used, layout, recovered)
-    if layout.num_idle and comm.rank == order[0]:
+    try:
+        attempt(used, layout, recovered)
+    except Exception as error:
+        if not layout.num_idle or not is_joint(error, used.size):
+            raise
+        _tell_idle_ranks(comm, order, layout, failed=True)
+        raise share(comm, error, order[0]) from error
+    if layout.num_idle:
+        _tell_idle_ranks(comm, order, layout, failed=False)
+
+
+def _tell_idle_ranks(comm: Communicator, order: list[int], layout: Layout, *, failed: bool) -> None:
+    if comm.rank == order[0]:
         for rank in order[layout.num_used :]:
-            comm.send(np.zeros(1, np.uint8), rank, _DONE_TAG)
+            comm.send(np.array([failed], np.uint8), rank, _DONE_TAG)
 
 
 def _by_node(comm: Communicator, group: int) -> list[int]:
@@ -118,11 +137,14 @@ def _by_node(comm: Communicator, group: int) -> list[int]:
 
 
 def _wait_for(comm: Communicator, rank: int) -> None:
-    """Wait, without load, until `rank` has ended its attempt. An exception if a rank is lost."""
-    done = comm.irecv(np.zeros(1, np.uint8), rank, _DONE_TAG)
+    """Wait, without load, until `rank` has ended its attempt. Its error is raised here too. An exception if a rank is lost."""
+    failed = np.zeros(1, np.uint8)
+    done = comm.irecv(failed, rank, _DONE_TAG)
     while not done.done():
         time.sleep(_LOOK_S)
     done.wait()
+    if failed[0]:
+        raise share(comm, None, rank)
 
 
 def _release(error: BaseException) -> None:

@@ -21,7 +21,7 @@ from mpitrain.elastic.lease import Lease, raise_lease
 from mpitrain.elastic.survive import Recovered
 from mpitrain.rank0 import on_rank0
 from mpitrain.train.run import Run
-from mpitrain.train.saving import step_in
+from mpitrain.train.saving import lease_and_step_in
 from mpitrain.weights.state import Collected
 
 
@@ -67,8 +67,11 @@ class Endurance:
         if self._config.resume != "auto":
             return None
         found = find_state(self._comm, self._lease.run)
-        if found is not None and found.step < on_rank0(self._comm, lambda: step_in(start)):
-            found = None
+        if found is not None:
+            lease, step = on_rank0(self._comm, lambda: lease_and_step_in(start))
+            # After a rewind, a later state has fewer steps. A job that was not elastic has no lease.
+            if (found.epoch if lease else 0, found.step) < (lease, step):
+                found = None
         return found
 
     def begin(self, source: str) -> None:
@@ -82,6 +85,9 @@ class Endurance:
         self._lasting.has_begun = True
         if self._config.train.copy_every:
             self._copies = Copies(self._comm, self._lease.run, self._lease.number)
+        self._report_losses()
+
+    def _report_losses(self) -> None:
         unreported, self._lasting.unreported = self._lasting.unreported, []
         for recovered in unreported if self._comm.rank == 0 else ():
             for lost in recovered.lost:
@@ -104,8 +110,11 @@ class Endurance:
         if not self._copies.is_prepared:  # not before the first step, which makes the state of the optimizer
             state = collect()
             self._copies.prepare(state.tensors, state.meta)
-        if step % self._config.train.copy_every:
-            return
+        if step % self._config.train.copy_every == 0:
+            self._take(step, collect)
+
+    def _take(self, step: int, collect: Callable[[], Collected]) -> None:
+        assert self._copies is not None
         state = collect()
         try:
             self._copies.take(step, state.tensors, state.meta)
@@ -114,8 +123,18 @@ class Endurance:
             self._copies = None
             self._say(f"no copies of the state: {error}; after a loss the run goes on from the last checkpoint")
 
+    def went_back(self, step: int, collect: Callable[[], Collected]) -> None:
+        """The run has gone back to the state after `step` steps: copies of later steps are of no use, and must not be found."""
+        self._raise_lease()
+        assert self._lease is not None
+        if self._copies is not None:
+            self._copies.close(remove=True)
+            self._copies = Copies(self._comm, self._lease.run, self._lease.number)
+            self._take(step, collect)
+
     def end(self) -> None:
         """The run has ended with a checkpoint, so that the copies are not needed."""
+        self._report_losses()
         if self._copies is not None:
             share = self._copies.seconds / (time.monotonic() - self._begun)
             sent = (
@@ -132,6 +151,11 @@ class Endurance:
         """End the copies after a loss of ranks, or an error of this rank. The files stay. Not collective."""
         if self._copies is not None:
             self._copies.abandon()
+
+    @property
+    def lease_number(self) -> int:
+        """The number of the lease, for checkpoints."""
+        return 0 if self._lease is None else self._lease.number
 
     def heading(self, step: int) -> str:
         """A line about a recovery."""

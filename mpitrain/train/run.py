@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import ckpt
+import collectives
 from ckpt.saving.copies import further_places
 from ckpt.storage.catalog import reason_to_keep, step_of
 from mpitrain.config import Config, ConfigError, to_toml
@@ -118,10 +119,18 @@ class Run:
     def check_lock(self) -> None:
         """RuntimeError if `is_lost`: a job that does not hold the folder writes nothing there."""
         if self._lock is not None and (how := self._lock.lost()):
+            collectives.set_failure_file(None)  # no report of this job belongs there
+            collectives.set_record_folder(None)
             raise RuntimeError(
                 f"run: {self.folder} belongs to another job now: {how}. This job ends without a save; "
                 "the other job goes on from the last checkpoint"
             )
+
+    def let_go(self) -> None:
+        """Leave the lock to the ranks that a loss has left, which take it over."""
+        if self._lock is not None:
+            self._lock.let_go()
+            self._lock = None
 
     def release(self) -> None:
         """Unlock the folder, and remove the folder if it is empty."""

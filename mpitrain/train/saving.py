@@ -42,6 +42,7 @@ def collect(
     stepper: dict[str, Any],
     health: dict[str, Any],
     fingerprint: str,
+    lease: int = 0,
 ) -> state.Collected:
     """The state after `step` steps. Collective if the model is a pipeline."""
     meta = {
@@ -53,6 +54,8 @@ def collect(
     }
     if stepper:
         meta["stepper"] = stepper
+    if lease:  # of an elastic run: see elastic/lease.py
+        meta["lease"] = lease
     if health:
         meta["health"] = health
     rows = random_states.pack(_device(model))
@@ -134,10 +137,16 @@ def _take_table(table: Any, comm: Communicator) -> list[str]:
 
 def step_in(start: Path | ckpt.Url | None) -> int:
     """The steps done in a checkpoint; 0 without one, or if it cannot be read: a load then reports the error."""
+    return lease_and_step_in(start)[1]
+
+
+def lease_and_step_in(start: Path | ckpt.Url | None) -> tuple[int, int]:
+    """The number of the lease under which a checkpoint was saved, 0 without one, and `step_in`. A later state of a run is greater."""
     try:
-        return 0 if start is None else int(ckpt.open(start).meta.get("step", 0))
+        meta = {} if start is None else ckpt.open(start).meta
+        return int(meta.get("lease", 0)), int(meta.get("step", 0))
     except ckpt.CheckpointError:
-        return 0
+        return 0, 0
 
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -230,6 +230,7 @@ class Trainer:
             stepper=self.stepper.state_dict(),
             health=self.health.state_dict(),
             fingerprint=self.corpus.fingerprint,
+            lease=self._endurance.lease_number if self._endurance is not None else 0,
         )
 
     def load(self, path: Path | ckpt.Url) -> list[str]:
@@ -280,6 +281,8 @@ class Trainer:
             if self.metrics is not None:
                 self.metrics.close()
                 self.metrics = MetricsFile(self.run.metrics, steps_done=step)
+        if self._endurance is not None:
+            self._endurance.went_back(self.step, self._collected)
 
     # The whole run
 
@@ -309,7 +312,9 @@ class Trainer:
                 terminal.close()
             if self.metrics is not None:
                 self.metrics.close()
-            if not recovery.ranks_were_lost():  # else the ranks that are left take the folder over
+            if recovery.ranks_were_lost():  # the ranks that are left take the folder over
+                self.run.let_go()
+            else:
                 self.run.release()
 
     def _restore(self) -> None:
@@ -349,6 +354,8 @@ class Trainer:
                 f"nothing left to do: {self.step} of {config.train.steps} steps are done; "
                 "a larger --train.steps goes on from here, --resume never starts at step 0"
             )
+            if self._endurance is not None:
+                self._endurance.end()
             return False
         is_recovery = self._lasting is not None and self._lasting.recovered is not None
         with self.comm.together():
@@ -402,7 +409,9 @@ class Trainer:
             self._lasting.flops_per_s = own
         self._peak_flops_per_s = self._sum(own)[0]
         stopped = False
-        start = None if self.start is None else (self.start, self.step)
+        start = None
+        if self.start is not None:  # whose step may be less than that of the copies from which the run continues
+            start = self.start, on_rank0(self.comm, lambda: saving.step_in(self.start))
         self.health.begin(self.step)
         self.health.sources = [
             StatesOnDisk(self.comm, self.run.checkpoints, self.load, saved=self.health.reached, start=start)
@@ -411,12 +420,14 @@ class Trainer:
             self.health.sources.append(InitialState(self._start_over))
         if self.step == config.train.steps and self._is_in_copies_alone:
             self._save_last()
+        self.marks.alive("training", self.step)
         while self.step < config.train.steps and not stopped:
             try:
                 metrics, stopped = self.train_step()
             except _GoBackError as error:
                 self._go_back(error.bad, error)
                 continue
+            self.marks.alive("training", self.step)
             if terminal is not None and self.metrics is not None:
                 self.run.check_lock()
                 self.metrics.write(metrics.to_dict())

@@ -1,18 +1,25 @@
-"""Sends copies to ranks of another node while the training goes on, so that the state survives the loss of a whole node."""
+"""Sends copies to ranks of another node while the training goes on, so that the state survives the loss of a whole node.
 
+The copies go by TCP, not by MPI. The kernel sends and receives while the ranks compute, without polls that take their cores. And with
+two threads in MPI at the same time, Open MPI 5.0.11 has left an all-reduce unfinished on one rank.
+"""
+
+import socket
+import struct
 import threading
-import time
 from collections.abc import Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 
 import numpy as np
 
-from collectives import Communicator, Work
+from collectives import Communicator
+from collectives.diagnosis.ring.links import Listener, Place, connect
 from mpitrain.elastic.copies.files import CopyFile, path_of
 
-_CHUNK_BYTES = 4 << 20
-_ABANDON_S = 5.0  # for the thread to end after a loss
-_NAP_S = 2e-3  # between two looks at a transfer: MPI would otherwise wait with a busy core
+_HEAD = struct.Struct("<QQQ")  # of a message: generation, bytes of the header, bytes of the data
+_DONE = b"d"  # the answer to a copy
+_ABANDON_S = 5.0  # for the threads to end after a loss
 
 
 def partner_of(rank: int, nodes: Sequence[Sequence[int]]) -> int:
@@ -23,7 +30,10 @@ def partner_of(rank: int, nodes: Sequence[Sequence[int]]) -> int:
 
 
 class Partners:
-    """The transfers of this rank's copies to its partner, and of the copies that it keeps for others."""
+    """The transfers of this rank's copies to its partner, and of the copies that it keeps for others.
+
+    `unreached`: on all ranks the number of ranks that cannot connect to their partner, whose copies stay on their own node.
+    """
 
     def __init__(self, comm: Communicator, run: str, epoch: int) -> None:
         """Collective. The ranks of `comm` are on several nodes."""
@@ -31,25 +41,38 @@ class Partners:
         for rank, leader in enumerate(comm.all_gather_object(comm.node.broadcast_object(comm.rank))):
             by_leader.setdefault(leader, []).append(rank)
         partners = [partner_of(rank, list(by_leader.values())) for rank in range(comm.size)]
-        self._comm = comm.split(0)  # of the thread
-        self._partner = partners[comm.rank]
-        self._kept_for = [rank for rank, partner in enumerate(partners) if partner == comm.rank]
         self._run, self._epoch = run, epoch
         self._files: dict[tuple[int, int], CopyFile] = {}  # by rank and generation
         self._waiting: SimpleQueue[tuple[int, bytes, np.ndarray] | None] = SimpleQueue()
-        self._done = threading.Event()  # all copies so far were sent and received
+        self._done = threading.Event()  # the partner has all copies so far
         self._done.set()
-        self._error: Exception | None = None
-        self._is_cut = False  # whether the ranks can no longer exchange copies
-        self._is_abandoned = False
+        self._error: OSError | None = None
         self.num_bytes = 0
-        self._thread = threading.Thread(target=self._transfer, name="mpitrain-copies", daemon=True)
-        self._thread.start()
+
+        listeners = {rank: Listener(local=False) for rank, partner in enumerate(partners) if partner == comm.rank}
+        places = comm.all_gather_object({rank: tuple(listener.place) for rank, listener in listeners.items()})
+        self._out = connect(Place(*places[partners[comm.rank]][comm.rank]))
+        reached = comm.all_gather_object(self._out is not None)
+        self.unreached = reached.count(False)
+        self._in = {
+            rank: made
+            for rank, listener in listeners.items()
+            if (made := listener.close(expected=reached[rank])) is not None
+        }
+        for link in self._links():
+            link.settimeout(None)  # the keepalive of the connection ends a wait for a silent host
+        self._threads = [threading.Thread(target=self._send, name="mpitrain-copies", daemon=True)]
+        self._threads += [
+            threading.Thread(target=self._keep, args=each, name="mpitrain-copies", daemon=True)
+            for each in self._in.items()
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def wait(self) -> None:
-        """Wait until all copies so far were sent, and those of others received. Raises the error of the thread.
+        """Wait until the partner has all copies so far. OSError if the connection was lost, or this rank's node memory was full.
 
-        OSError if node memory was full. This rank has then received the copies all the same, so that no other rank waits for it.
+        In the last case this rank has received the copies all the same, so that no other rank waits for it.
         """
         self._done.wait()
         if self._error is not None:
@@ -57,67 +80,72 @@ class Partners:
 
     def send(self, generation: int, header: bytes, data: np.ndarray) -> None:
         """Begin to send a copy, which stays unchanged until `wait`."""
-        self._done.clear()
-        self._waiting.put((generation, header, data))
+        if self._out is not None:
+            self._done.clear()
+            self._waiting.put((generation, header, data))
 
     def close(self, *, remove: bool) -> None:
-        """End the thread after the transfers so far. Collective."""
+        """End the threads after the transfers so far. Collective."""
         self._waiting.put(None)
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         for file in self._files.values():
             file.remove() if remove else file.close()
         self._files.clear()
-        if not self._is_cut:
-            self._comm.free()
+        self._close_links()
 
     def abandon(self) -> None:
-        """End the thread and its transfers, because this rank has failed, or others were lost. The files stay. Not collective."""
-        self._is_abandoned = True
+        """End the threads and their transfers, because this rank has failed, or others were lost. The files stay. Not collective."""
         self._waiting.put(None)
-        self._thread.join(_ABANDON_S)
+        self._close_links()
+        for thread in self._threads:
+            thread.join(_ABANDON_S)
         for file in self._files.values():
             file.close()
 
-    def _transfer(self) -> None:
-        while (copy := self._waiting.get()) is not None:
-            try:
-                if not self._is_cut:
-                    self._exchange(*copy)
-            except Exception as error:  # a rank was lost
-                self._error, self._is_cut = error, True
-            del copy
-            self._done.set()
+    def _links(self) -> list[socket.socket]:
+        return [*self._in.values(), *([] if self._out is None else [self._out])]
 
-    def _exchange(self, generation: int, header: bytes, data: np.ndarray) -> None:
-        comm = self._comm
-        lengths = np.array([len(header), data.nbytes], np.int64)
-        theirs = {rank: np.zeros(2, np.int64) for rank in self._kept_for}
-        self._finish([comm.isend(lengths, self._partner), *(comm.irecv(theirs[rank], rank) for rank in theirs)])
-        incoming: dict[int, tuple[CopyFile | None, np.ndarray, np.ndarray]] = {}
-        for rank, (header_bytes, nbytes) in ((rank, map(int, its)) for rank, its in theirs.items()):
-            file = self._file(rank, generation, nbytes, header_bytes)
-            data_there = np.empty(nbytes, np.uint8) if file is None else file.data(nbytes)
-            incoming[rank] = file, np.empty(header_bytes, np.uint8), data_there
-        self._finish(
-            [
-                comm.isend(np.frombuffer(bytearray(header), np.uint8), self._partner),
-                *(comm.irecv(its, rank) for rank, (_, its, _) in incoming.items()),
-            ]
-        )
-        longest = max(data.nbytes, *(its.nbytes for _, _, its in incoming.values())) if incoming else data.nbytes
-        for at in range(0, longest, _CHUNK_BYTES):
-            works = [
-                comm.irecv(its[at : at + _CHUNK_BYTES], rank)
-                for rank, (_, _, its) in incoming.items()
-                if at < its.nbytes
-            ]
-            if at < data.nbytes:
-                works.append(comm.isend(data[at : at + _CHUNK_BYTES], self._partner))
-            self._finish(works)
-        for file, its_header, its in incoming.values():
-            if file is not None:
-                file.finish(its_header.tobytes(), its.nbytes)
-        self.num_bytes += len(header) + data.nbytes
+    def _close_links(self) -> None:
+        for link in self._links():
+            with suppress(OSError):  # the other side has ended
+                link.shutdown(socket.SHUT_RDWR)
+            link.close()
+
+    def _send(self) -> None:
+        """The thread that sends this rank's copies, one after the other."""
+        while (copy := self._waiting.get()) is not None:
+            generation, header, data = copy
+            assert self._out is not None
+            try:
+                self._out.sendall(_HEAD.pack(generation, len(header), data.nbytes))
+                self._out.sendall(header)
+                self._out.sendall(data.data)
+                if self._out.recv(1) != _DONE:
+                    raise ConnectionResetError("the rank that keeps the copies of this rank has ended")
+                self.num_bytes += len(header) + data.nbytes
+            except OSError as error:
+                self._error = error
+            del copy, data
+            self._done.set()
+        if self._out is not None:
+            with suppress(OSError):
+                self._out.shutdown(socket.SHUT_WR)  # so that the thread of the partner ends
+
+    def _keep(self, rank: int, link: socket.socket) -> None:
+        """The thread that receives the copies of a rank, until that rank ends."""
+        with suppress(OSError):  # that rank was lost
+            while len(head := _received(link, bytearray(_HEAD.size))) == _HEAD.size:
+                generation, header_bytes, nbytes = _HEAD.unpack(head)
+                header = _received(link, bytearray(header_bytes))
+                file = self._file(rank, generation, nbytes, header_bytes)
+                data = np.empty(nbytes, np.uint8) if file is None else file.data(nbytes)
+                if len(_received(link, data.data)) < nbytes:
+                    return
+                if file is not None:
+                    file.finish(bytes(header), nbytes)
+                del data, file
+                link.sendall(_DONE)
 
     def _file(self, rank: int, generation: int, nbytes: int, header_bytes: int) -> CopyFile | None:
         """The file for a copy of `rank`, marked as incomplete; None if node memory is full, which `wait` reports."""
@@ -134,10 +162,10 @@ class Partners:
         file.begin()
         return file
 
-    def _finish(self, works: list[Work]) -> None:
-        while not all(work.done() for work in works):
-            if self._is_abandoned:
-                raise RuntimeError("the copies were given up")
-            time.sleep(_NAP_S)
-        for work in works:
-            work.wait()
+
+def _received(link: socket.socket, into: bytearray | memoryview) -> bytearray | memoryview:
+    """Fill `into` from a connection; returns the part that was filled before its end."""
+    view, at = memoryview(into), 0
+    while at < len(view) and (count := link.recv_into(view[at:])):
+        at += count
+    return into if at == len(view) else view[:at]

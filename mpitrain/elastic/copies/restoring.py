@@ -73,7 +73,7 @@ class NodeCopies:
         """`copies`: by rank of the job that took them. `node_of`: the node of each rank of `comm`."""
         self._comm, self._copies, self._node_of = comm, copies, node_of
         first = copies[0].header
-        self.step, self.meta = first.step, first.meta
+        self.epoch, self.step, self.meta = first.epoch, first.step, first.meta
         self._parts: dict[str, list[tuple[int, Part]]] = {}
         for rank in sorted(copies):
             for part in copies[rank].header.parts:
