@@ -181,8 +181,8 @@ class TrainConfig:
     accumulate: int = 1
     """Micro-batches per step."""
     elastic: bool = False
-    """After the loss of ranks the others go on in place. Needs Open MPI's `mpirun --with-ft ulfm`. Ranks may then have different numbers
-    of sequences."""
+    """After a loss of ranks the others go on in place. Needs Open MPI's `mpirun --with-ft ulfm`. Ranks may have different numbers of
+    sequences."""
     min_ranks: int = 1
     """With `elastic`: the smallest number of ranks, of those that have a place in the layout, that goes on."""
     copy_every: int = 10
