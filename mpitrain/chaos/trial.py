@@ -16,6 +16,8 @@ import msgspec
 
 from collectives.transports.node.memory import folder
 from mpitrain.chaos.job import Job
+from mpitrain.elastic.copies.files import prefix
+from mpitrain.elastic.lease import read_lease
 
 _TOLERANCE = 1e-5
 """Relative, of the losses of the ten steps from a recovery on: fewer ranks add in another order."""
@@ -110,7 +112,8 @@ def _problem(job: Job, code: int | None, reference: Mapping[int, float]) -> str:
             return f"the loss of step {step} is {steps[step]}; undisturbed it is {loss}"
     if left := job.left():
         return f"processes {left} are left"
-    if copies := [path.name for path in folder().glob("mpitrain-copy-*") if path.stat().st_mtime > job.began]:
+    lease = read_lease(job.run)
+    if lease is not None and (copies := [path.name for path in folder().glob(f"{prefix(lease.run)}*")]):
         return f"{copies} are left in node memory"
     return ""
 
