@@ -12,7 +12,6 @@ class Job:
 
     mpi: Any = None  # mpi4py's communicator of the ranks that are left; None before a recovery
     survives = False  # whether the other ranks go on after the loss of a rank
-    table: Any = None  # the table of the last world: a recovery keeps the choice of algorithms
 
 
 _kept: "list[weakref.ref[Any]]" = []
