@@ -294,7 +294,14 @@ _logs: weakref.WeakValueDictionary[str, Log] = weakref.WeakValueDictionary()  # 
 
 
 def forget_logs() -> None:
-    """Forget all Logs: after a recovery the ranks have new numbers, and the same keys name other communicators."""
+    """Forget all Logs: after a recovery the ranks have new numbers, and the same keys name other communicators.
+
+    Operations that the loss has interrupted end here. Else they would pass the deadline while their thread is in a later operation.
+    """
+    for entry in _slots.copy() + _overtaken.copy():
+        if entry is not None and entry.state in (BEGUN, ISSUED):
+            entry.leave(FAILED)
+    _overtaken.clear()
     _logs.clear()
     Log._made.clear()
 

@@ -109,7 +109,7 @@ def test_ranks_are_killed_one_after_another_until_too_few_are_left(start: Start,
     code = job.end(30)
     assert code == 1, f"exit code {code}\n{job.output}"
     assert re.search(
-        r"mpitrain: error: lost rank 1 on \S+ \(process \d+\): 1 rank is left, and the smallest number that goes on is 2 ",
+        r"mpitrain: error: lost rank 1 on \S+ \(process \d+\): 1 rank has work, and the smallest number that goes on is 2 ",
         job.output,
     ), job.output
     assert job.left() == [] and len(copies(job.run)) >= 2

@@ -24,7 +24,7 @@ from collectives.diagnosis.hangs import answer, deadline
 from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.hangs.deadlock import deadlock_report, deadlocked
 from collectives.diagnosis.hangs.report import abandoned, deadline_report, end_report, ranks_to_end
-from collectives.diagnosis.record import Log, last_operations, open_operations, shown_ranks
+from collectives.diagnosis.record import Log, forget_logs, last_operations, open_operations, shown_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -579,3 +579,13 @@ def test_the_deadlock_names_both_orders() -> None:
         "  rank 0: A (ranks 0, 1): #5 all_reduce  at a.py:3 in f",
         "  rank 1: B (ranks 0, 1): #5 all_reduce  at a.py:3 in f",
     ]
+
+
+def test_operations_that_a_loss_has_interrupted_are_over() -> None:
+    log = Log([0, 1], "before")
+    entry, issued = log.enter("barrier"), log.enter("all_reduce")
+    issued.issued()
+    assert entry.number in [each.number for each in open_operations()]
+    forget_logs()
+    assert not {entry.number, issued.number} & {each.number for each in open_operations()}
+    assert {each.state for each in last_operations() if each.number in (entry.number, issued.number)} == {"failed"}
