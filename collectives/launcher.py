@@ -5,11 +5,16 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from collectives.processes import stat_fields
+
 # Variables in which launchers pass a process its rank. A process was started by a launcher if one of them is set.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 # Prefixes of a launcher's variables. A child process that inherits these variables would start MPI as a rank, and end the job.
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPIR_CVAR_")
+
+ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"
+"""Open MPI's `mpirun --with-ft ulfm` sets it for its ranks; see `is_on`."""
 
 # Variables in which launchers pass the number of ranks, and the launcher's name.
 _SIZE_VARIABLES = {
@@ -47,10 +52,8 @@ def _parent_of(process: int) -> int:
     """The id of a process's parent; 0 if the process has ended."""
     if process == os.getpid():
         return os.getppid()
-    try:
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+    fields = stat_fields(process)
+    return int(fields[1]) if fields else 0
 
 
 def _has_variable(process: int, name: str) -> bool:
@@ -67,6 +70,11 @@ def launcher_name(environ: Mapping[str, str] = os.environ) -> str:
     name = next((launcher for variable, launcher in _SIZE_VARIABLES.items() if environ.get(variable, "").isdigit()), "")
     version = environ.get("OMPI_VERSION", "") if name == _SIZE_VARIABLES["OMPI_COMM_WORLD_SIZE"] else ""
     return f"{name} {version}".strip()
+
+
+def is_on(value: str) -> bool:
+    """Whether a setting of Open MPI is true."""
+    return value.lower() in ("1", "true", "yes", "on", "t", "y")
 
 
 def is_live_terminal() -> bool:

@@ -21,10 +21,10 @@ from collectives.diagnosis import job, loss, record
 from collectives.diagnosis.ending import Before
 from collectives.diagnosis.hangs import monitor
 from collectives.diagnosis.job import Job
+from collectives.launcher import ULFM_VARIABLE, is_on
 from collectives.progress.unusable import Freed
 from collectives.progress.work import of_this_process
 
-_ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"  # `mpirun --with-ft ulfm` sets it for its ranks
 _PAUSE_S = 0.05
 
 
@@ -36,7 +36,7 @@ def obstacle() -> str:
     name = f"{vendor} {'.'.join(map(str, version))}"
     if vendor != "Open MPI" or version < (5, 0):
         return f"MPI is {name}; expected Open MPI 5 or later with ULFM, started by `mpirun --with-ft ulfm`"
-    if os.environ.get(_ULFM_VARIABLE, "").lower() not in ("1", "true", "yes", "on"):
+    if not is_on(os.environ.get(ULFM_VARIABLE, "")):
         return "the job was started without ULFM; expected `mpirun --with-ft ulfm ...`"
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         return f"{name} has no MPI_THREAD_MULTIPLE, which the monitors of the ranks need"
@@ -94,12 +94,6 @@ def recover() -> Communicator:
         except MPI.Exception:
             # Another rank was lost. The ranks that have noticed nothing yet leave their calls when the others revoke them.
             time.sleep(_PAUSE_S)
-
-
-def lost_since(before: "list[tuple[str, int]]", comm: Communicator) -> list[int]:
-    """The ranks of the world before a recovery that are not in `comm`. `before`: that world's `processes(comm)`."""
-    now = set(processes(comm))
-    return [rank for rank, process in enumerate(before) if process not in now]
 
 
 def processes(comm: Communicator) -> "list[tuple[str, int]]":

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ckpt.storage.catalog import OWNER_NAME
+from collectives.processes import stat_fields
 
 _tokens: set[str] = set()  # the tokens of the folders that this process is filling
 
@@ -90,9 +91,5 @@ def refusal(pid: int) -> str:
 
 def start_time(pid: int) -> str | None:
     """The kernel's start time of a process of this host; None if there is no such process, or only a zombie."""
-    try:
-        # The name of the process, in parentheses, may have spaces, so the fields are counted after it.
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if state in "ZX" else fields[18]
-    except (OSError, IndexError):
-        return None
+    fields = stat_fields(pid)
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else None

@@ -37,8 +37,8 @@ from collectives.transports.node.memory import NodeMemory
 class Communicator:
     """A group of ranks. Programs get one from `world()`, `split` or a `Mesh`, never from the constructor.
 
-    `rank`, `size`; `node`: the Communicator of the ranks on this rank's node; `num_nodes`; `placement`: the number of ranks on each
-    node; `mpi`: mpi4py's communicator; `table`: the measurements from which "auto" chooses.
+    `rank`, `size`; `node`: the Communicator of the ranks on this rank's node; `num_nodes`; `nodes`: the ranks on each node;
+    `placement`: the number of ranks on each node; `mpi`: mpi4py's communicator; `table`: the measurements from which "auto" chooses.
 
     Common to all collectives: `algorithm` is "auto" or one of `collectives.selection.selector.ALGORITHMS[operation]`. With `async_op`
     the call returns a Work instead of the result. Within `group()` an operation is carried out at the group's end. Wrong arguments
@@ -102,6 +102,7 @@ class Communicator:
             self._relatives.append(self.node)
             grid, of_node = _ranks_by_node(mpi, self.node.mpi), self.node._transports
         self._transports: Transports = Transports(mpi, grid, table, of_node=of_node, across=self._across)
+        self.nodes: Sequence[Sequence[int]] = grid
         self.placement = self._transports.placement
         self.num_nodes = self.placement.num_nodes
         memory = self._transports.memory

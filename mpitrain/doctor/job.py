@@ -18,15 +18,10 @@ import numpy as np
 import collectives
 from collectives import Communicator
 from collectives.diagnosis.installation import mpi_facts
-from collectives.launcher import LAUNCHER_PREFIXES, launcher_name
+from collectives.launcher import LAUNCHER_PREFIXES, ULFM_VARIABLE, launcher_name
 from mpitrain.doctor import ranks
 
-FT_ENABLED, PML = "OMPI_MCA_mpi_ft_enable", "OMPI_MCA_pml"  # settings of Open MPI that mpirun passes to ranks
-
-
-def is_on(value: str) -> bool:
-    """Whether a setting of Open MPI is true."""
-    return value.lower() in ("1", "true", "yes", "on", "t", "y")
+PML = "OMPI_MCA_pml"  # a setting of Open MPI that mpirun passes to ranks
 
 
 class Mpi(NamedTuple):
@@ -66,7 +61,7 @@ def mpi(comm: Communicator) -> Mpi:
         launcher=launcher_name() if launched else launcher_version(path) if path else "",
         launcher_path=path,
         launcher_libraries=os.path.realpath(told) if (told := os.environ.get("OMPI_LIBDIR_LOC")) else "",
-        ft_enabled=os.environ.get(FT_ENABLED, ""),
+        ft_enabled=os.environ.get(ULFM_VARIABLE, ""),
         pml=os.environ.get(PML, ""),
     )
 

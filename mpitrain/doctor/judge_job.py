@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from pathlib import PurePath
 
+from collectives.launcher import is_on
 from mpitrain.doctor.findings import Finding, Level, names, ok
-from mpitrain.doctor.job import Mpi, NodeWork, SharedFolder, is_on
+from mpitrain.doctor.job import Mpi, NodeWork, SharedFolder
 
 
 def judge_mpi(facts: Mapping[str, Mpi]) -> list[Finding]:

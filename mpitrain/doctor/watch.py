@@ -10,14 +10,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from collectives.launcher import LAUNCHER_PREFIXES
+from collectives.launcher import LAUNCHER_PREFIXES, ULFM_VARIABLE, is_on
+from collectives.processes import stat_fields
 from mpitrain.doctor.checks import CHECKS, Options
 from mpitrain.doctor.findings import Finding, Level
-from mpitrain.doctor.job import FT_ENABLED, PML, is_on
+from mpitrain.doctor.job import PML
 from mpitrain.doctor.worker import END, START
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -48,9 +48,7 @@ def end(number: int, frame: FrameType | None) -> None:
 
 def _state(pid: int) -> str:
     """The state of a process as /proc has it."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
+    return (stat_fields(pid) or [""])[0]
 
 
 class Watch:
@@ -174,7 +172,7 @@ class Watch:
         """What to do if this phase hangs or crashes."""
         if (
             self.phase == START
-            and is_on(os.environ.get(FT_ENABLED, ""))
+            and is_on(os.environ.get(ULFM_VARIABLE, ""))
             and "ucx" in os.environ.get(PML, "").split(",")
         ):
             return (

@@ -104,15 +104,15 @@ def _job(options: Options, comm: collectives.Communicator | None) -> Job:
     name = os.uname().nodename
     if comm is None:
         return Job(options, None, (f"rank 0 on {name}",), (0,))
-    first = comm.node.broadcast_object(comm.rank)
-    known = comm.all_gather_object((name, first))
-    leaders = tuple(sorted({leader for _, leader in known}))
-    hosts = [known[leader][0] for leader in leaders]
+    names = comm.all_gather_object(name)
+    leader_of = {rank: ranks[0] for ranks in comm.nodes for rank in ranks}
+    leaders = tuple(sorted(set(leader_of.values())))
+    hosts = [names[leader] for leader in leaders]
     unique = [
         host if hosts.count(host) == 1 else f"{host} (rank {leader})"
         for leader, host in zip(leaders, hosts, strict=True)
     ]
-    places = tuple(f"rank {rank} on {unique[leaders.index(leader)]}" for rank, (_, leader) in enumerate(known))
+    places = tuple(f"rank {rank} on {unique[leaders.index(leader_of[rank])]}" for rank in range(comm.size))
     return Job(options, comm, places, leaders)
 
 

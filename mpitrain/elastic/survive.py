@@ -129,11 +129,8 @@ def _tell_idle_ranks(comm: Communicator, order: list[int], layout: Layout, *, fa
 
 def _by_node(comm: Communicator, group: int) -> list[int]:
     """All ranks in an order in which as many groups of `group` neighbours as possible are on one node."""
-    nodes: dict[int, list[int]] = {}
-    for rank, leader in enumerate(comm.all_gather_object(comm.node.broadcast_object(comm.rank))):
-        nodes.setdefault(leader, []).append(rank)
-    whole = [rank for ranks in nodes.values() for rank in ranks[: len(ranks) // group * group]]
-    return whole + [rank for ranks in nodes.values() for rank in ranks[len(ranks) // group * group :]]
+    whole = [rank for ranks in comm.nodes for rank in ranks[: len(ranks) // group * group]]
+    return whole + [rank for ranks in comm.nodes for rank in ranks[len(ranks) // group * group :]]
 
 
 def _wait_for(comm: Communicator, rank: int) -> None:

@@ -5,10 +5,8 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import ckpt
 from collectives import Communicator
 from collectives.bench.units import show_bytes
 from mpitrain.config import Config
@@ -21,7 +19,6 @@ from mpitrain.elastic.lease import Lease, raise_lease
 from mpitrain.elastic.survive import Recovered
 from mpitrain.rank0 import on_rank0
 from mpitrain.train.run import Run
-from mpitrain.train.saving import lease_and_step_in
 from mpitrain.weights.state import Collected
 
 
@@ -57,21 +54,19 @@ class Endurance:
         self._restored_from = ""
         self._begun = 0.0
 
-    def find(self, start: Path | ckpt.Url | None) -> NodeCopies | None:
-        """The copies of the state from which the run continues; None if the checkpoint `start` is newer, or there are none.
+    def find(self, lease: int, step: int) -> NodeCopies | None:
+        """The copies of the state from which the run continues; None if the first checkpoint is newer, or there are none.
 
-        The run must hold its folder's lock.
+        `lease`, `step`: of that checkpoint, see `lease_and_step_in`. The run must hold its folder's lock.
         """
         self._raise_lease()
         assert self._lease is not None
         if self._config.resume != "auto":
             return None
         found = find_state(self._comm, self._lease.run)
-        if found is not None:
-            lease, step = on_rank0(self._comm, lambda: lease_and_step_in(start))
-            # After a rewind, a later state has fewer steps. A job that was not elastic has no lease.
-            if (found.epoch if lease else 0, found.step) < (lease, step):
-                found = None
+        # After a rewind, a later state has fewer steps. A job that was not elastic has no lease.
+        if found is not None and (found.epoch if lease else 0, found.step) < (lease, step):
+            found = None
         return found
 
     def begin(self, source: str) -> None:
@@ -144,8 +139,9 @@ class Endurance:
             )
             self._say(f"copies of the state have held up the training for {share:.1%} of its time{sent}")
             self._copies.close(remove=True)
-        assert self._lease is not None
-        self._remove(self._lease.run)
+        else:
+            assert self._lease is not None
+            self._remove(self._lease.run)
 
     def abandon(self) -> None:
         """End the copies after a loss of ranks, or an error of this rank. The files stay. Not collective."""

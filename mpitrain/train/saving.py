@@ -135,13 +135,11 @@ def _take_table(table: Any, comm: Communicator) -> list[str]:
     return []
 
 
-def step_in(start: Path | ckpt.Url | None) -> int:
-    """The steps done in a checkpoint; 0 without one, or if it cannot be read: a load then reports the error."""
-    return lease_and_step_in(start)[1]
-
-
 def lease_and_step_in(start: Path | ckpt.Url | None) -> tuple[int, int]:
-    """The number of the lease under which a checkpoint was saved, 0 without one, and `step_in`. A later state of a run is greater."""
+    """The number of the lease under which a checkpoint was saved, 0 without one, and the steps done in it. A later state is greater.
+
+    (0, 0) without a checkpoint, or if it cannot be read: a load then reports the error.
+    """
     try:
         meta = {} if start is None else ckpt.open(start).meta
         return int(meta.get("lease", 0)), int(meta.get("step", 0))

@@ -99,6 +99,7 @@ class Trainer:
         self._own_comm_s = 0.0
         self._endurance: Endurance | None = None
         self._source = ""
+        self._start_step = 0  # of the first checkpoint
         self._is_in_copies_alone = False  # the first state, so that a checkpoint of it must be saved
         # The ranks of `tp` have the same numbers; two stages of a pipeline have not.
         self._seed_of = self.data.rank + self.data.size * self.mesh["pp"].rank
@@ -323,7 +324,9 @@ class Trainer:
         copies = None
         if lasting is not None and not self.config.train.eval_only:
             self._endurance = Endurance(self.config, self.comm, self.run, lasting, self._say)
-            copies = self._endurance.find(self.start)
+            lease, step = on_rank0(self.comm, lambda: saving.lease_and_step_in(self.start))
+            copies = self._endurance.find(lease, step)
+            self._is_in_copies_alone = copies is not None and copies.step > step
         if copies is not None:
             self.beginning = f"goes on from {copies}"
         is_recovery = lasting is not None and lasting.recovered is not None
@@ -331,18 +334,16 @@ class Trainer:
             self._say(self._heading())
         lines = []
         if copies is not None:
-            lines = self._take(copies, self.optimizer)
+            lines, self._start_step = self._take(copies, self.optimizer), step
         elif self.start is not None:
             lines = self.load(self.start)
+            self._start_step = self.step
         elif not self._has_values:
             initialize(self.model, seed=self.config.train.seed)
         for line in [] if is_recovery else lines:
             self._say(line)
         # Its words alone: the copies would keep the memory of their files.
         self._source = str(copies or self.start or "its beginning")
-        self._is_in_copies_alone = copies is not None and copies.step > on_rank0(
-            self.comm, lambda: saving.step_in(self.start)
-        )
 
     def _fit(self, terminal: Terminal | None) -> bool:
         """Returns whether the run was asked to stop before its last step."""
@@ -409,9 +410,7 @@ class Trainer:
             self._lasting.flops_per_s = own
         self._peak_flops_per_s = self._sum(own)[0]
         stopped = False
-        start = None
-        if self.start is not None:  # whose step may be less than that of the copies from which the run continues
-            start = self.start, on_rank0(self.comm, lambda: saving.step_in(self.start))
+        start = None if self.start is None else (self.start, self._start_step)
         self.health.begin(self.step)
         self.health.sources = [
             StatesOnDisk(self.comm, self.run.checkpoints, self.load, saved=self.health.reached, start=start)

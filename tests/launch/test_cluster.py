@@ -11,27 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from extent import extent
-from launching import ROOT, Result, clean_environment, launch, run
+from hosts import CLUSTER, cluster, need_namespaces
+from launching import ROOT, clean_environment, launch, run
 from main_job import losses
-
-CLUSTER = ROOT / "mpirun/cluster"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def needs_namespaces() -> None:
-    for tool in ("ip", "tc"):
-        if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
-            pytest.skip(f"{tool} is not installed")
-    spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc"]
-    if os.geteuid() != 0:
-        spaces += ["--user", "--map-root-user"]
-    made = subprocess.run(["unshare", *spaces, "true"], capture_output=True, text=True)
-    if made.returncode != 0:
-        pytest.skip(f"no namespaces can be made here: {made.stderr.strip()}")
-
-
-def cluster(*args: str, **options: object) -> Result:
-    return run([CLUSTER, "run", *args], cwd=ROOT, **options)  # type: ignore[arg-type]
+    need_namespaces()
 
 
 # What the hosts are

@@ -5,20 +5,15 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+from collectives.processes import stat_fields
+
 # Fields of /proc/PID/stat, counted from the one after the name, which is the state.
 _STATE, _START, _EXIT = 0, 19, 49
 
 
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 def start_time(pid: int) -> int:
     """When the process has started, in ticks since the boot; 0 if there is none. A later process with the same id has another time."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return int(fields[_START]) if fields and fields[_STATE] not in "ZX" else 0
 
 
@@ -63,7 +58,7 @@ def _status(pid: int) -> dict[str, str]:
 
 def how_ended(pid: int) -> str:
     """How a process has ended: "was killed by signal 9 (SIGKILL)". "" where it is not known: its parent has seen to it already."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     if len(fields) <= _EXIT:
         return ""
     code = int(fields[_EXIT])

@@ -37,10 +37,7 @@ class Partners:
 
     def __init__(self, comm: Communicator, run: str, epoch: int) -> None:
         """Collective. The ranks of `comm` are on several nodes."""
-        by_leader: dict[int, list[int]] = {}
-        for rank, leader in enumerate(comm.all_gather_object(comm.node.broadcast_object(comm.rank))):
-            by_leader.setdefault(leader, []).append(rank)
-        partners = [partner_of(rank, list(by_leader.values())) for rank in range(comm.size)]
+        partners = [partner_of(rank, comm.nodes) for rank in range(comm.size)]
         self._run, self._epoch = run, epoch
         self._files: dict[tuple[int, int], CopyFile] = {}  # by rank and generation
         self._waiting: SimpleQueue[tuple[int, bytes, np.ndarray] | None] = SimpleQueue()

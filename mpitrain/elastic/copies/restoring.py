@@ -54,7 +54,8 @@ class _Need(NamedTuple):
 
 def find_state(comm: Communicator, run: str) -> "NodeCopies | None":
     """The newest state of a run of which the nodes of `comm` have all copies, or None. Collective."""
-    node_of = comm.all_gather_object(comm.node.broadcast_object(comm.rank))
+    by_rank = {rank: number for number, ranks in enumerate(comm.nodes) for rank in ranks}
+    node_of = [by_rank[rank] for rank in range(comm.size)]
     here = [(str(path), header) for path, header in complete_copies(run)] if comm.node.rank == 0 else []
     states: dict[StateKey, dict[int, _Copy]] = {}
     for rank, found in enumerate(comm.all_gather_object(here)):

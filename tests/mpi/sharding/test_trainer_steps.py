@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from checkpoints import tensors
+from small_trainers import Make, maker
 
 import ckpt
 from collectives import Communicator
 from mpitrain import tensor
-from mpitrain.config import parse
 from mpitrain.init import initialize
 from mpitrain.models import GPT
 from mpitrain.models.loss import IGNORED
@@ -28,29 +27,13 @@ pytestmark = pytest.mark.ranks(1, 2)
 
 BATCH = 12
 
-SETTINGS = """
-    --model.width 32 --model.layers 1 --model.heads 2 --model.context 16 --train.batch 12 --train.eval-batches 0
-    --train.sample-bytes 0 --optim.warmup-steps 2 --log.every 100 --checkpoint.every 0 --parallel.no-bind --parallel.threads 1
-"""
 FP16 = ["--parallel.param-dtype", "float16", "--parallel.reduce-dtype", "float16"]
-Make = Callable[..., Trainer]
 
 
 @pytest.fixture
 def make(comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """A trainer of so many steps in a run of that name."""
-    monkeypatch.setenv("MPITRAIN_RECORD_DIR", str(shared_tmp))
-    monkeypatch.setenv("MPITRAIN_TTY", "0")
-    if comm.rank == 0:
-        rng = np.random.default_rng(0)
-        (shared_tmp / "text").write_bytes(b" ".join(rng.choice([b"node", b"rank", b"shard", b"unit"], 4000)))
-    comm.barrier()
-
-    def make(run: str, steps: int, *args: str) -> Trainer:
-        paths = ["--data.path", str(shared_tmp / "text"), "--run", str(shared_tmp / run)]
-        return Trainer(parse([*SETTINGS.split(), *paths, "--train.steps", str(steps), *args]), comm)
-
-    return make
+    return maker(comm, shared_tmp, monkeypatch)
 
 
 def lines(trainer: Trainer) -> list[dict[str, Any]]:
