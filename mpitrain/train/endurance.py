@@ -15,7 +15,7 @@ from mpitrain.elastic.copies.files import remove_copies
 from mpitrain.elastic.copies.restoring import NodeCopies, find_state
 from mpitrain.elastic.copies.taking import Copies
 from mpitrain.elastic.events import write_event
-from mpitrain.elastic.lease import Lease, raise_lease
+from mpitrain.elastic.lease import Lease
 from mpitrain.elastic.survive import Recovered
 from mpitrain.rank0 import on_rank0
 from mpitrain.train.run import Run
@@ -169,7 +169,7 @@ class Endurance:
             write_event(self._run.folder, event, **fields)
 
     def _raise_lease(self) -> None:
-        self._lease = on_rank0(self._comm, lambda: raise_lease(self._run.folder))
+        self._lease = on_rank0(self._comm, self._run.take_lease)
 
     def _remove(self, run: str) -> None:
         if self._comm.node.rank == 0:

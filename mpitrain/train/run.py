@@ -20,7 +20,7 @@ from ckpt.saving.copies import further_places
 from ckpt.storage.catalog import reason_to_keep, step_of
 from mpitrain.config import Config, ConfigError, to_toml
 from mpitrain.elastic.folder_lock import FolderLock, LockedError
-from mpitrain.elastic.lease import Lease, read_lease
+from mpitrain.elastic.lease import Lease, raise_lease, read_lease
 
 
 class Run:
@@ -37,6 +37,7 @@ class Run:
         self.metrics = self.folder / "metrics.jsonl"
         self.failure = self.folder / "failure.txt"
         self._lock: FolderLock | None = None  # rank 0's hold on the folder
+        self._lease: Lease | None = None  # of an elastic run
         self.earlier: Lease | None = None
         """The last lease of an earlier run that `prepare` has moved aside."""
 
@@ -112,13 +113,27 @@ class Run:
         except OSError as error:
             raise self._not_writable(error.strerror or str(error)) from None
 
+    def take_lease(self) -> Lease:
+        """Raise the lease of the folder, which this process has locked. OSError if it cannot be written."""
+        self._lease = raise_lease(self.folder)
+        return self._lease
+
     def is_lost(self) -> bool:
-        """Whether another process took over the folder. It reads the lock's file."""
-        return self._lock is not None and bool(self._lock.lost())
+        """Whether another process took over the folder. It reads the files of the lock and of the lease."""
+        return bool(self._how_lost())
+
+    def _how_lost(self) -> str:
+        """The description of a takeover by another process, or ""."""
+        if self._lock is None:
+            return ""
+        newest = None if self._lease is None else read_lease(self.folder)
+        if self._lease is not None and newest is not None and newest > self._lease and newest.run == self._lease.run:
+            return f"its lease has number {newest.number}, and this job has number {self._lease.number}"
+        return self._lock.lost()
 
     def check_lock(self) -> None:
         """RuntimeError if `is_lost`: a job that does not hold the folder writes nothing there."""
-        if self._lock is not None and (how := self._lock.lost()):
+        if how := self._how_lost():
             collectives.set_failure_file(None)  # no report of this job belongs there
             collectives.set_record_folder(None)
             raise RuntimeError(

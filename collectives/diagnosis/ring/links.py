@@ -83,14 +83,12 @@ class Listener:
                 found, _ = listener.accept()
             except OSError:  # the time limit, or a connection that was given up
                 continue
-            try:
+            with suppress(OSError):
                 found.settimeout(_TOKEN_S)
                 if compare_digest(_received(found, _HALF), token[:_HALF]):
                     found.sendall(token[_HALF:])
                     self._found = _ready(found, local=self._local)
                     return
-            except OSError:
-                pass
             found.close()
 
     def close(self, *, expected: bool) -> socket.socket | None:
@@ -127,15 +125,13 @@ def _connected(family: int, address: str | tuple[str, int], token: bytes) -> soc
         made = socket.socket(family)
     except OSError:  # no IPv6 here
         return None
-    try:
+    with suppress(OSError):
         made.settimeout(_CONNECT_S)
         made.connect(address)
         made.settimeout(_TOKEN_S)
         made.sendall(token[:_HALF])
         if compare_digest(_received(made, _HALF), token[_HALF:]):
             return _ready(made, local=family == socket.AF_UNIX)
-    except OSError:
-        pass
     made.close()
     return None
 

@@ -11,6 +11,7 @@ import pytest
 import ckpt
 from mpitrain.config import Config, ConfigError, from_toml
 from mpitrain.config.settings import CheckpointConfig
+from mpitrain.elastic.lease import raise_lease
 from mpitrain.train.run import Run
 
 
@@ -166,3 +167,17 @@ def test_after_a_loss_a_run_without_a_state_of_its_own_begins_at_its_origin(tmp_
     (first / "manifest.jsonl").write_text("")
     with pytest.raises(ckpt.CheckpointError, match="no other checkpoint that is complete"):
         run.start(auto)
+
+
+def test_a_job_whose_lease_was_raised_writes_nothing(tmp_path: Path) -> None:
+    run = Run(config(tmp_path))
+    run.lock()
+    first = run.take_lease()
+    run.check_lock()
+    assert raise_lease(tmp_path) == (first.run, first.number + 1)  # by a later launch
+    assert run.is_lost()
+    with pytest.raises(
+        RuntimeError, match=r"belongs to another job now: its lease has number 2, and this job has number 1"
+    ):
+        run.check_lock()
+    run.release()
