@@ -205,6 +205,8 @@ def test_test_says_which_part_failed_and_runs_the_others(checkout: Path) -> None
     result = run([checkout / "mpirun/test", "unit", "mpi", "launch"], cwd=checkout, env={"MPITRAIN_TEST_NP": "1"})
     assert result.returncode == 1, str(result)
     assert result.stdout.count("1 failed in") == result.stdout.count("1 passed in") == 2, str(result)
+    at_the_end = result.stdout.rpartition("1 passed in")[2]
+    assert at_the_end.count("E       assert False") == at_the_end.count("\nFAILED tests/") == 2, str(result)
     assert result.stderr.endswith("test: FAILED: unit,launch\n"), str(result)
 
 
