@@ -1,67 +1,158 @@
-"""The rows of the table: what is done to which job."""
+"""The rows of the table: what is done to which job, and what is expected."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
-from mpitrain.chaos import checkout
-from mpitrain.chaos.trial import Harmer, at_random, is_evaluating, is_saving, when
+from mpitrain.chaos import checkout, harms, verdicts
+from mpitrain.chaos.harms import Harmer
+from mpitrain.chaos.verdicts import Verdict
 
-_SHORT = ("--train.sample_bytes", "0", "--train.eval_batches", "0", "--train.elastic", "true")
-_TINY = (*_SHORT, "--train.steps", "60")
-_SECONDS = 5.0  # of the steps of the tiny model
+_ALONE = ("--train.sample_bytes", "0", "--train.eval_batches", "0")
+_ELASTIC = (*_ALONE, "--train.elastic", "true")
 _MODEL_101M = ("--model.width", "768", "--model.layers", "14", "--model.heads", "12", "--model.context", "128")
-_LARGE = (*_SHORT, *_MODEL_101M, "--train.steps", "14", "--train.copy_every", "5")
+_LARGE = (*_ELASTIC, *_MODEL_101M, "--train.copy_every", "5")
+_SECONDS = 5.0  # of the steps of the tiny model
+_DEADLINE_S = 3.0
+_NO_ENV: Mapping[str, str] = MappingProxyType({})
 
 Launch = Callable[[], tuple[tuple[str, ...], dict[str, str]]]
 
 
 class Case(NamedTuple):
-    """A row of the table. `goal`: the asked median and 95th percentile of the time to the end of the first step."""
+    """A row of the table. `fault`: of mpitrain.chaos.harmed, if the job harms itself. `seconds`: of a run that takes longer than a minute."""
 
     name: str
     words: str
     launch: Launch
+    num_ranks: int
     settings: tuple[str, ...]
     harm: Harmer
-    max_repeated: int = 10
-    goal: tuple[float, float] | None = None
+    verdict: Verdict
+    num_steps: int = 60
+    fault: str = ""
+    env: Mapping[str, str] = _NO_ENV
+    seconds: float = 0.0
+    needs_reference: bool = True
 
 
-def _on(num_ranks: int) -> Launch:
-    return lambda: checkout.mpirun(num_ranks)
+def _in_place(
+    name: str,
+    words: str,
+    ranks: int | tuple[int, int],
+    harm: Harmer,
+    *settings: str,
+    base: tuple[str, ...] = _ELASTIC,
+    num_steps: int = 60,
+    max_repeated: int = 10,
+) -> Case:
+    """Ranks are lost, and the others go on. `ranks`: on this host, or hosts and ranks on each."""
+    if isinstance(ranks, tuple):
+        launch, num_ranks = partial(checkout.cluster, *ranks), ranks[0] * ranks[1]
+    else:
+        launch, num_ranks = partial(checkout.mpirun, ranks), ranks
+    settings = (*base, "--train.steps", str(num_steps), *settings)
+    return Case(name, words, launch, num_ranks, settings, harm, verdicts.goes_on(max_repeated), num_steps)
 
 
-def _hosts() -> tuple[tuple[str, ...], dict[str, str]]:
-    return checkout.cluster(2, 2)
+def _stuck(fault: str, words: str) -> list[Case]:
+    """A rank does not come. Without ULFM, so that the job ends."""
+    settings, env = (*_ALONE, "--train.steps", "60"), {"MPITRAIN_DEADLINE_S": str(_DEADLINE_S)}
+    return [
+        Case(
+            name, where, launch, 4, settings, harms.by_itself, verdicts.is_named(_DEADLINE_S, within_s),
+            fault=fault, env=env, needs_reference=False,
+        )
+        for name, where, launch, within_s in (
+            (fault, words, partial(checkout.mpirun, 4, elastic=False), 2.0),
+            (f"{fault}-hosts", f"{words}, 2 hosts x 2 ranks", partial(checkout.cluster, 2, 2, elastic=False), 7.0),
+        )
+    ]  # fmt: skip
 
+
+def _host(name: str, words: str, *, cut: bool) -> Case:
+    """The loss of a host, under the supervisor."""
+    settings = (*_ELASTIC, "--train.steps", "60")
+    return Case(
+        name, words, partial(checkout.supervised_cluster, 2, 2), 4, settings, harms.host(_SECONDS, cut=cut),
+        verdicts.is_started_again(10, 15.0),
+    )  # fmt: skip
+
+
+def _ends(name: str, words: str, harm: Harmer, *settings: str, elastic: bool = False) -> Case:
+    """The job ends early, and the same command goes on."""
+    settings = (*(_ELASTIC if elastic else _ALONE), "--train.steps", "60", "--checkpoint.every", "20", *settings)
+    launch = partial(checkout.mpirun, 2, elastic=elastic)
+    return Case(name, words, launch, 2, settings, harm, verdicts.is_resumed(leaves_copies=elastic))
+
+
+def _flipped(name: str, words: str, *settings: str) -> Case:
+    settings = (*_ALONE, "--train.steps", "60", "--train.check_every", "10", *settings)
+    launch = partial(checkout.mpirun, 2, elastic=False)
+    return Case(
+        name, words, launch, 2, settings, harms.by_itself, verdicts.is_found(10), fault="flip", needs_reference=False
+    )
+
+
+def _clean(name: str, words: str, harm: Harmer, verdict: Verdict) -> Case:
+    settings = (*_ELASTIC, "--train.steps", "2000", "--checkpoint.every", "500")
+    return Case(
+        name,
+        words,
+        partial(checkout.mpirun, 4),
+        4,
+        settings,
+        harm,
+        verdict,
+        2000,
+        seconds=1200.0,
+        needs_reference=False,
+    )
+
+
+_random = harms.at_random
+INT, TERM, KILL = harms.signal.SIGINT, harms.signal.SIGTERM, harms.signal.SIGKILL
 
 CASES: Sequence[Case] = (
-    Case("kill", "kill -9 of a random rank, 4 ranks", _on(4), _TINY, at_random(4, _SECONDS), goal=(1.0, 3.0)),
-    Case(
-        "kill-hosts", "the same on 2 hosts x 2 ranks", _hosts, _TINY, at_random(4, _SECONDS), goal=(2.0, 5.0)
+    _in_place("kill", "kill -9 of a random rank, 4 ranks", 4, _random(4, _SECONDS)),
+    _in_place("kill-hosts", "the same on 2 hosts x 2 ranks", (2, 2), _random(4, _SECONDS)),
+    _in_place(
+        "kill-uneven", "the same with batch 8, so 3 ranks take 3, 3 and 2 sequences", 4, _random(4, 4.0), "--train.batch", "8"
     ),
-    Case(
-        "kill-uneven", "the same with batch 8, so 3 ranks take 3, 3 and 2 sequences", _on(4),
-        (*_TINY, "--train.batch", "8"), at_random(4, 4.0), goal=(1.0, 3.0),
+    _in_place(
+        "kill-101m", "101 M parameters, ZeRO-3, 3 ranks", 3, _random(3, 12.0), "--train.batch", "3",
+        base=_LARGE, num_steps=14, max_repeated=5,
     ),
-    Case(
-        "kill-101m", "101 M parameters, ZeRO-3, 3 ranks", _on(3), (*_LARGE, "--train.batch", "3"), at_random(3, 12.0),
-        goal=(4.0, 15.0), max_repeated=5,
+    _in_place(
+        "kill-101m-tp", "101 M parameters, tp=2 x dp_shard=2, one rank lost", 4, _random(4, 8.0), "--train.batch", "2",
+        "--parallel.tensor", "2", base=_LARGE, num_steps=14, max_repeated=5,
     ),
-    Case(
-        "kill-101m-tp", "101 M parameters, tp=2 x dp_shard=2, one rank lost", _on(4),
-        (*_LARGE, "--train.batch", "2", "--parallel.tensor", "2"), at_random(4, 8.0), goal=(4.0, 15.0), max_repeated=5,
+    _in_place("two", "two ranks lost within 0.3 s", 4, _random(4, _SECONDS, pause_s=0.3)),
+    _in_place("rank-0", "rank 0 lost", 4, _random(4, _SECONDS, victim=0)),
+    _in_place("recovery", "a rank lost during a recovery", 4, _random(4, 4.0, pause_s=0.6)),
+    _in_place(
+        "save", "a rank lost during a save", 4, harms.when(harms.is_saving, 4, 0.05), "--checkpoint.every", "7"
     ),
-    Case("two", "two ranks lost within 0.3 s", _on(4), _TINY, at_random(4, _SECONDS, pause_s=0.3)),
-    Case("rank-0", "rank 0 lost", _on(4), _TINY, at_random(4, _SECONDS, victim=0)),
-    Case("recovery", "a rank lost during a recovery", _on(4), _TINY, at_random(4, 4.0, pause_s=0.6)),
-    Case(
-        "save", "a rank lost during a save", _on(4), (*_TINY, "--checkpoint.every", "7"), when(is_saving, 4, 0.05)
+    _in_place(
+        "evaluation", "a rank lost during an evaluation", 4, harms.when(harms.is_evaluating, 4, 0.3),
+        "--train.eval_every", "10", "--train.eval_batches", "20",
     ),
-    Case(
-        "evaluation", "a rank lost during an evaluation", _on(4),
-        (*_TINY, "--train.eval_every", "10", "--train.eval_batches", "20"), when(is_evaluating, 4, 0.3),
-    ),
+    _host("host", "a host of 2 lost, relaunch on the other", cut=False),
+    _host("link", "the link of a host cut, with both sides alive, relaunch on the other", cut=True),
+    *_stuck("sleep", "a rank that sleeps"),
+    *_stuck("stop", "a rank that is stopped"),
+    *_stuck("gil", "a rank that holds the GIL"),
+    *_stuck("skip", "a rank that comes to another collective"),
+    *_stuck("io", "a rank that waits in I/O"),
+    _ends("mpirun", "mpirun killed, the same command again", harms.launcher(KILL, seconds=_SECONDS)),
+    _ends("mpirun-elastic", "the same, an elastic run", harms.launcher(KILL, seconds=_SECONDS), elastic=True),
+    _ends("sigterm", "mpirun gets SIGTERM", harms.launcher(TERM, seconds=_SECONDS)),
+    _ends("ctrl-c", "mpirun gets SIGINT twice", harms.launcher(INT, INT, seconds=_SECONDS, apart_s=0.2)),
+    _flipped("flip-replicated", "a bit flipped in replicated parameters", "--parallel.stage", "0"),
+    _flipped("flip-shard", "a bit flipped in a shard before a checked step", "--train.check_every", "1"),
+    _clean("clean", "false alarms in 2,000 clean steps, 4 ranks", harms.nothing, verdicts.is_silent),
+    _clean("clean-busy", "the same with another process on one core", harms.busy_core, verdicts.names_stragglers_alone),
 )  # fmt: skip
 
 BY_NAME: Mapping[str, Case] = {case.name: case for case in CASES}

@@ -3,11 +3,13 @@
 import functools
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import mpitrain
 from collectives.launcher import LAUNCHER_PREFIXES
 
+_ULFM = ("--with-ft", "ulfm")
 _ROOT = Path(mpitrain.__file__).parents[1]
 
 
@@ -21,18 +23,41 @@ def check() -> None:
 
 
 @functools.cache
-def mpirun(num_ranks: int) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The command that starts a job which survives losses on this host, and its environment, as ./mpirun/train has them."""
+def mpirun(num_ranks: int, *, elastic: bool = True) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The command that starts a job on this host, and its environment, as ./mpirun/train has them. `elastic`: it survives losses."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
     script = '. "$1"; load_mpi; mpi_environment "$2"; printf "%s\\0" "$mpirun"; env -0'
     command = ["bash", "-c", script, "bash", str(_ROOT / "mpirun/lib.sh"), str(num_ranks)]
     said = subprocess.run(command, env=clean, capture_output=True, text=True, check=True, timeout=30).stdout
     path, *pairs = said.rstrip("\0").split("\0")
     environment = dict(pair.split("=", 1) for pair in pairs)
-    return (path, "--with-ft", "ulfm", "-np", str(num_ranks)), environment
+    return (path, *_ULFM[: 2 * elastic], "-np", str(num_ranks)), environment
 
 
-def cluster(hosts: int, ranks: int) -> tuple[tuple[str, ...], dict[str, str]]:
+def cluster(hosts: int, ranks: int, *, elastic: bool = True) -> tuple[tuple[str, ...], dict[str, str]]:
     """The command that starts such a job on hosts that are made on this machine."""
-    command = (str(_ROOT / "mpirun/cluster"), "run", "-H", f"{hosts}x{ranks}", "--", "--with-ft", "ulfm")
-    return command, dict(os.environ)
+    return (*_made(hosts, ranks), "--", *_ULFM[: 2 * elastic]), _yielding()
+
+
+def supervised_cluster(hosts: int, ranks: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The command that starts such a job under the supervisor, which runs beside the hosts."""
+    start = 'exec "$0" -m mpitrain elastic -- "$CLUSTER_MPIRUN" --with-ft ulfm -H "$CLUSTER_HOSTS" -np "$@"'
+    return (
+        *_made(hosts, ranks),
+        "--on-head",
+        "--",
+        "bash",
+        "-c",
+        start,
+        sys.executable,
+        str(hosts * ranks),
+    ), _yielding()
+
+
+def _made(hosts: int, ranks: int) -> tuple[str, ...]:
+    return str(_ROOT / "mpirun/cluster"), "run", "-H", f"{hosts}x{ranks}", "--timeout", "600"
+
+
+def _yielding() -> dict[str, str]:
+    """The hosts share the cores of this machine, so that a rank that waits must give its core away."""
+    return {**os.environ, "OMPI_MCA_mpi_yield_when_idle": "1"}

@@ -1,6 +1,7 @@
 """A job of the main command that is harmed: its processes, its output and its files."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,29 +11,49 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt.commit.owner import start_time
+from collectives.processes import stat_fields
 from mpitrain.elastic.events import read_events
 
 _MARK = "MPITRAIN_CHAOS_JOB"
 
 
+class OwnHarm(NamedTuple):
+    """The fault that a rank of mpitrain.chaos.harmed brings upon itself before a step."""
+
+    kind: str
+    rank: int
+    step: int
+    seed: int
+
+
 class Job:
     """A job in the folder `run`, started by `command` (a launcher and its options) with the settings `words` of the main job.
 
-    `module`: the module of the command, which is the main job or one that harms itself.
+    `harm`: the job harms itself.
     """
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], words: Sequence[str], run: Path, module: str = "mpitrain"
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        words: Sequence[str],
+        run: Path,
+        harm: OwnHarm | None = None,
     ) -> None:
-        self.run = run
+        self.run, self.harm, self.harm_file = run, harm, run.with_name(f"{run.name}.harmed")
+        self.harm_file.unlink(missing_ok=True)
+        own = {"MPITRAIN_CHAOS_HARM": str(self.harm_file)}
+        if harm is not None:
+            own["MPITRAIN_CHAOS_FAULT"] = ":".join(map(str, harm))
+        module = "mpitrain" if harm is None else "mpitrain.chaos.harmed"
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.began = time.time()
         self.process = subprocess.Popen(
             [*command, sys.executable, "-m", module, "--run", str(run), *words],
-            env={**env, "OMP_NUM_THREADS": "1", _MARK: self._mark},
+            env={**env, **own, "OMP_NUM_THREADS": "1", _MARK: self._mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -56,15 +77,23 @@ class Job:
                 found[int(rank)] = pid
         return found
 
-    def steps(self) -> dict[int, float]:
-        """The loss of each step in the run's metrics; of a repeated step the last one."""
-        losses = {}
+    def launcher(self) -> int | None:
+        """The process id of mpirun: the parent of ranks. None if there is none."""
+        parents = {stat_fields(pid)[1] for pid in self.ranks().values()}
+        return int(next(iter(parents))) if len(parents) == 1 else None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of the run's metrics."""
+        found = []
         for line in _read_bytes(self.run / "metrics.jsonl").decode(errors="replace").splitlines():
             with suppress(ValueError):
-                entry = json.loads(line)
-                if "loss" in entry:
-                    losses[int(entry["step"])] = float("nan") if entry["loss"] is None else float(entry["loss"])
-        return losses
+                found.append(json.loads(line))
+        return found
+
+    def steps(self) -> dict[int, float]:
+        """The loss of each step in the run's metrics; of a repeated step the last one."""
+        lines = [line for line in self.metrics() if "loss" in line]
+        return {line["step"]: math.nan if line["loss"] is None else line["loss"] for line in lines}
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """The run's events of a kind."""
@@ -110,6 +139,15 @@ class Job:
     def left(self) -> list[int]:
         """The processes of the job that live, without the launcher."""
         return [pid for pid in self._processes() if pid != self.process.pid]
+
+    def wait_until_left_alone(self, timeout_s: float) -> bool:
+        """Wait until no process of the job lives. False if the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while self.left():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
 
     def _processes(self) -> dict[int, dict[str, str]]:
         """The environment of each living process that has the job's mark, by process id."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from mpitrain.chaos.cases import CASES
-from mpitrain.chaos.trial import Outcome
+from mpitrain.chaos.verdicts import Outcome
 
 
 def read(file: Path) -> list[Outcome]:
@@ -17,16 +17,18 @@ def read(file: Path) -> list[Outcome]:
 
 def shown(outcome: Outcome) -> str:
     """An outcome in words."""
-    if outcome.recovered_s is None:
-        return "went on" if outcome.ok else "failed"
-    words = f"noticed after {outcome.detected_s:.2f} s, step after {outcome.recovered_s:.2f} s, {outcome.repeated} steps again"
-    return words if outcome.ok else f"failed; {words}"
+    words = ["as expected" if outcome.ok else "failed"]
+    if outcome.noticed_s is not None:
+        words.append(f"noticed after {outcome.noticed_s:.2f} s")
+    if outcome.recovered_s is not None:
+        words.append(f"step after {outcome.recovered_s:.2f} s, {outcome.repeated} steps again")
+    return ", ".join([*words, outcome.note] if outcome.note else words)
 
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
     """A row for each case that has outcomes."""
     lines = [
-        "| what | went on | seconds from the loss to its notice: median | seconds from the notice to the end of the first step: "
+        "| what | as expected | seconds to the notice: median, longest | seconds from the notice to the end of the first step: "
         "median, 95 %, longest | most steps done again |",
         "| --- | --- | --- | --- | --- |",
     ]
@@ -38,11 +40,11 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
 
 
 def _columns(outcomes: Sequence[Outcome]) -> str:
-    detected = [each.detected_s for each in outcomes if each.detected_s is not None]
+    noticed = [each.noticed_s for each in outcomes if each.noticed_s is not None]
     recovered = sorted(each.recovered_s for each in outcomes if each.recovered_s is not None)
     repeated = [each.repeated for each in outcomes if each.repeated is not None]
+    first = f"{statistics.median(noticed):.2f}, {max(noticed):.2f}" if noticed else ""
     if not recovered:
-        return "| | "
+        return f"{first} | {outcomes[-1].note} | "
     late = recovered[min(-(-95 * len(recovered) // 100), len(recovered)) - 1]
-    times = f"{statistics.median(recovered):.2f}, {late:.2f}, {recovered[-1]:.2f}"
-    return f"{statistics.median(detected):.2f} | {times} | {max(repeated)}"
+    return f"{first} | {statistics.median(recovered):.2f}, {late:.2f}, {recovered[-1]:.2f} | {max(repeated)}"

@@ -1,0 +1,85 @@
+"""The main job with a fault of its own: `python -m mpitrain.chaos.harmed`, with the arguments of `python -m mpitrain`.
+
+    MPITRAIN_CHAOS_FAULT    KIND:RANK:STEP:SEED    what the rank RANK does before it takes the step STEP, see FAULTS
+    MPITRAIN_CHAOS_HARM     FILE                   into which it writes the time, just before
+
+A signal from outside cannot cause these faults.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpitrain.cli import main
+from mpitrain.train.trainer import Trainer
+
+FAULT, HARM = "MPITRAIN_CHAOS_FAULT", "MPITRAIN_CHAOS_HARM"
+
+
+def _sleep(trainer: Trainer, rng: np.random.Generator) -> None:
+    time.sleep(3600)
+
+
+def _stop(trainer: Trainer, rng: np.random.Generator) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _hold_the_gil(trainer: Trainer, rng: np.random.Generator) -> None:
+    while True:
+        ctypes.PyDLL(None).sleep(3600)  # a signal ends a sleep
+
+
+def _skip(trainer: Trainer, rng: np.random.Generator) -> None:
+    """Come to another operation than the other ranks."""
+    trainer.comm.broadcast(np.ones(4, np.float32))
+
+
+def _read(trainer: Trainer, rng: np.random.Generator) -> None:
+    """Wait for a disk that does not answer."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkfifo(f"{folder}/fifo")
+        open(f"{folder}/fifo").close()
+
+
+def _flip(trainer: Trainer, rng: np.random.Generator) -> None:
+    """Flip a bit of this rank's part of a parameter."""
+    tensors = [param.detach() for param in trainer.model.parameters() if param.numel()]
+    bits = tensors[rng.integers(len(tensors))].view(torch.int32).numpy().reshape(-1)
+    bits[rng.integers(bits.size)] ^= np.array(1 << int(rng.integers(32)), np.uint32).view(np.int32)
+
+
+FAULTS: dict[str, Callable[[Trainer, np.random.Generator], None]] = {
+    "sleep": _sleep,
+    "stop": _stop,
+    "gil": _hold_the_gil,
+    "skip": _skip,
+    "io": _read,
+    "flip": _flip,
+}
+
+
+def _arm(kind: str, rank: int, step: int, seed: int) -> None:
+    take = Trainer.train_step
+
+    def train_step(self: Trainer) -> Any:
+        if (self.comm.rank, self.step) == (rank, step - 1):
+            Path(os.environ[HARM]).write_text(repr(time.time()))
+            FAULTS[kind](self, np.random.default_rng(seed))
+        return take(self)
+
+    Trainer.train_step = train_step  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    kind, *numbers = os.environ[FAULT].split(":")
+    _arm(kind, *map(int, numbers))
+    raise SystemExit(main(sys.argv[1:]))

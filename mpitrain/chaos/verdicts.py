@@ -1,0 +1,231 @@
+"""What is expected of a job that was harmed. A verdict notes its figures in the outcome, and returns what is wrong, or ""."""
+
+import datetime
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+import ckpt
+from collectives.transports.node.memory import folder
+from mpitrain.chaos.harms import Harm, empty_the_disk
+from mpitrain.chaos.job import Job
+from mpitrain.elastic.copies.files import prefix
+from mpitrain.elastic.lease import read_lease
+
+_TOLERANCE = 1e-5
+"""Relative, of the losses of the ten steps from a recovery on: fewer ranks add in another order."""
+_LATER = 1e-3  # of later losses, because the differences grow while the model trains
+_NUM_CLOSE = 10
+
+
+class Outcome(msgspec.Struct):
+    """The result of a trial. Times are seconds; None: the trial has none."""
+
+    case: str
+    seed: int
+    ok: bool
+    problem: str = ""
+    noticed_s: float | None = None  # from the harm to the notice of a rank
+    recovered_s: float | None = None  # from the notice to the end of the first step after it
+    repeated: int | None = None  # steps that were done again
+    note: str = ""
+
+
+class Facts(NamedTuple):
+    """A job that has ended. `code`: its exit code, None if it stood still. `reference`: the losses of an undisturbed run, by step.
+
+    `start`: starts another job with the same arguments, and waits for its end.
+    """
+
+    job: Job
+    code: int | None
+    harm: Harm
+    reference: Mapping[int, float]
+    start: Callable[[], tuple[Job, int | None]]
+
+
+Verdict = Callable[[Facts, Outcome], str]
+
+
+def goes_on(max_repeated: int) -> Verdict:
+    """The job goes on in place, and ends as an undisturbed one."""
+
+    def verdict(facts: Facts, outcome: Outcome) -> str:
+        restored = [event for event in facts.job.events("restore") if _seconds(event["time"]) > facts.harm.at]
+        if restored:
+            last = restored[-1]
+            outcome.recovered_s = last["cost_s"]
+            outcome.noticed_s = round(_seconds(last["time"]) - last["cost_s"] - facts.harm.at, 3)
+            outcome.repeated = max(facts.harm.step - (last["step"] - 1), 0)
+        starts = [event["step"] for event in facts.job.events("restore")]
+        return (
+            _of_code(facts)
+            or ("" if starts else "no recovery took place")
+            or _of_end(facts, outcome, starts, max_repeated)
+        )
+
+    return verdict
+
+
+def is_started_again(max_repeated: int, within_s: float) -> Verdict:
+    """The supervisor starts the job again, which ends as an undisturbed one."""
+
+    def verdict(facts: Facts, outcome: Outcome) -> str:
+        failures, relaunches = facts.job.events("failure"), facts.job.events("relaunch")
+        if problem := _of_code(facts):
+            return problem
+        if not relaunches:
+            return "the job was not started again"
+        outcome.noticed_s = round(_seconds(failures[-1]["time"]) - facts.harm.at, 3)
+        outcome.recovered_s = relaunches[-1]["cost_s"]
+        first = relaunches[-1]["step"]
+        outcome.repeated = max(facts.harm.step - (first - 1), 0)
+        late = outcome.recovered_s > within_s
+        return (
+            f"the first step came {outcome.recovered_s} s after the notice; expected {within_s} s at most"
+            if late
+            else (_of_end(facts, outcome, [first], max_repeated))
+        )
+
+    return verdict
+
+
+def is_named(deadline_s: float, within_s: float) -> Verdict:
+    """The job ends, and its report names the rank. `noticed_s` counts from the deadline on."""
+
+    def verdict(facts: Facts, outcome: Outcome) -> str:
+        report = facts.job.run / "failure.txt"
+        if facts.code in (0, None):
+            return _of_code(facts) or "the job ended with exit code 0"
+        if not report.exists():
+            return "there is no failure.txt"
+        outcome.noticed_s = round(report.stat().st_mtime - facts.harm.at - deadline_s, 3)
+        verdicts = re.findall(r"=> missing: (.*)", report.read_text())
+        named = [re.findall(r"ranks? ([-\d, ]+) on \S+ \(process", words) for words in verdicts]
+        if named != [[str(facts.harm.rank)]]:
+            return f"the report says {verdicts}; expected rank {facts.harm.rank}"
+        if outcome.noticed_s > within_s:
+            return f"the report came {outcome.noticed_s} s after the deadline; expected {within_s} s at most"
+        return _of_remains(facts.job)
+
+    return verdict
+
+
+def is_found(every: int) -> Verdict:
+    """The job ends at the next check, and its error names the rank."""
+
+    def verdict(facts: Facts, outcome: Outcome) -> str:
+        check = -(-(facts.harm.step + 1) // every) * every
+        said = re.search(r"mpitrain: error: step (\d+): (?:.*\b)?ranks? (\d+(?:(?: and|,) \d+)*) ", facts.job.output)
+        if facts.code in (0, None) or said is None:
+            return _of_code(facts) or "the job ended with exit code 0, and without an error"
+        outcome.note = said[0]
+        if int(said[1]) > check:
+            return f"step {said[1]} found the flip; expected step {check} at the latest"
+        if str(facts.harm.rank) not in re.findall(r"\d+", said[2]):
+            return f"the error says {said[0]!r}; expected rank {facts.harm.rank}"
+        return _of_remains(facts.job)
+
+    return verdict
+
+
+def is_resumed(*, leaves_copies: bool = False) -> Verdict:
+    """The job ends and leaves a clean state. The same command goes on, and its losses and last checkpoint are, bit for bit, undisturbed."""
+
+    def verdict(facts: Facts, outcome: Outcome) -> str:
+        outcome.note = f"exit code {facts.code}"
+        if facts.code is None:
+            return "the job stood still"
+        if problem := _of_remains(facts.job, leaves_copies=leaves_copies):
+            return problem
+        if facts.code != 0 and len(facts.job.steps()) == len(facts.reference):
+            return f"exit code {facts.code} after the last step"
+        empty_the_disk(facts.job.run)
+        job, code = facts.start()
+        if code != 0:
+            return f"the next job ended with exit code {code}:\n{job.output}"
+        if job.steps() != facts.reference:
+            return "the losses differ from those of an undisturbed run"
+        kept = ckpt.list_checkpoints(job.run / "checkpoints")
+        if not kept or any(not checkpoint.complete for checkpoint in kept):
+            return f"checkpoints {kept} are not all complete"
+        return _of_remains(job)
+
+    return verdict
+
+
+def is_silent(facts: Facts, outcome: Outcome) -> str:
+    """No fault is reported. The note has the costs of checks and copies, by their own clocks."""
+    lines = [line for line in facts.job.metrics() if "step_s" in line]
+    if problem := _of_code(facts):
+        return problem
+    checks = sum(line.get("check_s", 0.0) for line in lines) / sum(line["step_s"] for line in lines)
+    said = re.search(r"copies of the state have held up the training for (.*)", facts.job.output)
+    outcome.note = f"{len(lines)} steps, checks {checks:.2%}, copies {said[1].strip() if said else 'none'}"
+    wrong = [line for line in facts.job.output.splitlines() if re.match(r"\[rank|notice|.*\b(?:spike|straggl)", line)]
+    events = [event["event"] for event in _events(facts.job)]
+    return f"it reported {events}: {wrong[:5]}" if events or wrong else _of_remains(facts.job)
+
+
+def names_stragglers_alone(facts: Facts, outcome: Outcome) -> str:
+    """No fault is reported, but ranks that are slow."""
+    if problem := _of_code(facts):
+        return problem
+    events = [event["event"] for event in _events(facts.job)]
+    outcome.note = f"{len(facts.job.steps())} steps, {len(events)} stragglers"
+    wrong = sorted({*events} - {"straggler"})
+    return f"it reported {wrong}" if wrong else _of_remains(facts.job)
+
+
+def _of_code(facts: Facts) -> str:
+    if facts.code is None:
+        return "the job stood still"
+    return f"the job ended with exit code {facts.code}" if facts.code else ""
+
+
+def _of_end(facts: Facts, outcome: Outcome, starts: list[int], max_repeated: int) -> str:
+    """What is wrong with the steps of a job that has gone on from the first steps `starts`."""
+    job, reference = facts.job, facts.reference
+    steps = job.steps()
+    if missing := sorted(set(reference) - set(steps)):
+        return f"steps {missing[:5]} are not in the metrics"
+    numbers = [line["step"] for line in job.metrics() if "loss" in line]
+    if numbers != sorted(set(numbers)):
+        return "metrics.jsonl has the lines of two writers"
+    for step, loss in reference.items():
+        is_close = step < min(starts) or any(0 <= step - first < _NUM_CLOSE for first in starts)
+        if not math.isclose(steps[step], loss, rel_tol=_TOLERANCE if is_close else _LATER):
+            return f"the loss of step {step} is {steps[step]}; undisturbed it is {loss}"
+    if (outcome.repeated or 0) > max_repeated:
+        return f"{outcome.repeated} steps were done again; expected at most {max_repeated}"
+    return _of_remains(job)
+
+
+def _of_remains(job: Job, *, leaves_copies: bool = False) -> str:
+    """What a job has left behind that it should not."""
+    if not job.wait_until_left_alone(10.0):
+        return f"processes {job.left()} are left"
+    if staging := [path.name for path in job.run.glob("checkpoints/.*") if path.is_dir()]:
+        return f"{staging} is left"
+    lease = read_lease(job.run)
+    if not leaves_copies and lease is not None and (copies := _names(f"{prefix(lease.run)}*")):
+        return f"{copies} are left in node memory"
+    return ""
+
+
+def _names(pattern: str) -> list[str]:
+    return [path.name for path in Path(folder()).glob(pattern)]
+
+
+def _events(job: Job) -> list[dict[str, object]]:
+    from mpitrain.elastic.events import read_events
+
+    return read_events(job.run)
+
+
+def _seconds(time_: str) -> float:
+    return datetime.datetime.fromisoformat(time_).timestamp()
