@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from signal import SIGINT, SIGKILL, SIGTERM
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ Launch = Callable[[], tuple[tuple[str, ...], dict[str, str]]]
 
 
 class Case(NamedTuple):
-    """A row of the table. `fault`: of mpitrain.chaos.harmed, if the job harms itself. `seconds`: of a run that takes longer than a minute."""
+    """A row of the table. `fault`: of mpitrain.chaos.harmed, if the job harms itself. `seconds`: what a long run takes beyond minutes."""
 
     name: str
     words: str
@@ -112,7 +113,6 @@ def _clean(name: str, words: str, harm: Harmer, verdict: Verdict) -> Case:
 
 
 _random = harms.at_random
-INT, TERM, KILL = harms.signal.SIGINT, harms.signal.SIGTERM, harms.signal.SIGKILL
 
 CASES: Sequence[Case] = (
     _in_place("kill", "kill -9 of a random rank, 4 ranks", 4, _random(4, _SECONDS)),
@@ -145,10 +145,10 @@ CASES: Sequence[Case] = (
     *_stuck("gil", "a rank that holds the GIL"),
     *_stuck("skip", "a rank that comes to another collective"),
     *_stuck("io", "a rank that waits in I/O"),
-    _ends("mpirun", "mpirun killed, the same command again", harms.launcher(KILL, seconds=_SECONDS)),
-    _ends("mpirun-elastic", "the same, an elastic run", harms.launcher(KILL, seconds=_SECONDS), elastic=True),
-    _ends("sigterm", "mpirun gets SIGTERM", harms.launcher(TERM, seconds=_SECONDS)),
-    _ends("ctrl-c", "mpirun gets SIGINT twice", harms.launcher(INT, INT, seconds=_SECONDS, apart_s=0.2)),
+    _ends("mpirun", "mpirun killed, the same command again", harms.launcher(SIGKILL, seconds=_SECONDS)),
+    _ends("mpirun-elastic", "the same, an elastic run", harms.launcher(SIGKILL, seconds=_SECONDS), elastic=True),
+    _ends("sigterm", "mpirun gets SIGTERM", harms.launcher(SIGTERM, seconds=_SECONDS)),
+    _ends("ctrl-c", "mpirun gets SIGINT twice", harms.launcher(SIGINT, SIGINT, seconds=_SECONDS, apart_s=0.2)),
     _flipped("flip-replicated", "a bit flipped in replicated parameters", "--parallel.stage", "0"),
     _flipped("flip-shard", "a bit flipped in a shard before a checked step", "--train.check_every", "1"),
     _clean("clean", "false alarms in 2,000 clean steps, 4 ranks", harms.nothing, verdicts.is_silent),

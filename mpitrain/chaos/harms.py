@@ -94,7 +94,7 @@ def by_itself(job: Job, rng: random.Random) -> Harm | None:
 
 
 def launcher(*signals: int, seconds: float, apart_s: float = 0.0) -> Harmer:
-    """Sends signals to mpirun, or to the program that `Job` has started, at a random moment of the first `seconds` after the first step."""
+    """Sends signals to mpirun at a random moment of the first `seconds` after the first step."""
 
     def harm(job: Job, rng: random.Random) -> Harm | None:
         time.sleep(rng.uniform(0.0, seconds))
@@ -111,7 +111,7 @@ def launcher(*signals: int, seconds: float, apart_s: float = 0.0) -> Harmer:
 
 
 def host(seconds: float, *, cut: bool) -> Harmer:
-    """Ends all processes of a random host at a random moment of the first `seconds` after the first step. `cut`: cuts its link instead."""
+    """Ends a random host at a random moment of the first `seconds` after the first step. `cut`: cuts its link instead."""
 
     def harm(job: Job, rng: random.Random) -> Harm | None:
         time.sleep(rng.uniform(0.0, seconds))

@@ -20,7 +20,7 @@ def attempt(
     reference: Mapping[int, float],
     run: Path,
 ) -> Outcome | None:
-    """Make a trial in the folder `run`. `reference`: the losses of an undisturbed run, by step. None: the harm came after the last step."""
+    """Make a trial in the folder `run`. None: the harm came after the last step. `reference`: the losses of an undisturbed run."""
     shutil.rmtree(run, ignore_errors=True)
     outcome, rng = Outcome(case.name, seed, ok=False), random.Random(seed)
     own = None

@@ -14,6 +14,7 @@ from collectives.transports.node.memory import folder
 from mpitrain.chaos.harms import Harm, empty_the_disk
 from mpitrain.chaos.job import Job
 from mpitrain.elastic.copies.files import prefix
+from mpitrain.elastic.events import read_events
 from mpitrain.elastic.lease import read_lease
 
 _TOLERANCE = 1e-5
@@ -134,7 +135,7 @@ def is_found(every: int) -> Verdict:
 
 
 def is_resumed(*, leaves_copies: bool = False) -> Verdict:
-    """The job ends and leaves a clean state. The same command goes on, and its losses and last checkpoint are, bit for bit, undisturbed."""
+    """The job ends and leaves a clean state. The same command goes on, and its losses are those of an undisturbed run, bit for bit."""
 
     def verdict(facts: Facts, outcome: Outcome) -> str:
         outcome.note = f"exit code {facts.code}"
@@ -167,7 +168,7 @@ def is_silent(facts: Facts, outcome: Outcome) -> str:
     said = re.search(r"copies of the state have held up the training for (.*)", facts.job.output)
     outcome.note = f"{len(lines)} steps, checks {checks:.2%}, copies {said[1].strip() if said else 'none'}"
     wrong = [line for line in facts.job.output.splitlines() if re.match(r"\[rank|notice|.*\b(?:spike|straggl)", line)]
-    events = [event["event"] for event in _events(facts.job)]
+    events = [event["event"] for event in read_events(facts.job.run)]
     return f"it reported {events}: {wrong[:5]}" if events or wrong else _of_remains(facts.job)
 
 
@@ -175,7 +176,7 @@ def names_stragglers_alone(facts: Facts, outcome: Outcome) -> str:
     """No fault is reported, but ranks that are slow."""
     if problem := _of_code(facts):
         return problem
-    events = [event["event"] for event in _events(facts.job)]
+    events = [event["event"] for event in read_events(facts.job.run)]
     outcome.note = f"{len(facts.job.steps())} steps, {len(events)} stragglers"
     wrong = sorted({*events} - {"straggler"})
     return f"it reported {wrong}" if wrong else _of_remains(facts.job)
@@ -219,12 +220,6 @@ def _of_remains(job: Job, *, leaves_copies: bool = False) -> str:
 
 def _names(pattern: str) -> list[str]:
     return [path.name for path in Path(folder()).glob(pattern)]
-
-
-def _events(job: Job) -> list[dict[str, object]]:
-    from mpitrain.elastic.events import read_events
-
-    return read_events(job.run)
 
 
 def _seconds(time_: str) -> float:
