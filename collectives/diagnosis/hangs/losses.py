@@ -21,10 +21,11 @@ _ORPHAN_CODE = 1
 
 
 class Loss(NamedTuple):
-    """Ranks that were lost, and what has happened to them, as a sentence."""
+    """Ranks that were lost, and what has happened to them, as a sentence. `is_silent`: their host does not answer."""
 
     ranks: tuple[int, ...]
     why: str
+    is_silent: bool = False
 
 
 class Losses:
@@ -111,7 +112,8 @@ def lost(heard: Sequence[Heard], roster: Roster, how: Mapping[int, str]) -> Loss
         else:
             known = f"; it {how[each.rank]}" if how.get(each.rank) else ", as by os._exit, a signal or a crash"
             why[f"{name} has died: its process ended without notice{known}"] = (each.rank,)
-    return Loss(tuple(sorted({rank for ranks in why.values() for rank in ranks})), "\n".join(why))
+    ranks = tuple(sorted({rank for ranks in why.values() for rank in ranks}))
+    return Loss(ranks, "\n".join(why), any(each.how is End.SILENCE for each in heard))
 
 
 def unreached(pairs: Sequence[tuple[int, int]], roster: Roster) -> str:

@@ -24,6 +24,7 @@ _LIMITS = {
     "save": "one save",
     "recover": "a recovery in place",
     "report": "from the report of a failure to the end of the job",
+    "done": "from the mark of completion to the end of the job",
     "end": "mpirun's end after SIGTERM, before SIGKILL",
     "probe": "the answer of a host",
 }

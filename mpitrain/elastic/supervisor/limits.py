@@ -30,8 +30,10 @@ class Limits:
     """one save"""
     recover_s: float = 120.0
     """a recovery in place"""
-    report_s: float = 12.0
-    """from a report of a failure to the end of the job, or to its next sign of life"""
+    report_s: float = 3.0
+    """from a report of a failure to the end of the job, to a further report, or to the next sign of life"""
+    done_s: float = 12.0
+    """from the mark of completion to the end of the job"""
     end_s: float = 5.0
     """mpirun's end after SIGTERM; then it is killed"""
     probe_s: float = 5.0
@@ -46,17 +48,17 @@ class Watch:
         self._sign: Hashable = None
         self._report: Hashable = None
         self._first: int | None = None  # the step from which this launch goes on
-        self._since, self._is_reported = now, False
+        self._since, self._is_reported, self._is_done = now, False, False
         self.alive: Alive | None = None
         """The last sign of life of this launch."""
         self.trains = False
         """Whether this launch has done a step."""
 
-    def see(self, now: float, sign: Hashable, alive: Alive | None, report: Hashable) -> str:
+    def see(self, now: float, sign: Hashable, alive: Alive | None, report: Hashable, *, is_done: bool = False) -> str:
         """Take in the marks as they are now; returns what stands still for too long, or "".
 
         `sign` changes with each sign of life. `report` changes with each report of a failure. A sign of life after a report means that
-        the run goes on in place; without one the job must end soon.
+        the run goes on in place; without one the job must end soon. `is_done`: the job has left its mark of completion.
         """
         if alive is not None and alive.launch == self._launch and sign != self._sign:
             self._sign, self._since, self._is_reported, self.alive = sign, now, False, alive
@@ -67,11 +69,15 @@ class Watch:
             self._report = report
             if report is not None:
                 self._since, self._is_reported = now, True
+        if is_done and not self._is_done:
+            self._since, self._is_done = now, True
         limit_s, what = self._limit()
         return f"{what} within {limit_s:g} s" if now - self._since > limit_s else ""
 
     def _limit(self) -> tuple[float, str]:
         limits, alive = self._limits, self.alive
+        if self._is_done:
+            return limits.done_s, "the run is complete, and the job has not ended"
         if self._is_reported:
             recovers = alive is not None and alive.phase == "recovering"
             return max(

@@ -26,6 +26,8 @@ from mpitrain.elastic.supervisor.requests import Requests
 from mpitrain.elastic.supervisor.words import Command, resume_of
 
 _LOOK_S = 0.1
+_REPORTED_END_S = 1.0
+"""For mpirun's end after a report: it may wait for a host that does not answer."""
 _MAX_MARKED = 32
 """With more than 64 hosts, daemons of Open MPI start others, and lose what follows a = in their settings. Without the id they are not
 found after a failure, but end by themselves as soon as they miss mpirun."""
@@ -110,7 +112,8 @@ class Supervisor:
         if self._requests.end:
             say("ending now")
         ended = time.monotonic()
-        job.end(plan.limits.end_s)
+        # After its report a job has nothing more to say, and its ranks end themselves.
+        job.end(_REPORTED_END_S if folder.report() is not None else plan.limits.end_s)
         self._slow_launches = self._slow_launches + 1 if problem and watch.alive is None else 0
         done = folder.done()
         if done is not None:
@@ -133,8 +136,8 @@ class Supervisor:
         while job.code is None and not self._requests.end:
             time.sleep(_LOOK_S)
             now = time.monotonic()
-            # After its mark of completion a job has as much time to end as after a report.
-            problem = watch.see(now, *self.folder.sign_of_life(), self.folder.done() or self.folder.report())
+            is_done = self.folder.done() is not None
+            problem = watch.see(now, *self.folder.sign_of_life(), self.folder.report(), is_done=is_done)
             if problem:
                 return stop, problem
             if watch.trains and not trained:

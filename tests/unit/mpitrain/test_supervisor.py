@@ -241,6 +241,9 @@ def test_after_a_report_the_job_ends_or_goes_on() -> None:
     assert watch.see(27.5, 2, alive("recovering", 7), "report") != ""
     assert watch.see(28.0, 3, alive("training", 8), "report") == ""
     assert watch.see(120.0, 3, alive("training", 8), "report") == "", "that report is over"
+    assert watch.see(121.0, 3, alive("training", 8), "report", is_done=True) == ""
+    assert watch.see(132.0, 3, alive("training", 8), "report", is_done=True) == ""
+    assert "complete, and the job has not ended" in watch.see(133.5, 3, alive("training", 8), "report", is_done=True)
 
 
 # Marks and the run's folder
