@@ -14,7 +14,6 @@ from mpitrain.data.loading import Corpus
 from mpitrain.elastic.copies.files import remove_copies
 from mpitrain.elastic.copies.restoring import NodeCopies, find_state
 from mpitrain.elastic.copies.taking import Copies
-from mpitrain.elastic.events import write_event
 from mpitrain.elastic.lease import Lease
 from mpitrain.elastic.survive import Recovered
 from mpitrain.rank0 import on_rank0
@@ -164,9 +163,8 @@ class Endurance:
 
     def _write(self, event: str, **fields: Any) -> None:
         """Append an event, on rank 0. A full disk must not end the run: metrics and checkpoints report it."""
-        self._run.check_lock()
         with suppress(OSError):
-            write_event(self._run.folder, event, **fields)
+            self._run.write_event(event, **fields)
 
     def _raise_lease(self) -> None:
         self._lease = on_rank0(self._comm, self._run.take_lease)

@@ -267,6 +267,21 @@ def test_a_request_to_stop_is_not_lost(tmp_path: Path, when: str) -> None:
     )
 
 
+def test_a_limit_of_time_that_comes_in_a_pause_queues_the_job_again(tmp_path: Path) -> None:
+    queue = tmp_path / "scontrol"
+    queue.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    queue.chmod(0o755)
+    env = {"SLURM_JOB_ID": "17", "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "mpitrain", "elastic", "--requeue", "--pause", "30", "--run", str(tmp_path / "run")]
+    result = run(
+        [*words, "--", sys.executable, "-c", "raise SystemExit(3)"],
+        env=env, when="relaunch 2 of at most 10 in 30 s", send=signal.SIGUSR1, timeout_s=30,
+    )  # fmt: skip
+    assert result.returncode == 128 + signal.SIGUSR1, str(result)
+    assert (tmp_path / "asked").read_text() == "requeue 17\n"
+    assert "scontrol requeue 17: the job waits in the queue" in result.stderr.splitlines()[-1], str(result)
+
+
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     script = PROGRAM + "run.alive('training', 1); run.alive('training', 2); time.sleep(60)"
