@@ -22,6 +22,8 @@ ALIVE, DONE, LAUNCH = ".alive", ".done", ".launch"
 LAUNCH_VARIABLE = "MPITRAIN_LAUNCH"
 FOLDER_VARIABLE = "MPITRAIN_MARKS"
 """The run's folder, from the supervisor: so rank 0 can write its first mark before it has read its settings."""
+LEASE_VARIABLE = "MPITRAIN_LEASE"
+"""The number of the run's lease before the supervisor's first launch: states with a higher number are of its own launches."""
 SUPERVISOR_VARIABLE = "MPITRAIN_SUPERVISOR"
 """An id of the supervisor in the environment of all processes of its jobs. It ends the processes that have its id, and no others."""
 

@@ -1,5 +1,6 @@
 """The part of the main job that lets it survive the loss of ranks: copies of the state, the lease of the folder, and events."""
 
+import os
 import time
 import uuid
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from collectives import Communicator
 from collectives.bench.units import show_bytes
 from mpitrain.config import Config
 from mpitrain.data.loading import Corpus
+from mpitrain.elastic import marks
 from mpitrain.elastic.copies.files import remove_copies
 from mpitrain.elastic.copies.restoring import NodeCopies, find_state
 from mpitrain.elastic.copies.taking import Copies
@@ -60,9 +62,12 @@ class Endurance:
         """
         self._raise_lease()
         assert self._lease is not None
-        if self._config.resume != "auto":
+        own = os.environ.get(marks.LEASE_VARIABLE)
+        if self._config.resume != "auto" and own is None:
             return None
         found = find_state(self._comm, self._lease.run)
+        if found is not None and self._config.resume != "auto" and found.epoch <= int(own or 0):
+            found = None  # the user has asked for another state; only later launches of the same supervisor go on from copies
         # After a rewind, a later state has fewer steps. A job that was not elastic has no lease.
         if found is not None and (found.epoch if lease else 0, found.step) < (lease, step):
             found = None
