@@ -14,11 +14,12 @@ all ranks that are left call `recover`, which shrinks MPI_COMM_WORLD. A rank tha
 
 import os
 import time
+from contextlib import suppress
 
 from collectives.communicator.communicator import Communicator
-from collectives.communicator.start import restart
+from collectives.communicator.start import restart, world
 from collectives.diagnosis import job, loss, record
-from collectives.diagnosis.ending import Before
+from collectives.diagnosis.ending import Before, let_exits_be_losses
 from collectives.diagnosis.hangs import monitor
 from collectives.diagnosis.job import Job
 from collectives.launcher import ULFM_VARIABLE, is_on
@@ -48,6 +49,7 @@ def survive_losses() -> None:
     if reason := obstacle():
         raise RuntimeError(f"survive_losses: {reason}")
     Job.survives = True
+    let_exits_be_losses()
 
 
 def ranks_were_lost() -> bool:
@@ -58,16 +60,21 @@ def ranks_were_lost() -> bool:
 def all_are_done() -> bool:
     """Whether no rank was lost up to this call, with the same answer on all ranks that are left. Collective, also after a loss.
 
-    A program that ends calls it first: if it returns False on one rank, all ranks call `recover`.
+    A program that ends calls it first: if it returns False on one rank, all ranks call `recover`. A rank that ends before is lost.
     """
     from mpi4py import MPI
 
     if not Job.survives:
         return True
+    with suppress(
+        Exception
+    ):  # in the record, so that a rank that ends before is found; the ranks that are left agree below
+        world().barrier()
     try:
-        return bool(job.all_ranks().Agree(int(not ranks_were_lost())))
+        Job.is_done = bool(job.all_ranks().Agree(int(not ranks_were_lost())))
     except MPI.Exception:
-        return False
+        Job.is_done = False
+    return Job.is_done
 
 
 def recover() -> Communicator:

@@ -3,12 +3,15 @@
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
+from collectives.diagnosis.dump import RecordOutput, say
+from collectives.diagnosis.job import Job
 from collectives.diagnosis.ring import goodbye
 
 _ABORT_S = 2.0  # the longest wait for an abort of NCCL before the job ends
@@ -17,6 +20,9 @@ _FORWARD_S = 0.2  # for mpirun to forward what this rank has printed, before its
 _EXIT_S = 4.0  # after MPI_Abort, which needs the launcher; that may be on a host that does not answer
 
 _ending = threading.RLock()
+
+end_process = os._exit
+"""Ends this process at once, with its exit code, also in a job that survives losses: for a process whose job ends."""
 
 
 class Others(Protocol):
@@ -92,6 +98,20 @@ def leave_alone() -> None:
     sys.stderr.flush()
     time.sleep(_FORWARD_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def let_exits_be_losses() -> None:
+    """From now on `os._exit` of this process is a loss for the other ranks, which go on: it ends by a signal, see `leave_alone`."""
+    process = os.getpid()
+
+    def leave(status: int) -> NoReturn:
+        if os.getpid() == process and not Job.is_done:
+            line = f"rank {RecordOutput.rank} on {socket.gethostname()} (process {process}) ends by os._exit({status})"
+            say(f"{line}. The other ranks go on.")
+            os.kill(process, signal.SIGKILL)
+        end_process(status)
+
+    os._exit = leave
 
 
 def _abort_others() -> None:

@@ -14,7 +14,7 @@ RECOVERING = "has come to the recovery from a loss\n"
 """The first line of the note of a rank that waits for the other ranks in a recovery."""
 
 
-class Loss:
+class Known:
     """The loss that this process knows of."""
 
     since: float | None = None  # by `time.monotonic`; None: no rank was lost
@@ -25,15 +25,15 @@ def is_known() -> bool:
     """Whether a rank of the job was lost, as far as this process knows. It asks MPI, which knows it first where MPI has waited."""
     if not Job.survives:
         return False
-    if Loss.since is None and (num_failed() or any(mpi.Is_revoked() for mpi in kept())):
+    if Known.since is None and (num_failed() or any(mpi.Is_revoked() for mpi in kept())):
         note()
-    return Loss.since is not None
+    return Known.since is not None
 
 
 def note() -> None:
     """Note that a rank was lost, and interrupt the waits of all ranks."""
-    if Loss.since is None:
-        Loss.since, Loss.is_handled = time.monotonic(), False
+    if Known.since is None:
+        Known.since, Known.is_handled = time.monotonic(), False
     revoke_all()
 
 
@@ -50,29 +50,29 @@ def revoke_all() -> None:
 def begin_recovery() -> None:
     """The main thread has left its work, and will wait for the other ranks."""
     note()
-    Loss.is_handled = True
+    Known.is_handled = True
 
 
 def interrupt_recovery() -> None:
     """During a recovery: interrupt its waits if another rank was lost meanwhile, because the ranks that know it have left them."""
-    if Loss.is_handled and (num_failed() or any(mpi.Is_revoked() for mpi in kept())):
+    if Known.is_handled and (num_failed() or any(mpi.Is_revoked() for mpi in kept())):
         revoke_all()
 
 
 def end_recovery() -> None:
     """The recovery has ended: this process knows of no loss."""
-    Loss.since, Loss.is_handled = None, False
+    Known.since, Known.is_handled = None, False
 
 
 def is_late(grace_s: float = 0.0) -> bool:
     """Whether the recovery from a loss has lasted longer than the deadline and `grace_s`: then a rank has not come to it."""
-    since, deadline_s = Loss.since, Deadline.seconds
+    since, deadline_s = Known.since, Deadline.seconds
     return since is not None and bool(deadline_s) and time.monotonic() - since > (deadline_s or 0.0) + grace_s
 
 
 def seconds() -> float:
     """The time since this process knows of the loss; 0 if it knows of none."""
-    since = Loss.since
+    since = Known.since
     return 0.0 if since is None else time.monotonic() - since
 
 

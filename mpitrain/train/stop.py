@@ -71,6 +71,8 @@ def _farewell(rank: int) -> Iterator[None]:
     A thread does this, because the main thread may be in a kernel for longer than mpirun waits. The thread forwards the signals to the
     earlier listener, such as that of collectives for SIGUSR2.
     """
+    from collectives.diagnosis.ending import end_process  # not with this module, which is loaded before anything heavy
+
     ends, wakes = os.pipe()
     os.set_blocking(wakes, False)
     earlier = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
@@ -80,7 +82,7 @@ def _farewell(rank: int) -> Iterator[None]:
             if number[0] in (signal.SIGINT, signal.SIGTERM):
                 if rank == 0:
                     _tell_past_mpirun(LOST.format(name=signal.Signals(number[0]).name, mpirun=os.getppid()))
-                os._exit(128 + number[0])
+                end_process(128 + number[0])  # mpirun ends all ranks
             if earlier != -1:
                 with contextlib.suppress(OSError):
                     os.write(earlier, number)

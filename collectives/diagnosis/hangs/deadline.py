@@ -1,11 +1,11 @@
 """The deadline: the longest wait of an operation, and a thread that ends the process if the monitor does not."""
 
 import math
-import os
 import threading
 import time
 
 from collectives.diagnosis import dump, record
+from collectives.diagnosis.ending import end_process
 from collectives.diagnosis.failure import write_failure
 from collectives.diagnosis.ring import goodbye
 from collectives.environment import checked_seconds, seconds_of
@@ -84,4 +84,4 @@ def last_resort(stop: threading.Event) -> None:
             dump.dump(why)
             write_failure(dump.text(why, dump.NUM_SHOWN))
             goodbye.say(goodbye.End.ABORT)
-            os._exit(EXIT_CODE)
+            end_process(EXIT_CODE)

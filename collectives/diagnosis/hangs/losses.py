@@ -4,11 +4,11 @@ Both neighbours of a rank hear its death. The one after it reports it at once. T
 other neighbour before that one reports the death too. The launcher then ends the other ranks, which are not reported as deaths.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from collectives.diagnosis import dump
+from collectives.diagnosis.ending import end_process
 from collectives.diagnosis.hangs import process
 from collectives.diagnosis.hangs.bell import Bell
 from collectives.diagnosis.ring.goodbye import End, Heard, Neighbours
@@ -57,11 +57,11 @@ class Losses:
             if not self._neighbours.has_said:
                 self._note(each, now)
         if self._ends_at is not None and now > self._ends_at:
-            os._exit(1)
+            end_process(1)
         if self._daemon.has_died():
             # Before any report: the run's folder may belong to another job already, so nothing is printed or written.
             self._neighbours.say(End.ORPHAN)
-            os._exit(_ORPHAN_CODE)
+            end_process(_ORPHAN_CODE)
         if self._heard and now >= self._report_at and not self._neighbours.has_said:
             heard, self._heard = self._heard, []
             return lost(heard, self._roster, self._how)

@@ -6,7 +6,7 @@
   ends the job. If several ranks ask, only the lowest of them continues.
 - An error that ends this rank: if it says so (`show_all_ranks`), the monitor asks all ranks for their state and prints their places.
 - The end of a rank: the monitor tells rank 0, which then asks the running ranks whether they wait for a rank that has ended. If one
-  does, rank 0 prints a report and ends the job.
+  does, rank 0 prints a report and ends the job, or the ended rank if the job survives losses (evictions.py).
 - The loss of a rank, by its death or the silence of its host (losses.py): a neighbour reports it and ends the job.
 - Checked mode: the monitor finds ranks that wait for each other in different communicators.
 
@@ -16,14 +16,13 @@ at the deadline a rank only writes its own record and ends the job.
 
 import atexit
 import os
-import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from collectives.diagnosis import dump, loss, record, uncaught
-from collectives.diagnosis.ending import Before, abort_job, end_together
+from collectives.diagnosis.ending import Before, abort_job, end_together, leave_alone
 from collectives.diagnosis.failure import write_failure
 from collectives.diagnosis.hangs import answer, deadline, deadlock, notice, report
 from collectives.diagnosis.hangs.answer import State, Waiting
@@ -31,6 +30,7 @@ from collectives.diagnosis.hangs.bell import Bell
 from collectives.diagnosis.hangs.board import Board
 from collectives.diagnosis.hangs.channel import MonitorChannel
 from collectives.diagnosis.hangs.deadline import Clock, Deadline, last_resort
+from collectives.diagnosis.hangs.evictions import Evictions
 from collectives.diagnosis.hangs.inquiry import ANSWER_S, LOOK_S, Inquiry
 from collectives.diagnosis.hangs.look import Look, last_record, look
 from collectives.diagnosis.hangs.losses import Losses
@@ -41,7 +41,6 @@ from collectives.diagnosis.ring import goodbye, roster
 _POLL_S = 0.5  # between two looks at messages, whose time is not measurable
 _BUSY_POLL_S = 0.05  # while the monitor waits for answers, in checked mode, and when the program has ended
 _LAUNCHER_S = 1.0  # for the launcher to end the job of a dead rank with that rank's exit code
-_UNTOLD_S = 10.0  # after a loss, for the launcher to tell MPI: it tells deaths by signals alone
 _GRACE_S = 5.0  # for a report and MPI_Abort
 _STAGGER_S, _MAX_STAGGER_S = 0.25, 4.0  # a rank waits this long for each lower rank to ask first, so that few ranks ask
 _ORDER_S = 0.6  # checked mode: after this wait in a comparison the monitor asks the other ranks
@@ -81,6 +80,7 @@ class Monitor:
         self._roster = roster.gather(mpi)
         self._losses = Losses(mpi, self._roster, self._bell)
         self._board = Board(mpi)
+        self._evictions = Evictions(self.rank, self._roster, self._board, self._send)
         self._ended_ranks: dict[int, State] = {}  # on rank 0: the ranks that have told their end
         self._inquiry: Inquiry | None = None
         self._num_asked = 0
@@ -125,6 +125,8 @@ class Monitor:
         try:
             end_together(self.mpi, well=uncaught.ends_well())
         except Exception:  # a rank has died and the job goes on, so this rank waits for no other rank
+            if not Job.is_done and uncaught.ends_well():
+                leave_alone()  # its program has ended early, and the others recover without it
             together = False
             if Before.others:
                 Before.others.end(well=False)
@@ -176,9 +178,10 @@ class Monitor:
         """Look at all that concerns this rank and the others, and answer their monitors."""
         if (lost := self._losses.look(now)) is not None:
             self._lose(lost.ranks, lost.why, survives=Job.survives and not lost.is_silent)
-        self._board.note(now, loss.RECOVERING if loss.Loss.is_handled else "")
+        self._board.note(now, loss.RECOVERING if loss.Known.is_handled else "")
         if loss.is_known():
-            self._end_stuck_ranks()
+            if (stuck := self._evictions.after_loss()) is not None:
+                self._lose([], f"{self._roster.name(self.rank)}: {stuck.why}", stuck.code)
             return
         if self._talks():
             for rank, message in self._channel.received():
@@ -203,7 +206,7 @@ class Monitor:
                 self._inquiry = None
                 self._quiet_until["deadline"] = time.monotonic() + _GRACE_S
                 for rank in ranks:
-                    self._end(rank)
+                    self._evictions.evict(rank, "this rank is past the deadline")
             elif not loss.is_known():  # else another rank has said so, or will
                 dump.say(f"{report}. The other ranks go on.")
                 loss.note()
@@ -219,37 +222,6 @@ class Monitor:
         if code != deadline.EXIT_CODE:
             time.sleep(_LAUNCHER_S)
         abort_job(code)
-
-    def _end(self, rank: int) -> None:
-        """End a rank that is past the deadline: by its own monitor, and by a monitor of its node, because its own may be stuck too."""
-        self._send(rank, {"kind": "end yourself"})
-        for other in self._roster.node_of(rank):
-            if other != rank:
-                self._send(other, {"kind": "end another", "rank": rank})
-
-    def _end_stuck_ranks(self) -> None:
-        """After a loss: end this rank, or another one of this node, if it does not come to the recovery within the deadline.
-
-        End the job if MPI waits in the recovery for a rank that has ended by itself, or if the recovery does not end.
-        """
-        if loss.Loss.is_handled and loss.seconds() > _UNTOLD_S and not loss.num_failed():
-            why = f"{self._roster.name(self.rank)}: a rank was lost {_UNTOLD_S:g} s ago, but MPI does not know it, as if the rank "
-            self._lose([], f"{why}had ended by itself (os._exit, exit) and not by a signal")
-        if not loss.is_late():
-            return
-        if loss.is_late(4 * _GRACE_S):
-            why = f"the recovery from a loss has not ended within the deadline of {Deadline.seconds:g} s"
-            self._lose([], f"{self._roster.name(self.rank)}: {why}", deadline.EXIT_CODE)
-        if not loss.Loss.is_handled:
-            dump.dump(
-                f"ranks were lost {Deadline.seconds:g} s ago, and this rank has not left its work; this process ends"
-            )
-            os.kill(os.getpid(), signal.SIGKILL)
-        if loss.is_late(_GRACE_S):
-            for rank in self._roster.node_of(self.rank):
-                slot = self._board.read(rank)
-                if rank != self.rank and slot is not None and not slot.note.startswith(loss.RECOVERING):
-                    self._board.end(slot)
 
     def _look(self, now: float) -> None:
         """Ask all ranks for their state if an operation of this rank has waited too long, or if a rank has ended."""
@@ -375,11 +347,21 @@ class Monitor:
         self._quiet_until["order"] = now + (_CONFIRM_S if stuck else max(2 * _ORDER_S, longest))
 
     def _judge_end(self, inquiry: Inquiry, now: float) -> None:
-        """End the job if a rank waits for a rank that has ended, and two inquiries find the same wait."""
+        """End the job if a rank waits for a rank that has ended, and two inquiries find the same wait.
+
+        A job that survives losses goes on without the ranks that have ended.
+        """
         stuck = report.abandoned(inquiry.states)
         if self._confirmed("end", stuck):
-            text = report.end_report(stuck, inquiry.states, self._roster)
+            gone = report.gone(stuck, inquiry.states)
+            ends = f"The job goes on without {self._roster.names(gone)}." if Job.survives else "The job ends."
+            text = report.end_report(stuck, inquiry.states, self._roster, ends)
             dump.say(text)
+            if Job.survives:
+                self._quiet_until["end"] = now + _GRACE_S
+                for rank in sorted(gone, key=lambda rank: rank == self.rank):  # this rank last
+                    self._evictions.evict(rank, "the program of this rank has ended before the job")
+                return
             write_failure(text)
             abort_job(1)
         elif stuck:
@@ -452,12 +434,8 @@ class Monitor:
                 inquiry.looks.update({int(each): Look(*words) for each, words in message["looks"].items()})
         elif message["kind"] == "end":
             self._ended_ranks[rank] = message["state"]
-        elif message["kind"] == "end yourself":
-            dump.dump("this rank is past the deadline; it ends, and the others go on without it")
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif message["kind"] == "end another":
-            if (slot := self._board.read(message["rank"])) is not None:
-                self._board.end(slot)
+        elif message["kind"] in ("end yourself", "end another"):
+            self._evictions.take(message)
         elif message["kind"] == "verdict":
             for each in record.open_operations():
                 if each.log.comparing:

@@ -291,15 +291,22 @@ def _gone(waiting: Waiting, states: Sequence[State | None]) -> list[int]:
     ]
 
 
-def end_report(stuck: Mapping[int, Waiting], states: Sequence[State | None], roster: Roster = NOBODY) -> str:
+def gone(stuck: Mapping[int, Waiting], states: Sequence[State | None]) -> list[int]:
+    """The ended ranks for which the ranks in `stuck`, a result of `abandoned`, wait."""
+    return sorted({rank for waiting in stuck.values() for rank in _gone(waiting, states)})
+
+
+def end_report(
+    stuck: Mapping[int, Waiting], states: Sequence[State | None], roster: Roster = NOBODY, ends: str = "The job ends."
+) -> str:
     """The report about the operation of the lowest rank in `stuck`, a result of `abandoned`: ranks that wait for ended ranks."""
     first = stuck[min(stuck)]
-    gone = _gone(first, states)
+    ended = _gone(first, states)
     waiting = [rank for rank, each in stuck.items() if each["key"] == first["key"]]
     lines = [
-        f"{roster.names(gone)} {'has' if len(gone) == 1 else 'have'} ended, and {shown_ranks(waiting)} "
-        f"wait{'s' * (len(waiting) == 1)} for {'it' if len(gone) == 1 else 'them'} in {first['label']}: {first['call']}. "
-        "The job ends."
+        f"{roster.names(ended)} {'has' if len(ended) == 1 else 'have'} ended, and {shown_ranks(waiting)} "
+        f"wait{'s' * (len(waiting) == 1)} for {'it' if len(ended) == 1 else 'them'} in {first['label']}: {first['call']}. "
+        f"{ends}"
     ]
     advice = "a rank must not end before the last operation in which it takes part"
     verdict = _verdict(first, states, roster)

@@ -1,0 +1,85 @@
+"""Ranks that leave a job which survives losses: however they end, the others recover and go on at once."""
+
+import re
+
+import pytest
+from launching import ROOT, Result, is_open_mpi, launch
+
+pytestmark = pytest.mark.skipif(not is_open_mpi(), reason="ULFM is a part of Open MPI")
+
+# Each round sums 1 over the ranks that are left. The rank that started as number n leaves in the middle of round n.
+LOOP = """
+import os, sys, threading, time
+import numpy as np, collectives
+from collectives import recovery
+from collectives.diagnosis import job
+
+comm = collectives.world()
+recovery.survive_losses()
+me, number = comm.rank, comm.size - 1
+
+def leave():
+    {leave}
+
+def rounds():
+    global comm, number
+    while True:
+        try:
+            while number:
+                comm.barrier()
+                if me == number:
+                    number = -1
+                    began = time.time()
+                    print(f"leaves {{me}} at {{began}}", flush=True)
+                    leave()
+                    return
+                comm.all_reduce(np.ones(3))
+                time.sleep(0.02)
+            if recovery.all_are_done():
+                print(f"sum {{comm.all_reduce(np.ones(1))[0]}}", flush=True)
+                return
+        except Exception as error:
+            if not recovery.ranks_were_lost():
+                raise
+            error.__traceback__ = None
+            del error
+        comm = recovery.recover()
+        number -= 1
+        if comm.rank == 0:
+            print(f"recovered {{comm.size}} at {{time.time()}}", flush=True)
+
+rounds()
+"""
+
+
+def job(num_ranks: int, leave: str) -> Result:
+    env = {"PYTHONPATH": str(ROOT)}
+    return launch(
+        num_ranks, "-c", LOOP.format(leave=leave), options=["--with-ft", "ulfm"], cwd=ROOT, env=env, timeout_s=50
+    )
+
+
+def seconds(result: Result) -> list[float]:
+    """The times from each leave to the end of its recovery."""
+    lines = re.findall(r"(?:leaves|recovered) \d+ at (\d+\.\d+)", result.stdout)
+    times = sorted(map(float, lines))
+    return [after - before for before, after in zip(times[::2], times[1::2], strict=True)]
+
+
+def test_ranks_that_end_by_themselves_are_lost_and_the_others_go_on() -> None:
+    """An exit of Python's, also in a thread, an uncaught SystemExit, and the end of the script."""
+    ways = """[
+        None,
+        lambda: None,
+        lambda: sys.exit(3),
+        lambda: os._exit(3),
+    ][me]()"""
+    result = job(4, ways)
+    assert result.returncode == 0, str(result)
+    assert re.findall(r"sum (\S+)", result.stdout) == ["1.0"], str(result)
+    assert re.findall(r"recovered (\d)", result.stdout) == ["3", "2", "1"], str(result)
+    by_exit, by_system_exit, by_return = seconds(result)
+    assert by_exit < 3.0, str(result)
+    assert max(by_system_exit, by_return) < 7.0, str(result)
+    assert re.search(r"rank 3 on \S+ \(process \d+\) ends by os\._exit\(3\)\. The other ranks go on", result.stderr)
+    assert len(re.findall(r"has ended, and .*\. The job goes on without rank \d on \S+ \(process", result.stderr)) == 2
