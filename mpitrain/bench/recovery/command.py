@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ def main(words: Sequence[str]) -> int:
     )
     given = parser.parse_args(words)
     checkout.check()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running job is ended
     rows: list[dict[str, Any]] = []
     failed = False
     with tempfile.TemporaryDirectory(prefix="mpitrain-recovery.", dir=given.folder) as room:
