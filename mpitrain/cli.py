@@ -33,6 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _sample(words)
     if command == "bench" and "--report" in words:
         return _report(words)
+    if command == "bench" and words[:1] == ["recovery"]:
+        from mpitrain.bench.recovery.command import main as recovery_bench
+
+        return recovery_bench(words[1:])
     if command == "memory":
         return _memory(words)
     if command == "plan" and not _has(words, "--measure", "--compare"):
