@@ -46,7 +46,9 @@ def start(name: str, size: Size, run: Path) -> Job:
         )
         words = [word for of, number in size._asdict().items() for word in (f"--{of}", str(number))]
         words += ["--steps", str(STEPS), "--every", str(EVERY)]
-        return Job((*torchrun, "--standalone", "--no-python", "--"), env, words, run, "mpitrain.bench.recovery.fsdp2")
+        return Job(
+            (*torchrun, "--standalone", "--no-python", "--"), env, words, run, module="mpitrain.bench.recovery.fsdp2"
+        )
     words = [word for of in size._fields[:4] for word in (f"--model.{of}", str(getattr(size, of)))]
     words += ["--train.batch", str(size.batch), "--train.steps", str(STEPS), "--train.eval_batches", "0"]
     words += ["--train.sample_bytes", "0", "--parallel.threads", "1"]
