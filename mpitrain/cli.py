@@ -15,7 +15,7 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain elastic [options] -- mpirun ...       start a job, and start it again after failures (--help shows more)
        python -m mpitrain sample --checkpoint DIR               generate text with a checkpoint (one process, no mpirun)
        python -m mpitrain bench [--peers none,ddp,fsdp]         compare the time of a step (under mpirun; --help shows more)
-       python -m mpitrain bench recovery [--trials N]           time the next step after a kill, beside torchrun's restart (without mpirun)
+       python -m mpitrain bench recovery [--trials N]           time the next step after a kill, beside torchrun's (without mpirun)
        python -m mpitrain bench --report FILE ...               combine the figures of several launches (one process, no mpirun)
        python -m mpitrain memory --np N [--nodes M] [--json]    predict the memory of a run with these settings (one process)
        python -m mpitrain plan --model M --ranks N --machine X  find the fastest layout of a large run (one process; --help shows more)
