@@ -177,7 +177,7 @@ class Monitor:
     def _mind(self, now: float) -> None:
         """Look at all that concerns this rank and the others, and answer their monitors."""
         if (lost := self._losses.look(now)) is not None:
-            self._lose(lost.ranks, lost.why, survives=Job.survives and not lost.is_silent)
+            self._lose(lost.ranks, lost.why, is_silent=lost.is_silent)
         self._board.note(now, loss.RECOVERING if loss.Known.is_handled else "")
         if loss.is_known():
             if (stuck := self._evictions.after_loss()) is not None:
@@ -193,14 +193,14 @@ class Monitor:
         elif self._inquiry.purpose == "deadline" or self._inquiry.is_over(now):
             self._follow(self._inquiry, now)
 
-    def _lose(self, ranks: Sequence[int], report: str, code: int = 1, *, survives: bool | None = None) -> None:
+    def _lose(self, ranks: Sequence[int], report: str, code: int = 1, *, is_silent: bool = False) -> None:
         """Act on the loss of `ranks`: they have died, their host is silent, or they are past the deadline.
 
         In a job that survives losses, the ranks past the deadline end, and the others go on. Another job ends here, and so does one
         with a silent host: MPI would wait for that host, and its ranks for this one. The report comes first, because the launcher may
         end this rank at any time: MPICH's does so within a millisecond.
         """
-        if ranks and (Job.survives if survives is None else survives):
+        if Job.survives and ranks and not is_silent:
             if code == deadline.EXIT_CODE:
                 dump.say(report)
                 self._inquiry = None
