@@ -36,28 +36,15 @@ def mpirun(num_ranks: int, *, elastic: bool = True) -> tuple[tuple[str, ...], di
 
 def cluster(hosts: int, ranks: int, *, elastic: bool = True) -> tuple[tuple[str, ...], dict[str, str]]:
     """The command that starts such a job on hosts that are made on this machine."""
-    return (*_made(hosts, ranks), "--", *_ULFM[: 2 * elastic]), _yielding()
+    return (*_made(hosts, ranks), "--", *_ULFM[: 2 * elastic]), dict(os.environ)
 
 
 def supervised_cluster(hosts: int, ranks: int) -> tuple[tuple[str, ...], dict[str, str]]:
     """The command that starts such a job under the supervisor, which runs beside the hosts."""
     start = 'exec "$0" -m mpitrain elastic -- "$CLUSTER_MPIRUN" --with-ft ulfm -H "$CLUSTER_HOSTS" -np "$@"'
-    return (
-        *_made(hosts, ranks),
-        "--on-head",
-        "--",
-        "bash",
-        "-c",
-        start,
-        sys.executable,
-        str(hosts * ranks),
-    ), _yielding()
+    head = ("--on-head", "--", "bash", "-c", start, sys.executable, str(hosts * ranks))
+    return (*_made(hosts, ranks), *head), dict(os.environ)
 
 
 def _made(hosts: int, ranks: int) -> tuple[str, ...]:
     return str(_ROOT / "mpirun/cluster"), "run", "-H", f"{hosts}x{ranks}", "--timeout", "600"
-
-
-def _yielding() -> dict[str, str]:
-    """The hosts share the cores of this machine, so that a rank that waits must give its core away."""
-    return {**os.environ, "OMPI_MCA_mpi_yield_when_idle": "1"}

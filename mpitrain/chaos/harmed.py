@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpitrain.chaos.job import FAULT, HARM, OwnHarm
 from mpitrain.cli import main
 from mpitrain.train.trainer import Trainer
-
-FAULT, HARM = "MPITRAIN_CHAOS_FAULT", "MPITRAIN_CHAOS_HARM"
 
 
 def _sleep(trainer: Trainer, rng: np.random.Generator) -> None:
@@ -67,13 +66,13 @@ FAULTS: dict[str, Callable[[Trainer, np.random.Generator], None]] = {
 }
 
 
-def _arm(kind: str, rank: int, step: int, seed: int) -> None:
+def _arm(harm: OwnHarm) -> None:
     take = Trainer.train_step
 
     def train_step(self: Trainer) -> Any:
-        if (self.comm.rank, self.step) == (rank, step - 1):
+        if (self.comm.rank, self.step) == (harm.rank, harm.step - 1):
             Path(os.environ[HARM]).write_text(repr(time.time()))
-            FAULTS[kind](self, np.random.default_rng(seed))
+            FAULTS[harm.kind](self, np.random.default_rng(harm.seed))
         return take(self)
 
     Trainer.train_step = train_step  # type: ignore[method-assign]
@@ -81,5 +80,5 @@ def _arm(kind: str, rank: int, step: int, seed: int) -> None:
 
 if __name__ == "__main__":
     kind, *numbers = os.environ[FAULT].split(":")
-    _arm(kind, *map(int, numbers))
+    _arm(OwnHarm(kind, *map(int, numbers)))
     raise SystemExit(main(sys.argv[1:]))

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.chaos.job import Job
@@ -162,20 +161,3 @@ def busy_core(job: Job, rng: random.Random) -> Harm | None:
         other.kill()
         other.wait()
     return harmed
-
-
-def fills_the_disk(job: Job, rng: random.Random) -> Harm | None:
-    """Fills the file system of the run's checkpoints, once the job has saved a random number of checkpoints."""
-    place, wanted = job.run / "checkpoints", rng.randint(1, 2)
-    if not job.wait_until(lambda: len(list(place.glob("step-*"))) >= wanted, _WAIT_S):
-        return None
-    harmed = Harm(time.time(), max(job.steps(), default=0))
-    with suppress(OSError), (job.run.parent / "filler").open("wb") as file:
-        free = os.statvfs(job.run.parent)
-        file.write(b"\0" * max(free.f_bavail * free.f_frsize - rng.randint(0, 200_000), 0))
-    return harmed
-
-
-def empty_the_disk(run: Path) -> None:
-    """Take back what `fills_the_disk` has done."""
-    (run.parent / "filler").unlink(missing_ok=True)

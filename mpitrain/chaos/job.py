@@ -18,6 +18,8 @@ from collectives.processes import stat_fields
 from mpitrain.elastic.events import read_events
 
 _MARK = "MPITRAIN_CHAOS_JOB"
+FAULT, HARM = "MPITRAIN_CHAOS_FAULT", "MPITRAIN_CHAOS_HARM"
+"""What mpitrain.chaos.harmed reads."""
 
 
 class OwnHarm(NamedTuple):
@@ -46,9 +48,9 @@ class Job:
     ) -> None:
         self.run, self.harm, self.harm_file = run, harm, run.with_name(f"{run.name}.harmed")
         self.harm_file.unlink(missing_ok=True)
-        own = {"MPITRAIN_CHAOS_HARM": str(self.harm_file)}
+        own = {HARM: str(self.harm_file)}
         if harm is not None:
-            own["MPITRAIN_CHAOS_FAULT"] = ":".join(map(str, harm))
+            own[FAULT] = ":".join(map(str, harm))
             module = "mpitrain.chaos.harmed"
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.began = time.time()

@@ -4,14 +4,13 @@ import datetime
 import math
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 import ckpt
 from collectives.transports.node.memory import folder
-from mpitrain.chaos.harms import Harm, empty_the_disk
+from mpitrain.chaos.harms import Harm
 from mpitrain.chaos.job import Job
 from mpitrain.elastic.copies.files import prefix
 from mpitrain.elastic.events import read_events
@@ -85,12 +84,9 @@ def is_started_again(max_repeated: int, within_s: float) -> Verdict:
         outcome.noticed_s = round(_seconds(relaunches[-1]["time"]) - outcome.recovered_s - facts.harm.at, 3)
         first = relaunches[-1]["step"]
         outcome.repeated = max(facts.harm.step - (first - 1), 0)
-        late = outcome.recovered_s > within_s
-        return (
-            f"the first step came {outcome.recovered_s} s after the notice; expected {within_s} s at most"
-            if late
-            else (_of_end(facts, outcome, [first], max_repeated))
-        )
+        if outcome.recovered_s > within_s:
+            return f"the first step came {outcome.recovered_s} s after the notice; expected {within_s} s at most"
+        return _of_end(facts, outcome, [first], max_repeated)
 
     return verdict
 
@@ -144,7 +140,6 @@ def is_resumed(*, leaves_copies: bool = False) -> Verdict:
             return problem
         if facts.code != 0 and len(facts.job.steps()) == len(facts.reference):
             return f"exit code {facts.code} after the last step"
-        empty_the_disk(facts.job.run)
         job, code = facts.start()
         if code != 0:
             return f"the next job ended with exit code {code}:\n{job.output}"
@@ -212,13 +207,13 @@ def _of_remains(job: Job, *, leaves_copies: bool = False) -> str:
     if staging := [path.name for path in job.run.glob("checkpoints/.*") if path.is_dir()]:
         return f"{staging} is left"
     lease = read_lease(job.run)
-    if not leaves_copies and lease is not None and (copies := _names(f"{prefix(lease.run)}*")):
+    if (
+        not leaves_copies
+        and lease is not None
+        and (copies := [path.name for path in folder().glob(f"{prefix(lease.run)}*")])
+    ):
         return f"{copies} are left in node memory"
     return ""
-
-
-def _names(pattern: str) -> list[str]:
-    return [path.name for path in Path(folder()).glob(pattern)]
 
 
 def _seconds(time_: str) -> float:
