@@ -47,6 +47,16 @@ mpi_environment() {
     fi
 }
 
+# Removes the folders that killed mpiruns of this user have left. Open MPI's next mpirun with the same process id would not start: it
+# says "The PMIx server's listener thread failed to start". Not for mpirun/cluster, which does not see the processes outside.
+remove_dead_sessions() {
+    local folder
+    for folder in "${TMPDIR:-/tmp}"/ompi.*; do
+        [[ $folder =~ \.([0-9]+)$ ]] && [ -O "$folder" ] && [ ! -e "/proc/${BASH_REMATCH[1]}" ] || continue
+        rm -rf "$folder"
+    done
+}
+
 # Sets survive to the options with which this mpirun goes on without lost ranks, if the arguments of mpitrain, given here, ask for
 # that. MPICH's mpirun has none.
 survive_options() {

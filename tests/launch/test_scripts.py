@@ -188,6 +188,18 @@ def test_the_transports_of_open_mpi(kind: str, set_before: dict[str, str], after
     assert (result.returncode, result.stdout) == (0, after + "\n"), str(result)
 
 
+def test_folders_of_dead_mpiruns_are_removed_and_no_others(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    names = [f"ompi.{dead.pid}", f"ompi.{os.getpid()}", "ompi.notes", f"other.{dead.pid}"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    script = '. "$1"; remove_dead_sessions'
+    result = run(["bash", "-euc", script, "bash", ROOT / "mpirun/lib.sh"], env={"TMPDIR": str(tmp_path)})
+    assert result.returncode == 0, str(result)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
+
+
 @pytest.mark.skipif(not is_open_mpi(), reason="ULFM is a part of Open MPI")
 @pytest.mark.parametrize(
     ("words", "survives"),
