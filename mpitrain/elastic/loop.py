@@ -12,7 +12,8 @@ from torch import nn
 
 import collectives
 from collectives import Communicator, recovery
-from mpitrain.elastic.copies.files import newest_epoch, remove_copies
+from mpitrain.elastic.copies.files import newest_epoch
+from mpitrain.elastic.copies.holding import hold, remove_all
 from mpitrain.elastic.copies.restoring import find_state
 from mpitrain.elastic.copies.taking import Copies
 from mpitrain.elastic.layout import Layout
@@ -81,6 +82,7 @@ def run(
 
     def attempt(ranks: Communicator, layout: Layout, recovered: Recovered | None) -> None:
         state = build(ranks)
+        hold(copies_of)
         found = find_state(ranks, copies_of)
         if found is not None:
             meta = weights.load(found, state.model, state.optimizer)
@@ -114,7 +116,7 @@ def run(
 
     survive(attempt, comm, axes=axes or {}, min_ranks=min_ranks)
     if collectives.world().node.rank == 0:
-        remove_copies(copies_of)
+        remove_all(copies_of)
 
 
 def _id_of(name: str | None) -> str:

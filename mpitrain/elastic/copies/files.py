@@ -2,6 +2,7 @@
 
     mpitrain-copy-UID-RUN-EPOCH-RANK.GENERATION     a rank's own copy
     mpitrain-copy-UID-RUN-EPOCH-RANKp.GENERATION    the copy for a rank of another node
+    mpitrain-copy-UID-RUN-held                      see holding.py
 
 RUN names the run, EPOCH the set of ranks: each launch and each loss begins a new one. The ranks use two generations in turn: one is
 complete while the other is written. A file holds the word "complete" only while its contents are whole:
