@@ -11,11 +11,11 @@ from collectives import Communicator
 from collectives.bench.units import show_bytes
 from mpitrain.config import Config
 from mpitrain.data.loading import Corpus
-from mpitrain.elastic.copies.files import remove_copies
+from mpitrain.elastic.copies.holding import hold, remove_all
 from mpitrain.elastic.copies.restoring import NodeCopies, find_state
 from mpitrain.elastic.copies.taking import Copies
 from mpitrain.elastic.events import write_event
-from mpitrain.elastic.lease import Lease
+from mpitrain.elastic.lease import Lease, read_lease
 from mpitrain.elastic.survive import Recovered
 from mpitrain.rank0 import on_rank0
 from mpitrain.train.run import Run
@@ -61,13 +61,8 @@ class Endurance:
         """
         self._raise_lease()
         assert self._lease is not None
-        if self._config.resume != "auto":
-            return None
-        found = find_state(self._comm, self._lease.run)
-        # After a rewind, a later state has fewer steps. A job that was not elastic has no lease.
-        if found is not None and (found.epoch if lease else 0, found.step) < (lease, step):
-            found = None
-        return found
+        hold(self._lease.run)
+        return _newer_copies(self._comm, self._config, self._lease.run, lease, step)
 
     def begin(self, source: str) -> None:
         """Begin to train, in a folder that `Run.prepare` has prepared. `source`: of the state."""
@@ -77,6 +72,7 @@ class Endurance:
             self._remove(earlier.run)
             self._raise_lease()
         assert self._lease is not None
+        hold(self._lease.run)
         self._lasting.has_begun = True
         if self._config.train.copy_every:
             self._copies = Copies(self._comm, self._lease.run, self._lease.number)
@@ -172,5 +168,45 @@ class Endurance:
         self._lease = on_rank0(self._comm, self._run.take_lease)
 
     def _remove(self, run: str) -> None:
-        if self._comm.node.rank == 0:
-            remove_copies(run)
+        _remove(self._comm, run)
+
+
+class Inheritance:
+    """The copies that an elastic job has left to a job of the same run that is not elastic. All methods are collective.
+
+    The job begins with their state, saves it as a checkpoint, and removes them.
+    """
+
+    def __init__(self, config: Config, comm: Communicator, run: Run) -> None:
+        """The run must hold its folder's lock."""
+        self._config, self._comm = config, comm
+        lease = on_rank0(comm, lambda: read_lease(run.folder))
+        self._run = None if lease is None else lease.run
+        if self._run is not None:
+            hold(self._run)
+
+    def find(self, lease: int, step: int) -> NodeCopies | None:
+        """As `Endurance.find`."""
+        return None if self._run is None else _newer_copies(self._comm, self._config, self._run, lease, step)
+
+    def remove(self) -> None:
+        """Remove the copies, also those of a run that was moved aside."""
+        if self._run is not None:
+            _remove(self._comm, self._run)
+            self._run = None
+
+
+def _newer_copies(comm: Communicator, config: Config, run: str, lease: int, step: int) -> NodeCopies | None:
+    """The copies of a run, if it is to go on from its newest state, and they are newer than the checkpoint with this lease and step."""
+    if config.resume != "auto":
+        return None
+    found = find_state(comm, run)
+    # After a rewind, a later state has fewer steps. A job that was not elastic has no lease.
+    if found is not None and (found.epoch if lease else 0, found.step) < (lease, step):
+        return None
+    return found
+
+
+def _remove(comm: Communicator, run: str) -> None:
+    if comm.node.rank == 0:
+        remove_all(run)
