@@ -85,6 +85,7 @@ def run(
         hold(copies_of)
         found = find_state(ranks, copies_of)
         if found is not None:
+            found.remove_others()
             meta = weights.load(found, state.model, state.optimizer)
             state.step = meta["step"]
             if state.data is not None:

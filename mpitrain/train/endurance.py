@@ -62,7 +62,10 @@ class Endurance:
         self._raise_lease()
         assert self._lease is not None
         hold(self._lease.run)
-        return _newer_copies(self._comm, self._config, self._lease.run, lease, step)
+        found = _newer_copies(self._comm, self._config, self._lease.run, lease, step)
+        if found is not None:
+            found.remove_others()
+        return found
 
     def begin(self, source: str) -> None:
         """Begin to train, in a folder that `Run.prepare` has prepared. `source`: of the state."""
