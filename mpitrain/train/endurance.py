@@ -53,6 +53,7 @@ class Endurance:
         self._copies: Copies | None = None
         self._restored_from = ""
         self._begun = 0.0
+        self._first_epoch = 0  # of the copies from which this attempt has begun, else of its own
 
     def find(self, lease: int, step: int) -> NodeCopies | None:
         """The copies of the state from which the run continues; None if the first checkpoint is newer, or there are none.
@@ -63,8 +64,10 @@ class Endurance:
         assert self._lease is not None
         hold(self._lease.run)
         found = _newer_copies(self._comm, self._config, self._lease.run, lease, step)
+        self._first_epoch = self._lease.number
         if found is not None:
             found.remove_others()
+            self._first_epoch = found.epoch
         return found
 
     def begin(self, source: str) -> None:
@@ -91,8 +94,14 @@ class Endurance:
             cost_s = round(recovered.seconds, 3)
             self._write("shrink", cost_s=cost_s, ranks=layout.num_used, idle=layout.num_idle, layout=axes)
 
-    def after_step(self, step: int, collect: Callable[[], Collected]) -> None:
-        """Copy the state, if it is time, and report the end of a recovery after its first step."""
+    def find_good(self, below: int) -> NodeCopies | None:
+        """The newest copies of this attempt, or those from which it has begun, with fewer than `below` steps."""
+        if self._copies is None or self._lease is None:
+            return None
+        return find_state(self._comm, self._lease.run, from_epoch=self._first_epoch, below=below)
+
+    def after_step(self, step: int, collect: Callable[[], Collected]) -> bool:
+        """Copy the state, if it is time, and report the end of a recovery after its first step. Returns whether there is a copy."""
         if (recovered := self._lasting.recovered) is not None:
             self._lasting.recovered = None
             cost_s = time.monotonic() - recovered.noticed
@@ -100,12 +109,14 @@ class Endurance:
                 self._write("restore", cost_s=round(cost_s, 3), step=step, source=self._restored_from)
             self._say(f"step {step} is done {cost_s:.1f} s after the loss was noticed")
         if self._copies is None:
-            return
+            return False
         if not self._copies.is_prepared:  # not before the first step, which makes the state of the optimizer
             state = collect()
             self._copies.prepare(state.tensors, state.meta)
-        if step % self._config.train.copy_every == 0:
-            self._take(step, collect)
+        if step % self._config.train.copy_every:
+            return False
+        self._take(step, collect)
+        return self._copies is not None
 
     def _take(self, step: int, collect: Callable[[], Collected]) -> None:
         assert self._copies is not None
@@ -123,6 +134,7 @@ class Endurance:
         assert self._lease is not None
         if self._copies is not None:
             self._copies.close(remove=True)
+            self._first_epoch = self._lease.number
             self._copies = Copies(self._comm, self._lease.run, self._lease.number)
             self._take(step, collect)
 
@@ -172,6 +184,23 @@ class Endurance:
 
     def _remove(self, run: str) -> None:
         _remove(self._comm, run)
+
+
+class StatesInMemory:
+    """The copies in node memory, as good states for rewinds. `load`: puts back the state of a source, on all ranks together."""
+
+    def __init__(self, endurance: Endurance, load: Callable[[NodeCopies], object]) -> None:
+        self._endurance, self._load = endurance, load
+        self._found: NodeCopies | None = None
+
+    def newest(self, below: int) -> int | None:
+        self._found = self._endurance.find_good(below)
+        return None if self._found is None else self._found.step
+
+    def restore(self, below: int) -> None:
+        found, self._found = self._found, None  # else the memory of removed copies would stay
+        assert found is not None
+        self._load(found)
 
 
 class Inheritance:

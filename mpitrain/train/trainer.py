@@ -27,7 +27,7 @@ from mpitrain.parts import part_of
 from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states, saving, stop
 from mpitrain.train.batches import RankBatches
-from mpitrain.train.endurance import Endurance, Inheritance, Lasting
+from mpitrain.train.endurance import Endurance, Inheritance, Lasting, StatesInMemory
 from mpitrain.train.hardware import Hardware, matmul_flops_per_s, take_hardware
 from mpitrain.train.lr import learning_rate
 from mpitrain.train.metrics import MetricsFile, StepMetrics, Terminal, is_evaluated, memory_bytes
@@ -276,6 +276,7 @@ class Trainer:
     def _go_back(self, bad: Bad, error: BaseException) -> None:
         """Continue from the last good state, without the data of the bad steps. FloatingPointError without a good state."""
         self.optimizer.zero_grad(set_to_none=True)
+        passes_over = self.health.is_at_dead_end
         step = self.health.go_back(bad)
         with self.comm.together():
             if step is None:
@@ -285,6 +286,8 @@ class Trainer:
                 self.metrics = MetricsFile(self.run.metrics, steps_done=step)
         if self._endurance is not None:
             self._endurance.went_back(self.step, self._collected)
+        if passes_over:
+            self.save()  # else a crash would lead back to the newest checkpoint, which the run has passed over
 
     # The whole run
 
@@ -424,6 +427,10 @@ class Trainer:
         ]
         if start is None:
             self.health.sources.append(InitialState(self._start_over))
+        if self._endurance is not None:
+            self.health.sources.insert(
+                0, StatesInMemory(self._endurance, lambda copies: self._take(copies, self.optimizer))
+            )
         if self._is_in_copies_alone and (self.step == config.train.steps or self._lasting is None):
             self._save_last()
         if self._inheritance is not None:
@@ -442,8 +449,8 @@ class Trainer:
                 terminal.step(metrics)
             if self._evaluation_due() and not stopped:
                 self._evaluate_and_report()
-            if self._endurance is not None:
-                self._endurance.after_step(self.step, self._collected)
+            if self._endurance is not None and self._endurance.after_step(self.step, self._collected):
+                self.health.copied(self.step)
             last = self.step == config.train.steps
             if stopped or last:
                 self._save_last()
