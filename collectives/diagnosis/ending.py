@@ -85,6 +85,7 @@ def abort_job(code: int) -> None:
     # A thread of C ends the process if MPI_Abort, which holds the GIL, does not.
     faulthandler.dump_traceback_later(_EXIT_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
     MPI.COMM_WORLD.Abort(code)
+    end_process(code)  # MPICH's may return, and the caller would go on
 
 
 def leave_alone() -> None:
