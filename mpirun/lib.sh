@@ -51,10 +51,17 @@ mpi_environment() {
 # that. MPICH's mpirun has none.
 survive_options() {
     survive=()
-    case " $* " in *" --train.elastic true "* | *" --train.elastic=true "*)
-        case $("$mpirun" --version 2>&1) in *"Open MPI"*) survive=(--with-ft ulfm) ;; esac
-        ;;
-    esac
+    local option='' word wanted=''
+    for word in "$@"; do
+        [[ $word != --*=* ]] || option=${word%%=*} word=${word#*=}
+        case $option=$word in
+        --train.elastic=true) wanted=1 ;;
+        --config=*) ! grep -Eqs '^[[:space:]]*(train\.)?elastic[[:space:]]*=[[:space:]]*true' "$word" || wanted=1 ;;
+        esac
+        option=$word
+    done
+    [ -n "$wanted" ] || return 0
+    case $("$mpirun" --version 2>&1) in *"Open MPI"*) survive=(--with-ft ulfm) ;; esac
 }
 
 # Sets as_rank to the words before the command of a rank, in which a shell does $1, as for trap, at SIGUSR1 and SIGUSR2. '' (ignore them)

@@ -15,11 +15,12 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain elastic [options] -- mpirun ...       start a job, and start it again after failures (--help shows more)
        python -m mpitrain sample --checkpoint DIR               generate text with a checkpoint (one process, no mpirun)
        python -m mpitrain bench [--peers none,ddp,fsdp]         compare the time of a step (under mpirun; --help shows more)
+       python -m mpitrain bench recovery [--trials N]           time the next step after a kill, beside torchrun's (without mpirun)
        python -m mpitrain bench --report FILE ...               combine the figures of several launches (one process, no mpirun)
        python -m mpitrain memory --np N [--nodes M] [--json]    predict the memory of a run with these settings (one process)
        python -m mpitrain plan --model M --ranks N --machine X  find the fastest layout of a large run (one process; --help shows more)
        python -m mpitrain plan --measure FILE | --compare FILE  measure this cluster for plans, and check them (under mpirun)
-       python -m mpitrain chaos [CASE ...] [--trials N]          harm real jobs, and count how many go on (without mpirun)
+       python -m mpitrain chaos [CASE ...] [--trials N]         harm real jobs, and count how many do what is expected (without mpirun)
        python -m mpitrain schedules check|show                  prove or draw the schedules of pipelines (one process)
        python -m mpitrain doctor [--run DIR] [--clean]          check the installation; under mpirun the cluster (--help shows more)
 """
@@ -33,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _sample(words)
     if command == "bench" and "--report" in words:
         return _report(words)
+    if command == "bench" and words[:1] == ["recovery"]:
+        from mpitrain.bench.recovery.command import main as recovery_bench
+
+        return recovery_bench(words[1:])
     if command == "memory":
         return _memory(words)
     if command == "plan" and not _has(words, "--measure", "--compare"):

@@ -32,7 +32,7 @@ class OwnHarm(NamedTuple):
 class Job:
     """A job in the folder `run`, started by `command` (a launcher and its options) with the settings `words` of the main job.
 
-    `harm`: the job harms itself.
+    `harm`: the job harms itself. `module`: another module that takes `--run`.
     """
 
     def __init__(
@@ -42,13 +42,14 @@ class Job:
         words: Sequence[str],
         run: Path,
         harm: OwnHarm | None = None,
+        module: str = "mpitrain",
     ) -> None:
         self.run, self.harm, self.harm_file = run, harm, run.with_name(f"{run.name}.harmed")
         self.harm_file.unlink(missing_ok=True)
         own = {"MPITRAIN_CHAOS_HARM": str(self.harm_file)}
         if harm is not None:
             own["MPITRAIN_CHAOS_FAULT"] = ":".join(map(str, harm))
-        module = "mpitrain" if harm is None else "mpitrain.chaos.harmed"
+            module = "mpitrain.chaos.harmed"
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.began = time.time()
         self.process = subprocess.Popen(

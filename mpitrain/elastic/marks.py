@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +22,8 @@ ALIVE, DONE, LAUNCH = ".alive", ".done", ".launch"
 LAUNCH_VARIABLE = "MPITRAIN_LAUNCH"
 FOLDER_VARIABLE = "MPITRAIN_MARKS"
 """The run's folder, from the supervisor: so rank 0 can write its first mark before it has read its settings."""
+LEASE_VARIABLE = "MPITRAIN_LEASE"
+"""The number of the run's lease before the supervisor's first launch: states with a higher number are of its own launches."""
 SUPERVISOR_VARIABLE = "MPITRAIN_SUPERVISOR"
 """An id of the supervisor in the environment of all processes of its jobs. It ends the processes that have its id, and no others."""
 
@@ -64,10 +67,13 @@ def starting() -> None:
 
 
 class Marks:
-    """Writes the marks of this launch into the folder of a run. With `active` false, as on all ranks but one, it writes nothing."""
+    """Writes the marks of this launch into the folder of a run. With `active` false, as on all ranks but one, it writes nothing.
 
-    def __init__(self, folder: Path, *, active: bool = True) -> None:
-        self.folder, self._active, self._launch = folder, active, launch_number()
+    `may_write`: whether the folder still belongs to this launch.
+    """
+
+    def __init__(self, folder: Path, *, active: bool = True, may_write: Callable[[], bool] = lambda: True) -> None:
+        self.folder, self._active, self._may_write, self._launch = folder, active, may_write, launch_number()
         self._phase, self._num, self._at = "", 0, 0.0
 
     def alive(self, phase: Phase, step: int) -> None:
@@ -78,6 +84,8 @@ class Marks:
         now = time.monotonic()
         self._num = self._num + 1 if self._phase == phase else 1
         if self._num > 2 and now - self._at < _EVERY_S:  # at once: the begin of a phase, and the first step after it
+            return
+        if not self._may_write():
             return
         self._phase, self._at = phase, now
         mark = {"launch": self._launch, "phase": phase, "step": step, "time": time.time()}
@@ -90,13 +98,17 @@ class Marks:
 
     def begin(self) -> None:
         """The run starts to train: remove the mark of an earlier end. OSError if that is impossible."""
-        if self._active:
+        if self._active and self._may_write():
             (self.folder / DONE).unlink(missing_ok=True)
 
     def done(self, reason: Reason, step: int) -> None:
         """The run has come to its regular end, and all its files are on disk. OSError if the mark cannot be written."""
         # A run that finds nothing left to do changes nothing in its folder.
-        if self._active and read_done(self.folder, self._launch) != Done(self._launch, reason, step):
+        if (
+            self._active
+            and self._may_write()
+            and read_done(self.folder, self._launch) != Done(self._launch, reason, step)
+        ):
             write(self.folder / DONE, {"launch": self._launch, "reason": reason, "step": step})
 
 

@@ -1,5 +1,6 @@
 """The part of the main job that lets it survive the loss of ranks: copies of the state, the lease of the folder, and events."""
 
+import os
 import time
 import uuid
 from collections.abc import Callable
@@ -11,10 +12,10 @@ from collectives import Communicator
 from collectives.bench.units import show_bytes
 from mpitrain.config import Config
 from mpitrain.data.loading import Corpus
+from mpitrain.elastic import marks
 from mpitrain.elastic.copies.holding import hold, remove_all
 from mpitrain.elastic.copies.restoring import NodeCopies, find_state
 from mpitrain.elastic.copies.taking import Copies
-from mpitrain.elastic.events import write_event
 from mpitrain.elastic.lease import Lease, read_lease
 from mpitrain.elastic.survive import Recovered
 from mpitrain.rank0 import on_rank0
@@ -175,9 +176,8 @@ class Endurance:
 
     def _write(self, event: str, **fields: Any) -> None:
         """Append an event, on rank 0. A full disk must not end the run: metrics and checkpoints report it."""
-        self._run.check_lock()
         with suppress(OSError):
-            write_event(self._run.folder, event, **fields)
+            self._run.write_event(event, **fields)
 
     def _raise_lease(self) -> None:
         self._lease = on_rank0(self._comm, self._run.take_lease)
@@ -230,9 +230,14 @@ class Inheritance:
 
 def _newer_copies(comm: Communicator, config: Config, run: str, lease: int, step: int) -> NodeCopies | None:
     """The copies of a run, if it is to go on from its newest state, and they are newer than the checkpoint with this lease and step."""
-    if config.resume != "auto":
+    own = os.environ.get(marks.LEASE_VARIABLE)
+    if config.resume != "auto" and own is None:
         return None
     found = find_state(comm, run)
+    if found is not None and config.resume != "auto" and found.epoch <= int(own or 0):
+        return (
+            None  # the user has asked for another state; only later launches of the same supervisor go on from copies
+        )
     # After a rewind, a later state has fewer steps. A job that was not elastic has no lease.
     if found is not None and (found.epoch if lease else 0, found.step) < (lease, step):
         return None

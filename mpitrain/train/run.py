@@ -13,12 +13,14 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import ckpt
 import collectives
 from ckpt.saving.copies import further_places
 from ckpt.storage.catalog import reason_to_keep, step_of
 from mpitrain.config import Config, ConfigError, to_toml
+from mpitrain.elastic.events import write_event
 from mpitrain.elastic.folder_lock import FolderLock, LockedError
 from mpitrain.elastic.lease import Lease, raise_lease, read_lease
 
@@ -140,6 +142,11 @@ class Run:
                 f"run: {self.folder} belongs to another job now: {how}. This job ends without a save; "
                 "the other job goes on from the last checkpoint"
             )
+
+    def write_event(self, event: str, **fields: Any) -> None:
+        """Append an event to the folder's events, unless the folder `is_lost`. OSError if the file cannot be written."""
+        if not self.is_lost():
+            write_event(self.folder, event, **fields)
 
     def let_go(self) -> None:
         """Leave the lock to the ranks that a loss has left, which take it over."""

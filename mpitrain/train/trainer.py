@@ -93,7 +93,7 @@ class Trainer:
         self.stepper = Stepper(self.model, self.optimizer, config)
         self.step = 0
         self.metrics: MetricsFile | None = None  # on rank 0, while it trains
-        self.marks = Marks(self.run.folder, active=comm.rank == 0)
+        self.marks = Marks(self.run.folder, active=comm.rank == 0, may_write=lambda: not self.run.is_lost())
         if lasting is not None and lasting.recovered is not None:
             self.marks.alive("recovering", self.step)
         self._own_comm_s = 0.0
@@ -123,7 +123,7 @@ class Trainer:
             seed_of=self._seed_of,
             work=(self.mesh["pp"].rank, size),
             numbers=lambda: {"the stepper": str((self.stepper.state_dict(), self.stepper.loss_scale))},
-            reports=Reports(self.run.folder, self.comm.rank, lambda text: self._say(text)),
+            reports=Reports(self.run.write_event, self.comm.rank, lambda text: self._say(text)),
         )
 
     def _begin(self) -> None:

@@ -188,6 +188,26 @@ def test_the_transports_of_open_mpi(kind: str, set_before: dict[str, str], after
     assert (result.returncode, result.stdout) == (0, after + "\n"), str(result)
 
 
+@pytest.mark.skipif(not is_open_mpi(), reason="ULFM is a part of Open MPI")
+@pytest.mark.parametrize(
+    ("words", "survives"),
+    [
+        (["--train.elastic", "true"], True),
+        (["--train.elastic=true", "--train.steps", "3"], True),
+        (["--config", "elastic.toml"], True),
+        (["--config=elastic.toml"], True),
+        (["--config", "other.toml", "--train.elastic", "false"], False),
+        (["--run", "--config"], False),
+    ],
+)
+def test_an_elastic_run_gets_an_mpi_that_survives(tmp_path: Path, words: list[str], survives: bool) -> None:
+    (tmp_path / "elastic.toml").write_text("[train]\nsteps = 5\nelastic = true\n")
+    (tmp_path / "other.toml").write_text("[train]\nelastic = false\n")
+    script = '. "$1"; load_mpi; shift; survive_options "$@"; echo "${survive[*]}"'
+    result = run(["bash", "-euc", script, "bash", ROOT / "mpirun/lib.sh", *words], cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, "--with-ft ulfm\n" if survives else "\n"), str(result)
+
+
 def test_test_refuses_an_unknown_part(checkout: Path) -> None:
     result = run([checkout / "mpirun/test", "units"], cwd=checkout)
     assert result.returncode == 1, str(result)

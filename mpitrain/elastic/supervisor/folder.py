@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from pathlib import Path
 
 from mpitrain.elastic import marks
+from mpitrain.elastic.lease import read_lease
 from mpitrain.elastic.marks import Alive, Done
 
 FAILURE = "failure.txt"
@@ -25,6 +26,8 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.launch = marks.last_launch(self.path)
         self._checkpoints = self._list_checkpoints()
+        lease = read_lease(self.path)
+        self._lease = 0 if lease is None else lease.number
         self._report: Hashable = None
 
     def prepare(self, supervisor: str) -> dict[str, str]:
@@ -41,6 +44,7 @@ class RunFolder:
         return {
             marks.LAUNCH_VARIABLE: str(self.launch),
             marks.FOLDER_VARIABLE: str(self.path),
+            marks.LEASE_VARIABLE: str(self._lease),
             marks.SUPERVISOR_VARIABLE: supervisor,
             "MPITRAIN_STOP_FILE": str(self.path / _STOP),
             "MPITRAIN_FAILURE_FILE": str(self.path / _FIRST_FAILURE),

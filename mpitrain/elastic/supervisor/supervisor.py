@@ -87,6 +87,8 @@ class Supervisor:
                 if following.action == "end":
                     return self._leave(following, outcome)
                 self._pause(following.pause_s)
+            if self.plan.requeue and self._requests.stop == signal.SIGUSR1 and not self._requests.end:
+                self._requeue()  # the limit of time came in a pause
             return 128 + (self._requests.end or self._requests.stop)
         finally:
             self.folder.close()
@@ -96,6 +98,7 @@ class Supervisor:
     def _launch(self) -> Outcome:
         """One launch, from its start to the end of all its processes."""
         plan, folder = self.plan, self.folder
+        self._back = []
         variables = folder.prepare(self.id)
         words = self._words(variables)
         ranks = num_ranks(plan.command.ranks, plan.hosts, self._chosen) if plan.hosts else plan.command.ranks
@@ -219,10 +222,10 @@ class Supervisor:
 
     def _are_back(self) -> bool:
         """Whether the last look at the missing hosts found any; starts the next look, in the background."""
-        if self._back:
-            self._back = []
-            return True
         names = self._missing()
+        back, self._back = self._back, []
+        if any(name in names for name in back):  # an answer may be from a time when another host was missing
+            return True
 
         def look() -> None:
             self._back = probe(self.plan.agent, names, self.plan.limits.probe_s, self._indices)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from extent import extent
 from launching import ROOT, Result, is_open_mpi, job_environment, run
-from main_job import STEPS, command, losses
+from main_job import STEPS, command, losses, metrics
 from slurm_packages import slurm_root
 
 from mpitrain.elastic import marks
@@ -79,6 +80,30 @@ def test_after_the_kill_of_mpirun_the_run_goes_on_as_if_undisturbed(
     failure, relaunch = read_events(folder)
     assert (failure["event"], relaunch["event"], relaunch["launch"]) == ("failure", "relaunch", 2)
     assert 20 < relaunch["step"] <= STEPS and 0 < relaunch["cost_s"] < 60
+
+
+@pytest.mark.skipif(not is_open_mpi(), reason="ULFM is a part of Open MPI")
+def test_a_relaunch_of_an_elastic_run_goes_on_from_copies_although_the_command_names_a_checkpoint(
+    tmp_path: Path, corpus: Path, whole_run: Callable[[int], Path]
+) -> None:
+    folder = tmp_path / "run"
+    start = whole_run(2) / "checkpoints/step-00000020"
+    own = ["--resume", str(start), "--checkpoint.every", "0", "--train.elastic", "true", "--train.copy-every", "5"]
+    mpirun, settings = job_environment(2)
+
+    def kill() -> None:
+        parents = processes_of(folder)
+        (launcher,) = [pid for pid, parent in parents.items() if parent not in parents]
+        os.kill(launcher, signal.SIGKILL)
+
+    once_at_step(folder, 36, kill)
+    words = [sys.executable, "-m", "mpitrain", "elastic", "--", mpirun, "--with-ft", "ulfm", "-np", "2", sys.executable]
+    env = settings | {"PYTHONPATH": str(ROOT)}
+    result = run([*words, *command(folder, corpus, *own)], env=env, timeout_s=90)
+    assert result.returncode == 0, str(result)
+    assert result.stdout.count(f"goes on from {start}") == 1, str(result)
+    assert re.search(r"goes on from the copies of step (35|40|45) in node memory", result.stdout), str(result)
+    assert [line["loss"] for line in metrics(folder) if "loss" in line] == losses(whole_run(2))[20:]
 
 
 ON_CLUSTER = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -265,6 +290,21 @@ def test_a_request_to_stop_is_not_lost(tmp_path: Path, when: str) -> None:
     assert result.stderr.rstrip().endswith(
         "elastic: saved and stopped after step 7; the same command goes on from there"
     )
+
+
+def test_a_limit_of_time_that_comes_in_a_pause_queues_the_job_again(tmp_path: Path) -> None:
+    queue = tmp_path / "scontrol"
+    queue.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    queue.chmod(0o755)
+    env = {"SLURM_JOB_ID": "17", "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "mpitrain", "elastic", "--requeue", "--pause", "30", "--run", str(tmp_path / "run")]
+    result = run(
+        [*words, "--", sys.executable, "-c", "raise SystemExit(3)"],
+        env=env, when="relaunch 2 of at most 10 in 30 s", send=signal.SIGUSR1, timeout_s=30,
+    )  # fmt: skip
+    assert result.returncode == 128 + signal.SIGUSR1, str(result)
+    assert (tmp_path / "asked").read_text() == "requeue 17\n"
+    assert "scontrol requeue 17: the job waits in the queue" in result.stderr.splitlines()[-1], str(result)
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import pytest
 import ckpt
 from mpitrain.config import Config, ConfigError, from_toml
 from mpitrain.config.settings import CheckpointConfig
+from mpitrain.elastic.events import read_events
 from mpitrain.elastic.lease import raise_lease
+from mpitrain.elastic.marks import DONE, Marks
 from mpitrain.train.run import Run
 
 
@@ -174,8 +176,13 @@ def test_a_job_whose_lease_was_raised_writes_nothing(tmp_path: Path) -> None:
     run.lock()
     first = run.take_lease()
     run.check_lock()
+    run.write_event("spike", step=1)
+    marks = Marks(tmp_path, may_write=lambda: not run.is_lost())
     assert raise_lease(tmp_path) == (first.run, first.number + 1)  # by a later launch
     assert run.is_lost()
+    run.write_event("spike", step=2)
+    marks.done("finished", 2)
+    assert [event["step"] for event in read_events(tmp_path)] == [1] and not (tmp_path / DONE).exists()
     with pytest.raises(
         RuntimeError, match=r"belongs to another job now: its lease has number 2, and this job has number 1"
     ):

@@ -1,0 +1,68 @@
+"""One kill of a contestant, and the times until its next steps."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpitrain.bench.recovery.contestants import EVERY, RANKS, Size, ranks_of, start
+from mpitrain.chaos.job import Job
+from mpitrain.elastic.copies.files import remove_copies
+from mpitrain.elastic.lease import read_lease
+
+START_S, RECOVER_S = 180.0, 120.0
+_LOOK_S = 0.002
+_AT = 2 * EVERY - 1  # the kill follows this step: the optimizer's state, the copies and the first save are there
+
+
+class TrialError(RuntimeError):
+    """A contestant did not start or did not recover; the text has its output."""
+
+
+def trial(name: str, size: Size, run: Path) -> dict[str, Any]:
+    """Kill a rank of a contestant; returns the seconds to its next step and to the step of the kill."""
+    shutil.rmtree(run, ignore_errors=True)
+    job = start(name, size, run)
+    try:
+        _wait(job, lambda: job.run.exists() and _last_step(job) >= _AT - 4, START_S, "its first steps")
+        ranks = ranks_of(name, job)
+        if len(ranks) != RANKS:
+            raise TrialError(f"{name}: expected {RANKS} ranks, found {ranks}\n{job.output}")
+        _wait(job, lambda: _last_step(job) >= _AT, START_S, f"step {_AT}")
+        os.kill(ranks[RANKS - 1], signal.SIGKILL)
+        killed = time.monotonic()
+        seen: list[int] = []
+
+        def goes_on() -> bool:
+            step = _last_step(job)
+            seen.append(step)
+            return EVERY < step < _AT
+
+        _wait(job, goes_on, RECOVER_S, "the next step")
+        next_s, first = time.monotonic() - killed, seen[-1]
+        _wait(job, lambda: _last_step(job) >= _AT, RECOVER_S, f"step {_AT} again")
+        return {"next_s": next_s, "caught_up_s": time.monotonic() - killed, "first_step": first, "killed_after": _AT}
+    finally:
+        job.kill()
+        if (lease := read_lease(run)) is not None:
+            remove_copies(lease.run)
+
+
+def _wait(job: Job, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if job.process.poll() is not None or time.monotonic() > deadline:
+            raise TrialError(f"the job did not come to {what} within {timeout_s:g} s:\n{job.output[-4000:]}")
+        time.sleep(_LOOK_S)
+
+
+def _last_step(job: Job) -> int:
+    """The step of the last complete line of the metrics."""
+    try:
+        lines = (job.run / "metrics.jsonl").read_bytes().rpartition(b"\n")[0].splitlines()
+    except OSError:
+        return 0
+    return int(lines[-1].partition(b'"step": ')[2].partition(b",")[0]) if lines else 0
