@@ -125,7 +125,7 @@ class Monitor:
         try:
             end_together(self.mpi, well=uncaught.ends_well())
         except Exception:  # a rank has died and the job goes on, so this rank waits for no other rank
-            if not Job.is_done and uncaught.ends_well():
+            if Job.survives and not Job.is_done and uncaught.ends_well():
                 leave_alone()  # its program has ended early, and the others recover without it
             together = False
             if Before.others:
