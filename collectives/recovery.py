@@ -19,7 +19,7 @@ from contextlib import suppress
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.start import restart, world
 from collectives.diagnosis import job, loss, record
-from collectives.diagnosis.ending import Before, let_exits_be_losses
+from collectives.diagnosis.ending import let_exits_be_losses
 from collectives.diagnosis.hangs import monitor
 from collectives.diagnosis.job import Job
 from collectives.launcher import ULFM_VARIABLE, is_on
@@ -90,8 +90,6 @@ def recover() -> Communicator:
             for progress in list(of_this_process):
                 if not isinstance(progress, Freed):
                     progress.drain()
-            if Before.others:
-                Before.others.end(well=False)
             left = MPI.COMM_WORLD.Shrink()
             job.forget_all()
             record.forget_logs()

@@ -74,6 +74,20 @@ survive_options() {
     case $("$mpirun" --version 2>&1) in *"Open MPI"*) survive=(--with-ft ulfm) ;; esac
 }
 
+# Sets as_rank to the words before the command of a rank, in which a shell does $1, as for trap, at SIGUSR1 and SIGUSR2. '' (ignore them)
+# holds for the rank too until it has its own handlers. With : Open MPI's ranks have no shell.
+# MPICH's mpirun ends all other ranks within a millisecond after a rank was ended by a signal. So the shell, which stays as the parent,
+# lets it see that half a second later, when another rank has printed its report.
+rank_words() {
+    as_rank=()
+    case $("$mpirun" --version 2>&1) in
+    *HYDRA*) # the shell's own word about the signal goes nowhere
+        as_rank=(sh -c "trap '$1' USR1 USR2"'; exec 3>&2 2>/dev/null; "$@" 2>&3 3>&-; code=$?; [ $code -le 128 ] || sleep 0.5; exit $code' sh)
+        ;;
+    *) [ "$1" = : ] || as_rank=(sh -c "trap '$1' USR1 USR2"'; exec "$@"' sh) ;;
+    esac
+}
+
 # Tells the ranks of the terminal: mpirun stands between it and them, so they cannot see it themselves.
 terminal_environment() {
     export MPITRAIN_TTY=0

@@ -7,7 +7,6 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
 from collectives.diagnosis.dump import RecordOutput, say
@@ -86,6 +85,7 @@ def abort_job(code: int) -> None:
     # A thread of C ends the process if MPI_Abort, which holds the GIL, does not.
     faulthandler.dump_traceback_later(_EXIT_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
     MPI.COMM_WORLD.Abort(code)
+    end_process(code)  # MPICH's may return, and the caller would go on
 
 
 def leave_alone() -> None:
@@ -114,11 +114,20 @@ def let_exits_be_losses() -> None:
     os._exit = leave
 
 
+def begin_abort() -> threading.Thread | None:
+    """Begin to end `Before.others` on this rank alone, in a thread, because it may take long; None if there is nothing to end."""
+    others = Before.others
+    if not others:
+        return None
+    thread = threading.Thread(target=others.end, kwargs={"well": False}, name="collectives-abort", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no thread can start at Python's exit
+        return None
+    return thread
+
+
 def _abort_others() -> None:
     claim()
-    others = Before.others
-    if others:
-        thread = threading.Thread(target=others.end, kwargs={"well": False}, daemon=True)
-        with suppress(RuntimeError):  # no thread can start at Python's exit
-            thread.start()
-            thread.join(_ABORT_S)
+    if (thread := begin_abort()) is not None:
+        thread.join(_ABORT_S)

@@ -4,9 +4,11 @@ A rank that knows of a loss revokes all communicators of the package: MPI then r
 enters them later. That rank revokes its own communicators in turn, so that no rank waits for a rank that has left.
 """
 
+import threading
 import time
 from contextlib import suppress
 
+from collectives.diagnosis.ending import begin_abort
 from collectives.diagnosis.hangs.deadline import Deadline
 from collectives.diagnosis.job import Job, all_ranks, kept
 
@@ -19,6 +21,10 @@ class Known:
 
     since: float | None = None  # by `time.monotonic`; None: no rank was lost
     is_handled = False  # whether the main thread has left its work for the recovery
+    aborting: threading.Thread | None = None  # ends NCCL's communicators
+
+
+_noting = threading.Lock()  # the main thread and the monitor may both find a loss
 
 
 def is_known() -> bool:
@@ -31,9 +37,14 @@ def is_known() -> bool:
 
 
 def note() -> None:
-    """Note that a rank was lost, and interrupt the waits of all ranks."""
-    if Known.since is None:
-        Known.since, Known.is_handled = time.monotonic(), False
+    """Note that a rank was lost, and interrupt the waits of all ranks.
+
+    NCCL's kernels wait for the lost rank too. The host, which waits for them in its array library, goes on when they are aborted.
+    """
+    with _noting:
+        if Known.since is None:
+            Known.since, Known.is_handled = time.monotonic(), False
+            Known.aborting = begin_abort()
     revoke_all()
 
 
@@ -48,8 +59,10 @@ def revoke_all() -> None:
 
 
 def begin_recovery() -> None:
-    """The main thread has left its work, and will wait for the other ranks."""
+    """The main thread has left its work, and will wait for the other ranks. NCCL's communicators end first."""
     note()
+    if Known.aborting is not None:
+        Known.aborting.join()  # the monitor ends this process if it takes longer than the deadline
     Known.is_handled = True
 
 

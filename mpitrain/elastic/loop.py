@@ -12,7 +12,8 @@ from torch import nn
 
 import collectives
 from collectives import Communicator, recovery
-from mpitrain.elastic.copies.files import newest_epoch, remove_copies
+from mpitrain.elastic.copies.files import newest_epoch
+from mpitrain.elastic.copies.holding import hold, remove_all
 from mpitrain.elastic.copies.restoring import find_state
 from mpitrain.elastic.copies.taking import Copies
 from mpitrain.elastic.layout import Layout
@@ -77,12 +78,14 @@ def run(
             print(f"elastic.run: a lost rank ends this job, because {obstacle}", file=sys.stderr, flush=True)
         train(build(comm))
         return
-    copies_of = comm.broadcast_object(_id_of(name))
+    run_id = comm.broadcast_object(_id_of(name))
 
     def attempt(ranks: Communicator, layout: Layout, recovered: Recovered | None) -> None:
         state = build(ranks)
-        found = find_state(ranks, copies_of)
+        hold(run_id)
+        found = find_state(ranks, run_id)
         if found is not None:
+            found.remove_others()
             meta = weights.load(found, state.model, state.optimizer)
             state.step = meta["step"]
             if state.data is not None:
@@ -91,8 +94,8 @@ def run(
             lost = f"lost {', '.join(map(str, recovered.lost))}: " if recovered is not None else ""
             many = "ranks go" if ranks.size > 1 else "rank goes"
             print(f"{lost}{ranks.size} {many} on from step {state.step}", flush=True)
-        epoch = 1 + max(ranks.all_gather_object(newest_epoch(copies_of)))
-        copies = Copies(ranks, copies_of, epoch)
+        epoch = 1 + max(ranks.all_gather_object(newest_epoch(run_id)))
+        copies = Copies(ranks, run_id, epoch)
 
         def after_step(state: State) -> None:
             if state.step % every == 0:
@@ -114,7 +117,7 @@ def run(
 
     survive(attempt, comm, axes=axes or {}, min_ranks=min_ranks)
     if collectives.world().node.rank == 0:
-        remove_copies(copies_of)
+        remove_all(run_id)
 
 
 def _id_of(name: str | None) -> str:

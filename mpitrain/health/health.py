@@ -57,7 +57,7 @@ class Health:
 
     `data`: the ranks that share a global batch. `seed_of`: ranks with the same number draw the same random numbers. `work`: ranks with
     equal values do the same work on their rows. `numbers`: what else all ranks must have alike, as text. `sources`: where good states
-    are, the best first; a list that the caller may change.
+    are; a list that the caller may change.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class Health:
         self.sources: list[GoodStates] = []
         self.reached: dict[int, float] = {}
         """The steps whose states this job has saved, or begun from, each with the time at which it was there."""
+        self._copied: dict[int, float] = {}  # the same for copies in node memory
         self._rewinds = 0
         self._bad_since: int | None = None  # the first of the last steps, all of which were not taken
         self._dead_end: int | None = None  # the state to which the run went back, and from which it has taken no step
@@ -245,6 +246,11 @@ class Health:
             return None
         return Bad(step if self._bad_since is None else self._bad_since, step, why)
 
+    @property
+    def is_at_dead_end(self) -> bool:
+        """Whether the run has taken no step since it went back: the next rewind passes over the state to which it went back."""
+        return self._dead_end is not None
+
     def go_back(self, bad: Bad) -> int | None:
         """Put back the last good state, and leave out the data of the bad steps. Returns the state's number of steps; None without one.
 
@@ -257,16 +263,17 @@ class Health:
         found = restore(self.sources, bad.last + 1 if self._dead_end is None else self._dead_end)
         if found is None:
             return None
-        step = found.step
+        step = found
         self._batches.leave_out([*before.get("left_out", ()), samples])
         self._rewinds = max(self._rewinds, before.get("rewinds", 0)) + 1
         self._bad_since, self._dead_end = None, step
         self._times.clear()
         self._stragglers.forget()
+        now = time.perf_counter()
+        cost_s = now - (max(self.reached.get(step, 0.0), self._copied.get(step, 0.0)) or began)
+        self._copied.clear()
         for later in [each for each in self.reached if each > step]:
             del self.reached[later]
-        now = time.perf_counter()
-        cost_s = now - self.reached.get(step, began)
         self.begin(step)
         of, why = f"{self._rewinds} of {self._train.max_rewinds}", bad.why.partition("; ")[0]
         self._reports.tell(
@@ -281,6 +288,10 @@ class Health:
     def saved(self, step: int) -> None:
         """The state after `step` steps is being saved."""
         self.reached[step] = time.perf_counter()
+
+    def copied(self, step: int) -> None:
+        """The state after `step` steps was copied to node memory."""
+        self._copied[step] = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, the same on all ranks, for the `meta` of a checkpoint. Empty while the run is as usual."""

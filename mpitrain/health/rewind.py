@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import ckpt
 from ckpt.storage.catalog import step_of
@@ -11,13 +11,13 @@ from mpitrain.rank0 import on_rank0
 
 
 class GoodStates(Protocol):
-    """States of the run that were good: checkpoints, copies in node memory."""
+    """States of the run that were good: checkpoints, copies in node memory. All methods are collective."""
 
-    def restore(self, below: int) -> int | None:
-        """Put back the newest state of fewer than `below` steps, with its data position and its generators. Collective.
+    def newest(self, below: int) -> int | None:
+        """The number of steps of the newest state that has fewer than `below`; None, on all ranks, if there is no such state."""
 
-        Returns its number of steps; None, on all ranks, if there is no such state. Then nothing has changed.
-        """
+    def restore(self, below: int) -> None:
+        """Put back the state that `newest` has found, with its data position and its generators."""
 
 
 class StatesOnDisk:
@@ -39,14 +39,18 @@ class StatesOnDisk:
     ) -> None:
         self._comm, self._folder, self._load, self._saved, self._start = comm, folder, load, saved, start
 
-    def restore(self, below: int) -> int | None:
+    def newest(self, below: int) -> int | None:
+        found = self._find(below)
+        return None if found is None else found[1]
+
+    def restore(self, below: int) -> None:
+        found = self._find(below)
+        assert found is not None
+        self._load(found[0])
+
+    def _find(self, below: int) -> tuple[Path | ckpt.Url, int] | None:
         ckpt.wait()  # for a save in the background, whose checkpoint may be the newest
-        found = on_rank0(self._comm, lambda: self._newest(below))
-        if found is None:
-            return None
-        path, step = found
-        self._load(path)
-        return step
+        return on_rank0(self._comm, lambda: self._newest(below))
 
     def _newest(self, below: int) -> tuple[Path | ckpt.Url, int] | None:
         found: dict[int, Path | ckpt.Url] = {}
@@ -66,23 +70,23 @@ class InitialState:
     def __init__(self, begin: Callable[[], object]) -> None:
         self._begin = begin
 
-    def restore(self, below: int) -> int | None:
-        if below <= 0:
-            return None
+    def newest(self, below: int) -> int | None:
+        return 0 if below > 0 else None
+
+    def restore(self, below: int) -> None:
         self._begin()
-        return 0
 
 
-class Rewind(NamedTuple):
-    """A run has gone back: to the state after `step` steps, which source number `source` had."""
+def restore(sources: Sequence[GoodStates], below: int) -> int | None:
+    """Put back the newest state of all sources; of the first source, if several have it. Collective.
 
-    step: int
-    source: int
-
-
-def restore(sources: Sequence[GoodStates], below: int) -> Rewind | None:
-    """Put back a state of the first source that has one; None if none has. Collective."""
-    for number, source in enumerate(sources):
-        if (step := source.restore(below)) is not None:
-            return Rewind(step, number)
-    return None
+    Returns its number of steps; None if there is none. Then nothing has changed.
+    """
+    newest: dict[int, GoodStates] = {}
+    for source in sources:
+        if (step := source.newest(below)) is not None:
+            newest.setdefault(step, source)
+    if not newest:
+        return None
+    newest[max(newest)].restore(below)
+    return max(newest)

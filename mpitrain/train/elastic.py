@@ -3,10 +3,14 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 
+import collectives
 from collectives import Communicator
 from mpitrain.config import Config
+from mpitrain.elastic.copies.holding import remove_all
 from mpitrain.elastic.layout import Layout
+from mpitrain.elastic.lease import read_lease
 from mpitrain.elastic.survive import Recovered, survive
 from mpitrain.train.endurance import Lasting
 from mpitrain.train.trainer import Trainer
@@ -31,6 +35,9 @@ def train(config: Config, comm: Communicator, building: Callable[[], AbstractCon
     axes = {"pp": parallel.pipeline, "tp": parallel.tensor, "dp_replicate": parallel.copies}
     batches = config.train.batch // config.train.accumulate
     survive(attempt, comm, axes=axes, batches=batches, min_ranks=config.train.min_ranks)
+    # The run has ended with a checkpoint. A node whose ranks had no work at the end may have copies from before.
+    if collectives.world().node.rank == 0 and (lease := read_lease(Path(config.run))) is not None:
+        remove_all(lease.run)
 
 
 def _settings(config: Config, layout: Layout, *, has_begun: bool) -> Config:

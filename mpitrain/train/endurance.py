@@ -13,10 +13,10 @@ from collectives.bench.units import show_bytes
 from mpitrain.config import Config
 from mpitrain.data.loading import Corpus
 from mpitrain.elastic import marks
-from mpitrain.elastic.copies.files import remove_copies
+from mpitrain.elastic.copies.holding import hold, remove_all
 from mpitrain.elastic.copies.restoring import NodeCopies, find_state
 from mpitrain.elastic.copies.taking import Copies
-from mpitrain.elastic.lease import Lease
+from mpitrain.elastic.lease import Lease, read_lease
 from mpitrain.elastic.survive import Recovered
 from mpitrain.rank0 import on_rank0
 from mpitrain.train.run import Run
@@ -54,6 +54,7 @@ class Endurance:
         self._copies: Copies | None = None
         self._restored_from = ""
         self._begun = 0.0
+        self._first_epoch = 0  # of the copies from which this attempt has begun, else of its own
 
     def find(self, lease: int, step: int) -> NodeCopies | None:
         """The copies of the state from which the run continues; None if the first checkpoint is newer, or there are none.
@@ -62,15 +63,12 @@ class Endurance:
         """
         self._raise_lease()
         assert self._lease is not None
-        own = os.environ.get(marks.LEASE_VARIABLE)
-        if self._config.resume != "auto" and own is None:
-            return None
-        found = find_state(self._comm, self._lease.run)
-        if found is not None and self._config.resume != "auto" and found.epoch <= int(own or 0):
-            found = None  # the user has asked for another state; only later launches of the same supervisor go on from copies
-        # After a rewind, a later state has fewer steps. A job that was not elastic has no lease.
-        if found is not None and (found.epoch if lease else 0, found.step) < (lease, step):
-            found = None
+        hold(self._lease.run)
+        found = _newer_copies(self._comm, self._config, self._lease.run, lease, step)
+        self._first_epoch = self._lease.number
+        if found is not None:
+            found.remove_others()
+            self._first_epoch = found.epoch
         return found
 
     def begin(self, source: str) -> None:
@@ -81,6 +79,7 @@ class Endurance:
             self._remove(earlier.run)
             self._raise_lease()
         assert self._lease is not None
+        hold(self._lease.run)
         self._lasting.has_begun = True
         if self._config.train.copy_every:
             self._copies = Copies(self._comm, self._lease.run, self._lease.number)
@@ -96,8 +95,14 @@ class Endurance:
             cost_s = round(recovered.seconds, 3)
             self._write("shrink", cost_s=cost_s, ranks=layout.num_used, idle=layout.num_idle, layout=axes)
 
-    def after_step(self, step: int, collect: Callable[[], Collected]) -> None:
-        """Copy the state, if it is time, and report the end of a recovery after its first step."""
+    def find_good(self, below: int) -> NodeCopies | None:
+        """The newest copies of this attempt, or those from which it has begun, with fewer than `below` steps."""
+        if self._copies is None or self._lease is None:
+            return None
+        return find_state(self._comm, self._lease.run, from_epoch=self._first_epoch, below=below)
+
+    def after_step(self, step: int, collect: Callable[[], Collected]) -> bool:
+        """Copy the state, if it is time, and report the end of a recovery after its first step. Returns whether there is a copy."""
         if (recovered := self._lasting.recovered) is not None:
             self._lasting.recovered = None
             cost_s = time.monotonic() - recovered.noticed
@@ -105,12 +110,14 @@ class Endurance:
                 self._write("restore", cost_s=round(cost_s, 3), step=step, source=self._restored_from)
             self._say(f"step {step} is done {cost_s:.1f} s after the loss was noticed")
         if self._copies is None:
-            return
+            return False
         if not self._copies.is_prepared:  # not before the first step, which makes the state of the optimizer
             state = collect()
             self._copies.prepare(state.tensors, state.meta)
-        if step % self._config.train.copy_every == 0:
-            self._take(step, collect)
+        if step % self._config.train.copy_every:
+            return False
+        self._take(step, collect)
+        return self._copies is not None
 
     def _take(self, step: int, collect: Callable[[], Collected]) -> None:
         assert self._copies is not None
@@ -128,6 +135,7 @@ class Endurance:
         assert self._lease is not None
         if self._copies is not None:
             self._copies.close(remove=True)
+            self._first_epoch = self._lease.number
             self._copies = Copies(self._comm, self._lease.run, self._lease.number)
             self._take(step, collect)
 
@@ -175,5 +183,67 @@ class Endurance:
         self._lease = on_rank0(self._comm, self._run.take_lease)
 
     def _remove(self, run: str) -> None:
-        if self._comm.node.rank == 0:
-            remove_copies(run)
+        _remove(self._comm, run)
+
+
+class StatesInMemory:
+    """The copies in node memory, as good states for rewinds. `load`: puts back the state of a source, on all ranks together."""
+
+    def __init__(self, endurance: Endurance, load: Callable[[NodeCopies], object]) -> None:
+        self._endurance, self._load = endurance, load
+        self._found: NodeCopies | None = None
+
+    def newest(self, below: int) -> int | None:
+        self._found = self._endurance.find_good(below)
+        return None if self._found is None else self._found.step
+
+    def restore(self, below: int) -> None:
+        found, self._found = self._found, None  # else the memory of removed copies would stay
+        assert found is not None
+        self._load(found)
+
+
+class Inheritance:
+    """The copies that an elastic job has left to a job of the same run that is not elastic. All methods are collective.
+
+    The job begins with their state, saves it as a checkpoint, and removes them.
+    """
+
+    def __init__(self, config: Config, comm: Communicator, run: Run) -> None:
+        """The run must hold its folder's lock."""
+        self._config, self._comm = config, comm
+        lease = on_rank0(comm, lambda: read_lease(run.folder))
+        self._run = None if lease is None else lease.run
+        if self._run is not None:
+            hold(self._run)
+
+    def find(self, lease: int, step: int) -> NodeCopies | None:
+        """As `Endurance.find`."""
+        return None if self._run is None else _newer_copies(self._comm, self._config, self._run, lease, step)
+
+    def remove(self) -> None:
+        """Remove the copies, also those of a run that was moved aside."""
+        if self._run is not None:
+            _remove(self._comm, self._run)
+            self._run = None
+
+
+def _newer_copies(comm: Communicator, config: Config, run: str, lease: int, step: int) -> NodeCopies | None:
+    """The copies of a run, if it is to go on from its newest state, and they are newer than the checkpoint with this lease and step."""
+    own = os.environ.get(marks.LEASE_VARIABLE)
+    if config.resume != "auto" and own is None:
+        return None
+    found = find_state(comm, run)
+    if found is not None and config.resume != "auto" and found.epoch <= int(own or 0):
+        return (
+            None  # the user has asked for another state; only later launches of the same supervisor go on from copies
+        )
+    # After a rewind, a later state has fewer steps. A job that was not elastic has no lease.
+    if found is not None and (found.epoch if lease else 0, found.step) < (lease, step):
+        return None
+    return found
+
+
+def _remove(comm: Communicator, run: str) -> None:
+    if comm.node.rank == 0:
+        remove_all(run)

@@ -27,7 +27,7 @@ from mpitrain.parts import part_of
 from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states, saving, stop
 from mpitrain.train.batches import RankBatches
-from mpitrain.train.endurance import Endurance, Lasting
+from mpitrain.train.endurance import Endurance, Inheritance, Lasting, StatesInMemory
 from mpitrain.train.hardware import Hardware, matmul_flops_per_s, take_hardware
 from mpitrain.train.lr import learning_rate
 from mpitrain.train.metrics import MetricsFile, StepMetrics, Terminal, is_evaluated, memory_bytes
@@ -98,6 +98,7 @@ class Trainer:
             self.marks.alive("recovering", self.step)
         self._own_comm_s = 0.0
         self._endurance: Endurance | None = None
+        self._inheritance: Inheritance | None = None  # of a job that is not elastic
         self._source = ""
         self._start_step = 0  # of the first checkpoint
         self._is_in_copies_alone = False  # the first state, so that a checkpoint of it must be saved
@@ -275,6 +276,7 @@ class Trainer:
     def _go_back(self, bad: Bad, error: BaseException) -> None:
         """Continue from the last good state, without the data of the bad steps. FloatingPointError without a good state."""
         self.optimizer.zero_grad(set_to_none=True)
+        passes_over = self.health.is_at_dead_end
         step = self.health.go_back(bad)
         with self.comm.together():
             if step is None:
@@ -284,6 +286,8 @@ class Trainer:
                 self.metrics = MetricsFile(self.run.metrics, steps_done=step)
         if self._endurance is not None:
             self._endurance.went_back(self.step, self._collected)
+        if passes_over:
+            self.save()  # else a crash would lead back to the newest checkpoint, which the run has passed over
 
     # The whole run
 
@@ -321,12 +325,16 @@ class Trainer:
     def _restore(self) -> None:
         """Load the state from which the run continues, or set the initial values, and print the heading."""
         lasting = self._lasting
-        copies = None
-        if lasting is not None and not self.config.train.eval_only:
-            self._endurance = Endurance(self.config, self.comm, self.run, lasting, self._say)
+        copies, step = None, 0
+        if not self.config.train.eval_only:
             lease, step = on_rank0(self.comm, lambda: saving.lease_and_step_in(self.start))
-            copies = self._endurance.find(lease, step)
-            self._is_in_copies_alone = copies is not None and copies.step > step
+            if lasting is not None:
+                self._endurance = Endurance(self.config, self.comm, self.run, lasting, self._say)
+                copies = self._endurance.find(lease, step)
+            else:
+                self._inheritance = Inheritance(self.config, self.comm, self.run)
+                copies = self._inheritance.find(lease, step)
+            self._is_in_copies_alone = copies is not None and (copies.step > step or lasting is None)
         if copies is not None:
             self.beginning = f"goes on from {copies}"
         is_recovery = lasting is not None and lasting.recovered is not None
@@ -357,6 +365,8 @@ class Trainer:
             )
             if self._endurance is not None:
                 self._endurance.end()
+            if self._inheritance is not None:
+                self._inheritance.remove()
             return False
         is_recovery = self._lasting is not None and self._lasting.recovered is not None
         with self.comm.together():
@@ -417,8 +427,14 @@ class Trainer:
         ]
         if start is None:
             self.health.sources.append(InitialState(self._start_over))
-        if self.step == config.train.steps and self._is_in_copies_alone:
+        if self._endurance is not None:
+            self.health.sources.insert(
+                0, StatesInMemory(self._endurance, lambda copies: self._take(copies, self.optimizer))
+            )
+        if self._is_in_copies_alone and (self.step == config.train.steps or self._lasting is None):
             self._save_last()
+        if self._inheritance is not None:
+            self._inheritance.remove()
         self.marks.alive("training", self.step)
         while self.step < config.train.steps and not stopped:
             try:
@@ -433,8 +449,8 @@ class Trainer:
                 terminal.step(metrics)
             if self._evaluation_due() and not stopped:
                 self._evaluate_and_report()
-            if self._endurance is not None:
-                self._endurance.after_step(self.step, self._collected)
+            if self._endurance is not None and self._endurance.after_step(self.step, self._collected):
+                self.health.copied(self.step)
             last = self.step == config.train.steps
             if stopped or last:
                 self._save_last()

@@ -10,6 +10,7 @@ import torch
 
 from collectives import Communicator
 from mpitrain.config import parse
+from mpitrain.train.endurance import Lasting
 from mpitrain.train.trainer import Trainer
 
 SETTINGS = """
@@ -33,7 +34,8 @@ def maker(comm: Communicator, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def make(run: str, steps: int, *args: str) -> Trainer:
         paths = ["--data.path", str(folder / "text"), "--run", str(folder / run)]
-        return Trainer(parse([*SETTINGS.split(), *paths, "--train.steps", str(steps), *args]), comm)
+        config = parse([*SETTINGS.split(), *paths, "--train.steps", str(steps), *args])
+        return Trainer(config, comm, Lasting(job=run) if config.train.elastic else None)
 
     return make
 

@@ -2,6 +2,7 @@
 
     mpitrain-copy-UID-RUN-EPOCH-RANK.GENERATION     a rank's own copy
     mpitrain-copy-UID-RUN-EPOCH-RANKp.GENERATION    the copy for a rank of another node
+    mpitrain-copy-UID-RUN-held                      see holding.py
 
 RUN names the run, EPOCH the set of ranks: each launch and each loss begins a new one. The ranks use two generations in turn: one is
 complete while the other is written. A file holds the word "complete" only while its contents are whole:
@@ -18,7 +19,7 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,10 +187,10 @@ def open_data(path: Path) -> np.ndarray:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[_DATA_AT:]
 
 
-def remove_copies(run: str, *, before_epoch: float = float("inf")) -> None:
-    """Remove a run's copies of earlier epochs from this node."""
+def remove_copies(run: str, *, before_epoch: float = float("inf"), but: Container[str] = ()) -> None:
+    """Remove a run's copies of earlier epochs from this node, without the files with the paths `but`."""
     for path, epoch in _epochs(run):
-        if epoch < before_epoch:
+        if epoch < before_epoch and str(path) not in but:
             with suppress(FileNotFoundError, PermissionError, IsADirectoryError):
                 path.unlink()
 
@@ -197,6 +198,11 @@ def remove_copies(run: str, *, before_epoch: float = float("inf")) -> None:
 def newest_epoch(run: str) -> int:
     """The last epoch of which this node has copies of a run, also incomplete ones; 0 without copies."""
     return max((epoch for _, epoch in _epochs(run)), default=0)
+
+
+def oldest_epoch(run: str) -> float:
+    """The first epoch of which this node has copies of a run, also incomplete ones; infinity without copies."""
+    return min((epoch for _, epoch in _epochs(run)), default=float("inf"))
 
 
 def _epochs(run: str) -> Iterator[tuple[Path, int]]:

@@ -3,6 +3,7 @@
 A rank reads the copies of its own node directly. A box that lies only on other nodes comes in one message from a rank there.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from ckpt.format.boxes import Box
 from ckpt.tensors import inspect
 from collectives import Communicator
 from collectives.arrays.dtypes import DTYPES
-from mpitrain.elastic.copies.files import Header, Part, StateKey, complete_copies, open_data
+from mpitrain.elastic.copies.files import Header, Part, StateKey, complete_copies, open_data, remove_copies
 
 
 class _Entry(NamedTuple):
@@ -37,10 +38,10 @@ class Entries(dict[str, _Entry]):
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy, with the files that hold it, by node."""
+    """A copy, with the files that hold it, by node. With several nodes one may have two: a rank's own, and the one for its partner."""
 
     header: Header
-    paths: dict[int, Any]
+    paths: dict[int, list[str]]
 
 
 class _Need(NamedTuple):
@@ -52,8 +53,11 @@ class _Need(NamedTuple):
     target: int
 
 
-def find_state(comm: Communicator, run: str) -> "NodeCopies | None":
-    """The newest state of a run of which the nodes of `comm` have all copies, or None. Collective."""
+def find_state(comm: Communicator, run: str, *, from_epoch: int = 0, below: float = math.inf) -> "NodeCopies | None":
+    """The newest state of a run of which the nodes of `comm` have all copies, or None. Collective.
+
+    `from_epoch`: the state is of this epoch or a later one. `below`: it has fewer steps than this.
+    """
     by_rank = {rank: number for number, ranks in enumerate(comm.nodes) for rank in ranks}
     node_of = [by_rank[rank] for rank in range(comm.size)]
     here = [(str(path), header) for path, header in complete_copies(run)] if comm.node.rank == 0 else []
@@ -62,17 +66,21 @@ def find_state(comm: Communicator, run: str) -> "NodeCopies | None":
         for path, data in found:
             header = msgspec.json.decode(data, type=Header)
             copies = states.setdefault(header.state, {})
-            copies.setdefault(header.rank, _Copy(header, {})).paths.setdefault(node_of[rank], path)
-    whole = [key for key, copies in states.items() if len(copies) == key.size]
-    return NodeCopies(comm, states[max(whole)], node_of) if whole else None
+            copies.setdefault(header.rank, _Copy(header, {})).paths.setdefault(node_of[rank], []).append(path)
+    whole = [
+        key
+        for key, copies in states.items()
+        if len(copies) == key.size and key.epoch >= from_epoch and key.step < below
+    ]
+    return NodeCopies(comm, run, states[max(whole)], node_of) if whole else None
 
 
 class NodeCopies:
     """A state in node memory, as a Source of `weights.state.load`."""
 
-    def __init__(self, comm: Communicator, copies: dict[int, _Copy], node_of: list[int]) -> None:
+    def __init__(self, comm: Communicator, run: str, copies: dict[int, _Copy], node_of: list[int]) -> None:
         """`copies`: by rank of the job that took them. `node_of`: the node of each rank of `comm`."""
-        self._comm, self._copies, self._node_of = comm, copies, node_of
+        self._comm, self._run, self._copies, self._node_of = comm, run, copies, node_of
         first = copies[0].header
         self.epoch, self.step, self.meta = first.epoch, first.step, first.meta
         self._parts: dict[str, list[tuple[int, Part]]] = {}
@@ -83,6 +91,18 @@ class NodeCopies:
 
     def __str__(self) -> str:
         return f"the copies of step {self.step} in node memory"
+
+    def remove_others(self) -> None:
+        """Make room for the next copies: remove the run's other copies, where this state alone is as safe as with them. Collective.
+
+        It is not, if the loss of one more node may take a copy whose only other one is on its way to a partner. Then they stay until
+        the run has its second new copy.
+        """
+        is_safe = self._comm.num_nodes == 1 or all(len(copy.paths) > 1 for copy in self._copies.values())
+        if is_safe and self._comm.node.rank == 0:
+            node = self._node_of[self._comm.rank]
+            mine = {path for copy in self._copies.values() for path in copy.paths.get(node, ())}
+            remove_copies(self._run, but=mine)
 
     def entries(self) -> Any:
         found = {name: _Entry(name, parts[0][1].full, parts[0][1].dtype) for name, parts in self._parts.items()}
@@ -130,7 +150,7 @@ class NodeCopies:
 
     def _elements(self, need: _Need) -> np.ndarray:
         """The elements from a copy on this node."""
-        path = self._copies[need.source].paths[self._node_of[self._comm.rank]]
+        path = self._copies[need.source].paths[self._node_of[self._comm.rank]][0]
         data = self._open.get(need.source)
         if data is None:
             data = self._open[need.source] = open_data(Path(path))

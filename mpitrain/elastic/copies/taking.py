@@ -11,7 +11,7 @@ import msgspec
 
 from ckpt.tensors import inspect
 from collectives import Communicator
-from mpitrain.elastic.copies.files import CopyFile, Header, parts_of, path_of, remove_copies
+from mpitrain.elastic.copies.files import CopyFile, Header, oldest_epoch, parts_of, path_of, remove_copies
 from mpitrain.elastic.copies.partners import Partners
 
 _NUM_GENERATIONS = 2
@@ -43,14 +43,18 @@ class Copies:
         return 0 if self._partners is None else self._partners.num_bytes
 
     def prepare(self, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """Begin to reserve the memory for states like this one, in a thread, because this takes several times as long as a copy."""
+        """Begin to reserve the memory for states like this one, in a thread, because this takes several times as long as a copy.
+
+        Where copies of an earlier epoch take memory, this is the memory of one generation. The second copy makes the other one, when
+        the earlier copies are gone.
+        """
         self.is_prepared = True
         _, _, nbytes = parts_of(inspect(tensors), whole=self._comm.rank == 0)
         header_bytes = len(msgspec.json.encode(meta)) + _HEADER_BYTES * len(tensors)
 
         def make() -> None:
             try:
-                for generation in range(_NUM_GENERATIONS):
+                for generation in range(self._num_at_once()):
                     self._files[generation] = file = CopyFile(self._path(generation), nbytes, header_bytes)
                     file.data(nbytes)[:: mmap.PAGESIZE] = 0  # the first touch of a page takes longer than a copy of it
             except OSError as error:
@@ -74,7 +78,15 @@ class Copies:
         with self._comm.together("copies of the state in node memory"):
             if self._partners is not None:
                 self._partners.wait()
-            file = self._file(generation, nbytes, len(header))
+            if self._num_taken != 1:
+                file = self._file(generation, nbytes, len(header))
+        if self._num_taken == 1:
+            # All ranks, and their partners, have completed the first copy of this epoch: the copies before it are of no use.
+            with self._comm.together("copies of the state in node memory"):
+                if self._comm.node.rank == 0:
+                    remove_copies(self._run, before_epoch=self._epoch)
+            with self._comm.together("copies of the state in node memory"):
+                file = self._file(generation, nbytes, len(header))
         file.begin()
         data = file.data(nbytes)
         for part, array in zip(parts, arrays, strict=True):
@@ -84,12 +96,6 @@ class Copies:
         if self._partners is not None:
             self._partners.send(generation, header, data)
         self._num_taken += 1
-        if self._num_taken == _NUM_GENERATIONS and self._comm.node.rank == 0:
-            # All ranks have completed the first copy of this epoch, because they have agreed above. In a thread, because the kernel
-            # frees a gigabyte in 0.2 s.
-            threading.Thread(
-                target=remove_copies, args=(self._run,), kwargs={"before_epoch": self._epoch}, daemon=True
-            ).start()
         self.seconds += time.perf_counter() - began
 
     def _end_making(self) -> None:
@@ -109,7 +115,8 @@ class Copies:
             if file is not None:
                 file.remove() if remove else file.close()
         if remove and self._comm.node.rank == 0:
-            remove_copies(self._run)
+            # No later ones: another rank may be making them already.
+            remove_copies(self._run, before_epoch=self._epoch + 1)
 
     def abandon(self) -> None:
         """End the copies after a loss of ranks, or an error of this rank. The files stay. Not collective."""
@@ -120,10 +127,10 @@ class Copies:
                 file.close()
 
     def _file(self, generation: int, nbytes: int, header_bytes: int) -> CopyFile:
-        """The file of a generation. The first copy makes both, so that a full node memory is found at once."""
+        """The file of a generation. The first copy makes both if it can, so that a full node memory is found at once."""
         if self._num_taken == 0:
             self._end_making()
-            for each in range(_NUM_GENERATIONS):
+            for each in range(self._num_at_once()):
                 if self._files[each] is None:
                     self._files[each] = CopyFile(self._path(each), nbytes, header_bytes)
         file = self._files[generation]
@@ -132,6 +139,10 @@ class Copies:
                 file.remove()
             file = self._files[generation] = CopyFile(self._path(generation), nbytes, header_bytes)
         return file
+
+    def _num_at_once(self) -> int:
+        """The number of generations that this epoch may have on this node before its second copy."""
+        return 1 if oldest_epoch(self._run) < self._epoch else _NUM_GENERATIONS
 
     def _path(self, generation: int) -> Any:
         return path_of(self._run, self._epoch, self._comm.rank, generation)

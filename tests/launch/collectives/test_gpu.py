@@ -1,10 +1,11 @@
 """Jobs whose NCCL is a model (tests/helpers/device_model.py): how GPUs are connected and how NCCL ends, in real processes."""
 
 import re
+from collections.abc import Sequence
 
 import pytest
 from extent import extent
-from launching import ROOT, Result, launch, without_names
+from launching import ROOT, Result, is_open_mpi, launch, without_names
 
 HEADER = """
 import logging, os, sys, time
@@ -13,6 +14,7 @@ comm = collectives.world()
 from device_model import ModelBinding, ModelCommunicator, ModelCupyKernels
 from gpu_rig import INDEX, OnGpu
 from mpi4py import MPI
+from collectives.diagnosis import job
 from collectives.transports.gpu import cuda
 from collectives.transports.gpu import device
 from collectives.transports.gpu import watch
@@ -34,7 +36,7 @@ class Told(ModelCommunicator):
 
 class Binding(ModelBinding):
     def communicator(self, size, unique_id, rank):
-        self.communicators.append(Told(self, MPI.COMM_WORLD, size, rank))
+        self.communicators.append(Told(self, job.all_ranks(), size, rank))
         return self.communicators[-1]
 
 model, kernels = Binding(INDEX), ModelCupyKernels(INDEX)
@@ -49,9 +51,9 @@ def full(value):
 """
 
 
-def job(script: str, num_ranks: int = 2, **env: str) -> Result:
+def job(script: str, num_ranks: int = 2, options: Sequence[str] = (), **env: str) -> Result:
     env = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/helpers", **env}
-    return launch(num_ranks, "-c", HEADER + script, cwd=ROOT, env=env, timeout_s=60)
+    return launch(num_ranks, "-c", HEADER + script, options=options, cwd=ROOT, env=env, timeout_s=60)
 
 
 def said(result: Result) -> list[str]:
@@ -177,6 +179,52 @@ time.sleep(0.5 * comm.rank)
     )
     assert result.returncode == 0, str(result)
     assert said(result) == ["rank 0: destroyed", "rank 1: destroyed"], str(result)
+
+
+@pytest.mark.skipif(not is_open_mpi(), reason="ULFM is a part of Open MPI")
+def test_after_a_loss_the_communicators_are_aborted_and_made_again() -> None:
+    """The host waits for a stream whose kernel waits for the lost rank, in no call of this library: an abort lets it go on."""
+    script = """
+import signal
+from collectives import recovery
+from collectives.transports.gpu.nccl_queue import NcclError
+
+recovery.survive_losses()
+comm.all_reduce(full(comm.rank))
+model.drain()
+comm.barrier()
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+work = comm.all_reduce(full(1), async_op=True)
+(old,) = model.communicators
+end = time.monotonic() + 10
+while not old.ended:
+    assert time.monotonic() < end, "the kernel was not aborted"
+    time.sleep(0.01)
+assert recovery.ranks_were_lost()
+for call in (work.wait, lambda: comm.all_reduce(full(1))):
+    try:
+        call()
+    except (NcclError, MPI.Exception) as error:
+        say(f"SAW {type(error).__name__}")
+del work, call
+comm = recovery.recover()
+for _ in range(2):
+    x = full(comm.rank + 1)
+    comm.all_reduce(x)
+    model.drain()
+    assert x.values.tolist() == [3] * 4
+say(f"SAW {len(model.communicators)} communicators, {model.communicators[1].calls}")
+assert recovery.all_are_done()
+"""
+    result = job(script, 3, options=["--with-ft", "ulfm"])
+    assert result.returncode == 0, str(result)
+    assert said(result) == [
+        *["SAW 2 communicators, ['allReduce', 'allReduce']"] * 2,
+        *["SAW NcclError"] * 4,
+        *["rank 0: aborted", "rank 0: destroyed"],
+        *["rank 1: destroyed", "rank 2: aborted"],
+    ], str(result)
 
 
 def test_a_graph_that_lives_to_the_end_keeps_its_communicator() -> None:

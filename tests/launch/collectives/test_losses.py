@@ -29,15 +29,23 @@ ENDS_S = 10.0  # after a failure
 
 
 def command(mpi: str, num_ranks: int, script: str) -> tuple[list[str], dict[str, str]]:
-    """A job's command line, and what it adds to the environment. `mpi`: openmpi or mpich."""
+    """A job's command line, and what it adds to the environment. `mpi`: openmpi, mpich, or mpich as mpirun/train starts it."""
     mpirun, settings = job_environment(num_ranks)
-    if mpi == "mpich":
+    if mpi.startswith("mpich"):
         if not (MPICH / "bin/mpirun").exists():
             pytest.skip("PyPI's MPICH is not installed")
         mpirun, settings = str(MPICH / "bin/mpirun"), {**settings, "MPI4PY_LIBMPI": str(MPICH / "lib/libmpi.so.12")}
     elif not is_open_mpi():
         pytest.skip("needs Open MPI")
-    return [mpirun, "-np", str(num_ranks), sys.executable, "-c", HEADER + script], settings
+    before = rank_words(mpirun) if "train" in mpi else []
+    return [mpirun, "-np", str(num_ranks), *before, sys.executable, "-c", HEADER + script], settings
+
+
+def rank_words(mpirun: str) -> list[str]:
+    """The words that mpirun/train puts before the command of a rank."""
+    script = '. "$1"; mpirun=$2; rank_words ""; printf "%s\\0" "${as_rank[@]}"'
+    line = ["bash", "-c", script, "bash", str(ROOT / "mpirun/lib.sh"), mpirun]
+    return subprocess.run(line, capture_output=True, text=True, check=True, timeout=20).stdout.split("\0")[:-1]
 
 
 def job(mpi: str, num_ranks: int, script: str, **env: str) -> Result:
@@ -61,9 +69,15 @@ BANNERS = "MPI_ABORT was invoked|prterun noticed|prterun has exited|BAD TERMINAT
     [
         ("openmpi", SEGFAULT),
         ("openmpi", ERROR),
-        ("mpich", KILL),
+        ("mpich by mpirun/train", KILL),
         ("mpich", ERROR),
-        *extent([], [("openmpi", KILL), ("openmpi", LATE), ("mpich", SEGFAULT), ("mpich", LATE)]),
+        *extent(
+            [],
+            [
+                *[("openmpi", KILL), ("openmpi", LATE), ("mpich", KILL), ("mpich", SEGFAULT), ("mpich", LATE)],
+                *[("mpich by mpirun/train", end) for end in (SEGFAULT, ERROR, LATE, "os._exit(3)", "sys.exit(3)")],
+            ],
+        ),
     ],
 )
 def test_all_ranks_end_and_the_report_comes_first(mpi: str, end: str, tmp_path: Path) -> None:
@@ -82,6 +96,7 @@ comm.all_reduce({X})
     words = {
         ERROR: r"rank 1 on \S+ \(process \d+\) ends by an uncaught KeyError\n",
         LATE: r"missing: rank 1 on \S+ \(process \d+\) \(is in no operation\)\n",
+        "sys.exit(3)": r"rank 1 on \S+ \(process \d+\) has ended, and ranks 0, 2 wait for it",
     }.get(end, r"rank 1 on \S+ \(process \d+\) has died: its process ended without notice")
     said = re.search(words, result.stderr)
     if mpi == "mpich" and end in (KILL, SEGFAULT):
@@ -187,7 +202,7 @@ def test_each_rank_that_does_not_come_is_named_in_time_on_two_hosts(tmp_path: Pa
 # The launcher dies
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich", *extent([], ["mpich by mpirun/train"])])
 def test_ranks_whose_mpirun_was_killed_end_and_write_nothing(mpi: str, tmp_path: Path) -> None:
     script = """
 open(os.path.join(os.environ["FOLDER"], f"{comm.rank}.pid"), "w").write(str(os.getpid()))

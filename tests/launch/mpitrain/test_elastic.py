@@ -13,6 +13,7 @@ import pytest
 from launching import ROOT, is_open_mpi, job_environment, launch, rank_of, run, session_processes
 from main_job import losses
 
+import ckpt
 from mpitrain.chaos.job import Job
 from mpitrain.elastic.copies.files import prefix, remove_copies
 from mpitrain.elastic.lease import read_lease
@@ -244,6 +245,24 @@ def test_the_example_goes_on_after_a_kill(room: Path) -> None:
     said = re.search(r"lost rank 1 on \S+ \(process \d+\): 1 rank goes on from step (\d+)", result.stdout)
     assert said and int(said[1]) in (10, 20, 30, 40), str(result)
     assert list(room.iterdir()) == []
+
+
+@needs_open_mpi
+def test_a_job_that_is_not_elastic_takes_the_copies_over_into_a_checkpoint(
+    start: Start, undisturbed: Path, corpus: Path
+) -> None:
+    job = start(2)
+    reaches(job, 22)
+    job.kill()
+    assert job.left() == [] and len(copies(job.run)) >= 4
+    result = launch(1, "-m", "mpitrain", "--run", str(job.run), "--data.path", str(corpus), *SETTINGS, timeout_s=60)
+    assert result.returncode == 0, str(result)
+    begins = re.search(r"goes on from the copies of step (\d+) in node memory", result.stdout)
+    assert begins and int(begins[1]) >= 15, str(result)
+    assert copies(job.run) == []
+    saved = [checkpoint.step for checkpoint in ckpt.list_checkpoints(job.run / "checkpoints")]
+    assert saved == [int(begins[1]), STEPS], str(result)
+    np.testing.assert_allclose(losses(job.run), losses(undisturbed), rtol=1e-5, err_msg=str(result))
 
 
 def test_without_ulfm_one_line_says_so_and_the_job_trains(tmp_path: Path, corpus: Path) -> None:

@@ -244,7 +244,61 @@ def test_tensors_that_the_state_lacks_are_an_error(comm: Communicator, run: str)
     copies.close(remove=True)
 
 
+def num_files(comm: Communicator, run: str) -> int:
+    """The number of files of copies on all nodes, the same on all ranks. Each takes its memory whether it is complete or not."""
+    comm.barrier()
+    paths = path_of(run, 1, 0, 0).parent.glob(f"{prefix(run)}*") if comm.node.rank == 0 else ()
+    return sum(comm.all_gather_object(len(list(paths))))
+
+
+@pytest.mark.one_node
+def test_after_a_loss_there_are_never_more_than_two_states(comm: Communicator, run: str) -> None:
+    first = Copies(comm, run, 1)
+    for number in (10, 20):
+        take_rows(first, comm, number)
+    two_states = num_files(comm, run)
+    first.abandon()
+    found = find_state(comm, run)
+    assert found is not None
+    found.remove_others()
+    assert num_files(comm, run) == two_states // 2 and found_in(comm, run) == 20
+    second = Copies(comm, run, 2)
+    second.prepare(rows(comm, 21), {"note": "x" * 21})
+    for number in (21, 22, 23):
+        take_rows(second, comm, number)
+        assert num_files(comm, run) == two_states and found_in(comm, run) == number
+        comm.barrier()
+    second.close(remove=True)
+    assert num_files(comm, run) == 0
+
+
 # Several nodes
+
+
+def test_copies_that_are_on_one_node_alone_keep_the_older_ones(nodes: Communicator, run: str) -> None:
+    """The loss of that node would take the newest state."""
+    comm = nodes
+    copies = Copies(comm, run, 1)
+    for number in (10, 20):
+        take_rows(copies, comm, number)
+    copies.close(remove=False)
+    before = num_files(comm, run)
+    of_partner = next((found.path for found in complete_copies(run) if "p." in found.path.name), None)
+    newest = [found.path for found in complete_copies(run) if found.path.name.endswith("p.1")]
+    assert of_partner is not None and newest
+    comm.barrier()
+    if comm.rank == 0:
+        spoiled = newest[0].read_bytes()
+        newest[0].write_bytes(b"writing." + spoiled[8:])  # the transfer to the partner was under way
+    for is_whole in (False, True):
+        comm.barrier()
+        found = find_state(comm, run)
+        assert found is not None and found.step == 20
+        found.remove_others()
+        assert num_files(comm, run) == (before // 2 if is_whole else before)
+        if comm.rank == 0 and not is_whole:
+            newest[0].write_bytes(spoiled)
+    assert found_in(comm, run) == 20
 
 
 def node_numbers(comm: Communicator) -> list[int]:

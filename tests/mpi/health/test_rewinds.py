@@ -12,7 +12,10 @@ from small_trainers import Make
 
 import ckpt
 from collectives import Communicator
+from mpitrain.elastic.copies.files import complete_copies
+from mpitrain.elastic.copies.holding import remove_all
 from mpitrain.elastic.events import read_events
+from mpitrain.elastic.lease import read_lease
 from mpitrain.train.batches import MicroBatch
 from mpitrain.train.passes import WholePasses
 from mpitrain.train.trainer import Trainer
@@ -75,6 +78,28 @@ def test_the_data_of_a_bad_step_are_left_out(comm: Communicator, make: Make, sav
     assert outcome(clean) == outcome(trainer)
 
 
+@pytest.mark.parametrize(("bad", "back_to"), [(7, 6), (8, 8)], ids=["copy", "checkpoint"])
+def test_an_elastic_run_goes_back_to_the_newest_of_copies_and_checkpoints(
+    comm: Communicator, make: Make, bad: int, back_to: int
+) -> None:
+    elastic = ("--train.elastic", "true", "--train.copy-every", "3", *SAVES)
+    trainer = make("run", 12, *elastic, "--train.max-rewinds", "1")
+    seen = poison(trainer, {bad * BATCH + 5})
+    trainer.fit()
+    assert seen[bad : bad + 2] == [(bad, bad * BATCH), (back_to, (back_to + (back_to == bad)) * BATCH)]
+    (event,) = read_events(trainer.run.folder)
+    assert event["to_step"] == back_to and 0 < event["cost_s"] < 100
+    clean = make("clean", 12, *SAVES)
+    clean.batches.train.leave_out([(bad * BATCH, (bad + 1) * BATCH)])
+    clean.fit()
+    assert outcome(clean) == outcome(trainer)
+    lease = read_lease(trainer.run.folder)
+    assert lease is not None and list(complete_copies(lease.run)) == []
+    comm.barrier()
+    if comm.node.rank == 0:
+        remove_all(lease.run)  # the file by which the processes of the run hold its copies
+
+
 @pytest.mark.ranks(1, 2)
 def test_a_resume_keeps_what_was_left_out(make: Make) -> None:
     samples = {6 * BATCH, 9 * BATCH}
@@ -124,6 +149,38 @@ def test_a_checkpoint_that_leads_nowhere_is_passed_over(make: Make) -> None:
     trainer.fit()
     assert [event["to_step"] for event in read_events(trainer.run.folder)] == [4, 2]
     assert all(param.isfinite().all() for param in trainer.model.parameters())
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_crash_after_such_a_rewind_does_not_lead_back(make: Make) -> None:
+    args = ("--checkpoint.every", "2", "--checkpoint.keep", "9", "--train.max-rewinds", "2")
+    trainer = make("run", 8, *args)
+    save, train_step = trainer.save, trainer.train_step
+    saves: list[int] = []
+
+    def spoil_and_save() -> None:
+        saves.append(trainer.step)
+        if saves == [2, 4]:
+            with torch.no_grad():
+                for param in trainer.model.parameters():
+                    param.fill_(math.inf)
+        save()
+
+    def step_until_the_second_rewind() -> tuple[Any, bool]:
+        if len(read_events(trainer.run.folder)) == 2 and trainer.step == 2:
+            raise KeyError("a crash")
+        return train_step()
+
+    trainer.save = spoil_and_save  # type: ignore[method-assign]
+    trainer.train_step = step_until_the_second_rewind  # type: ignore[method-assign]
+    with pytest.raises(KeyError, match="a crash"):
+        trainer.fit()
+    again = make("run", 8, *args)
+    seen = poison(again, set())
+    again.fit()
+    assert seen[0][0] == 2 and all(param.isfinite().all() for param in again.model.parameters())
+    left_out = [[4 * BATCH, 6 * BATCH]]
+    assert ckpt.open(ckpt.latest(again.run.checkpoints)).meta["health"] == {"left_out": left_out, "rewinds": 2}
 
 
 @pytest.mark.ranks(2)

@@ -3,6 +3,9 @@
 import fcntl
 import os
 import struct
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -23,6 +26,8 @@ from mpitrain.elastic.copies.files import (
     prefix,
     remove_copies,
 )
+from mpitrain.elastic.copies.holding import file_of, hold, remove_all, unheld
+from mpitrain.elastic.copies.orphans import orphans, remove_orphans
 from mpitrain.elastic.copies.partners import partner_of
 
 RUN = "abc123"
@@ -144,6 +149,62 @@ def test_a_copy_is_locked_until_it_is_closed(room: Path) -> None:
     write(9)  # dropped without a close, as after a loss
     assert not is_locked()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+HOLDER = """
+import sys, time
+from mpitrain.elastic.copies.holding import hold
+hold(sys.argv[1])
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_command_that_cleans_up_leaves_the_copies_of_a_run_between_two_copies(room: Path) -> None:
+    """After a loss no rank has a copy mapped, and the rank of one of them is dead. A process of the run still holds all of them."""
+    paths = [write(7, rank=rank).path for rank in (0, 1)]  # dropped: no lock stays
+    other = room / f"{prefix('other')}00000001-00000.0"
+    other.write_bytes(b"state")
+    command = [sys.executable, "-c", HOLDER, RUN]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "holds\n"
+            assert orphans(0.0) == [other]
+            assert remove_orphans(0.0) == [other]
+            assert not other.exists() and steps() == [7, 7]
+        finally:
+            process.kill()
+    assert orphans(0.0) == paths, "its process has died"
+    hold(RUN)
+    hold(RUN)
+    assert remove_orphans(0.0) == []
+    write(8, rank=2)
+    remove_all(RUN)
+    assert list(room.iterdir()) == []
+    write(9)
+    assert len(remove_orphans(0.0)) == 1 and list(room.iterdir()) == [], "held no longer"
+
+
+def test_a_run_that_begins_to_hold_waits_for_a_command_that_cleans_up(room: Path) -> None:
+    """Then it sees that the copies are gone, and its hold is on a file that others see."""
+    write(7)
+    held = threading.Event()
+
+    def begin() -> None:
+        hold(RUN)
+        held.set()
+
+    thread = threading.Thread(target=begin)
+    with unheld(RUN, make=True) as free:
+        assert free
+        thread.start()
+        assert not held.wait(0.2)
+        file_of(RUN).unlink()
+    thread.join(10)
+    assert held.is_set()
+    with unheld(RUN, make=False) as free:
+        assert not free
+    remove_all(RUN)
 
 
 def test_a_full_node_memory_raises_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

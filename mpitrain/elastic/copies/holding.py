@@ -1,0 +1,97 @@
+"""Holds a run's copies on this node: as long as a process holds them, nobody takes them for orphans.
+
+A rank locks a copy only while it has the file mapped. Between a loss and the copies after it no rank has, and the rank that has written
+a copy may be dead. So each process of a run also locks one file of the run, from before it looks for copies until it ends:
+
+    mpitrain-copy-UID-RUN-held
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from collectives.transports.node.memory import folder
+from mpitrain.elastic.copies.files import prefix, remove_copies
+
+_CLEANING_S = 10.0  # the longest wait for a command that removes orphans of the run
+
+_held: dict[Path, int] = {}  # the descriptors whose locks this process keeps, by the file
+
+
+def hold(run: str) -> None:
+    """Hold the run's copies until this process ends, or calls `remove_all`. Waits while a command removes orphans of the run.
+
+    Without room for the file, or if that command stands still, only the locks of the copies themselves protect them.
+    """
+    path = file_of(run)
+    while True:
+        with suppress(OSError):
+            if path in _held and os.path.samestat(os.fstat(_held[path]), os.lstat(path)):
+                return
+        if path in _held:
+            os.close(_held.pop(path))  # another process has removed the file
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return
+        if not _locked(fd):
+            os.close(fd)
+            return
+        _held[path] = fd
+
+
+def _locked(fd: int) -> bool:
+    """Take a shared lock. Waits for a command that removes orphans; False if that command stands still."""
+    end = time.monotonic() + _CLEANING_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+
+
+def remove_all(run: str) -> None:
+    """Remove all copies of a run from this node, and hold them no longer. For a run that has ended well."""
+    remove_copies(run)
+    path = file_of(run)
+    with suppress(FileNotFoundError, PermissionError):
+        path.unlink()
+    if path in _held:
+        os.close(_held.pop(path))
+
+
+@contextmanager
+def unheld(run: str, *, make: bool) -> Iterator[bool]:
+    """Keep processes from beginning to hold the run's copies in the block. The value: whether no process holds them.
+
+    `make`: also if the run has no file for this yet. Then the file may be removed in the block.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if make else 0)
+    try:
+        fd = os.open(file_of(run), flags, 0o600)
+    except FileNotFoundError:
+        yield True
+        return
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(fd)
+
+
+def file_of(run: str) -> Path:
+    """The file that the processes of a run lock."""
+    return folder() / f"{prefix(run)}held"
