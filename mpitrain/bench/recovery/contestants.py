@@ -34,6 +34,8 @@ SIZES: Mapping[str, Size] = {"tiny": Size(192, 3, 3, 128, 12), "101m": Size(768,
 def start(name: str, size: Size, run: Path) -> Job:
     """Start the job of a contestant in the folder `run`."""
     mpirun, env = checkout.mpirun(RANKS)
+    # A restart of a contestant finds its modules compiled, as a user's does.
+    env = {variable: value for variable, value in env.items() if variable != "PYTHONDONTWRITEBYTECODE"}
     if name == TORCHRUN:
         torchrun = (
             sys.executable,

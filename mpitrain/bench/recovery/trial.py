@@ -1,5 +1,6 @@
 """One kill of a contestant, and the times until its next steps."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -22,7 +23,21 @@ class TrialError(RuntimeError):
     """A contestant did not start or did not recover; the text has its output."""
 
 
+class _LateError(Exception):
+    """The job had saved its next state before the kill."""
+
+
 def trial(name: str, size: Size, run: Path) -> dict[str, Any]:
+    """As `_trial`. A kill that came too late is repeated, at most twice."""
+    for _ in range(3):
+        with contextlib.suppress(_LateError):
+            return _trial(name, size, run)
+    raise TrialError(
+        f"{name}: three kills after step {_AT} came after the save of step {2 * EVERY}; use a larger model"
+    )
+
+
+def _trial(name: str, size: Size, run: Path) -> dict[str, Any]:
     """Kill a rank of a contestant; returns the seconds to its next step and to the step of the kill."""
     shutil.rmtree(run, ignore_errors=True)
     job = start(name, size, run)
@@ -39,6 +54,8 @@ def trial(name: str, size: Size, run: Path) -> dict[str, Any]:
         def goes_on() -> bool:
             step = _last_step(job)
             seen.append(step)
+            if step > 2 * EVERY:
+                raise _LateError
             return EVERY < step < _AT
 
         _wait(job, goes_on, RECOVER_S, "the next step")
