@@ -48,6 +48,8 @@ def start(name: str, size: Size, run: Path) -> Job:
         )
         words = [word for of, number in size._asdict().items() for word in (f"--{of}", str(number))]
         words += ["--steps", str(STEPS), "--every", str(EVERY)]
+        # Else restarted ranks may find the addresses of the ended ones, and use up the restarts (pytorch issue 135712).
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         return Job(
             (*torchrun, "--standalone", "--no-python", "--"), env, words, run, module="mpitrain.bench.recovery.fsdp2"
         )
