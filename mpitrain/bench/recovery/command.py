@@ -1,6 +1,7 @@
 """`python -m mpitrain bench recovery`."""
 
 import argparse
+import importlib.util
 import json
 import signal
 import sys
@@ -14,7 +15,7 @@ from collectives.bench.kit.arguments import names_of
 from collectives.bench.kit.tables import markdown_table
 from collectives.bench.kit.turns import drawn_order
 from collectives.commands.terminal import positive
-from mpitrain.bench.recovery.contestants import NAMES, SIZES, TORCHRUN
+from mpitrain.bench.recovery.contestants import NAMES, SIZES, TORCHFT, TORCHRUN
 from mpitrain.bench.recovery.trial import TrialError, trial
 from mpitrain.chaos import checkout
 
@@ -40,13 +41,15 @@ def main(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     checkout.check()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running job is ended
+    has_torchft = importlib.util.find_spec("torchft") is not None
+    names = [name for name in given.only if name != TORCHFT or has_torchft]
     rows: list[dict[str, Any]] = []
     failed = False
     with tempfile.TemporaryDirectory(prefix="mpitrain-recovery.", dir=given.folder) as room:
         for size in given.sizes:
             for number in range(given.trials):
-                for i in drawn_order(number, len(given.only)):
-                    name = given.only[i]
+                for i in drawn_order(number, len(names)):
+                    name = names[i]
                     try:
                         figures = trial(name, SIZES[size], Path(room, "run"))
                     except TrialError as error:
@@ -62,6 +65,8 @@ def main(words: Sequence[str]) -> int:
                         with given.json.open("a") as file:
                             file.write(json.dumps(rows[-1]) + "\n")
     print(table(rows))
+    if TORCHFT in given.only and not has_torchft:
+        print("torchft is not installed, so it has no row: pip install torchft-nightly")
     return int(failed)
 
 

@@ -9,12 +9,13 @@ from mpitrain.chaos import checkout
 from mpitrain.chaos.job import Job
 
 RANKS, EVERY, STEPS = 2, 10, 200
-TORCHRUN = "torchrun"
+TORCHRUN, TORCHFT = "torchrun", "torchft"
 NAMES: Mapping[str, str] = {
     "in-place": "the other rank goes on from the copies in node memory",
     "relaunch": "the supervisor starts the job again, from the checkpoint of step 10 k",
     "relaunch-copies": "the same from copies in node memory (--train.elastic true --train.min_ranks 2)",
     TORCHRUN: "torchrun --max-restarts, FSDP2 and DCP on Gloo",
+    TORCHFT: "the other replica of torchft's DDP goes on, from no earlier step; then the time until both train",
 }
 
 
@@ -34,6 +35,12 @@ SIZES: Mapping[str, Size] = {"tiny": Size(192, 3, 3, 128, 12), "101m": Size(768,
 def start(name: str, size: Size, run: Path) -> Job:
     """Start the job of a contestant in the folder `run`."""
     mpirun, env = checkout.mpirun(RANKS)
+    # A restart of a contestant finds its modules compiled, as a user's does.
+    env = {variable: value for variable, value in env.items() if variable != "PYTHONDONTWRITEBYTECODE"}
+    if name == TORCHFT:
+        words = [word for of, number in size._asdict().items() for word in (f"--{of}", str(number))]
+        words += ["--steps", str(STEPS), "--replicas", str(RANKS)]
+        return Job((), env, words, run, module="mpitrain.bench.recovery.torchft_ddp")
     if name == TORCHRUN:
         torchrun = (
             sys.executable,
@@ -66,6 +73,6 @@ def start(name: str, size: Size, run: Path) -> Job:
 
 def ranks_of(name: str, job: Job) -> dict[int, int]:
     """The process id of each rank."""
-    if name != TORCHRUN:
+    if name not in (TORCHRUN, TORCHFT):
         return job.ranks()
     return {int(file.suffix[1:]): int(file.read_text()) for file in job.run.glob("pid.*")}

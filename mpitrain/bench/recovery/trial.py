@@ -1,5 +1,7 @@
 """One kill of a contestant, and the times until its next steps."""
 
+import contextlib
+import json
 import os
 import shutil
 import signal
@@ -8,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mpitrain.bench.recovery.contestants import EVERY, RANKS, Size, ranks_of, start
+from mpitrain.bench.recovery.contestants import EVERY, RANKS, TORCHFT, Size, ranks_of, start
 from mpitrain.chaos.job import Job
 from mpitrain.elastic.copies.files import remove_copies
 from mpitrain.elastic.lease import read_lease
@@ -22,7 +24,21 @@ class TrialError(RuntimeError):
     """A contestant did not start or did not recover; the text has its output."""
 
 
+class _LateError(Exception):
+    """The job had saved its next state before the kill."""
+
+
 def trial(name: str, size: Size, run: Path) -> dict[str, Any]:
+    """As `_trial`. A kill that came too late is repeated, at most twice."""
+    for _ in range(3):
+        with contextlib.suppress(_LateError):
+            return _trial(name, size, run)
+    raise TrialError(
+        f"{name}: three kills after step {_AT} came after the save of step {2 * EVERY}; use a larger model"
+    )
+
+
+def _trial(name: str, size: Size, run: Path) -> dict[str, Any]:
     """Kill a rank of a contestant; returns the seconds to its next step and to the step of the kill."""
     shutil.rmtree(run, ignore_errors=True)
     job = start(name, size, run)
@@ -34,16 +50,21 @@ def trial(name: str, size: Size, run: Path) -> dict[str, Any]:
         _wait(job, lambda: _last_step(job) >= _AT, START_S, f"step {_AT}")
         os.kill(ranks[RANKS - 1], signal.SIGKILL)
         killed = time.monotonic()
-        seen: list[int] = []
+        goes_back, seen = name != TORCHFT, list[int]()
 
         def goes_on() -> bool:
             step = _last_step(job)
             seen.append(step)
-            return EVERY < step < _AT
+            if goes_back and step > 2 * EVERY:
+                raise _LateError
+            return EVERY < step < _AT if goes_back else _num_replicas(job) == 1
 
         _wait(job, goes_on, RECOVER_S, "the next step")
         next_s, first = time.monotonic() - killed, seen[-1]
-        _wait(job, lambda: _last_step(job) >= _AT, RECOVER_S, f"step {_AT} again")
+        if goes_back:
+            _wait(job, lambda: _last_step(job) >= _AT, RECOVER_S, f"step {_AT} again")
+        else:
+            _wait(job, lambda: _num_replicas(job) == RANKS, RECOVER_S, "a step with all replicas")
         return {"next_s": next_s, "caught_up_s": time.monotonic() - killed, "first_step": first, "killed_after": _AT}
     finally:
         job.kill()
@@ -61,8 +82,17 @@ def _wait(job: Job, condition: Callable[[], bool], timeout_s: float, what: str) 
 
 def _last_step(job: Job) -> int:
     """The step of the last complete line of the metrics."""
+    return int(_last_line(job).get("step", 0))
+
+
+def _num_replicas(job: Job) -> int:
+    """The replicas of torchft that took part in the last step."""
+    return int(_last_line(job).get("replicas", 0))
+
+
+def _last_line(job: Job) -> dict[str, Any]:
     try:
         lines = (job.run / "metrics.jsonl").read_bytes().rpartition(b"\n")[0].splitlines()
     except OSError:
-        return 0
-    return int(lines[-1].partition(b'"step": ')[2].partition(b",")[0]) if lines else 0
+        return {}
+    return dict(json.loads(lines[-1])) if lines else {}

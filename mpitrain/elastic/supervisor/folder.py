@@ -98,7 +98,9 @@ class RunFolder:
         return "auto" if max(own) >= max(self._checkpoints, default="") else str(self.path / "checkpoints" / max(own))
 
     def break_lock(self, ended: Alive | None) -> None:
-        """Make the lock of an ended launch stale at once, if its rank 0 holds it.
+        """Remove the lock of an ended launch, or make it stale at once, if its rank 0 holds it.
+
+        Rank 0 was on this host and is gone: nobody holds the lock, and the next job need not settle with others who takes it over.
 
         A job on another host cannot see that the holder is dead, and would wait for half a minute. The holder may live, on a host that
         does not answer: it finds another token in the lock, and ends without a write (elastic/folder_lock.py).
@@ -107,6 +109,9 @@ class RunFolder:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(path.read_bytes())
             if ended is None or (record["host"], record["pid"]) != (ended.host, ended.pid):
+                return
+            if record["place"] == _place() != "" and not Path(f"/proc/{record['pid']}").exists():
+                path.unlink()
                 return
             record |= {"token": uuid.uuid4().hex, "place": ""}
             mine = path.with_name(f".lock.{record['token']}")
@@ -130,3 +135,12 @@ class RunFolder:
                 if re.fullmatch(r"step-\d{8,}", entry.name):
                     found[entry.name] = entry.inode()
         return found
+
+
+def _place() -> str:
+    """As in elastic/folder_lock.py, which needs more than the standard library."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""

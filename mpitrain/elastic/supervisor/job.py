@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from mpitrain.elastic.supervisor.words import Kind
@@ -26,11 +28,21 @@ class Job:
     def __init__(self, words: Sequence[str], env: Mapping[str, str]) -> None:
         command = [sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *words]
         self._process = subprocess.Popen(command, env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True)
+        self._end: int | None = None  # can be read once the launcher has ended
+        with contextlib.suppress(OSError, AttributeError):  # an old kernel
+            self._end = os.pidfd_open(self._process.pid)
 
     @property
     def code(self) -> int | None:
         """The exit code; None while the job runs."""
         return self._process.poll()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the job ends, at once, or after the time. `Popen.wait` would look only 20 times a second."""
+        if self._end is None:
+            time.sleep(timeout_s)
+        else:
+            select.select([self._end], [], [], timeout_s)
 
     def signal(self, signum: int) -> None:
         """Send a signal to the launcher, which passes it on to the ranks if it is SIGUSR1 or SIGUSR2."""
@@ -39,8 +51,15 @@ class Job:
 
     def end(self, timeout_s: float) -> None:
         """End the launcher: by SIGTERM, so that it ends its ranks and removes its files, and by SIGKILL if that takes too long."""
-        if self.code is not None:
-            return
+        try:
+            if self.code is None:
+                self._terminate(timeout_s)
+        finally:
+            if self._end is not None:
+                os.close(self._end)
+                self._end = None
+
+    def _terminate(self, timeout_s: float) -> None:
         self._process.terminate()
         try:
             self._process.wait(timeout_s)

@@ -137,7 +137,7 @@ class Supervisor:
         stop, told, trained = "", False, False
         look_for_hosts = time.monotonic() + self.plan.rejoin_s
         while job.code is None and not self._requests.end:
-            time.sleep(_LOOK_S)
+            job.wait(_LOOK_S)
             now = time.monotonic()
             is_done = self.folder.done() is not None
             problem = watch.see(now, *self.folder.sign_of_life(), self.folder.report(), is_done=is_done)

@@ -305,6 +305,25 @@ def test_the_lock_of_an_ended_launch_is_broken_and_no_other(tmp_path: Path) -> N
     assert [file.name for file in tmp_path.iterdir()] == [".lock"]
 
 
+def test_the_lock_of_a_process_that_has_ended_on_this_host_is_removed(tmp_path: Path) -> None:
+    held = "import os, sys; from pathlib import Path; from mpitrain.elastic.folder_lock import FolderLock; "
+    held += "FolderLock(Path(sys.argv[1])); print(os.getpid(), flush=True); sys.stdin.read(); os._exit(1)"
+    folder, lock = RunFolder(tmp_path), tmp_path / ".lock"
+    command = [sys.executable, "-c", held, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        ended = Alive(1, "training", 3, os.uname().nodename, int(job.stdout.readline()))
+        record = lock.read_text()
+        folder.break_lock(ended)
+        assert json.loads(lock.read_text())["token"] != json.loads(record)["token"], (
+            "of a live process: stale, but there"
+        )
+        lock.write_text(record)
+        job.communicate(timeout=20)
+    folder.break_lock(ended)
+    assert not lock.exists(), "nobody holds it, so the next job takes it at once"
+
+
 # Agents
 
 
