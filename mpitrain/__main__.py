@@ -1,6 +1,9 @@
 """`python -m mpitrain`."""
 
+import atexit
 import sys
+import threading
+from typing import NoReturn
 
 # Before all that needs more than the standard library, because a head node may have no more.
 if __name__ == "__main__" and sys.argv[1:2] == ["elastic"]:
@@ -15,7 +18,18 @@ from mpitrain.train import stop
 stop.listen()
 marks.starting()
 
+from collectives.diagnosis.ending import end_process  # noqa: E402
 from mpitrain.cli import main  # noqa: E402
 
+
+def _leave(code: int) -> NoReturn:
+    """End as Python does, except that the modules are not destroyed: with torch that takes 0.3 s of a core for each rank."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    end_process(code)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    _leave(main())

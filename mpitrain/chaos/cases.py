@@ -6,7 +6,7 @@ from signal import SIGINT, SIGKILL, SIGTERM
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mpitrain.chaos import checkout, harms, verdicts
+from mpitrain.chaos import checkout, disk, harms, verdicts
 from mpitrain.chaos.harms import Harmer
 from mpitrain.chaos.verdicts import Verdict
 
@@ -22,7 +22,11 @@ Launch = Callable[[], tuple[tuple[str, ...], dict[str, str]]]
 
 
 class Case(NamedTuple):
-    """A row of the table. `fault`: of mpitrain.chaos.harmed, if the job harms itself. `seconds`: of a long run, beyond minutes."""
+    """A row of the table.
+
+    `fault`: of mpitrain.chaos.harmed, if the job harms itself. `seconds`: of a long run, beyond minutes. `disk_bytes`: the size of a
+    file system of its own for the job's folder, 0 for none.
+    """
 
     name: str
     words: str
@@ -36,6 +40,7 @@ class Case(NamedTuple):
     env: Mapping[str, str] = _NO_ENV
     seconds: float = 0.0
     needs_reference: bool = True
+    disk_bytes: int = 0
 
 
 def _in_place(
@@ -86,6 +91,14 @@ def _ends(name: str, words: str, harm: Harmer, *settings: str, elastic: bool = F
     settings = (*(_ELASTIC if elastic else _ALONE), "--train.steps", "60", "--checkpoint.every", "20", *settings)
     launch = partial(checkout.mpirun, 2, elastic=elastic)
     return Case(name, words, launch, 2, settings, harm, verdicts.is_resumed(leaves_copies=elastic))
+
+
+def _disk_full(name: str, words: str) -> Case:
+    settings = (*_ALONE, "--train.steps", "60", "--checkpoint.every", "5")
+    launch = partial(checkout.mpirun, 2, elastic=False)
+    return Case(
+        name, words, launch, 2, settings, disk.fills(_SECONDS), verdicts.is_refused_and_resumed, disk_bytes=128 << 20
+    )  # fmt: skip
 
 
 def _flipped(name: str, words: str, *settings: str) -> Case:
@@ -149,6 +162,7 @@ CASES: Sequence[Case] = (
     _ends("mpirun-elastic", "the same, an elastic run", harms.launcher(SIGKILL, seconds=_SECONDS), elastic=True),
     _ends("sigterm", "mpirun gets SIGTERM", harms.launcher(SIGTERM, seconds=_SECONDS)),
     _ends("ctrl-c", "mpirun gets SIGINT twice", harms.launcher(SIGINT, SIGINT, seconds=_SECONDS, apart_s=0.2)),
+    _disk_full("disk", "the disk full during a save"),
     _flipped("flip-replicated", "a bit flipped in replicated parameters", "--parallel.stage", "0"),
     _flipped("flip-shard", "a bit flipped in a shard before a checked step", "--train.check_every", "1"),
     _clean("clean", "false alarms in 2,000 clean steps, 4 ranks", harms.nothing, verdicts.is_silent),

@@ -4,15 +4,20 @@ import argparse
 import random
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
 
 from mpitrain.chaos import checkout, table
-from mpitrain.chaos.cases import BY_NAME, CASES
+from mpitrain.chaos.cases import BY_NAME, CASES, Case
+from mpitrain.chaos.disk import small_disk
 from mpitrain.chaos.trial import attempt, losses_of
 from mpitrain.chaos.verdicts import Outcome
+
+References = dict[tuple[tuple[str, ...], tuple[str, ...]], Mapping[int, float]]
+"""The losses of undisturbed runs, by the command and the settings: several cases may share one."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -38,26 +43,39 @@ def main(words: Sequence[str]) -> int:
     if unknown := [name for name in options.cases if name not in BY_NAME]:
         parser.error(f"there is no case {unknown[0]!r}; expected {', '.join(BY_NAME)}")
     checkout.check()
+    references: References = {}
     outcomes = [
         outcome
         for name in options.cases or BY_NAME
-        for outcome in _trials(name, options.trials, options.seed, options.results)
+        for outcome in _trials(BY_NAME[name], options.trials, options.seed, options.results, references)
     ]
     print(table.markdown(outcomes))
     return int(not all(outcome.ok for outcome in outcomes))
 
 
-def _trials(name: str, num: int, seed: int, results: Path | None) -> list[Outcome]:
-    case = BY_NAME[name]
-    command, env = case.launch()
+def _trials(case: Case, num: int, seed: int, results: Path | None, references: References) -> list[Outcome]:
     room = Path(tempfile.mkdtemp(prefix="mpitrain-chaos."))
-    reference = losses_of(case, command, env, room / "undisturbed") if case.needs_reference else {}
+    with small_disk(room / "disk", case.disk_bytes) if case.disk_bytes else nullcontext():
+        outcomes = _in(room, case, num, seed, results, references)
+    if all(outcome.ok for outcome in outcomes):
+        shutil.rmtree(room, ignore_errors=True)
+    return outcomes
+
+
+def _in(room: Path, case: Case, num: int, seed: int, results: Path | None, references: References) -> list[Outcome]:
+    name = case.name
+    command, env = case.launch()
+    reference: Mapping[int, float] = {}
+    if case.needs_reference:
+        if (command, case.settings) not in references:
+            references[command, case.settings] = losses_of(case, command, env, room)
+        reference = references[command, case.settings]
     outcomes: list[Outcome] = []
     seeds = (random.Random(f"{seed}/{name}/{number}").randrange(1 << 31) for number in range(3 * num))
     for its_seed in seeds:  # more than `num`, because some come after the last step
         if len(outcomes) == num:
             break
-        if (outcome := attempt(case, its_seed, command, env, reference, room / "run")) is None:
+        if (outcome := attempt(case, its_seed, command, env, reference, room)) is None:
             print(f"{name}: seed {its_seed} came too late, and another follows", flush=True)
             continue
         outcomes.append(outcome)
@@ -66,6 +84,4 @@ def _trials(name: str, num: int, seed: int, results: Path | None) -> list[Outcom
         if results is not None:
             with results.open("ab") as file:
                 file.write(msgspec.json.encode(outcome) + b"\n")
-    if all(outcome.ok for outcome in outcomes):
-        shutil.rmtree(room, ignore_errors=True)
     return outcomes

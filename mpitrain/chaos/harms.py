@@ -62,11 +62,8 @@ def when(condition: Callable[[Job], bool], num_ranks: int, within_s: float) -> H
     """Kills a random rank at most `within_s` after a condition has become true for the first time."""
 
     def harm(job: Job, rng: random.Random) -> Harm | None:
-        deadline = time.monotonic() + _WAIT_S
-        while not condition(job):
-            if job.process.poll() is not None or time.monotonic() > deadline:
-                return None
-            time.sleep(0.001)
+        if not job.wait_until(lambda: condition(job), _WAIT_S, every_s=0.001):
+            return None
         time.sleep(rng.uniform(0.0, within_s))
         return kill(job, [rng.randrange(num_ranks)])
 

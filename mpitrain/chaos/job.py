@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,15 +106,15 @@ class Job:
         """Wait until the metrics have `step`. False if the job ends before, or the time is over."""
         return self.wait_until(lambda: max(self.steps(), default=0) >= step, timeout_s)
 
-    def wait_until(self, condition: Any, timeout_s: float) -> bool:
-        """Wait until `condition()` is true. False if the job ends before, or the time is over."""
+    def wait_until(self, condition: Callable[[], Any], timeout_s: float, *, every_s: float = 0.02) -> bool:
+        """Wait until `condition()` is true, which is asked every `every_s`. False if the job ends before, or the time is over."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if self.process.poll() is not None:
                 return bool(condition())
             if time.monotonic() > deadline:
                 return False
-            time.sleep(0.02)
+            time.sleep(every_s)
         return True
 
     def end(self, timeout_s: float) -> int | None:

@@ -18,9 +18,10 @@ def attempt(
     command: Sequence[str],
     env: Mapping[str, str],
     reference: Mapping[int, float],
-    run: Path,
+    room: Path,
 ) -> Outcome | None:
-    """Make a trial in the folder `run`. None: the harm came after the last step. `reference`: the losses of an undisturbed run."""
+    """Make a trial in the folder `room`. None: the harm came after the last step. `reference`: the losses of an undisturbed run."""
+    run = _folder(case, room)
     shutil.rmtree(run, ignore_errors=True)
     outcome, rng = Outcome(case.name, seed, ok=False), random.Random(seed)
     own = None
@@ -49,12 +50,13 @@ def attempt(
             each.kill()
     outcome.ok = not outcome.problem
     if outcome.problem:
-        (run.parent / f"{case.name}-{seed}.txt").write_text(f"{outcome.problem}\n{jobs[0].output}")
+        (room / f"{case.name}-{seed}.txt").write_text(f"{outcome.problem}\n{jobs[0].output}")
     return outcome
 
 
-def losses_of(case: Case, command: Sequence[str], env: Mapping[str, str], run: Path) -> dict[int, float]:
-    """The losses of an undisturbed run. RuntimeError if it fails."""
+def losses_of(case: Case, command: Sequence[str], env: Mapping[str, str], room: Path) -> dict[int, float]:
+    """The losses of an undisturbed run in the folder `room`. RuntimeError if it fails."""
+    run = _folder(case, room)
     shutil.rmtree(run, ignore_errors=True)
     job = Job(command, {**env, **case.env}, case.settings, run)
     try:
@@ -63,3 +65,8 @@ def losses_of(case: Case, command: Sequence[str], env: Mapping[str, str], run: P
     finally:
         job.kill()
     return job.steps()
+
+
+def _folder(case: Case, room: Path) -> Path:
+    """The folder of a job, on a small disk where the case has one."""
+    return room / "disk/run" if case.disk_bytes else room / "run"

@@ -10,6 +10,7 @@ import msgspec
 
 import ckpt
 from collectives.transports.node.memory import folder
+from mpitrain.chaos.disk import free_up
 from mpitrain.chaos.harms import Harm
 from mpitrain.chaos.job import Job
 from mpitrain.elastic.copies.files import prefix
@@ -151,6 +152,14 @@ def is_resumed(*, leaves_copies: bool = False) -> Verdict:
         return _of_remains(job)
 
     return verdict
+
+
+def is_refused_and_resumed(facts: Facts, outcome: Outcome) -> str:
+    """The job ends with an error that names the full disk, and leaves a clean state. With room again, the same command goes on."""
+    if facts.code == 0 or "No space left on device" not in facts.job.output:
+        return _of_code(facts) or "the job did not say that the disk is full"
+    free_up(facts.job)
+    return is_resumed()(facts, outcome)
 
 
 def is_silent(facts: Facts, outcome: Outcome) -> str:

@@ -71,12 +71,12 @@ class Endurance:
             self._first_epoch = found.epoch
         return found
 
-    def begin(self, source: str) -> None:
-        """Begin to train, in a folder that `Run.prepare` has prepared. `source`: of the state."""
+    def begin(self, source: str, step: int) -> None:
+        """Begin to train after `step` steps, in a folder that `Run.prepare` has prepared. `source`: of the state."""
         self._restored_from, self._begun = source, time.monotonic()
         earlier = self._comm.broadcast_object(self._run.earlier)
         if earlier is not None:  # --resume never has moved the earlier run aside
-            self._remove(earlier.run)
+            _remove(self._comm, earlier.run)
             self._raise_lease()
         assert self._lease is not None
         hold(self._lease.run)
@@ -84,6 +84,8 @@ class Endurance:
         if self._config.train.copy_every:
             self._copies = Copies(self._comm, self._lease.run, self._lease.number)
         self._report_losses()
+        if self._lasting.recovered is not None:
+            self._say(self._heading(self._lasting.recovered, step))
 
     def _report_losses(self) -> None:
         unreported, self._lasting.unreported = self._lasting.unreported, []
@@ -153,7 +155,7 @@ class Endurance:
             self._copies.close(remove=True)
         else:
             assert self._lease is not None
-            self._remove(self._lease.run)
+            _remove(self._comm, self._lease.run)
 
     def abandon(self) -> None:
         """End the copies after a loss of ranks, or an error of this rank. The files stay. Not collective."""
@@ -165,10 +167,8 @@ class Endurance:
         """The number of the lease, for checkpoints."""
         return 0 if self._lease is None else self._lease.number
 
-    def heading(self, step: int) -> str:
+    def _heading(self, recovered: Recovered, step: int) -> str:
         """A line about a recovery."""
-        recovered = self._lasting.recovered
-        assert recovered is not None
         lost = ", ".join(map(str, recovered.lost)) or "no rank of this group"
         idle = f", {recovered.layout.num_idle} without work," if recovered.layout.num_idle else ""
         many = "ranks go" if self._comm.size > 1 else "rank goes"
@@ -182,19 +182,17 @@ class Endurance:
     def _raise_lease(self) -> None:
         self._lease = on_rank0(self._comm, self._run.take_lease)
 
-    def _remove(self, run: str) -> None:
-        _remove(self._comm, run)
-
 
 class StatesInMemory:
     """The copies in node memory, as good states for rewinds. `load`: puts back the state of a source, on all ranks together."""
 
-    def __init__(self, endurance: Endurance, load: Callable[[NodeCopies], object]) -> None:
-        self._endurance, self._load = endurance, load
+    def __init__(self, find: Callable[[int], NodeCopies | None], load: Callable[[NodeCopies], object]) -> None:
+        """`find`: the newest good copies with fewer steps than that."""
+        self._find, self._load = find, load
         self._found: NodeCopies | None = None
 
     def newest(self, below: int) -> int | None:
-        self._found = self._endurance.find_good(below)
+        self._found = self._find(below)
         return None if self._found is None else self._found.step
 
     def restore(self, below: int) -> None:
@@ -204,28 +202,52 @@ class StatesInMemory:
 
 
 class Inheritance:
-    """The copies that an elastic job has left to a job of the same run that is not elastic. All methods are collective.
+    """In place of `Endurance` in a job that is not elastic, which takes over the copies that an elastic job of the run has left.
 
-    The job begins with their state, saves it as a checkpoint, and removes them.
+    The job begins with their state, saves it as a checkpoint, and removes them. It makes none of its own. All methods but `abandon` are
+    collective.
     """
 
+    lease_number = 0
+
     def __init__(self, config: Config, comm: Communicator, run: Run) -> None:
-        """The run must hold its folder's lock."""
-        self._config, self._comm = config, comm
-        lease = on_rank0(comm, lambda: read_lease(run.folder))
-        self._run = None if lease is None else lease.run
-        if self._run is not None:
-            hold(self._run)
+        self._config, self._comm, self._folder = config, comm, run.folder
+        self._run: str | None = None  # of the copies, until they are removed
+        self._is_used = False
 
     def find(self, lease: int, step: int) -> NodeCopies | None:
         """As `Endurance.find`."""
-        return None if self._run is None else _newer_copies(self._comm, self._config, self._run, lease, step)
+        there = on_rank0(self._comm, lambda: read_lease(self._folder))
+        if there is None:
+            return None
+        self._run = there.run
+        hold(self._run)
+        found = _newer_copies(self._comm, self._config, self._run, lease, step)
+        self._is_used = found is not None
+        return found
 
-    def remove(self) -> None:
-        """Remove the copies, also those of a run that was moved aside."""
+    def begin(self, source: str, step: int) -> None:
+        """Remove copies that this job does not need, also those of a run that was moved aside."""
+        if not self._is_used:
+            self.end()
+
+    def find_good(self, below: int) -> None:
+        """A rewind finds none."""
+
+    def after_step(self, step: int, collect: Callable[[], Collected]) -> bool:
+        return False
+
+    def went_back(self, step: int, collect: Callable[[], Collected]) -> None:
+        """Nothing has to change."""
+
+    def end(self) -> None:
+        """The state is in a checkpoint: remove the copies."""
         if self._run is not None:
             _remove(self._comm, self._run)
             self._run = None
+
+    def abandon(self) -> None:
+        """The copies stay for another job."""
 
 
 def _newer_copies(comm: Communicator, config: Config, run: str, lease: int, step: int) -> NodeCopies | None:

@@ -97,8 +97,11 @@ class Trainer:
         if lasting is not None and lasting.recovered is not None:
             self.marks.alive("recovering", self.step)
         self._own_comm_s = 0.0
-        self._endurance: Endurance | None = None
-        self._inheritance: Inheritance | None = None  # of a job that is not elastic
+        self._endurance = (
+            Inheritance(config, comm, self.run)
+            if lasting is None
+            else Endurance(config, comm, self.run, lasting, lambda text: self._say(text))
+        )
         self._source = ""
         self._start_step = 0  # of the first checkpoint
         self._is_in_copies_alone = False  # the first state, so that a checkpoint of it must be saved
@@ -232,7 +235,7 @@ class Trainer:
             stepper=self.stepper.state_dict(),
             health=self.health.state_dict(),
             fingerprint=self.corpus.fingerprint,
-            lease=self._endurance.lease_number if self._endurance is not None else 0,
+            lease=self._endurance.lease_number,
         )
 
     def load(self, path: Path | ckpt.Url) -> list[str]:
@@ -284,8 +287,7 @@ class Trainer:
             if self.metrics is not None:
                 self.metrics.close()
                 self.metrics = MetricsFile(self.run.metrics, steps_done=step)
-        if self._endurance is not None:
-            self._endurance.went_back(self.step, self._collected)
+        self._endurance.went_back(self.step, self._collected)
         if passes_over:
             self.save()  # else a crash would lead back to the newest checkpoint, which the run has passed over
 
@@ -309,8 +311,7 @@ class Trainer:
             else:
                 self._mark_end("stopped" if self._fit(terminal) else "finished")
         except BaseException:
-            if self._endurance is not None:
-                self._endurance.abandon()
+            self._endurance.abandon()
             raise
         finally:
             if terminal is not None:
@@ -328,12 +329,7 @@ class Trainer:
         copies, step = None, 0
         if not self.config.train.eval_only:
             lease, step = on_rank0(self.comm, lambda: saving.lease_and_step_in(self.start))
-            if lasting is not None:
-                self._endurance = Endurance(self.config, self.comm, self.run, lasting, self._say)
-                copies = self._endurance.find(lease, step)
-            else:
-                self._inheritance = Inheritance(self.config, self.comm, self.run)
-                copies = self._inheritance.find(lease, step)
+            copies = self._endurance.find(lease, step)
             self._is_in_copies_alone = copies is not None and (copies.step > step or lasting is None)
         if copies is not None:
             self.beginning = f"goes on from {copies}"
@@ -363,10 +359,7 @@ class Trainer:
                 f"nothing left to do: {self.step} of {config.train.steps} steps are done; "
                 "a larger --train.steps goes on from here, --resume never starts at step 0"
             )
-            if self._endurance is not None:
-                self._endurance.end()
-            if self._inheritance is not None:
-                self._inheritance.remove()
+            self._endurance.end()
             return False
         is_recovery = self._lasting is not None and self._lasting.recovered is not None
         with self.comm.together():
@@ -381,10 +374,7 @@ class Trainer:
                         f"the previous job did {self.metrics.num_cut} more steps, which no checkpoint has: they are done again. "
                         "SIGUSR1 to mpirun, or Ctrl-C under mpirun/train, saves before the job ends"
                     )
-        if self._endurance is not None:
-            self._endurance.begin(self._source)
-            if is_recovery:
-                self._say(self._endurance.heading(self.step))
+        self._endurance.begin(self._source, self.step)
         begun_at = self.step
         with stop.interrupts_are_requests(rank=self.comm.rank):
             if owed:  # the previous job stopped between this step and its evaluation
@@ -423,18 +413,13 @@ class Trainer:
         start = None if self.start is None else (self.start, self._start_step)
         self.health.begin(self.step)
         self.health.sources = [
-            StatesOnDisk(self.comm, self.run.checkpoints, self.load, saved=self.health.reached, start=start)
+            StatesInMemory(self._endurance.find_good, lambda copies: self._take(copies, self.optimizer)),
+            StatesOnDisk(self.comm, self.run.checkpoints, self.load, saved=self.health.reached, start=start),
         ]
         if start is None:
             self.health.sources.append(InitialState(self._start_over))
-        if self._endurance is not None:
-            self.health.sources.insert(
-                0, StatesInMemory(self._endurance, lambda copies: self._take(copies, self.optimizer))
-            )
         if self._is_in_copies_alone and (self.step == config.train.steps or self._lasting is None):
             self._save_last()
-        if self._inheritance is not None:
-            self._inheritance.remove()
         self.marks.alive("training", self.step)
         while self.step < config.train.steps and not stopped:
             try:
@@ -449,7 +434,7 @@ class Trainer:
                 terminal.step(metrics)
             if self._evaluation_due() and not stopped:
                 self._evaluate_and_report()
-            if self._endurance is not None and self._endurance.after_step(self.step, self._collected):
+            if self._endurance.after_step(self.step, self._collected):
                 self.health.copied(self.step)
             last = self.step == config.train.steps
             if stopped or last:
@@ -463,8 +448,7 @@ class Trainer:
         self.save()
         self.marks.alive("saving", self.step)
         ckpt.wait()
-        if self._endurance is not None:
-            self._endurance.end()
+        self._endurance.end()
 
     def _report_passes(self) -> None:
         """The timeline of the last steps, if there is a pipeline."""

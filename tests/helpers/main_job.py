@@ -1,13 +1,11 @@
 """The main job, small: what the tests of it share. A run of it takes as long as its ranks need to import torch."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from checkpoints import tensors
-from launching import Result, launch, run
+from launching import Result, launch
 
 import ckpt
 
@@ -76,16 +74,3 @@ def assert_same_end(folder: Path, other: Path) -> None:
     assert mine.keys() == theirs.keys()
     assert {name for name in mine if mine[name] != theirs[name]} == set()
     assert any(name.startswith("optimizer/") for name in mine) and "random/states" in mine
-
-
-@contextmanager
-def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
-    """A file system of that size at `folder`. PermissionError where this process may not mount one."""
-    folder.mkdir()
-    mounted = run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", folder])
-    if mounted.returncode != 0:
-        raise PermissionError(mounted.stderr)
-    try:
-        yield
-    finally:
-        assert run(["umount", folder]).returncode == 0

@@ -73,11 +73,8 @@ def _trial(name: str, size: Size, run: Path) -> dict[str, Any]:
 
 
 def _wait(job: Job, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if job.process.poll() is not None or time.monotonic() > deadline:
-            raise TrialError(f"the job did not come to {what} within {timeout_s:g} s:\n{job.output[-4000:]}")
-        time.sleep(_LOOK_S)
+    if not job.wait_until(condition, timeout_s, every_s=_LOOK_S):
+        raise TrialError(f"the job did not come to {what} within {timeout_s:g} s:\n{job.output[-4000:]}")
 
 
 def _last_step(job: Job) -> int:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from checkpoints import tensors
 from launching import ROOT, Result, is_open_mpi, launch, run
-from main_job import assert_same_end, command, small_disk, train, trained
+from main_job import assert_same_end, command, train, trained
 
 import ckpt
+from mpitrain.chaos.disk import small_disk
 
 pytestmark = pytest.mark.timeout_s(240)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from main_job import small_disk
 
 import ckpt
 from ckpt.tensors import inspect
+from mpitrain.chaos.disk import small_disk
 from mpitrain.elastic.copies.files import (
     CopyFile,
     Header,
