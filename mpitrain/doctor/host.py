@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import socket
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -65,7 +66,10 @@ def _file_system(path: Path) -> str:
 
 
 class Leftovers(NamedTuple):
-    """Files of dead jobs in node memory, and their bytes. `removed`: copies that this call has removed."""
+    """Files of dead jobs in node memory, and their bytes. `removed`: copies that this call has removed.
+
+    `sessions`: the folders of mpiruns that were killed.
+    """
 
     copies: list[str]
     copy_bytes: int
@@ -73,6 +77,7 @@ class Leftovers(NamedTuple):
     others: list[str]
     other_bytes: int
     older_than_s: float
+    sessions: list[str]
 
 
 def leftovers(*, clean: bool, older_than_s: float) -> Leftovers:
@@ -88,6 +93,7 @@ def leftovers(*, clean: bool, older_than_s: float) -> Leftovers:
         others=[str(path) for path in others],
         other_bytes=sum(_size(path) or 0 for path in others),
         older_than_s=older_than_s,
+        sessions=[str(path) for path in _dead_sessions()],
     )
 
 
@@ -96,6 +102,17 @@ def _size(path: Path) -> int | None:
         return path.stat().st_blocks * 512
     except OSError:
         return None
+
+
+def _dead_sessions() -> list[Path]:
+    """This user's folders TMPDIR/ompi.PID, in which an mpirun of Open MPI 5 works, where there is no process PID."""
+    found = []
+    for path in Path(tempfile.gettempdir()).glob("ompi.*"):
+        with suppress(OSError):
+            pid = path.name.removeprefix("ompi.")
+            if pid.isdigit() and path.lstat().st_uid == os.getuid() and not Path("/proc", pid).exists():
+                found.append(path)
+    return sorted(found)
 
 
 def _unused_files() -> list[Path]:

@@ -97,6 +97,7 @@ class Run:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             settings = self.folder / ".config.toml.tmp"
             settings.write_text(to_toml(config))
+            self.check_lock()
             settings.rename(self.folder / "config.toml")
         except OSError as error:
             raise self._not_writable(error.strerror or str(error)) from None

@@ -457,6 +457,7 @@ class Trainer:
             return
         line, picture = report
         file = self.run.folder / "pipeline.svg"
+        self._check_lock()
         with self.comm.together():
             if self.comm.rank == 0:
                 file.write_text(picture)

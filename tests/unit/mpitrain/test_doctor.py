@@ -49,7 +49,7 @@ MPI = Mpi(
 )
 DISK = Disk("/data/run", "ext4", 50 * GIB, 64 << 20, 1e9, 2e9, True, True, "")
 MEMORY = Memory("/dev/shm", "tmpfs", 16 * GIB, 15 * GIB, "")
-LEFT = Leftovers([], 0, [], [], 0, 3600.0)
+LEFT = Leftovers([], 0, [], [], 0, 3600.0, [])
 LIMITS = Limits(20000, -1, False, -1, 32 * GIB, 30 * GIB, 0.0)
 CORES = Cores((0, 1, 2, 3), 4, 0, False, 0.0)
 VERSIONS = Versions("3.11.7", {"torch": "2.13.0+cpu", "h5py": "3.16.0"}, {"torch": "2.7"}, "c0de", "/opt/mpitrain")
@@ -104,6 +104,12 @@ CASES: list[tuple[Finding, Level, str, str]] = [
     (worst(judge_leftovers(LEFT._replace(copies=["/dev/shm/c"], copy_bytes=GIB))), Level.NOTE, "1 copy", "--clean"),
     (worst(judge_leftovers(LEFT._replace(copies=["/c"], removed=["/c"]))), Level.OK, "removed 1 copy", ""),
     (worst(judge_leftovers(LEFT._replace(others=["/dev/shm/sm_segment.a"]))), Level.NOTE, "1 file", "rm /dev/shm/sm"),
+    (
+        worst(judge_leftovers(LEFT._replace(sessions=["/tmp/ompi.7"]))),
+        Level.NOTE,
+        "killed mpiruns",
+        "rm -r /tmp/ompi.7",
+    ),
     (worst(judge_disk(DISK)), Level.OK, "", ""),
     (worst(judge_disk(DISK._replace(failure="fsync: Input/output error"))), Level.ERROR, "fsync: Input", "--run DIR"),
     (worst(judge_disk(DISK._replace(kind="tmpfs"))), Level.WARNING, "in memory", "--run DIR"),
