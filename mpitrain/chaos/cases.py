@@ -109,20 +109,9 @@ def _flipped(name: str, words: str, *settings: str) -> Case:
     )
 
 
-def _clean(name: str, words: str, harm: Harmer, verdict: Verdict) -> Case:
+def _clean(name: str, words: str, launch: Launch, harm: Harmer, verdict: Verdict) -> Case:
     settings = (*_ELASTIC, "--train.steps", "2000", "--checkpoint.every", "500")
-    return Case(
-        name,
-        words,
-        partial(checkout.mpirun, 4),
-        4,
-        settings,
-        harm,
-        verdict,
-        2000,
-        seconds=1200.0,
-        needs_reference=False,
-    )
+    return Case(name, words, launch, 4, settings, harm, verdict, 2000, seconds=1200.0, needs_reference=False)
 
 
 _random = harms.at_random
@@ -165,8 +154,17 @@ CASES: Sequence[Case] = (
     _disk_full("disk", "the disk full during a save"),
     _flipped("flip-replicated", "a bit flipped in replicated parameters", "--parallel.stage", "0"),
     _flipped("flip-shard", "a bit flipped in a shard before a checked step", "--train.check_every", "1"),
-    _clean("clean", "false alarms in 2,000 clean steps, 4 ranks", harms.nothing, verdicts.is_silent),
-    _clean("clean-busy", "the same with another process on one core", harms.busy_core, verdicts.names_stragglers_alone),
+    _clean(
+        "clean", "false alarms in 2,000 clean steps, 4 ranks", partial(checkout.mpirun, 4), harms.nothing, verdicts.is_silent
+    ),
+    _clean(
+        "clean-hosts", "the same on 2 hosts x 2 ranks, with copies between the hosts", partial(checkout.cluster, 2, 2),
+        harms.nothing, verdicts.is_silent,
+    ),
+    _clean(
+        "clean-busy", "the same as the first with another process on one core", partial(checkout.mpirun, 4), harms.busy_core,
+        verdicts.names_stragglers_alone,
+    ),
 )  # fmt: skip
 
 BY_NAME: Mapping[str, Case] = {case.name: case for case in CASES}

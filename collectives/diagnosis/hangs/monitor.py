@@ -31,8 +31,8 @@ from collectives.diagnosis.hangs.board import Board
 from collectives.diagnosis.hangs.channel import MonitorChannel
 from collectives.diagnosis.hangs.deadline import Clock, Deadline, last_resort
 from collectives.diagnosis.hangs.evictions import Evictions
-from collectives.diagnosis.hangs.inquiry import ANSWER_S, LOOK_S, Inquiry
-from collectives.diagnosis.hangs.look import Look, last_record, look
+from collectives.diagnosis.hangs.inquiry import ANSWER_S, CONFIRM_S, GRACE_S, LOOK_S, Inquiries, Inquiry
+from collectives.diagnosis.hangs.look import last_record
 from collectives.diagnosis.hangs.losses import Losses
 from collectives.diagnosis.hangs.standstill import Standstill
 from collectives.diagnosis.job import Job, keep
@@ -41,10 +41,8 @@ from collectives.diagnosis.ring import goodbye, roster
 _POLL_S = 0.5  # between two looks at messages, whose time is not measurable
 _BUSY_POLL_S = 0.05  # while the monitor waits for answers, in checked mode, and when the program has ended
 _LAUNCHER_S = 1.0  # for the launcher to end the job of a dead rank with that rank's exit code
-_GRACE_S = 5.0  # for a report and MPI_Abort
 _STAGGER_S, _MAX_STAGGER_S = 0.25, 4.0  # a rank waits this long for each lower rank to ask first, so that few ranks ask
 _ORDER_S = 0.6  # checked mode: after this wait in a comparison the monitor asks the other ranks
-_CONFIRM_S = 0.15  # checked mode: after this time the monitor asks again, to confirm a deadlock
 _ENDED_S = 0.3  # after this time an ended rank tells rank 0, unless all programs have ended
 _ROUND_S = 1.0  # between two rounds in which rank 0 asks whether ranks wait for an ended rank
 _ROUND_SHARE = 0.05  # of rank 0's time at most, because reading thousands of answers takes long
@@ -58,6 +56,7 @@ class Monitor:
         self._process = os.getpid()
         self._bell = Bell()
         self._turn = threading.Lock()  # of the thread, and of a recovery that changes the ranks
+        self._notices = notice.Notices(notice.from_environment())
         self._join(mpi)
         self._thread = threading.Thread(target=self._run, name="collectives-monitor", daemon=True)
         self._stop = threading.Event()
@@ -68,7 +67,6 @@ class Monitor:
         self._ended_at = 0.0
         self._told_end = False
         self._clock = Clock()
-        self._notices = notice.Notices(notice.from_environment())
         self._standstill = Standstill()
         self._wants_places = False  # a thread that ends the job waits for `_has_shown`
         self._has_shown = threading.Event()
@@ -82,11 +80,7 @@ class Monitor:
         self._board = Board(mpi)
         self._evictions = Evictions(self.rank, self._roster, self._board, self._send)
         self._ended_ranks: dict[int, State] = {}  # on rank 0: the ranks that have told their end
-        self._inquiry: Inquiry | None = None
-        self._num_asked = 0
-        self._quiet_until = {"deadline": 0.0, "order": 0.0, "end": 0.0}
-        # By purpose: each rank that the last inquiry found stuck, and the number of its operation.
-        self._suspects: dict[str, dict[int, int]] = {"order": {}, "end": {}}
+        self._inquiries = Inquiries(self.rank, self._roster, self._board, self._send, self._notices, self._state)
 
     def rejoin(self, mpi: Any) -> None:
         """Watch the ranks of `mpi`, which a loss has left, instead of all ranks before. Collective over them."""
@@ -133,9 +127,9 @@ class Monitor:
         goodbye.say()
         self._stop.set()
         self._bell.ring()
-        self._thread.join(_GRACE_S)
+        self._thread.join(GRACE_S)
         if self._last_resort.is_alive():
-            self._last_resort.join(_GRACE_S)
+            self._last_resort.join(GRACE_S)
         if not self._thread.is_alive():
             self._losses.close()
             self._board.close()
@@ -147,7 +141,7 @@ class Monitor:
         if self._thread.is_alive() and self._talks():
             self._wants_places = True
             self._bell.ring()
-            self._has_shown.wait(ANSWER_S + _GRACE_S)
+            self._has_shown.wait(ANSWER_S + GRACE_S)
 
     def _talks(self) -> bool:
         from mpi4py import MPI
@@ -159,7 +153,11 @@ class Monitor:
     def _run(self) -> None:
         while not self._stop.is_set():
             busy = (
-                self._inquiry is not None or self.checked or self._ended or self._losses.is_pending or self._is_near()
+                self._inquiries.current is not None
+                or self.checked
+                or self._ended
+                or self._losses.is_pending
+                or self._is_near()
             )
             signalled = self._bell.wait(_BUSY_POLL_S if busy else _POLL_S)
             if self._stop.is_set():
@@ -186,12 +184,13 @@ class Monitor:
         if self._talks():
             for rank, message in self._channel.received():
                 self._take(rank, message)
-        if self._inquiry is not None and self._inquiry.purpose == "notice" and self._late() is not None:
-            self._inquiry = None  # the deadline's report replaces the notice
-        if self._inquiry is None:
+        inquiry = self._inquiries.current
+        if inquiry is not None and inquiry.purpose == "notice" and self._late() is not None:
+            inquiry = self._inquiries.current = None  # the deadline's report replaces the notice
+        if inquiry is None:
             self._look(now)
-        elif self._inquiry.purpose == "deadline" or self._inquiry.is_over(now):
-            self._follow(self._inquiry, now)
+        elif inquiry.purpose == "deadline" or inquiry.is_over(now):
+            self._follow(inquiry, now)
 
     def _lose(self, ranks: Sequence[int], report: str, code: int = 1, *, is_silent: bool = False) -> None:
         """Act on the loss of `ranks`: they have died, their host is silent, or they are past the deadline.
@@ -203,8 +202,8 @@ class Monitor:
         if Job.survives and ranks and not is_silent:
             if code == deadline.EXIT_CODE:
                 dump.say(report)
-                self._inquiry = None
-                self._quiet_until["deadline"] = time.monotonic() + _GRACE_S
+                self._inquiries.current = None
+                self._inquiries.quiet_until["deadline"] = time.monotonic() + GRACE_S
                 for rank in ranks:
                     self._evictions.evict(rank, "this rank is past the deadline")
             elif not loss.is_known():  # else another rank has said so, or will
@@ -227,9 +226,9 @@ class Monitor:
         """Ask all ranks for their state if an operation of this rank has waited too long, or if a rank has ended."""
         if self._wants_places:
             self._wants_places = False
-            self._ask("places", why=f"an error on rank {self.rank} ends the job")
+            self._inquiries.ask("places", why=f"an error on rank {self.rank} ends the job")
         elif self._late() is not None:
-            if now > self._quiet_until["deadline"]:
+            if now > self._inquiries.quiet_until["deadline"]:
                 self._end_late()
         elif self.size > 1 and (wait := self._notices.due(self._clock, self._stagger())) is not None:
             self._notice(wait, now)
@@ -238,13 +237,13 @@ class Monitor:
         elif self._ended and not self._told_end and now - self._ended_at > _ENDED_S:
             self._told_end = True
             self._send(0, {"kind": "end", "state": self._state()})
-        elif 0 < len(self._ended_ranks) < self.size and now > self._quiet_until["end"]:
-            self._ask("end", known=self._ended_ranks)
-        elif self.checked and now > self._quiet_until["order"]:
+        elif 0 < len(self._ended_ranks) < self.size and now > self._inquiries.quiet_until["end"]:
+            self._inquiries.ask("end", known=self._ended_ranks)
+        elif self.checked and now > self._inquiries.quiet_until["order"]:
             stagger = min(self.rank * _STAGGER_S / 10, 0.4)
             begun = record.open_operations(begun_before=now - _ORDER_S - stagger)
             if any(each.log.comparing for each in begun):
-                self._ask("order")
+                self._inquiries.ask("order")
 
     def _late(self) -> record.Operation | None:
         """The operation that has passed the deadline plus this rank's stagger."""
@@ -268,7 +267,7 @@ class Monitor:
         """Ask all ranks for their state, for a line about a wait of this rank."""
         age_s = now - wait.begun
         if self._talks():
-            self._ask("notice", wait=wait, age_s=age_s)
+            self._inquiries.ask("notice", wait=wait, age_s=age_s)
         else:
             dump.say(report.lone_notice(self.rank, wait.number, self._state(), Deadline.seconds or 0.0))
         self._notices.told(age_s)
@@ -278,7 +277,7 @@ class Monitor:
         why = f"the deadline of {Deadline.seconds:g} s has passed"
         dump.write_file(why)
         if self._talks():
-            self._ask("deadline", why=f"rank {self.rank} has passed the deadline")
+            self._inquiries.ask("deadline", why=f"rank {self.rank} has passed the deadline")
         else:
             text = dump.text(why, dump.NUM_SHOWN)
             dump.say(text)
@@ -290,17 +289,17 @@ class Monitor:
         if inquiry.purpose == "deadline":
             late = self._late()
             if late is None and inquiry.late is None:
-                self._inquiry = None
+                self._inquiries.current = None
                 return
             if late is not None and inquiry.late is None and inquiry.missing and now - inquiry.asked > LOOK_S:
                 inquiry.late = answer.waiting(late, self.rank)
-                self._look_at(inquiry.missing, inquiry)
+                self._inquiries.look_at(inquiry.missing, inquiry)
             if inquiry.is_over(now):
                 waiting = inquiry.late if late is None else answer.waiting(late, self.rank)
                 assert waiting is not None
                 self._end_at_deadline(waiting, inquiry)
             return
-        self._inquiry = None
+        self._inquiries.current = None
         if inquiry.purpose == "notice":
             assert inquiry.wait is not None
             if self._notices.goes_on(inquiry.wait):
@@ -315,16 +314,6 @@ class Monitor:
         else:
             self._judge_end(inquiry, now)
 
-    def _look_at(self, ranks: Sequence[int], inquiry: Inquiry) -> None:
-        """Look at ranks that have not answered, those of another node by a rank there that has answered."""
-        for node in {self._roster.members[rank].node for rank in ranks}:
-            there = [rank for rank in ranks if self._roster.members[rank].node == node]
-            answering = [rank for rank in self._roster.node_of(node) if inquiry.states[rank] is not None]
-            if self.rank in answering:
-                inquiry.looks.update(look(self._board, there))
-            elif answering:
-                self._send(answering[0], {"kind": "look", "number": inquiry.number, "ranks": there})
-
     def _end_at_deadline(self, late: Waiting, inquiry: Inquiry) -> None:
         looks = {rank: each.words for rank, each in inquiry.looks.items()}
         lost, ends = report.missing_ranks(late, inquiry.states), "The job ends."
@@ -338,13 +327,13 @@ class Monitor:
     def _judge_order(self, inquiry: Inquiry, now: float) -> None:
         """Send the verdict to ranks that wait for each other in different communicators, if two inquiries find the same ranks."""
         stuck = deadlock.deadlocked({rank: state for rank, state in enumerate(inquiry.states) if state is not None})
-        if self._confirmed("order", stuck):
+        if self._inquiries.confirmed("order", stuck):
             verdict = deadlock.deadlock_report(stuck)
             for rank in stuck:
                 self._send(rank, {"kind": "verdict", "text": verdict})
         # The longer a rank waits without a deadlock, the less often the monitor asks.
         longest = max((now - each.begun for each in record.open_operations()), default=0.0)
-        self._quiet_until["order"] = now + (_CONFIRM_S if stuck else max(2 * _ORDER_S, longest))
+        self._inquiries.quiet_until["order"] = now + (CONFIRM_S if stuck else max(2 * _ORDER_S, longest))
 
     def _judge_end(self, inquiry: Inquiry, now: float) -> None:
         """End the job if a rank waits for a rank that has ended, and two inquiries find the same wait.
@@ -352,13 +341,13 @@ class Monitor:
         A job that survives losses goes on without the ranks that have ended.
         """
         stuck = report.abandoned(inquiry.states)
-        if self._confirmed("end", stuck):
+        if self._inquiries.confirmed("end", stuck):
             gone = report.gone(stuck, inquiry.states)
             ends = f"The job goes on without {self._roster.names(gone)}." if Job.survives else "The job ends."
             text = report.end_report(stuck, inquiry.states, self._roster, ends)
             dump.say(text)
             if Job.survives:
-                self._quiet_until["end"] = now + _GRACE_S
+                self._inquiries.quiet_until["end"] = now + GRACE_S
                 for rank in sorted(gone, key=lambda rank: rank == self.rank):  # this rank last
                     self._evictions.evict(rank, "the program of this rank has ended before the job")
                 return
@@ -367,35 +356,12 @@ class Monitor:
         elif stuck:
             why = "other ranks wait for a rank that has ended"
             dump.write_file(why)
-            self._ask("end", why=why)  # all ranks, so that ended ranks write their files too
+            self._inquiries.ask("end", why=why)  # all ranks, so that ended ranks write their files too
         else:
             spent_s = time.thread_time() - inquiry.asked_cpu
-            self._quiet_until["end"] = now + max(_ROUND_S, spent_s / _ROUND_SHARE)
-
-    def _confirmed(self, purpose: str, stuck: Mapping[int, Waiting]) -> bool:
-        """Whether this inquiry and the last one for this purpose have found the same operations."""
-        last, found = self._suspects[purpose], {rank: each["number"] for rank, each in stuck.items()}
-        self._suspects[purpose] = found
-        return bool(found) and found == last
+            self._inquiries.quiet_until["end"] = now + max(_ROUND_S, spent_s / _ROUND_SHARE)
 
     # Messages, each of a "kind"
-
-    def _ask(
-        self,
-        purpose: str,
-        *,
-        why: str = "",
-        known: Mapping[int, State] | None = None,
-        wait: notice.Wait | None = None,
-        age_s: float = 0.0,
-    ) -> None:
-        """Ask all ranks but the `known` ones. If there is a `why`, they write their record files. `wait`, `age_s`: of a notice."""
-        self._num_asked += 1
-        known = {**(known or {}), self.rank: self._state()}
-        inquiry = self._inquiry = Inquiry(purpose, self._num_asked, self.size, known, wait)
-        question = {"kind": "ask", "purpose": purpose, "number": inquiry.number, "why": why, "age": age_s}
-        for rank in inquiry.missing:
-            self._send(rank, question)
 
     def _state(self) -> State:
         return answer.state(self.rank, self._ended)
@@ -407,39 +373,17 @@ class Monitor:
             self._channel.send(rank, message)
 
     def _take(self, rank: int, message: Mapping[str, Any]) -> None:
-        inquiry = self._inquiry
-        if message["kind"] == "ask":
-            purpose = message["purpose"]
-            if message["why"]:
-                dump.write_file(message["why"])
-            # This rank's inquiry is dropped if a lower rank asks for the same purpose.
-            mine = inquiry is not None and inquiry.purpose == purpose
-            if not mine or rank < self.rank:
-                if mine:
-                    self._inquiry = None
-                pause = ANSWER_S + 2 * _GRACE_S if purpose == "deadline" else 4 * _CONFIRM_S
-                self._quiet_until[purpose] = time.monotonic() + pause
-                if purpose == "notice":
-                    self._notices.told(message["age"])
-            self._send(rank, {"kind": "answer", "number": message["number"], "state": self._state()})
-        elif message["kind"] == "answer":
-            if inquiry is not None and inquiry.number == message["number"]:
-                inquiry.states[rank] = message["state"]
-        elif message["kind"] == "look":
-            self._send(
-                rank, {"kind": "looked", "number": message["number"], "looks": look(self._board, message["ranks"])}
-            )
-        elif message["kind"] == "looked":
-            if inquiry is not None and inquiry.number == message["number"]:
-                inquiry.looks.update({int(each): Look(*words) for each, words in message["looks"].items()})
-        elif message["kind"] == "end":
+        kind = message["kind"]
+        if kind == "end":
             self._ended_ranks[rank] = message["state"]
-        elif message["kind"] in ("end yourself", "end another"):
+        elif kind in ("end yourself", "end another"):
             self._evictions.take(message)
-        elif message["kind"] == "verdict":
+        elif kind == "verdict":
             for each in record.open_operations():
                 if each.log.comparing:
                     each.log.verdict = message["text"]
+        else:
+            self._inquiries.take(rank, message)
 
 
 def start(world: Any, *, checked: bool) -> None:
