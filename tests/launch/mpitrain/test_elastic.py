@@ -265,6 +265,17 @@ def test_a_job_that_is_not_elastic_takes_the_copies_over_into_a_checkpoint(
     np.testing.assert_allclose(losses(job.run), losses(undisturbed), rtol=1e-5, err_msg=str(result))
 
 
+@needs_open_mpi
+def test_an_error_of_all_ranks_with_work_is_one_line_also_with_an_idle_rank(tmp_path: Path, corpus: Path) -> None:
+    words = ["--run", str(tmp_path / "run"), "--data.path", str(corpus), *SETTINGS, *ELASTIC]
+    words += ["--parallel.tensor", "2", "--optim.lr", "1e30", "--optim.clip-norm", "0"]
+    result = launch(3, "-m", "mpitrain", *words, options=["--with-ft", "ulfm"], timeout_s=60)
+    assert result.returncode == 1, str(result)
+    assert "1 more without work, because they do not fit the layout" in result.stdout, str(result)
+    assert len(re.findall("mpitrain: error: step .* loss nan", result.stderr)) == 1, str(result)
+    assert "Traceback" not in result.stderr and "MPI_ABORT" not in result.stderr, str(result)
+
+
 def test_without_ulfm_one_line_says_so_and_the_job_trains(tmp_path: Path, corpus: Path) -> None:
     words = ["--run", str(tmp_path / "run"), "--data.path", str(corpus), *SETTINGS, *ELASTIC, "--train.steps", "3"]
     result = launch(2, "-m", "mpitrain", *words)

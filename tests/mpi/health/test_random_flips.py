@@ -75,7 +75,7 @@ def test_in_replicated_parameters_at_any_time(comm: Communicator, make: Make) ->
     params: dict[str, torch.Tensor] = dict(trainer.model.named_parameters())
     trials, rng = Flips(trainer), np.random.default_rng(comm.size)
     assert trials.run(0, "never", lambda: None) is None
-    num_found, num_trials = 0, extent(12, 60)
+    num_found, num_trials = 0, extent(12, 100)
     for _ in range(num_trials):
         (name, element, bit), wrong = draw(rng, params), int(rng.integers(comm.size))
         step = int(rng.integers(EVERY - 1))  # after the last step no check follows
@@ -102,7 +102,7 @@ def test_in_shards_during_a_checked_step(comm: Communicator, make: Make) -> None
     trainer = make("run", 100, "--parallel.storage", storage, "--train.check-every", str(EVERY))
     trials, rng = Flips(trainer), np.random.default_rng(comm.size)
     assert trials.run(0, "never", lambda: None) is None
-    for _ in range(extent(8, 60)):
+    for _ in range(extent(8, 100)):
         wrong, seed = int(rng.integers(comm.size)), int(rng.integers(10**6))
         # The window begins with the end of the step before, and ends before the next update.
         phase = PHASES[rng.integers(2)]

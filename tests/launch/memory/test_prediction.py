@@ -82,7 +82,7 @@ def predicted_and_held(tmp_path: Path, which: str, allocator: dict[str, str]) ->
 
 
 @pytest.mark.parametrize(
-    "which", extent(["resident, fp32", "gathered, bf16", "llama", "tensor", "pipeline"], list(SETTINGS))
+    "which", extent(["gathered, bf16", "llama", "pipeline"], list(SETTINGS))
 )
 def test_a_run_holds_what_was_predicted(tmp_path: Path, which: str) -> None:
     predicted, held = predicted_and_held(tmp_path, which, NO_HEAP)
