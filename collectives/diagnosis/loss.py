@@ -15,6 +15,9 @@ from collectives.diagnosis.job import Job, all_ranks, kept
 RECOVERING = "has come to the recovery from a loss\n"
 """The first line of the note of a rank that waits for the other ranks in a recovery."""
 
+_MPI_S = 0.25  # for the launcher to tell MPI of a death, which takes milliseconds
+_REPORT_S = 5.0  # for the report of a death and the end of the job
+
 
 class Known:
     """The loss that this process knows of."""
@@ -48,14 +51,42 @@ def note() -> None:
     revoke_all()
 
 
+def peer_is_dead() -> None:
+    """Another rank's process is gone, which this rank has found before MPI: note the loss.
+
+    In a job that does not survive losses wait, because the neighbours of that rank report its death, and end the job.
+    """
+    if Job.survives:
+        note()
+    else:
+        time.sleep(_REPORT_S)
+
+
 def revoke_all() -> None:
     """Revoke all communicators of the package on all their ranks. Not collective."""
     from mpi4py import MPI
 
-    for mpi in kept():
+    valid = [mpi for mpi in kept() if not mpi.Is_revoked()]
+    if valid:
+        _wait_for_mpi()
+    for mpi in valid:
         with suppress(MPI.Exception):
-            if not mpi.Is_revoked():
-                mpi.Revoke()
+            mpi.Revoke()
+
+
+def _wait_for_mpi() -> None:
+    """Wait until MPI knows of a dead rank too, because a revocation sends messages to all ranks that MPI takes for alive.
+
+    Open MPI 5.0.11 stands still if a thread sends by TCP to a dead rank while another one receives the end of the same connection:
+    the first holds the connection's lock and waits for the handler of the second, which waits for the lock.
+    """
+    from mpi4py import MPI
+
+    until = time.monotonic() + _MPI_S
+    while not num_failed() and time.monotonic() < until:
+        if threading.current_thread() is threading.main_thread():
+            MPI.COMM_SELF.Iprobe()  # lets MPI progress, as the wait does in which the monitor finds this thread
+        time.sleep(0.001)
 
 
 def begin_recovery() -> None:

@@ -207,8 +207,8 @@ class Monitor:
                 for rank in ranks:
                     self._evictions.evict(rank, "this rank is past the deadline")
             elif not loss.is_known():  # else another rank has said so, or will
+                loss.note()  # first, because the main thread may ask now
                 dump.say(f"{report}. The other ranks go on.")
-                loss.note()
             return
         report += "" if code == deadline.EXIT_CODE else ". The job ends."
         dump.say(report)

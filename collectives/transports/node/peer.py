@@ -6,12 +6,14 @@ does). MPITRAIN_PEER_READS=0 turns peer reads off. With 1 the job's processes al
 """
 
 import ctypes
+import errno
 import os
 import secrets
 from typing import Any
 
 import numpy as np
 
+from collectives.diagnosis import loss
 from collectives.environment import switch
 
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
@@ -32,13 +34,15 @@ class PeerReader:
         self._pointers = ctypes.addressof(self._local), ctypes.addressof(self._remote)
 
     def read(self, target: int, source: int, nbytes: int) -> None:
-        """Copy `nbytes` from the peer's address `source` to our address `target`. OSError if the kernel refuses."""
+        """Copy `nbytes` from the peer's address `source` to our address `target`. OSError if the kernel refuses or the peer died."""
         local, remote = self._local, self._remote
         while nbytes:
             local.base, local.length, remote.base, remote.length = target, nbytes, source, nbytes
             copied = _readv(self._pid, self._pointers[0], 1, self._pointers[1], 1, 0)
             if copied <= 0:
                 error = ctypes.get_errno()
+                if error == errno.ESRCH:
+                    loss.peer_is_dead()
                 raise OSError(error, f"cannot read {nbytes} bytes of process {self._pid}: {os.strerror(error)}")
             # One call copies at most 2 GiB, and stops at the end of a mapping.
             target, source, nbytes = target + copied, source + copied, nbytes - copied

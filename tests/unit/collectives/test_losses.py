@@ -1,5 +1,6 @@
 """Parts of the detection of lost ranks that need no MPI: connections, processes, words, and the failure file."""
 
+import ctypes
 import os
 import signal
 import socket
@@ -13,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from collectives.diagnosis import set_failure_file, write_failure
+from collectives.diagnosis import loss, set_failure_file, write_failure
 from collectives.diagnosis.hangs import losses, process
+from collectives.diagnosis.job import Job
 from collectives.diagnosis.ring import links
 from collectives.diagnosis.ring.goodbye import End, Heard
 from collectives.diagnosis.ring.links import Listener, Place, by_distance, connect
 from collectives.diagnosis.ring.roster import NOBODY, Member, Roster
+from collectives.transports.node.peer import PeerReader
 
 ROSTER = Roster([Member(0, "a", 31), Member(0, "a", 32), Member(2, "b", 31), Member(2, "b", 47)])
 
@@ -202,3 +205,21 @@ def test_a_file_that_cannot_be_written_is_no_further_failure(tmp_path: Path, mon
     write_failure("a failure")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file"]
     assert stat.S_ISREG((tmp_path / "file").stat().st_mode)
+
+
+def test_a_read_of_a_dead_rank_s_memory_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    monkeypatch.setattr(loss, "_REPORT_S", 0.0)
+    target = ctypes.create_string_buffer(8)
+
+    def read() -> None:
+        with pytest.raises(ProcessLookupError, match=f"process {child.pid}"):
+            PeerReader(child.pid).read(ctypes.addressof(target), ctypes.addressof(target), 8)
+
+    read()
+    assert loss.Known.since is None
+    monkeypatch.setattr(Job, "survives", True)
+    monkeypatch.setattr(loss.Known, "since", None)
+    read()
+    assert loss.Known.since is not None
