@@ -3,6 +3,8 @@
 import argparse
 import random
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -43,6 +45,7 @@ def main(words: Sequence[str]) -> int:
     if unknown := [name for name in options.cases if name not in BY_NAME]:
         parser.error(f"there is no case {unknown[0]!r}; expected {', '.join(BY_NAME)}")
     checkout.check()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running job is ended
     references: References = {}
     outcomes = [
         outcome
