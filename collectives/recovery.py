@@ -93,7 +93,8 @@ def recover() -> Communicator:
             left = MPI.COMM_WORLD.Shrink()
             job.forget_all()
             record.forget_logs()
-            Job.mpi = left
+            Job.mpi = job.keep(left)
+            loss.Known.is_told = True
             monitor.rejoin(left)
             return restart()
         except MPI.Exception:

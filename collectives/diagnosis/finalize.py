@@ -33,7 +33,7 @@ def _finalize(process: int) -> None:
 
     # After the loss of a rank MPI_Finalize of Open MPI 5.0.11 stands still in one of five jobs. Nothing is left to do for MPI: the
     # monitors of the ranks that are left have ended together, and mpirun accepts an end without MPI_Finalize in such a job.
-    if MPI.Is_initialized() and not MPI.Is_finalized() and Job.mpi is None:
+    if MPI.Is_initialized() and not MPI.Is_finalized() and Job.mpi is None and not Job.ends_alone:
         MPI.Finalize()
 
 

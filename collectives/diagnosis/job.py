@@ -12,6 +12,7 @@ class Job:
 
     mpi: Any = None  # mpi4py's communicator of the ranks that are left; None before a recovery
     survives = False  # whether the other ranks go on after the loss of a rank
+    ends_alone = False  # whether ranks were lost at the end, so that this rank waits for no other one
     is_done = False  # whether all ranks have come to the end, so that this rank may leave
 
 

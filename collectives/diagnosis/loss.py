@@ -24,6 +24,7 @@ class Known:
 
     since: float | None = None  # by `time.monotonic`; None: no rank was lost
     is_handled = False  # whether the main thread has left its work for the recovery
+    is_told = False  # whether the launcher has told MPI
     aborting: threading.Thread | None = None  # ends NCCL's communicators
 
 
@@ -46,7 +47,7 @@ def note() -> None:
     """
     with _noting:
         if Known.since is None:
-            Known.since, Known.is_handled = time.monotonic(), False
+            Known.since, Known.is_handled, Known.is_told = time.monotonic(), False, False
             Known.aborting = begin_abort()
     revoke_all()
 
@@ -101,6 +102,12 @@ def interrupt_recovery() -> None:
     """During a recovery: interrupt its waits if another rank was lost meanwhile, because the ranks that know it have left them."""
     if Known.is_handled and (num_failed() or any(mpi.Is_revoked() for mpi in kept())):
         revoke_all()
+
+
+def is_told() -> bool:
+    """Whether MPI has known of the loss at any time: after the recovery has left the dead ranks out, MPI knows of none."""
+    Known.is_told = Known.is_told or num_failed() > 0
+    return Known.is_told
 
 
 def end_recovery() -> None:

@@ -109,10 +109,10 @@ class Health:
         """Whether this rank's gradient norm is a spike or not finite. Not collective: a fault may have changed it on one rank alone."""
         return not math.isfinite(grad_norm) or self._windows[1].judge(grad_norm) is not None
 
-    def before_step(self, step: int, loss: float, grad_norm: float, *, is_odd: bool) -> bool:
+    def before_step(self, step: int, loss: float, grad_norm: float, *, is_odd: bool, is_last: bool = False) -> bool:
         """Check before the optimizer's step number `step` (from 0). Returns whether the step is to be left out, because of a spike.
 
-        `is_odd`: on some rank. DesyncError or FlippedBitError, on all ranks.
+        `is_odd`: on some rank. `is_last`: the run saves and ends after this step. DesyncError or FlippedBitError, on all ranks.
         """
         began = time.perf_counter()
         self.check_s = 0.0
@@ -122,7 +122,7 @@ class Health:
         ] * is_finite
         spikes = [spike for spike in found if spike is not None]
         is_odd |= not math.isfinite(loss) or any(spike.what == "loss" for spike in spikes)
-        if self._train.check_every and (self._is_checked(step) or is_odd):
+        if self._train.check_every and (self._is_checked(step) or is_odd or is_last):
             self._check(step, grad_norm)
         self._resting.forget()
         skips = False
@@ -158,8 +158,10 @@ class Health:
             self._resting.take(holdings.at_rest(self._model, self._optimizer))
 
     def _is_checked(self, step: int) -> bool:
-        periods = (self._train.check_every, self._saves_every) if self._train.check_every else ()
-        return any(period and (step + 1) % period == 0 for period in periods)
+        if not self._train.check_every:
+            return False
+        is_due = any(period and (step + 1) % period == 0 for period in (self._train.check_every, self._saves_every))
+        return is_due or step + 1 == self._train.steps
 
     # Copies and bits
 

@@ -20,6 +20,7 @@ from mpitrain.elastic.lease import Lease, read_lease
 from mpitrain.elastic.survive import Recovered
 from mpitrain.rank0 import on_rank0
 from mpitrain.train.run import Run
+from mpitrain.train.saving import Age
 from mpitrain.weights.state import Collected
 
 
@@ -31,6 +32,8 @@ class Lasting:
     """The id of the job, the same on all ranks."""
     origin: str = ""
     """The checkpoint of another run from which this job has started, until it has a state of its own; "" without one."""
+    first_lease: int = 0
+    """The number of the lease with which this job has started; 0 before."""
     corpus: Corpus | None = None
     flops_per_s: float = 0.0
     num_idle: int = 0
@@ -56,15 +59,19 @@ class Endurance:
         self._begun = 0.0
         self._first_epoch = 0  # of the copies from which this attempt has begun, else of its own
 
-    def find(self, lease: int, step: int) -> NodeCopies | None:
-        """The copies of the state from which the run continues; None if the first checkpoint is newer, or there are none.
+    def find(self, age: Age) -> NodeCopies | None:
+        """The copies of the state from which the run continues; None if there are none, or the first checkpoint is newer.
 
-        `lease`, `step`: of that checkpoint, see `lease_and_step_in`. The run must hold its folder's lock.
+        `age`: of that checkpoint. The run must hold its folder's lock.
         """
         self._raise_lease()
         assert self._lease is not None
         hold(self._lease.run)
-        found = _newer_copies(self._comm, self._config, self._lease.run, lease, step)
+        lasting = self._lasting
+        lasting.first_lease = lasting.first_lease or self._lease.number
+        # The user has asked for another state than the newest: only states of this job are later ones.
+        since = lasting.first_lease if lasting.origin else 0
+        found = _newer_copies(self._comm, self._config, self._lease.run, age, since)
         self._first_epoch = self._lease.number
         if found is not None:
             found.remove_others()
@@ -114,18 +121,22 @@ class Endurance:
         if self._copies is None:
             return False
         if not self._copies.is_prepared:  # not before the first step, which makes the state of the optimizer
-            state = collect()
-            self._copies.prepare(state.tensors, state.meta)
-        if step % self._config.train.copy_every:
+            first = collect()
+            self._keep(lambda copies: copies.prepare(first.tensors, first.meta))
+        if self._copies is None or step % self._config.train.copy_every:
             return False
         self._take(step, collect)
         return self._copies is not None
 
     def _take(self, step: int, collect: Callable[[], Collected]) -> None:
-        assert self._copies is not None
         state = collect()
+        self._keep(lambda copies: copies.take(step, state.tensors, state.meta))
+
+    def _keep(self, act: Callable[[Copies], None]) -> None:
+        """Act on the copies. If node memory is full, the run goes on without them, and says so once."""
+        assert self._copies is not None
         try:
-            self._copies.take(step, state.tensors, state.meta)
+            act(self._copies)
         except OSError as error:  # on all ranks
             self._copies.close(remove=True)
             self._copies = None
@@ -157,15 +168,23 @@ class Endurance:
             assert self._lease is not None
             _remove(self._comm, self._lease.run)
 
+    def distrust(self) -> None:
+        """Remove the copies, because replicas differ, and a copy has the values of one of them."""
+        if self._copies is not None:
+            self._copies.close(remove=True)
+            self._copies = None
+        if self._lease is not None:
+            _remove(self._comm, self._lease.run)
+
     def abandon(self) -> None:
         """End the copies after a loss of ranks, or an error of this rank. The files stay. Not collective."""
         if self._copies is not None:
             self._copies.abandon()
 
     @property
-    def lease_number(self) -> int:
-        """The number of the lease, for checkpoints."""
-        return 0 if self._lease is None else self._lease.number
+    def lease(self) -> Lease | None:
+        """The lease, for checkpoints."""
+        return self._lease
 
     def _heading(self, recovered: Recovered, step: int) -> str:
         """A line about a recovery."""
@@ -208,21 +227,21 @@ class Inheritance:
     collective.
     """
 
-    lease_number = 0
+    lease = None
 
     def __init__(self, config: Config, comm: Communicator, run: Run) -> None:
         self._config, self._comm, self._folder = config, comm, run.folder
         self._run: str | None = None  # of the copies, until they are removed
         self._is_used = False
 
-    def find(self, lease: int, step: int) -> NodeCopies | None:
+    def find(self, age: Age) -> NodeCopies | None:
         """As `Endurance.find`."""
         there = on_rank0(self._comm, lambda: read_lease(self._folder))
         if there is None:
             return None
         self._run = there.run
         hold(self._run)
-        found = _newer_copies(self._comm, self._config, self._run, lease, step)
+        found = _newer_copies(self._comm, self._config, self._run, age)
         self._is_used = found is not None
         return found
 
@@ -246,24 +265,30 @@ class Inheritance:
             _remove(self._comm, self._run)
             self._run = None
 
+    def distrust(self) -> None:
+        """There are no copies of this job."""
+
     def abandon(self) -> None:
         """The copies stay for another job."""
 
 
-def _newer_copies(comm: Communicator, config: Config, run: str, lease: int, step: int) -> NodeCopies | None:
-    """The copies of a run, if it is to go on from its newest state, and they are newer than the checkpoint with this lease and step."""
+def _newer_copies(comm: Communicator, config: Config, run: str, age: Age, since: int = 0) -> NodeCopies | None:
+    """The copies of a run, if it is to go on from its newest state, and they are newer than the checkpoint of this age.
+
+    `since`: the number of the first lease whose copies count.
+    """
     own = os.environ.get(marks.LEASE_VARIABLE)
     if config.resume != "auto" and own is None:
         return None
-    found = find_state(comm, run)
+    found = find_state(comm, run, from_epoch=since)
     if found is not None and config.resume != "auto" and found.epoch <= int(own or 0):
-        return (
-            None  # the user has asked for another state; only later launches of the same supervisor go on from copies
-        )
-    # After a rewind, a later state has fewer steps. A job that was not elastic has no lease.
-    if found is not None and (found.epoch if lease else 0, found.step) < (lease, step):
+        # The user has asked for another state; only later launches of the same supervisor go on from copies.
         return None
-    return found
+    # Any state of this run is later than the one of another run from which it began.
+    if found is None or age.run not in ("", run):
+        return found
+    # After a rewind, a later state has fewer steps. A job that was not elastic has no lease.
+    return None if (found.epoch if age.lease else 0, found.step) < (age.lease, age.step) else found
 
 
 def _remove(comm: Communicator, run: str) -> None:

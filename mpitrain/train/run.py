@@ -28,12 +28,13 @@ from mpitrain.elastic.lease import Lease, raise_lease, read_lease
 class Run:
     """The folder of a run. Only rank 0 calls methods that read the disk or write to it."""
 
-    def __init__(self, config: Config, job: str = "", origin: str = "") -> None:
+    def __init__(self, config: Config, job: str = "", origin: str = "", first_lease: int = 0) -> None:
         """`job`: the id of this job, whose ranks take the folder over from each other when ranks are lost.
 
-        `origin`: the checkpoint from which this job has started, and starts again after a loss if it has no state of its own.
+        `origin`: the checkpoint from which this job has started, and starts again after a loss if it has no state of its own, which has
+        a lease from `first_lease` on.
         """
-        self._job, self._origin = job, origin
+        self._job, self._origin, self._first_lease = job, origin, first_lease
         self.folder = Path(config.run)
         self.checkpoints = self.folder / "checkpoints"
         self.metrics = self.folder / "metrics.jsonl"
@@ -71,7 +72,7 @@ class Run:
                 f"{damaged[-1].path}: {damaged[-1].problem}; the run has no other checkpoint that is complete. "
                 "--resume never starts at step 0 and renames this run's folder"
             )
-        if newest is None and self._origin:
+        if self._origin and (newest is None or ckpt.open(newest).meta.get("lease", 0) < self._first_lease):
             newest = ckpt.find(self._origin)
         self._check_way(config, newest)
         if newest is None:
@@ -129,7 +130,10 @@ class Run:
         """The description of a takeover by another process, or ""."""
         if self._lock is None:
             return ""
-        newest = None if self._lease is None else read_lease(self.folder)
+        newest = None
+        if self._lease is not None:
+            with suppress(OSError):  # a file system that stalls is no takeover
+                newest = read_lease(self.folder)
         if self._lease is not None and newest is not None and newest > self._lease and newest.run == self._lease.run:
             return f"its lease has number {newest.number}, and this job has number {self._lease.number}"
         return self._lock.lost()
@@ -148,6 +152,10 @@ class Run:
         """Append an event to the folder's events, unless the folder `is_lost`. OSError if the file cannot be written."""
         if not self.is_lost():
             write_event(self.folder, event, **fields)
+
+    def is_free(self) -> bool:
+        """Whether no job has locked the folder, so that a failure of this one before its own lock may be reported there."""
+        return not (self.folder / ".lock").exists()
 
     def let_go(self) -> None:
         """Leave the lock to the ranks that a loss has left, which take it over."""

@@ -11,6 +11,7 @@ import torch
 import ckpt
 from collectives import Communicator
 from mpitrain.config import CheckpointConfig, Config, ConfigError, differences, from_text, to_toml
+from mpitrain.elastic.lease import Lease
 from mpitrain.models import LanguageModel
 from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states
@@ -42,7 +43,7 @@ def collect(
     stepper: dict[str, Any],
     health: dict[str, Any],
     fingerprint: str,
-    lease: int = 0,
+    lease: Lease | None = None,
 ) -> state.Collected:
     """The state after `step` steps. Collective if the model is a pipeline."""
     meta = {
@@ -54,8 +55,8 @@ def collect(
     }
     if stepper:
         meta["stepper"] = stepper
-    if lease:  # of an elastic run: see elastic/lease.py
-        meta["lease"] = lease
+    if lease is not None:  # of an elastic run
+        meta |= {"lease": lease.number, "lease_run": lease.run}
     if health:
         meta["health"] = health
     rows = random_states.pack(_device(model))
@@ -135,16 +136,21 @@ def _take_table(table: Any, comm: Communicator) -> list[str]:
     return []
 
 
-def lease_and_step_in(start: Path | ckpt.Url | None) -> tuple[int, int]:
-    """The number of the lease under which a checkpoint was saved, 0 without one, and the steps done in it. A later state is greater.
+class Age(NamedTuple):
+    """When a checkpoint was saved: the id of the elastic run, "" if it was not elastic, the number of its lease, and the steps done."""
 
-    (0, 0) without a checkpoint, or if it cannot be read: a load then reports the error.
-    """
+    run: str = ""
+    lease: int = 0
+    step: int = 0
+
+
+def age_of(start: Path | ckpt.Url | None) -> Age:
+    """The age of a checkpoint. Age() without one, or if it cannot be read: a load then reports the error."""
     try:
         meta = {} if start is None else ckpt.open(start).meta
-        return int(meta.get("lease", 0)), int(meta.get("step", 0))
+        return Age(str(meta.get("lease_run", "")), int(meta.get("lease", 0)), int(meta.get("step", 0)))
     except ckpt.CheckpointError:
-        return 0, 0
+        return Age()
 
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from mpitrain.axes import mesh
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data.loading import load_corpus
 from mpitrain.elastic.marks import Marks, Reason, launch_number
-from mpitrain.health import Bad, Health, InitialState, Reports, StatesOnDisk
+from mpitrain.health import Bad, DesyncError, Health, InitialState, Reports, StatesOnDisk
 from mpitrain.init import initialize
 from mpitrain.models import flops_per_token, num_parameters
 from mpitrain.parts import part_of
@@ -54,7 +54,7 @@ class Trainer:
     def __init__(self, config: Config, comm: Communicator, lasting: Lasting | None = None) -> None:
         """`lasting`: of an elastic run, which goes on in place after a loss of ranks (elastic/survive.py); None for another run."""
         self.config, self.comm, self._lasting = config, comm, lasting
-        self.run = Run(config) if lasting is None else Run(config, lasting.job, lasting.origin)
+        self.run = Run(config) if lasting is None else Run(config, lasting.job, lasting.origin, lasting.first_lease)
         with comm.together():
             check_ranks(config, comm.size)
         with comm.together():
@@ -65,9 +65,8 @@ class Trainer:
                 raise ConfigError(f"checkpoint.driver: {problem}")
         self.hardware: Hardware = take_hardware(comm, config.parallel)
         self._begin()  # an early check; `fit` repeats it, because other jobs can change the folder until then
-        if not os.environ.get("MPITRAIN_RECORD_DIR"):
-            collectives.set_record_folder(self.run.folder / "flight-record")  # written if the run hangs or fails
-        collectives.set_failure_file(self.run.failure)
+        if on_rank0(comm, self.run.is_free):
+            self._report_into_folder()
         with comm.together():
             if config.train.eval_only and self.start is None and config.resume == "auto":
                 raise ConfigError(
@@ -129,6 +128,12 @@ class Trainer:
             reports=Reports(self.run.write_event, self.comm.rank, lambda text: self._say(text)),
         )
 
+    def _report_into_folder(self) -> None:
+        """From now on reports of a hang or a failure are written into the run's folder."""
+        if not os.environ.get("MPITRAIN_RECORD_DIR"):
+            collectives.set_record_folder(self.run.folder / "flight-record")
+        collectives.set_failure_file(self.run.failure)
+
     def _begin(self) -> None:
         """Find the checkpoint from which the run continues, if there is one."""
         self.start, self.beginning = on_rank0(self.comm, lambda: self.run.start(self.config))
@@ -159,7 +164,7 @@ class Trainer:
         mean = total_loss / num_counted if num_counted else math.nan
         if lost:
             self._check_lock()
-        skips = self.health.before_step(self.step, mean, grad_norm, is_odd=odd > 0)
+        skips = self.health.before_step(self.step, mean, grad_norm, is_odd=odd > 0, is_last=asked > 0)
         try:
             taken = self.stepper.step(mean, grad_norm, number=self.step + 1, is_empty=not num_counted, skip=skips)
         except FloatingPointError as error:
@@ -235,7 +240,7 @@ class Trainer:
             stepper=self.stepper.state_dict(),
             health=self.health.state_dict(),
             fingerprint=self.corpus.fingerprint,
-            lease=self._endurance.lease_number,
+            lease=self._endurance.lease,
         )
 
     def load(self, path: Path | ckpt.Url) -> list[str]:
@@ -278,6 +283,7 @@ class Trainer:
 
     def _go_back(self, bad: Bad, error: BaseException) -> None:
         """Continue from the last good state, without the data of the bad steps. FloatingPointError without a good state."""
+        self._check_lock()
         self.optimizer.zero_grad(set_to_none=True)
         passes_over = self.health.is_at_dead_end
         step = self.health.go_back(bad)
@@ -303,6 +309,7 @@ class Trainer:
                 with self._as_holder():
                     if terminal is not None:
                         self.run.lock(self._say)
+                self._report_into_folder()
                 self._begin()  # again: another job may have trained in the folder meanwhile
             self._restore()
             if config.train.eval_only:
@@ -310,6 +317,9 @@ class Trainer:
                 self._mark_end("finished")
             else:
                 self._mark_end("stopped" if self._fit(terminal) else "finished")
+        except DesyncError:  # on all ranks
+            self._endurance.distrust()
+            raise
         except BaseException:
             self._endurance.abandon()
             raise
@@ -328,8 +338,8 @@ class Trainer:
         lasting = self._lasting
         copies, step = None, 0
         if not self.config.train.eval_only:
-            lease, step = on_rank0(self.comm, lambda: saving.lease_and_step_in(self.start))
-            copies = self._endurance.find(lease, step)
+            age = on_rank0(self.comm, lambda: saving.age_of(self.start))
+            copies, step = self._endurance.find(age), age.step
             self._is_in_copies_alone = copies is not None and (copies.step > step or lasting is None)
         if copies is not None:
             self.beginning = f"goes on from {copies}"

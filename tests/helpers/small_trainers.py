@@ -56,3 +56,18 @@ def in_step(trainer: Trainer, step: int, act: Callable[[], Any]) -> None:
         return total
 
     trainer.passes.train = then_act  # type: ignore[method-assign]
+
+
+def fails_at(trainer: Trainer, step: int) -> list[int]:
+    """The step after `step` steps raises a ValueError on all ranks. Returns a list that gets the number of steps before each step."""
+    train, seen = trainer.passes.train, list[int]()
+
+    def or_fail(*args: Any) -> float:
+        seen.append(trainer.step)
+        if trainer.step == step:
+            with trainer.comm.together():
+                raise ValueError("on purpose")
+        return train(*args)
+
+    trainer.passes.train = or_fail  # type: ignore[method-assign]
+    return seen

@@ -45,7 +45,12 @@ class MonitorChannel:
         # The first look makes MPI progress, which may receive a message that only the second look finds.
         while (message := look() or look()) is not None:
             data = bytearray(status.Get_count(MPI.BYTE))
-            message.Recv(data)
+            try:
+                message.Recv(data)
+            except MPI.Exception:
+                if not Job.survives:
+                    raise
+                continue  # its sender was lost meanwhile
             yield status.Get_source(), json.loads(data)
 
 

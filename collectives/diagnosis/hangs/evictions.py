@@ -53,7 +53,7 @@ class Evictions:
 
         Returns why the job must end, if MPI waits in the recovery for a rank that is gone, or if the recovery does not end.
         """
-        if loss.Known.is_handled and loss.seconds() > _UNTOLD_S and not loss.num_failed():
+        if loss.Known.is_handled and loss.seconds() > _UNTOLD_S and not loss.is_told():
             why = f"a rank was lost {_UNTOLD_S:g} s ago, but MPI does not know it, as if it had ended by exit() of C, not by a signal"
             return Stuck(why, 1)
         if not loss.is_late():

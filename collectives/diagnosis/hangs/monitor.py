@@ -79,6 +79,7 @@ class Monitor:
         self._losses = Losses(mpi, self._roster, self._bell)
         self._board = Board(mpi)
         self._evictions = Evictions(self.rank, self._roster, self._board, self._send)
+        self._evicted: set[int] = set()  # the ranks that were to be ended at the deadline
         self._ended_ranks: dict[int, State] = {}  # on rank 0: the ranks that have told their end
         self._inquiries = Inquiries(self.rank, self._roster, self._board, self._send, self._notices, self._state)
 
@@ -121,7 +122,7 @@ class Monitor:
         except Exception:  # a rank has died and the job goes on, so this rank waits for no other rank
             if Job.survives and not Job.is_done and uncaught.ends_well():
                 leave_alone()  # its program has ended early, and the others recover without it
-            together = False
+            together, Job.ends_alone = False, True
             if Before.others:
                 Before.others.end(well=False)
         goodbye.say()
@@ -175,9 +176,11 @@ class Monitor:
     def _mind(self, now: float) -> None:
         """Look at all that concerns this rank and the others, and answer their monitors."""
         if (lost := self._losses.look(now)) is not None:
-            self._lose(lost.ranks, lost.why, is_silent=lost.is_silent)
+            self._lose(lost.ranks, lost.why, may_go_on=not lost.is_silent)
         self._board.note(now, loss.RECOVERING if loss.Known.is_handled else "")
         if loss.is_known():
+            if not loss.Known.is_handled:
+                loss.revoke_all()  # also what the main thread has made since the last look
             if (stuck := self._evictions.after_loss()) is not None:
                 self._lose([], f"{self._roster.name(self.rank)}: {stuck.why}", stuck.code)
             return
@@ -192,18 +195,20 @@ class Monitor:
         elif inquiry.purpose == "deadline" or inquiry.is_over(now):
             self._follow(inquiry, now)
 
-    def _lose(self, ranks: Sequence[int], report: str, code: int = 1, *, is_silent: bool = False) -> None:
+    def _lose(self, ranks: Sequence[int], report: str, code: int = 1, *, may_go_on: bool = True) -> None:
         """Act on the loss of `ranks`: they have died, their host is silent, or they are past the deadline.
 
         In a job that survives losses, the ranks past the deadline end, and the others go on. Another job ends here, and so does one
-        with a silent host: MPI would wait for that host, and its ranks for this one. The report comes first, because the launcher may
-        end this rank at any time: MPICH's does so within a millisecond.
+        with a silent host: MPI would wait for that host, and its ranks for this one. So does a job of which a rank could not be ended,
+        because no other rank of its host can do it. The report comes first, because the launcher may end this rank at any time: MPICH's
+        does so within a millisecond.
         """
-        if Job.survives and ranks and not is_silent:
+        if Job.survives and ranks and may_go_on:
             if code == deadline.EXIT_CODE:
                 dump.say(report)
                 self._inquiries.current = None
                 self._inquiries.quiet_until["deadline"] = time.monotonic() + GRACE_S
+                self._evicted.update(ranks)
                 for rank in ranks:
                     self._evictions.evict(rank, "this rank is past the deadline")
             elif not loss.is_known():  # else another rank has said so, or will
@@ -317,12 +322,16 @@ class Monitor:
     def _end_at_deadline(self, late: Waiting, inquiry: Inquiry) -> None:
         looks = {rank: each.words for rank, each in inquiry.looks.items()}
         lost, ends = report.missing_ranks(late, inquiry.states), "The job ends."
+        may_go_on = False
         if Job.survives and (lost := report.ranks_to_end(late, inquiry.states)):
+            may_go_on = self._evicted.isdisjoint(lost)
             ends = f"The job goes on without {self._roster.names(lost)}."
+            if not may_go_on:
+                ends = f"{self._roster.names(lost)} could not be ended from another host, so the job ends."
         text = report.deadline_report(
             self.rank, late, inquiry.states, Deadline.seconds or 0.0, self._roster, looks, ends
         )
-        self._lose(lost, text, deadline.EXIT_CODE)
+        self._lose(lost, text, deadline.EXIT_CODE, may_go_on=may_go_on)
 
     def _judge_order(self, inquiry: Inquiry, now: float) -> None:
         """Send the verdict to ranks that wait for each other in different communicators, if two inquiries find the same ranks."""

@@ -135,7 +135,8 @@ class CopyFile:
         self._put(at, header)
         self._put(8, struct.pack("<QQ", at, len(header)))
         self._put(0, _COMPLETE)
-        os.utime(self.path)  # for `orphans`: a write to the mapping need not change it
+        with suppress(OSError):  # somebody has removed the file, and the copy is lost with it
+            os.utime(self.path)  # for `orphans`: a write to the mapping need not change it
 
     def close(self) -> None:
         """Release the lock. The file stays."""

@@ -1,6 +1,7 @@
 """Takes the copies of a rank, every few steps."""
 
 import mmap
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -8,9 +9,12 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from ckpt.tensors import inspect
 from collectives import Communicator
+from collectives.bench.units import show_bytes
+from collectives.transports.node.memory import folder
 from mpitrain.elastic.copies.files import CopyFile, Header, oldest_epoch, parts_of, path_of, remove_copies
 from mpitrain.elastic.copies.partners import Partners
 
@@ -46,11 +50,12 @@ class Copies:
         """Begin to reserve the memory for states like this one, in a thread, because this takes several times as long as a copy.
 
         Where copies of an earlier epoch take memory, this is the memory of one generation. The second copy makes the other one, when
-        the earlier copies are gone.
+        the earlier copies are gone. Collective. OSError on all ranks if a node has too little memory.
         """
         self.is_prepared = True
         _, _, nbytes = parts_of(inspect(tensors), whole=self._comm.rank == 0)
         header_bytes = len(msgspec.json.encode(meta)) + _HEADER_BYTES * len(tensors)
+        self._check_room((nbytes + header_bytes) * self._num_at_once() * (1 if self._partners is None else 2))
 
         def make() -> None:
             try:
@@ -62,6 +67,18 @@ class Copies:
 
         self._making = threading.Thread(target=make, name="mpitrain-copies-memory", daemon=True)
         self._making.start()
+
+    def _check_room(self, nbytes: int) -> None:
+        """`nbytes`: what this rank and its partner need."""
+        (needed,) = self._comm.node.all_reduce(np.array([nbytes], np.float64))
+        its = os.statvfs(folder())
+        free = its.f_bavail * its.f_frsize
+        with self._comm.together():
+            if needed > free:
+                raise OSError(
+                    f"expected {show_bytes(int(needed))} of node memory in {folder()}, and {show_bytes(free)} are free: free some, or "
+                    "choose another folder in memory by MPITRAIN_SHM_DIR"
+                )
 
     def take(self, step: int, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         """Copy the state after `step` steps, in the form of `ckpt.save`. All ranks of the communicator call this.

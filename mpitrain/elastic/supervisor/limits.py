@@ -1,5 +1,6 @@
 """The time limits of a launch, one for each phase. Pure: the times come from the caller."""
 
+import math
 import os
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -11,9 +12,10 @@ def _of_steps() -> float:
     """Longer than the ranks' own limit: they end a hang themselves, with a report that names the rank."""
     word = os.environ.get("MPITRAIN_DEADLINE_S", "")
     try:
-        return float(word) + 30
+        deadline_s = float(word)
     except ValueError:
-        return 630.0
+        deadline_s = 600.0
+    return deadline_s + 30 if deadline_s else math.inf  # 0: the ranks have no deadline
 
 
 @dataclass(frozen=True)

@@ -267,6 +267,29 @@ time.sleep(30)
     assert killed and time.time() - float(killed[1]) < 0.3 + ENDS_S, str(result)
 
 
+def test_a_job_ends_if_a_stuck_rank_is_alone_on_its_host() -> None:
+    """The other ranks would go on without it, but nobody on its host can end it."""
+    need_namespaces()
+    script = """
+from collectives import recovery
+recovery.survive_losses()
+comm.barrier()
+if comm.rank == 1:
+    print("stopped at", time.time(), flush=True)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGSTOP)
+comm.barrier()
+"""
+    env = {"MPITRAIN_DEADLINE_S": "2"}
+    result = cluster("-H", "2x1", "--", "--with-ft", "ulfm", "python", "-c", HEADER + script, env=env, timeout_s=50)
+    assert result.returncode != 0, str(result)
+    assert "rank 1 on host2 (process" in result.stderr and "could not be ended from another host" in result.stderr, str(
+        result
+    )
+    stopped = re.search(r"stopped at (\S+)", result.stdout)
+    assert stopped and time.time() - float(stopped[1]) < 2.0 + 4 * ENDS_S, str(result)
+
+
 def test_a_cut_link_ends_the_ranks_on_both_sides(tmp_path: Path) -> None:
     """The ranks write to files: mpirun cannot forward what the other side prints. mpirun itself waits for that host for ever."""
     need_namespaces()

@@ -14,6 +14,7 @@ from launching import ROOT, is_open_mpi, job_environment, launch, rank_of, run, 
 from main_job import losses
 
 import ckpt
+from mpitrain.chaos.disk import small_disk
 from mpitrain.chaos.job import Job
 from mpitrain.elastic.copies.files import prefix, remove_copies
 from mpitrain.elastic.lease import read_lease
@@ -274,6 +275,23 @@ def test_an_error_of_all_ranks_with_work_is_one_line_also_with_an_idle_rank(tmp_
     assert "1 more without work, because they do not fit the layout" in result.stdout, str(result)
     assert len(re.findall("mpitrain: error: step .* loss nan", result.stderr)) == 1, str(result)
     assert "Traceback" not in result.stderr and "MPI_ABORT" not in result.stderr, str(result)
+
+
+@needs_open_mpi
+def test_with_too_little_node_memory_one_line_says_so_and_the_job_trains(tmp_path: Path, corpus: Path) -> None:
+    words = ["--run", str(tmp_path / "run"), "--data.path", str(corpus), *SETTINGS, *ELASTIC, "--train.steps", "12"]
+    words += ["--parallel.storage", "private"]
+    try:
+        with small_disk(tmp_path / "shm", 1 << 20):
+            env = {"MPITRAIN_SHM_DIR": str(tmp_path / "shm")}
+            result = launch(2, "-m", "mpitrain", *words, options=["--with-ft", "ulfm"], env=env, timeout_s=60)
+            assert list((tmp_path / "shm").iterdir()) == []
+    except PermissionError as error:
+        pytest.skip(f"a small file system cannot be mounted here: {error}")
+    assert result.returncode == 0, str(result)
+    said = f"no copies of the state: expected .* of node memory in {tmp_path}/shm, and .* are free: .* by MPITRAIN_SHM_DIR; after"
+    assert len(re.findall(said, result.stdout)) == 1, str(result)
+    assert len(losses(tmp_path / "run")) == 12
 
 
 def test_without_ulfm_one_line_says_so_and_the_job_trains(tmp_path: Path, corpus: Path) -> None:

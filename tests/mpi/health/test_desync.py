@@ -11,7 +11,9 @@ import torch
 from small_trainers import Make, flip, in_step, maker
 
 from collectives import Communicator
+from mpitrain.elastic.copies.files import complete_copies
 from mpitrain.elastic.events import read_events
+from mpitrain.elastic.lease import read_lease
 from mpitrain.health import DesyncError
 from mpitrain.sharding import sharded_params
 from mpitrain.train.trainer import Trainer
@@ -209,3 +211,25 @@ def test_no_false_alarm(make: Make, args: tuple[str, ...]) -> None:
     compared: list[Any] = trainer.health._replicas._plan
     has_copies = any(arg in ("--parallel.copies", "--parallel.tensor", "--parallel.pipeline") for arg in args)
     assert bool([its for its in compared if its.rows.name.startswith("model/")]) == has_copies
+
+
+@pytest.mark.ranks(2, 3)
+def test_copies_in_node_memory_are_removed_because_they_may_have_the_wrong_bits(comm: Communicator, make: Make) -> None:
+    args = ("--parallel.stage", "0", "--train.elastic", "true", "--train.copy-every", "3", "--train.check-every", "4")
+    trainer = make("run", 12, *args)
+    there: list[bool] = []
+
+    def act() -> None:
+        comm.barrier()
+        lease = read_lease(trainer.run.folder)
+        there.append(lease is not None and bool(list(complete_copies(lease.run))))
+        comm.barrier()
+        if comm.rank == 0:
+            flip(next(iter(trainer.model.parameters())))
+
+    in_step(trainer, 7, act)
+    with pytest.raises(DesyncError):
+        trainer.fit()
+    comm.barrier()
+    lease = read_lease(trainer.run.folder)
+    assert there == [True] and lease is not None and list(complete_copies(lease.run)) == []
