@@ -132,9 +132,9 @@ CASES: Sequence[Case] = (
     ),
     _in_place("two", "two ranks lost within 0.3 s", 4, _random(4, _SECONDS, pause_s=0.3)),
     _in_place("rank-0", "rank 0 lost", 4, _random(4, _SECONDS, victim=0)),
-    _in_place("recovery", "a rank lost during a recovery", 4, _random(4, 4.0, pause_s=0.6)),
+    _in_place("recovery", "a rank lost during a recovery", 4, _random(4, 4.0, pause_s=0.6, during=harms.is_recovering)),
     _in_place(
-        "save", "a rank lost during a save", 4, harms.when(harms.is_saving, 4, 0.05), "--checkpoint.every", "7"
+        "save", "a rank lost during a save", 4, harms.when(harms.is_saving, 4, 0.04), "--checkpoint.every", "7"
     ),
     _in_place(
         "evaluation", "a rank lost during an evaluation", 4, harms.when(harms.is_evaluating, 4, 0.3),

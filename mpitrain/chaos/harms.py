@@ -37,10 +37,17 @@ def kill(job: Job, pick: Sequence[int], how: int = signal.SIGKILL) -> Harm:
     return Harm(now, step, pick[0])
 
 
-def at_random(num_ranks: int, seconds: float, *, victim: int | None = None, pause_s: float | None = None) -> Harmer:
+def at_random(
+    num_ranks: int,
+    seconds: float,
+    *,
+    victim: int | None = None,
+    pause_s: float | None = None,
+    during: Callable[[Job], bool] = lambda job: True,
+) -> Harmer:
     """Kills a rank at a random moment of the first `seconds` after the first step. `victim`: this one.
 
-    `pause_s`: kills another rank after a random pause of at most so many seconds.
+    `pause_s`: kills another rank after a random pause of at most so many seconds. `during`: what must hold at that time.
     """
 
     def harm(job: Job, rng: random.Random) -> Harm | None:
@@ -51,6 +58,8 @@ def at_random(num_ranks: int, seconds: float, *, victim: int | None = None, paus
         harmed = kill(job, [first])
         if pause_s is not None:
             time.sleep(rng.uniform(0.0, pause_s))
+            if not during(job):
+                return None
             other = rng.choice([rank for rank in range(num_ranks) if rank != first])
             harmed = Harm(kill(job, [other]).at, harmed.step, first)
         return harmed
@@ -59,15 +68,20 @@ def at_random(num_ranks: int, seconds: float, *, victim: int | None = None, paus
 
 
 def when(condition: Callable[[Job], bool], num_ranks: int, within_s: float) -> Harmer:
-    """Kills a random rank at most `within_s` after a condition has become true for the first time."""
+    """Kills a random rank while a condition is true, at most `within_s` after it has become true for the first time."""
 
     def harm(job: Job, rng: random.Random) -> Harm | None:
         if not job.wait_until(lambda: condition(job), _WAIT_S, every_s=0.001):
             return None
         time.sleep(rng.uniform(0.0, within_s))
-        return kill(job, [rng.randrange(num_ranks)])
+        return kill(job, [rng.randrange(num_ranks)]) if condition(job) else None
 
     return harm
+
+
+def is_recovering(job: Job) -> bool:
+    """Whether a job of which a rank was killed has not yet done a step after it."""
+    return not job.events("restore")
 
 
 def is_saving(job: Job) -> bool:

@@ -8,6 +8,8 @@ from pathlib import Path
 from mpitrain.chaos.cases import Case
 from mpitrain.chaos.job import Job, OwnHarm
 from mpitrain.chaos.verdicts import Facts, Outcome
+from mpitrain.elastic.copies.holding import remove_all
+from mpitrain.elastic.lease import read_lease
 
 _START_S, _END_S = 120.0, 240.0
 
@@ -20,7 +22,7 @@ def attempt(
     reference: Mapping[int, float],
     room: Path,
 ) -> Outcome | None:
-    """Make a trial in the folder `room`. None: the harm came after the last step. `reference`: the losses of an undisturbed run."""
+    """Make a trial in the folder `room`. None: the harm came too late. `reference`: the losses of an undisturbed run."""
     run = _folder(case, room)
     shutil.rmtree(run, ignore_errors=True)
     outcome, rng = Outcome(case.name, seed, ok=False), random.Random(seed)
@@ -48,6 +50,8 @@ def attempt(
     finally:
         for each in jobs:
             each.kill()
+        if (lease := read_lease(run)) is not None:
+            remove_all(lease.run)
     outcome.ok = not outcome.problem
     if outcome.problem:
         (room / f"{case.name}-{seed}.txt").write_text(f"{outcome.problem}\n{jobs[0].output}")

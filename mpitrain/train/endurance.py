@@ -33,7 +33,7 @@ class Lasting:
     origin: str = ""
     """The checkpoint of another run from which this job has started, until it has a state of its own; "" without one."""
     first_lease: int = 0
-    """The number of the lease with which this job has started; 0 before."""
+    """The number of the lease with which this job has started, or the first job of the same supervisor; 0 before."""
     corpus: Corpus | None = None
     flops_per_s: float = 0.0
     num_idle: int = 0
@@ -68,10 +68,10 @@ class Endurance:
         assert self._lease is not None
         hold(self._lease.run)
         lasting = self._lasting
-        lasting.first_lease = lasting.first_lease or self._lease.number
-        # The user has asked for another state than the newest: only states of this job are later ones.
-        since = lasting.first_lease if lasting.origin else 0
-        found = _newer_copies(self._comm, self._config, self._lease.run, age, since)
+        lasting.first_lease = lasting.first_lease or _first_lease(self._lease.number)
+        asks_for_another = lasting.origin or self._config.resume != "auto"
+        since = lasting.first_lease if asks_for_another else 0
+        found = _newer_copies(self._comm, self._lease.run, age, since)
         self._first_epoch = self._lease.number
         if found is not None:
             found.remove_others()
@@ -241,7 +241,8 @@ class Inheritance:
             return None
         self._run = there.run
         hold(self._run)
-        found = _newer_copies(self._comm, self._config, self._run, age)
+        since = 0 if self._config.resume == "auto" else _first_lease(there.number + 1)
+        found = _newer_copies(self._comm, self._run, age, since)
         self._is_used = found is not None
         return found
 
@@ -272,18 +273,18 @@ class Inheritance:
         """The copies stay for another job."""
 
 
-def _newer_copies(comm: Communicator, config: Config, run: str, age: Age, since: int = 0) -> NodeCopies | None:
-    """The copies of a run, if it is to go on from its newest state, and they are newer than the checkpoint of this age.
+def _first_lease(number: int) -> int:
+    """The number of the first lease of this supervisor's jobs. `number`: of this job's, which counts without a supervisor.
 
-    `since`: the number of the first lease whose copies count.
+    If the user has asked for another state than the newest one, states with an earlier lease do not count.
     """
-    own = os.environ.get(marks.LEASE_VARIABLE)
-    if config.resume != "auto" and own is None:
-        return None
+    before = os.environ.get(marks.LEASE_VARIABLE)
+    return number if before is None else int(before or 0) + 1
+
+
+def _newer_copies(comm: Communicator, run: str, age: Age, since: int) -> NodeCopies | None:
+    """The copies of a run with a lease from the number `since` on, if they are newer than the checkpoint of this age."""
     found = find_state(comm, run, from_epoch=since)
-    if found is not None and config.resume != "auto" and found.epoch <= int(own or 0):
-        # The user has asked for another state; only later launches of the same supervisor go on from copies.
-        return None
     # Any state of this run is later than the one of another run from which it began.
     if found is None or age.run not in ("", run):
         return found

@@ -255,7 +255,7 @@ def test_a_job_that_is_not_elastic_takes_the_copies_over_into_a_checkpoint(
     job = start(2)
     reaches(job, 22)
     job.kill()
-    assert job.left() == [] and len(copies(job.run)) >= 4
+    assert job.wait_until_left_alone(10) and len(copies(job.run)) >= 4
     result = launch(1, "-m", "mpitrain", "--run", str(job.run), "--data.path", str(corpus), *SETTINGS, timeout_s=60)
     assert result.returncode == 0, str(result)
     begins = re.search(r"goes on from the copies of step (\d+) in node memory", result.stdout)
