@@ -7,6 +7,7 @@ enters them later. That rank revokes its own communicators in turn, so that no r
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 from collectives.diagnosis.ending import begin_abort
 from collectives.diagnosis.hangs.deadline import Deadline
@@ -35,7 +36,7 @@ def is_known() -> bool:
     """Whether a rank of the job was lost, as far as this process knows. It asks MPI, which knows it first where MPI has waited."""
     if not Job.survives:
         return False
-    if Known.since is None and (num_failed() or any(mpi.Is_revoked() for mpi in kept())):
+    if Known.since is None and (num_failed() or any(map(_is_revoked, kept()))):
         note()
     return Known.since is not None
 
@@ -67,12 +68,21 @@ def revoke_all() -> None:
     """Revoke all communicators of the package on all their ranks. Not collective."""
     from mpi4py import MPI
 
-    valid = [mpi for mpi in kept() if not mpi.Is_revoked()]
+    valid = [mpi for mpi in kept() if not _is_revoked(mpi)]
     if valid:
         _wait_for_mpi()
     for mpi in valid:
         with suppress(MPI.Exception):
             mpi.Revoke()
+
+
+def _is_revoked(mpi: Any) -> bool:
+    """Whether a communicator is revoked. False for one that another thread frees meanwhile."""
+    from mpi4py import MPI
+
+    with suppress(MPI.Exception):
+        return bool(mpi.Is_revoked())
+    return False
 
 
 def _wait_for_mpi() -> None:
@@ -100,7 +110,7 @@ def begin_recovery() -> None:
 
 def interrupt_recovery() -> None:
     """During a recovery: interrupt its waits if another rank was lost meanwhile, because the ranks that know it have left them."""
-    if Known.is_handled and (num_failed() or any(mpi.Is_revoked() for mpi in kept())):
+    if Known.is_handled and (num_failed() or any(map(_is_revoked, kept()))):
         revoke_all()
 
 

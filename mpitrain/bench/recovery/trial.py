@@ -12,7 +12,7 @@ from typing import Any
 
 from mpitrain.bench.recovery.contestants import EVERY, RANKS, TORCHFT, Size, ranks_of, start
 from mpitrain.chaos.job import Job
-from mpitrain.elastic.copies.files import remove_copies
+from mpitrain.elastic.copies.holding import remove_all
 from mpitrain.elastic.lease import read_lease
 
 START_S, RECOVER_S = 180.0, 120.0
@@ -69,7 +69,7 @@ def _trial(name: str, size: Size, run: Path) -> dict[str, Any]:
     finally:
         job.kill()
         if (lease := read_lease(run)) is not None:
-            remove_copies(lease.run)
+            remove_all(lease.run)
 
 
 def _wait(job: Job, condition: Callable[[], bool], timeout_s: float, what: str) -> None:

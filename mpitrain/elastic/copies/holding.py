@@ -72,12 +72,18 @@ def unheld(run: str, *, make: bool) -> Iterator[bool]:
 
     `make`: also if the run has no file for this yet. Then the file may be removed in the block.
     """
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if make else 0)
-    try:
-        fd = os.open(file_of(run), flags, 0o600)
-    except FileNotFoundError:
+    if not make and not os.path.lexists(file_of(run)):
         yield True
         return
+    with alone(file_of(run), os.O_CREAT if make else 0) as is_free:
+        yield is_free
+
+
+@contextmanager
+def alone(path: Path, flags: int = 0) -> Iterator[bool]:
+    """Hold an exclusive lock on a file in the block. The value: whether the lock could be taken at once. `flags`: more of `os.open`."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
     except OSError:
         yield False
         return

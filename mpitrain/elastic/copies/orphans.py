@@ -4,15 +4,13 @@ The processes of a run hold its copies while they live (holding.py), and a rank 
 both locks with the process. A relaunch may still want the copies of a run that died a short time ago.
 """
 
-import fcntl
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from collectives.transports.node.memory import folder
-from mpitrain.elastic.copies.holding import file_of, unheld
+from mpitrain.elastic.copies.holding import alone, file_of, unheld
 
 KEPT_S = 3600.0
 """The time for which the copies of a dead run are kept for its next launch."""
@@ -35,7 +33,7 @@ def remove_orphans(older_than_s: float = KEPT_S) -> list[Path]:
             if not free:
                 continue
             for path in paths:
-                with _unlocked(path) as is_free, suppress(OSError):
+                with alone(path) as is_free, suppress(OSError):
                     if is_free:
                         path.unlink()
                         removed.append(path)
@@ -64,24 +62,5 @@ def _copies_of(run: str) -> list[Path]:
 
 
 def _is_free(path: Path) -> bool:
-    with _unlocked(path) as free:
+    with alone(path) as free:
         return free
-
-
-@contextmanager
-def _unlocked(path: Path) -> Iterator[bool]:
-    """Hold an exclusive lock on the file in the block. The value: whether the lock could be taken at once."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(fd)
