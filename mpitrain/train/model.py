@@ -1,11 +1,17 @@
 """The model and the optimizer of the settings."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from collectives import Mesh
 from mpitrain.config import Config, OptimConfig
 from mpitrain.init import initialize
 from mpitrain.models import LanguageModel, build, decay_groups
+from mpitrain.optim.adamw import AdamW
 from mpitrain.sharding import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint_activations, fully_shard
 from mpitrain.stages import pipeline
 from mpitrain.tensor import tensor_parallel
@@ -19,7 +25,7 @@ def make_model(
 
     Each block is a unit; the rest is one more unit. Without `has_values` a load or `initialize` must follow.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutValues():
         model = build(config.model.resolve())
     parallel = config.parallel
     policy = MixedPrecisionPolicy(
@@ -58,4 +64,21 @@ def make_model(
 def make_optimizer(model: LanguageModel, optim: OptimConfig) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019) on this rank's shards, without decay on norms and biases."""
     groups = decay_groups(model, optim.weight_decay)
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+    return AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Leaves out the initial values that modules of torch give their parameters: on the meta device these have none.
+
+    For some of them torch imports its compiler, which takes more than a second of each rank.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        return kwargs["tensor"] if getattr(func, "__module__", "") == nn.init.__name__ else func(*args, **kwargs)
