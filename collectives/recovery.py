@@ -96,7 +96,9 @@ def recover() -> Communicator:
             Job.mpi = job.keep(left)
             loss.Known.is_told = True
             monitor.rejoin(left)
-            return restart()
+            # In a record of its own, as in `world()`: the monitors now report a rank that does not come.
+            with record.Log(range(left.size), "recover()").enter("the new world"):
+                return restart()
         except MPI.Exception:
             # Another rank was lost. The ranks that have noticed nothing yet leave their calls when the others revoke them.
             time.sleep(_PAUSE_S)
@@ -106,3 +108,8 @@ def processes(comm: Communicator) -> "list[tuple[str, int]]":
     """The host and the process id of each rank. Collective."""
     there: list[tuple[str, int]] = comm.all_gather_object((os.uname().nodename, os.getpid()))
     return there
+
+
+def causes(comm: Communicator) -> list[str]:
+    """What the monitors of all ranks have said about losses since the last call, one line each; the same on all ranks. Collective."""
+    return sorted({cause for each in comm.all_gather_object(loss.take_causes()) for cause in each})

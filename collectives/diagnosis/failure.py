@@ -9,6 +9,7 @@ as soon as that is known, because a rank on another host does not see the script
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,11 +18,15 @@ _VARIABLE = "MPITRAIN_FAILURE_FILE"
 
 class _Output:
     file: Path | None = None
+    tell: Callable[[str], object] | None = None
 
 
-def set_failure_file(file: str | Path | None) -> None:
-    """Write the report of a failure also to this file. None: only to stderr. No rank may write to it before its folder is the job's."""
-    _Output.file = None if file is None else Path(file).absolute()
+def set_failure_file(file: str | Path | None, tell: Callable[[str], object] | None = None) -> None:
+    """Write the report of a failure also to this file. None: only to stderr. No rank may write to it before its folder is the job's.
+
+    `tell`: gets the first report, on the rank that writes it, in any thread.
+    """
+    _Output.file, _Output.tell = None if file is None else Path(file).absolute(), tell
     if (also := _also()) is not None:
         with suppress(OSError):  # another rank has done it, or the script is on another host
             if _Output.file is not None:
@@ -40,7 +45,8 @@ def write_failure(report: str, *, make_folder: bool = True) -> None:
         with suppress(OSError):
             if make_folder:
                 _Output.file.parent.mkdir(parents=True, exist_ok=True)
-            _write(_Output.file, text)
+            if _write(_Output.file, text) and _Output.tell is not None:
+                _Output.tell(report)
     if (also := _also()) is not None:
         with suppress(OSError):
             if _Output.file is None or not also.is_symlink():
@@ -51,13 +57,17 @@ def _also() -> Path | None:
     return Path(os.environ[_VARIABLE]) if os.environ.get(_VARIABLE) else None
 
 
-def _write(file: Path, text: str) -> None:
+def _write(file: Path, text: str) -> bool:
+    """Append a report; whether it is the first one in the file."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         partial.write_text(text)
         os.link(partial, file)
+        return True
     except OSError:  # there is a report already, or a file system has no links
+        is_first = not file.exists()
         with file.open("a") as stream:
             stream.write(text)
+        return is_first
     finally:
         partial.unlink(missing_ok=True)

@@ -77,6 +77,15 @@ def _stuck(fault: str, words: str) -> list[Case]:
     ]  # fmt: skip
 
 
+def _left_behind(fault: str, words: str) -> Case:
+    """A rank does not come, and the others go on without it."""
+    settings, env = (*_ELASTIC, "--train.steps", "60"), {"MPITRAIN_DEADLINE_S": str(_DEADLINE_S)}
+    return Case(
+        f"{fault}-elastic", f"{words}, with train.elastic and a deadline of {_DEADLINE_S:g} s", partial(checkout.mpirun, 4), 4,
+        settings, harms.by_itself, verdicts.goes_on(10), fault=fault, env=env,
+    )  # fmt: skip
+
+
 def _host(name: str, words: str, *, cut: bool) -> Case:
     """The loss of a host, under the supervisor."""
     settings = (*_ELASTIC, "--train.steps", "60")
@@ -147,6 +156,9 @@ CASES: Sequence[Case] = (
     *_stuck("gil", "a rank that holds the GIL"),
     *_stuck("skip", "a rank that comes to another collective"),
     *_stuck("io", "a rank that waits in I/O"),
+    _left_behind("sleep", "a rank that sleeps"),
+    _left_behind("stop", "a rank that is stopped"),
+    _left_behind("gil", "a rank that holds the GIL"),
     _ends("mpirun", "mpirun killed, the same command again", harms.launcher(SIGKILL, seconds=_SECONDS)),
     _ends("mpirun-elastic", "the same, an elastic run", harms.launcher(SIGKILL, seconds=_SECONDS), elastic=True),
     _ends("sigterm", "mpirun gets SIGTERM", harms.launcher(SIGTERM, seconds=_SECONDS)),

@@ -70,8 +70,10 @@ def _arm(harm: OwnHarm) -> None:
     take = Trainer.train_step
 
     def train_step(self: Trainer) -> Any:
-        if (self.comm.rank, self.step) == (harm.rank, harm.step - 1):
-            Path(os.environ[HARM]).write_text(repr(time.time()))
+        done = Path(os.environ[HARM])
+        # Once: after a loss another process may have this number, and come to this step again.
+        if (self.comm.rank, self.step) == (harm.rank, harm.step - 1) and not done.exists():
+            done.write_text(repr(time.time()))
             FAULTS[harm.kind](self, np.random.default_rng(harm.seed))
         return take(self)
 

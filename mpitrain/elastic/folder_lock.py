@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt.commit.owner import FolderOwner, owner_of, signature, start_time
+from mpitrain.elastic.marks import LOCK, process_space
 
 BEAT_S = 5.0
 STALE_S = 30.0
@@ -45,7 +46,7 @@ class FolderLock:
 
     def __init__(self, folder: Path, say: Callable[[str], object] = lambda line: None, *, job: str = "") -> None:
         """`job`: a job whose ranks take the lock over from each other at once, without a look at the heartbeat."""
-        self.path = folder / ".lock"
+        self.path = folder / LOCK
         self._job = job
         self._token = f"{job}.{uuid.uuid4().hex}"
         self._say = say
@@ -113,7 +114,7 @@ class FolderLock:
 
     def _await_death(self, holder: FolderOwner | None) -> None:
         """Return once the lock is stale; LockedError if it is not."""
-        if holder is not None and holder.place == _place() and holder.start is not None:
+        if holder is not None and holder.place == process_space() and holder.start is not None:
             if start_time(holder.pid) == holder.start:  # another process may have this pid by now
                 raise LockedError(describe(holder))
             return
@@ -146,7 +147,7 @@ class FolderLock:
         return True
 
     def _write(self) -> Path:
-        mine = self.path.with_name(f".lock.{self._token}")
+        mine = self.path.with_name(f"{LOCK}.{self._token}")
         mine.write_bytes(_record(self._token))
         return mine
 
@@ -177,16 +178,7 @@ def describe(holder: FolderOwner | None) -> str:
 
 def _record(token: str) -> bytes:
     job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
-    return signature(token, place=_place(), job=job) + b"\n"
-
-
-def _place() -> str:
-    """The boot of the host and the namespace of process ids. Processes with the same place see each other in /proc."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+    return signature(token, place=process_space(), job=job) + b"\n"
 
 
 def _token_in(path: Path) -> str | None:

@@ -17,7 +17,7 @@ from mpitrain.elastic.copies.holding import hold, remove_all
 from mpitrain.elastic.copies.restoring import find_state
 from mpitrain.elastic.copies.taking import Copies
 from mpitrain.elastic.layout import Layout
-from mpitrain.elastic.survive import Recovered, survive
+from mpitrain.elastic.survive import Recovered, going_on, survive
 from mpitrain.weights import state as weights
 
 
@@ -91,9 +91,7 @@ def run(
             if state.data is not None:
                 state.data.load_state_dict(meta["data"])
         if ranks.rank == 0 and (recovered is not None or found is not None):
-            lost = f"lost {', '.join(map(str, recovered.lost))}: " if recovered is not None else ""
-            many = "ranks go" if ranks.size > 1 else "rank goes"
-            print(f"{lost}{ranks.size} {many} on from step {state.step}", flush=True)
+            print(f"{going_on(ranks.size, recovered)} from step {state.step}", flush=True)
         epoch = 1 + max(ranks.all_gather_object(newest_epoch(run_id)))
         copies = Copies(ranks, run_id, epoch)
 

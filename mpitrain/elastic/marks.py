@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 ALIVE, DONE, LAUNCH = ".alive", ".done", ".launch"
+LOCK = ".lock"
+"""The name of the file of elastic/folder_lock.py."""
 
 LAUNCH_VARIABLE = "MPITRAIN_LAUNCH"
 FOLDER_VARIABLE = "MPITRAIN_MARKS"
@@ -30,7 +32,8 @@ SUPERVISOR_VARIABLE = "MPITRAIN_SUPERVISOR"
 Phase = Literal["starting", "training", "saving", "recovering"]
 Reason = Literal["finished", "stopped", "refused"]
 
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+# Those of collectives/launcher.py, whose package needs more than the standard library.
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _EVERY_S = 0.5  # a file system of many nodes should not get a file per step
 
 
@@ -61,7 +64,7 @@ def launch_number() -> int:
 def starting() -> None:
     """The first mark of a process, before its imports. Does something in rank 0 under a supervisor alone."""
     folder = os.environ.get(FOLDER_VARIABLE)
-    rank = next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name)), "0")
+    rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "0")
     if folder and launch_number() and rank == "0":
         Marks(Path(folder)).alive("starting", 0)
 
@@ -110,6 +113,15 @@ class Marks:
             and read_done(self.folder, self._launch) != Done(self._launch, reason, step)
         ):
             write(self.folder / DONE, {"launch": self._launch, "reason": reason, "step": step})
+
+
+def process_space() -> str:
+    """The boot of the host and the namespace of process ids: processes with the same one see each other in /proc. "" if not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def refuse() -> None:

@@ -37,6 +37,15 @@ class Recovered(NamedTuple):
     noticed: float
     seconds: float
     """From the notice of the loss to the new world."""
+    causes: list[str]
+    """What the monitors have said about the losses."""
+
+
+def going_on(num: int, recovered: Recovered | None) -> str:
+    """The beginning of a line, such as "lost rank 2 on host1 (process 4711): 3 ranks go on". None: without what was lost."""
+    lost = "" if recovered is None else f"lost {', '.join(map(str, recovered.lost)) or 'no rank of this group'}: "
+    num_idle = 0 if recovered is None else recovered.layout.num_idle
+    return f"{lost}{num} {'ranks go' if num > 1 else 'rank goes'} on{f', {num_idle} without work,' if num_idle else ''}"
 
 
 Attempt = Callable[[Communicator, Layout, Recovered | None], None]
@@ -71,7 +80,8 @@ def survive(
             processes, recovered = recovery.processes(comm), None
             if before:
                 lost = [LostRank(rank, *each) for rank, each in enumerate(before) if each not in processes]
-                recovered = Recovered(lost, layout, noticed, time.monotonic() - noticed)
+                seconds = time.monotonic() - noticed
+                recovered = Recovered(lost, layout, noticed, seconds, recovery.causes(comm))
                 with comm.together():
                     _check_number(layout.num_used, min_ranks, lost)
             before, noticed = processes, 0.0

@@ -17,7 +17,7 @@ from mpitrain.elastic.copies.holding import hold, remove_all
 from mpitrain.elastic.copies.restoring import NodeCopies, find_state
 from mpitrain.elastic.copies.taking import Copies
 from mpitrain.elastic.lease import Lease, read_lease
-from mpitrain.elastic.survive import Recovered
+from mpitrain.elastic.survive import Recovered, going_on
 from mpitrain.rank0 import on_rank0
 from mpitrain.train.run import Run
 from mpitrain.train.saving import Age
@@ -92,13 +92,14 @@ class Endurance:
             self._copies = Copies(self._comm, self._lease.run, self._lease.number)
         self._report_losses()
         if self._lasting.recovered is not None:
-            self._say(self._heading(self._lasting.recovered, step))
+            self._say(f"{going_on(self._comm.size, self._lasting.recovered)} from step {step} ({self._restored_from})")
 
     def _report_losses(self) -> None:
         unreported, self._lasting.unreported = self._lasting.unreported, []
         for recovered in unreported if self._comm.rank == 0 else ():
+            problem = "; ".join(recovered.causes) or None
             for lost in recovered.lost:
-                self._write("failure", rank=lost.rank, host=lost.host, pid=lost.pid)
+                self._write("failure", rank=lost.rank, host=lost.host, pid=lost.pid, problem=problem)
             layout = recovered.layout
             axes = {name: size for name, size in layout.axes.items() if size > 1}
             cost_s = round(recovered.seconds, 3)
@@ -185,13 +186,6 @@ class Endurance:
     def lease(self) -> Lease | None:
         """The lease, for checkpoints."""
         return self._lease
-
-    def _heading(self, recovered: Recovered, step: int) -> str:
-        """A line about a recovery."""
-        lost = ", ".join(map(str, recovered.lost)) or "no rank of this group"
-        idle = f", {recovered.layout.num_idle} without work," if recovered.layout.num_idle else ""
-        many = "ranks go" if self._comm.size > 1 else "rank goes"
-        return f"lost {lost}: {self._comm.size} {many} on{idle} from step {step} ({self._restored_from})"
 
     def _write(self, event: str, **fields: Any) -> None:
         """Append an event, on rank 0. A full disk must not end the run: metrics and checkpoints report it."""

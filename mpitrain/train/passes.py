@@ -1,6 +1,6 @@
 """The forwards and backwards of the main job: of one model on each rank, or of the stages of a pipeline."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -19,7 +19,7 @@ class Passes(Protocol):
     def train(self, batches: Sequence[MicroBatch], scale: Scale) -> float:
         """Forward and backward of each micro-batch; returns the sum of the losses over all targets."""
 
-    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
+    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
         """The sum of the losses over all targets of all batches, without gradients."""
 
     def last_logits(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
@@ -47,7 +47,7 @@ class WholePasses:
         return total.item()
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
+    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
         return sum(self._loss(batch).item() for batch in batches)
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class StagedPasses:
         inputs, last = self._given(batches)
         return self._pipe.step(inputs, last=last, scale=scale).item()
 
-    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
+    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
         inputs, last = self._given(batches)
         return self._pipe.evaluate(inputs, last=last).item()
 
@@ -89,6 +89,6 @@ class StagedPasses:
         measured = self._pipe.measured()
         return f"pipeline {self._pipe.schedule.name}: idle for {measured.idle()}", measured.svg()
 
-    def _given(self, batches: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], list[dict[str, object]]]:
+    def _given(self, batches: Iterable[MicroBatch]) -> tuple[list[torch.Tensor], list[dict[str, object]]]:
         there = [batch.to(self._device) for batch in batches]
         return [tokens for tokens, _ in there], [{"targets_BL": targets, "reduction": "sum"} for _, targets in there]

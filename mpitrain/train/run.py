@@ -23,6 +23,7 @@ from mpitrain.config import Config, ConfigError, to_toml
 from mpitrain.elastic.events import write_event
 from mpitrain.elastic.folder_lock import FolderLock, LockedError
 from mpitrain.elastic.lease import Lease, raise_lease, read_lease
+from mpitrain.elastic.marks import LOCK
 
 
 class Run:
@@ -40,6 +41,7 @@ class Run:
         self.metrics = self.folder / "metrics.jsonl"
         self.failure = self.folder / "failure.txt"
         self._lock: FolderLock | None = None  # rank 0's hold on the folder
+        self._has_let_go = False
         self._lease: Lease | None = None  # of an elastic run
         self.earlier: Lease | None = None
         """The last lease of an earlier run that `prepare` has moved aside."""
@@ -128,6 +130,8 @@ class Run:
 
     def _how_lost(self) -> str:
         """The description of a takeover by another process, or ""."""
+        if self._has_let_go:
+            return "the ranks that a loss has left take it over"
         if self._lock is None:
             return ""
         newest = None
@@ -140,6 +144,8 @@ class Run:
 
     def check_lock(self) -> None:
         """RuntimeError if `is_lost`: a job that does not hold the folder writes nothing there."""
+        if self._has_let_go:  # their reports do belong there
+            raise RuntimeError(f"run: a loss of ranks has ended this save into {self.folder}")
         if how := self._how_lost():
             collectives.set_failure_file(None)  # no report of this job belongs there
             collectives.set_record_folder(None)
@@ -153,12 +159,17 @@ class Run:
         if not self.is_lost():
             write_event(self.folder, event, **fields)
 
+    def write_failure_event(self, report: str) -> None:
+        """Append an event about the failure that ends the job; any rank may do so. OSError if the file cannot be written."""
+        write_event(self.folder, "failure", problem=report.lstrip().partition("\n")[0])
+
     def is_free(self) -> bool:
         """Whether no job has locked the folder, so that a failure of this one before its own lock may be reported there."""
-        return not (self.folder / ".lock").exists()
+        return not (self.folder / LOCK).exists()
 
     def let_go(self) -> None:
-        """Leave the lock to the ranks that a loss has left, which take it over."""
+        """Leave the lock to the ranks that a loss has left, which take it over. A save in the background does not end after this."""
+        self._has_let_go = True
         if self._lock is not None:
             self._lock.let_go()
             self._lock = None

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -26,7 +26,7 @@ from mpitrain.models import flops_per_token, num_parameters
 from mpitrain.parts import part_of
 from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states, saving, stop
-from mpitrain.train.batches import RankBatches
+from mpitrain.train.batches import MicroBatch, RankBatches
 from mpitrain.train.endurance import Endurance, Inheritance, Lasting, StatesInMemory
 from mpitrain.train.hardware import Hardware, matmul_flops_per_s, take_hardware
 from mpitrain.train.lr import learning_rate
@@ -129,10 +129,10 @@ class Trainer:
         )
 
     def _report_into_folder(self) -> None:
-        """From now on reports of a hang or a failure are written into the run's folder."""
+        """From now on reports of a hang or a failure are written into the run's folder. A supervisor adds the event by itself."""
         if not os.environ.get("MPITRAIN_RECORD_DIR"):
             collectives.set_record_folder(self.run.folder / "flight-record")
-        collectives.set_failure_file(self.run.failure)
+        collectives.set_failure_file(self.run.failure, None if launch_number() else self.run.write_failure_event)
 
     def _begin(self) -> None:
         """Find the checkpoint from which the run continues, if there is one."""
@@ -199,8 +199,14 @@ class Trainer:
         except for rounding."""
         batches = [self.batches.of_evaluation(index) for index in range(self.batches.heldout.num_batches)]
         num_counted = sum(batch.num_counted for batch in batches)
-        total_loss, counted = self._sum(self.passes.evaluate(batches), num_counted)
+        total_loss, counted = self._sum(self.passes.evaluate(self._alive_at_each(batches)), num_counted)
         return total_loss / counted if counted else math.nan
+
+    def _alive_at_each(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """The batches, each with a sign of life: a whole evaluation may take longer than the supervisor waits for one."""
+        for batch in batches:
+            self.marks.alive("training", self.step)
+            yield batch
 
     def sample(self) -> str:
         """The text that the model generates after the prompt."""

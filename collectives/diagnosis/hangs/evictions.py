@@ -27,6 +27,15 @@ class Stuck(NamedTuple):
     code: int
 
 
+def endless_recovery() -> Stuck | None:
+    """A recovery that has not ended long after its deadline."""
+    if not loss.is_late(_JOB_GRACE_S):
+        return None
+    return Stuck(
+        f"the recovery from a loss has not ended within the deadline of {Deadline.seconds:g} s", deadline.EXIT_CODE
+    )
+
+
 class Evictions:
     """`send(rank, message)` sends a message to the monitor of a rank. Ranks are those of `roster`."""
 
@@ -58,9 +67,8 @@ class Evictions:
             return Stuck(why, 1)
         if not loss.is_late():
             return None
-        if loss.is_late(_JOB_GRACE_S):
-            why = f"the recovery from a loss has not ended within the deadline of {Deadline.seconds:g} s"
-            return Stuck(why, deadline.EXIT_CODE)
+        if (endless := endless_recovery()) is not None:
+            return endless
         if not loss.Known.is_handled:
             dump.dump(
                 f"ranks were lost {Deadline.seconds:g} s ago, and this rank has not left its work; this process ends"

@@ -30,7 +30,7 @@ from collectives.diagnosis.hangs.bell import Bell
 from collectives.diagnosis.hangs.board import Board
 from collectives.diagnosis.hangs.channel import MonitorChannel
 from collectives.diagnosis.hangs.deadline import Clock, Deadline, last_resort
-from collectives.diagnosis.hangs.evictions import Evictions
+from collectives.diagnosis.hangs.evictions import Evictions, Stuck, endless_recovery
 from collectives.diagnosis.hangs.inquiry import ANSWER_S, CONFIRM_S, GRACE_S, LOOK_S, Inquiries, Inquiry
 from collectives.diagnosis.hangs.look import last_record
 from collectives.diagnosis.hangs.losses import Losses
@@ -167,6 +167,7 @@ class Monitor:
                 dump.dump("SIGUSR2")
             if not self._turn.acquire(timeout=_POLL_S):
                 loss.interrupt_recovery()  # the main thread waits in `rejoin`
+                self._end(endless_recovery())
                 continue
             try:
                 self._mind(self._clock.look())
@@ -181,8 +182,7 @@ class Monitor:
         if loss.is_known():
             if not loss.Known.is_handled:
                 loss.revoke_all()  # also what the main thread has made since the last look
-            if (stuck := self._evictions.after_loss()) is not None:
-                self._lose([], f"{self._roster.name(self.rank)}: {stuck.why}", stuck.code)
+            self._end(self._evictions.after_loss())
             return
         if self._talks():
             for rank, message in self._channel.received():
@@ -195,6 +195,11 @@ class Monitor:
         elif inquiry.purpose == "deadline" or inquiry.is_over(now):
             self._follow(inquiry, now)
 
+    def _end(self, stuck: Stuck | None) -> None:
+        """End the job if a recovery cannot end."""
+        if stuck is not None:
+            self._lose([], f"{self._roster.name(self.rank)}: {stuck.why}", stuck.code)
+
     def _lose(self, ranks: Sequence[int], report: str, code: int = 1, *, may_go_on: bool = True) -> None:
         """Act on the loss of `ranks`: they have died, their host is silent, or they are past the deadline.
 
@@ -204,6 +209,7 @@ class Monitor:
         does so within a millisecond.
         """
         if Job.survives and ranks and may_go_on:
+            loss.Known.causes += (report.lstrip().partition("\n")[0],)
             if code == deadline.EXIT_CODE:
                 dump.say(report)
                 self._inquiries.current = None

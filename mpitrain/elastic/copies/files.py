@@ -105,7 +105,7 @@ class CopyFile:
 
     def __init__(self, path: Path, nbytes: int, header_bytes: int) -> None:
         self.path, self._length = path, _DATA_AT + nbytes + header_bytes + _SPARE_BYTES
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        fd = open_own(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.posix_fallocate(fd, 0, self._length)
@@ -161,7 +161,7 @@ class Found(NamedTuple):
 def complete_copies(run: str) -> Iterator[Found]:
     """The complete copies of a run on this node, of all epochs. Files of other users, and files that are no copies, are passed over."""
     for path in sorted(folder().glob(f"{prefix(run)}*")):
-        with suppress(OSError, msgspec.MsgspecError), open(path, "rb", opener=_open_own) as file:
+        with suppress(OSError, msgspec.MsgspecError), open(path, "rb", opener=open_own) as file:
             head = file.read(24)
             if len(head) == 24 and head[:8] == _COMPLETE:
                 at, length = struct.unpack("<QQ", head[8:])
@@ -172,9 +172,10 @@ def complete_copies(run: str) -> Iterator[Found]:
                     yield Found(path, header)
 
 
-def _open_own(path: str, flags: int) -> int:
-    """Open a regular file of this user. PermissionError for another one: in shared memory anybody may make a file of that name."""
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+def open_own(path: str | Path, flags: int) -> int:
+    """Open a regular file of this user, or make it for this user alone. PermissionError for another one: in shared memory anybody may
+    make a file of that name."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     found = os.fstat(fd)
     if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
         os.close(fd)
@@ -184,7 +185,7 @@ def _open_own(path: str, flags: int) -> int:
 
 def open_data(path: Path) -> np.ndarray:
     """The data of a copy, as read-only bytes."""
-    with open(path, "rb", opener=_open_own) as file:
+    with open(path, "rb", opener=open_own) as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[_DATA_AT:]
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from collectives.transports.node.memory import folder
-from mpitrain.elastic.copies.files import prefix, remove_copies
+from mpitrain.elastic.copies.files import open_own, prefix, remove_copies
 
 _CLEANING_S = 10.0  # the longest wait for a command that removes orphans of the run
 
@@ -34,7 +34,7 @@ def hold(run: str) -> None:
         if path in _held:
             os.close(_held.pop(path))  # another process has removed the file
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fd = open_own(path, os.O_RDWR | os.O_CREAT)
         except OSError:
             return
         if not _locked(fd):
@@ -83,7 +83,7 @@ def unheld(run: str, *, make: bool) -> Iterator[bool]:
 def alone(path: Path, flags: int = 0) -> Iterator[bool]:
     """Hold an exclusive lock on a file in the block. The value: whether the lock could be taken at once. `flags`: more of `os.open`."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+        fd = open_own(path, os.O_RDWR | flags)
     except OSError:
         yield False
         return

@@ -7,8 +7,8 @@ two threads in MPI at the same time, Open MPI 5.0.11 has left an all-reduce unfi
 import socket
 import struct
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
 import numpy as np
@@ -46,18 +46,26 @@ class Partners:
         self._error: OSError | None = None
         self.num_bytes = 0
 
+        self._out: socket.socket | None = None
+        self._in: dict[int, socket.socket] = {}
         listeners = {rank: Listener(local=False) for rank, partner in enumerate(partners) if partner == comm.rank}
-        places = comm.all_gather_object({rank: tuple(listener.place) for rank, listener in listeners.items()})
-        self._out = connect(Place(*places[partners[comm.rank]][comm.rank]))
-        reached = comm.all_gather_object(self._out is not None)
+        try:
+            places = comm.all_gather_object({rank: tuple(listener.place) for rank, listener in listeners.items()})
+            self._out = connect(Place(*places[partners[comm.rank]][comm.rank]))
+            reached = comm.all_gather_object(self._out is not None)
+        except BaseException:  # a rank was lost
+            for listener in listeners.values():
+                listener.close(expected=False)
+            self._close_links()
+            raise
         self.unreached = reached.count(False)
-        self._in = {
-            rank: made
-            for rank, listener in listeners.items()
-            if (made := listener.close(expected=reached[rank])) is not None
-        }
+        for rank, listener in listeners.items():
+            if (made := listener.close(expected=reached[rank])) is not None:
+                self._in[rank] = made
         for link in self._links():
-            link.settimeout(None)  # the keepalive of the connection ends a wait for a silent host
+            link.settimeout(None)
+            # No limit for the partner: it may take long to reserve memory. The monitors notice a silent host.
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
         self._threads = [threading.Thread(target=self._send, name="mpitrain-copies", daemon=True)]
         self._threads += [
             threading.Thread(target=self._keep, args=each, name="mpitrain-copies", daemon=True)
@@ -131,7 +139,7 @@ class Partners:
 
     def _keep(self, rank: int, link: socket.socket) -> None:
         """The thread that receives the copies of a rank, until that rank ends."""
-        with suppress(OSError):  # that rank was lost
+        with _ending(link):
             while len(head := _received(link, bytearray(_HEAD.size))) == _HEAD.size:
                 generation, header_bytes, nbytes = _HEAD.unpack(head)
                 header = _received(link, bytearray(header_bytes))
@@ -158,6 +166,17 @@ class Partners:
                 return None
         file.begin()
         return file
+
+
+@contextmanager
+def _ending(link: socket.socket) -> Iterator[None]:
+    """End the connection after the block, however it ends: else the other rank would wait for an answer."""
+    try:
+        with suppress(OSError):  # the other rank was lost
+            yield
+    finally:
+        with suppress(OSError):
+            link.shutdown(socket.SHUT_RDWR)
 
 
 def _received(link: socket.socket, into: bytearray | memoryview) -> bytearray | memoryview:

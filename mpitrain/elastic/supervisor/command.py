@@ -27,6 +27,7 @@ _LIMITS = {
     "done": "from the mark of completion to the end of the job",
     "end": "mpirun's end after SIGTERM, before SIGKILL",
     "probe": "the answer of a host",
+    "hosts": "the answers of as many hosts as --nodes asks for",
 }
 
 

@@ -105,16 +105,16 @@ class RunFolder:
         A job on another host cannot see that the holder is dead, and would wait for half a minute. The holder may live, on a host that
         does not answer: it finds another token in the lock, and ends without a write (elastic/folder_lock.py).
         """
-        path = self.path / ".lock"
+        path = self.path / marks.LOCK
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(path.read_bytes())
             if ended is None or (record["host"], record["pid"]) != (ended.host, ended.pid):
                 return
-            if record["place"] == _place() != "" and not Path(f"/proc/{record['pid']}").exists():
+            if record["place"] == marks.process_space() != "" and not Path(f"/proc/{record['pid']}").exists():
                 path.unlink()
                 return
             record |= {"token": uuid.uuid4().hex, "place": ""}
-            mine = path.with_name(f".lock.{record['token']}")
+            mine = path.with_name(f"{marks.LOCK}.{record['token']}")
             mine.write_text(json.dumps(record) + "\n")
             os.utime(mine, (0, 0))  # a lock that is ten minutes old is stale
             mine.replace(path)
@@ -135,12 +135,3 @@ class RunFolder:
                 if re.fullmatch(r"step-\d{8,}", entry.name):
                     found[entry.name] = entry.inode()
         return found
-
-
-def _place() -> str:
-    """As in elastic/folder_lock.py, which needs more than the standard library."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""

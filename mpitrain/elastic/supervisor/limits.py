@@ -40,6 +40,8 @@ class Limits:
     """mpirun's end after SIGTERM; then it is killed"""
     probe_s: float = 5.0
     """the answer of a host"""
+    hosts_s: float = 600.0
+    """the answers of as many hosts as a launch needs"""
 
 
 class Watch:

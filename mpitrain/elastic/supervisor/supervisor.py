@@ -26,6 +26,7 @@ from mpitrain.elastic.supervisor.requests import Requests
 from mpitrain.elastic.supervisor.words import Command, resume_of
 
 _LOOK_S = 0.1
+_HOSTS_S = 5.0  # between two looks for hosts, without which no launch is possible
 _REPORTED_END_S = 1.0
 """For mpirun's end after a report: it may wait for a host that does not answer."""
 _MAX_MARKED = 32
@@ -61,6 +62,7 @@ class Supervisor:
         self._requests = Requests()
         self._progress = Progress()
         self._live: list[str] = [host.name for host in plan.hosts]
+        self._lost: list[str] = []
         self._chosen: list[Host] = []
         self._slow_launches = 0
         self._down_since: float | None = None  # since the end of the last job
@@ -78,7 +80,11 @@ class Supervisor:
             while not self._requests.stop:
                 if not self._is_probed:
                     self._probe()
-                outcome = self._launch() if self._enough() else self._too_few()
+                if not self._enough() and not self._await_hosts():
+                    if self._requests.stop:
+                        break
+                    return self._give_up()
+                outcome = self._launch()
                 if self._requests.end:
                     break
                 following = decide(self.plan.policy, self._progress, outcome)
@@ -201,17 +207,28 @@ class Supervisor:
         if num := sum(answers.values()):
             say(f"ended {num} process{'es' * (num != 1)} that the last launch had left")
         lost = [name for name in names if name not in answers]
-        if lost:
+        if lost and lost != self._lost:
             say(f"no answer within {self.plan.limits.probe_s:g} s from {', '.join(lost)}")
+        self._lost = lost
         self._live = [name for name in names if name in answers]
         self._chosen = choose(self.plan.hosts, self._live, self.plan.most)
 
     def _enough(self) -> bool:
         return not self.plan.hosts or len(self._chosen) >= self.plan.least
 
-    def _too_few(self) -> Outcome:
-        num, self._is_probed = len(self._chosen), False
-        return Outcome(None, 0, "", f"expected at least {self.plan.least} hosts, and {num} answer")
+    def _await_hosts(self) -> bool:
+        """Wait until enough hosts answer; whether they do. A host may take minutes to start again."""
+        limit_s = self.plan.limits.hosts_s
+        say(f"{self._too_few()}; waiting up to {limit_s:g} s for more")
+        until = time.monotonic() + limit_s
+        while not self._enough() and time.monotonic() < until and not self._requests.stop:
+            self._pause(min(_HOSTS_S, limit_s))
+            self._probe()
+        return self._enough()
+
+    def _too_few(self) -> str:
+        num, least = len(self._chosen), self.plan.least
+        return f"expected at least {least} host{'s' * (least > 1)}, and {num or 'none'} answer{'s' * (num < 2)}"
 
     def _missing(self) -> list[str]:
         """The hosts that could take part, and do not."""
@@ -254,7 +271,8 @@ class Supervisor:
             if text:
                 say(f"the report of launch {self.folder.launch}:")
                 print(text, file=sys.stderr)
-            self._event("failure", problem=outcome.problem, step=outcome.step)
+            said = text.splitlines()[1:2]  # the first line is the time
+            self._event("failure", problem=outcome.problem, step=outcome.step, report=said[0] if said else None)
         say(following.text)
 
     def _event(self, event: str, **fields: Any) -> None:
@@ -272,14 +290,20 @@ class Supervisor:
 
     def _leave(self, following: Next, outcome: Outcome) -> int:
         stopped = outcome.done is not None and outcome.done.reason == "stopped"
-        ahead_of_limit = stopped and self._requests.stop == signal.SIGUSR1
-        if self.plan.requeue and (
-            ahead_of_limit or (following.code and not self._requests.stop and not self._enough())
-        ):
+        if self.plan.requeue and stopped and self._requests.stop == signal.SIGUSR1:
             self._requeue()
         if following.code and self._requests.stop not in (0, signal.SIGUSR1):
             return 128 + self._requests.stop
         return following.code
+
+    def _give_up(self) -> int:
+        """Too few hosts answer: in Slurm the job may wait in the queue for others."""
+        problem = f"{self._too_few()} within {self.plan.limits.hosts_s:g} s"
+        self._event("failure", problem=problem)
+        say(f"{problem}; giving up")
+        if self.plan.requeue:
+            self._requeue()
+        return 1
 
     def _requeue(self) -> None:
         """Have Slurm queue this job again. Slurm then ends it, so nothing may follow."""

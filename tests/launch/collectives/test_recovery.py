@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from extent import FULL
 from launching import ROOT, Result, is_open_mpi, launch
 
 pytestmark = pytest.mark.skipif(not is_open_mpi(), reason="ULFM is a part of Open MPI")
@@ -83,3 +84,58 @@ def test_ranks_that_end_by_themselves_are_lost_and_the_others_go_on() -> None:
     assert max(by_system_exit, by_return) < 7.0, str(result)
     assert re.search(r"rank 3 on \S+ \(process \d+\) ends by os\._exit\(3\)\. The other ranks go on", result.stderr)
     assert len(re.findall(r"has ended, and .*\. The job goes on without rank \d on \S+ \(process", result.stderr)) == 2
+
+
+# Rank 3 dies, and rank 2 is stopped on its way through the recovery.
+STOP = """
+import os, signal
+import numpy as np, collectives
+from collectives import recovery
+from collectives.communicator import start
+from collectives.diagnosis.ring import roster
+
+comm = collectives.world()
+recovery.survive_losses()
+
+def stopping(call):
+    def stop(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return call(*args, **kwargs)
+    return stop
+
+if comm.rank == 2:
+    {place} = stopping({place})
+if comm.rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+while True:
+    try:
+        comm.all_reduce(np.ones(3))
+        if comm.size == 2 and recovery.all_are_done():
+            break
+    except Exception as error:
+        if not recovery.ranks_were_lost():
+            raise
+        error.__traceback__ = None
+        del error
+        comm = recovery.recover()
+print(f"left {{comm.size}}", flush=True)
+"""
+
+
+def stopped_in(place: str) -> Result:
+    env = {"PYTHONPATH": str(ROOT), "MPITRAIN_DEADLINE_S": "2"}
+    command = ("-c", STOP.format(place=place))
+    return launch(4, *command, options=["--with-ft", "ulfm"], cwd=ROOT, env=env, timeout_s=80)
+
+
+def test_a_rank_that_stops_while_the_new_world_is_made_is_lost_too() -> None:
+    result = stopped_in("start.Communicator")
+    assert result.returncode == 0 and result.stdout.count("left 2") == 2, str(result)
+    assert re.search(r"rank 2 on \S+ \(process \d+\).*stopped", result.stderr), str(result)
+
+
+@pytest.mark.skipif(not FULL, reason="ends 20 s after the deadline: in a full run")
+def test_a_rank_that_stops_before_the_monitors_have_found_each_other_ends_the_job() -> None:
+    result = stopped_in("roster.gather")
+    assert result.returncode == 124, str(result)
+    assert "the recovery from a loss has not ended within the deadline of 2 s" in result.stderr, str(result)

@@ -217,7 +217,7 @@ def stop_asked():
 
 
 def test_a_host_that_answers_again_rejoins(tmp_path: Path, needs_cluster: None) -> None:
-    """The link of host2 is down at the start, and up once the run trains on host1 alone."""
+    """The links of both hosts are down at the start. That of host2 is up once the run trains on host1 alone."""
     folder, script = tmp_path / "run", tmp_path / "head.sh"
     program = PROGRAM + (
         "step, size = 0, int(os.environ.get('OMPI_COMM_WORLD_SIZE') or os.environ['PMI_SIZE'])\n"
@@ -228,7 +228,7 @@ def test_a_host_that_answers_again_rejoins(tmp_path: Path, needs_cluster: None) 
     )
     options = f"--run {folder} --probe-timeout 2 --rejoin-every 0.5"
     script.write_text(
-        "ip link set host2 down\n"
+        "ip link set host1 down; ip link set host2 down; (sleep 3; ip link set host1 up) &\n"
         f"(while ! grep -q training {folder}/.alive 2>/dev/null; do sleep 0.1; done; ip link set host2 up) &\n"
         f'{sys.executable} -m mpitrain elastic {options} -- "$CLUSTER_MPIRUN" {"-H" if is_open_mpi() else "-hosts"} "$CLUSTER_HOSTS"'
         f" -np 2 {shlex.join([sys.executable, '-c', program, '--run', str(folder)])}\n"
@@ -237,7 +237,9 @@ def test_a_host_that_answers_again_rejoins(tmp_path: Path, needs_cluster: None) 
     result = run(words, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout_s=60)
     assert result.returncode == 0, str(result)
     said = [line for line in result.stderr.splitlines() if line.startswith("elastic: ")]
-    assert said[:3] == [
+    assert said[:5] == [
+        "elastic: no answer within 2 s from host1, host2",
+        "elastic: expected at least 1 host, and none answers; waiting up to 600 s for more",
         "elastic: no answer within 2 s from host2",
         "elastic: launch 1 on host1:1, 1 ranks",
         "elastic: host2 can rejoin: the run saves and stops for a relaunch on more hosts",

@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from launching import is_open_mpi, job_environment
 
 from collectives import launcher
 from mpitrain.elastic import marks
+from mpitrain.elastic.events import read_events
 from mpitrain.elastic.marks import Alive, Done, Marks
 from mpitrain.elastic.supervisor import hosts, words
 from mpitrain.elastic.supervisor.agents import choose_agent, parse_agent, probe, sweep
@@ -369,3 +371,20 @@ def test_the_sweep_ends_what_has_the_mark_and_nothing_else() -> None:
         for process in (mine, other):
             process.kill()
             process.wait()
+
+
+def test_without_enough_hosts_the_supervisor_waits_and_then_gives_up(tmp_path: Path) -> None:
+    words = ["--run", str(tmp_path), "--agent", "false", "--hosts-timeout", "0.2", "--nodes", "2"]
+    mpirun, settings = job_environment(2)
+    job = [mpirun, "-H" if is_open_mpi() else "-hosts", "far1,far2", "-np", "2", *TRAIN]
+    command = [sys.executable, "-m", "mpitrain", "elastic", *words, "--", *job]
+    env = settings | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [
+        "elastic: no answer within 5 s from far1, far2",
+        "elastic: expected at least 2 hosts, and none answers; waiting up to 0.2 s for more",
+        "elastic: expected at least 2 hosts, and none answers within 0.2 s; giving up",
+    ], result.stderr
+    (event,) = read_events(tmp_path)
+    assert event["event"] == "failure" and event["problem"].endswith("none answers within 0.2 s")
