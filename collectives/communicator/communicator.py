@@ -324,6 +324,10 @@ class Communicator:
                 return None
             return self._like_this(self.mpi.Split(color, key))
 
+    def expecting(self, rank: int, tag: int) -> AbstractContextManager[object]:
+        """A block in which this rank waits for `rank` by other means than MPI: in the flight record, and limited by the deadline."""
+        return self._recorder.log.enter_pair("recv", rank, tag)
+
     @property
     def is_freed(self) -> bool:
         """Whether `free` was called."""

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 from collectives.diagnosis.dump import RecordOutput, say
@@ -35,6 +36,12 @@ class Others(Protocol):
 
     def end(self, *, well: bool) -> None:
         """End the resources: if `well`, with all ranks together; else on this rank alone, without a wait for other ranks."""
+
+
+class LastWords:
+    """Notes why this process ends by a signal of its own, where another rank of the node reads it. The monitor sets it."""
+
+    note: Callable[[str], None] | None = None
 
 
 class Before:
@@ -88,12 +95,16 @@ def abort_job(code: int) -> None:
     end_process(code)  # MPICH's may return, and the caller would go on
 
 
-def leave_alone() -> None:
+def leave_alone(why: str) -> None:
     """End only this process, without a goodbye: the other ranks of a job that survives losses go on without it.
+
+    `why`: such as "has ended by an uncaught ValueError", for the other ranks.
 
     By a signal, because Open MPI's launcher tells MPI on the other ranks of no process that ends by itself, whatever its exit code.
     """
     _abort_others()
+    if LastWords.note is not None:
+        LastWords.note(why)
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(_FORWARD_S)
@@ -108,6 +119,8 @@ def let_exits_be_losses() -> None:
         if os.getpid() == process and not Job.is_done:
             line = f"rank {RecordOutput.rank} on {socket.gethostname()} (process {process}) ends by os._exit({status})"
             say(f"{line}. The other ranks go on.")
+            if LastWords.note is not None:
+                LastWords.note(f"has ended by os._exit({status})")
             os.kill(process, signal.SIGKILL)
         end_process(status)
 

@@ -19,14 +19,21 @@ _VARIABLE = "MPITRAIN_FAILURE_FILE"
 class _Output:
     file: Path | None = None
     tell: Callable[[str], object] | None = None
+    may_write: Callable[[], bool] = staticmethod(lambda: True)
 
 
-def set_failure_file(file: str | Path | None, tell: Callable[[str], object] | None = None) -> None:
+def set_failure_file(
+    file: str | Path | None,
+    tell: Callable[[str], object] | None = None,
+    may_write: Callable[[], bool] = lambda: True,
+) -> None:
     """Write the report of a failure also to this file. None: only to stderr. No rank may write to it before its folder is the job's.
 
-    `tell`: gets the first report, on the rank that writes it, in any thread.
+    `tell`: gets the first report, on the rank that writes it. `may_write`: whether the folder still belongs to this job; if not, the
+    report is left out. Any thread may call both.
     """
-    _Output.file, _Output.tell = None if file is None else Path(file).absolute(), tell
+    _Output.file = None if file is None else Path(file).absolute()
+    _Output.tell, _Output.may_write = tell, may_write
     if (also := _also()) is not None:
         with suppress(OSError):  # another rank has done it, or the script is on another host
             if _Output.file is not None:
@@ -40,6 +47,8 @@ def write_failure(report: str, *, make_folder: bool = True) -> None:
 
     `make_folder`: make the folder of the file, if there is none. A run that was refused makes no folder.
     """
+    if _Output.file is not None and not _Output.may_write():
+        return
     text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{report.rstrip()}\n"
     if _Output.file is not None:
         with suppress(OSError):

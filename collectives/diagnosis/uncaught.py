@@ -87,7 +87,7 @@ def abort_on_uncaught(mpi: Any) -> None:
         except Exception:
             traceback.print_exc(file=_stderr())
         finally:
-            leave_alone() if Job.survives else abort_job(1)
+            leave_alone(f"has ended by an uncaught {kind.__name__}") if Job.survives else abort_job(1)
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         def hook() -> None:

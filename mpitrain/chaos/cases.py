@@ -110,12 +110,12 @@ def _disk_full(name: str, words: str) -> Case:
     )  # fmt: skip
 
 
-def _flipped(name: str, words: str, *settings: str) -> Case:
+def _flipped(name: str, words: str, num_ranks: int, *settings: str) -> Case:
     settings = (*_ALONE, "--train.steps", "60", "--train.check_every", "10", *settings)
-    launch = partial(checkout.mpirun, 2, elastic=False)
+    launch = partial(checkout.mpirun, num_ranks, elastic=False)
     return Case(
-        name, words, launch, 2, settings, harms.by_itself, verdicts.is_found(10), fault="flip", needs_reference=False
-    )
+        name, words, launch, num_ranks, settings, harms.by_itself, verdicts.is_found(10), fault="flip", needs_reference=False
+    )  # fmt: skip
 
 
 def _clean(name: str, words: str, launch: Launch, harm: Harmer, verdict: Verdict) -> Case:
@@ -164,8 +164,8 @@ CASES: Sequence[Case] = (
     _ends("sigterm", "mpirun gets SIGTERM", harms.launcher(SIGTERM, seconds=_SECONDS)),
     _ends("ctrl-c", "mpirun gets SIGINT twice", harms.launcher(SIGINT, SIGINT, seconds=_SECONDS, apart_s=0.2)),
     _disk_full("disk", "the disk full during a save"),
-    _flipped("flip-replicated", "a bit flipped in replicated parameters", "--parallel.stage", "0"),
-    _flipped("flip-shard", "a bit flipped in a shard before a checked step", "--train.check_every", "1"),
+    _flipped("flip-replicated", "a bit flipped in replicated parameters, 3 ranks", 3, "--parallel.stage", "0", "--train.batch", "3"),
+    _flipped("flip-shard", "a bit flipped in a shard before a checked step, 2 ranks", 2, "--train.check_every", "1"),
     _clean(
         "clean", "false alarms in 2,000 clean steps, 4 ranks", partial(checkout.mpirun, 4), harms.nothing, verdicts.is_silent
     ),

@@ -53,7 +53,10 @@ def main(words: Sequence[str]) -> int:
         for outcome in _trials(BY_NAME[name], options.trials, options.seed, options.results, references)
     ]
     print(table.markdown(outcomes))
-    return int(not all(outcome.ok for outcome in outcomes))
+    too_few = len(outcomes) < options.trials * len(options.cases or BY_NAME)
+    if too_few:
+        print("chaos: too many harms came too late, so that trials are missing")
+    return int(too_few or not all(outcome.ok for outcome in outcomes))
 
 
 def _trials(case: Case, num: int, seed: int, results: Path | None, references: References) -> list[Outcome]:

@@ -43,10 +43,13 @@ def attempt(
             outcome.problem = "the job did not start"
         else:
             harmed = case.harm(job, rng)
-            if harmed is None or harmed.step >= case.num_steps:
-                return None
             code = job.end(_END_S + case.seconds)
-            outcome.problem = case.verdict(Facts(job, code, harmed, reference, start), outcome)
+            if harmed is not None and harmed.step < case.num_steps:
+                outcome.problem = case.verdict(Facts(job, code, harmed, reference, start), outcome)
+            elif code == 0:
+                return None
+            else:
+                outcome.problem = f"before the harm, the job ended by itself with exit code {code}"
     finally:
         for each in jobs:
             each.kill()

@@ -44,11 +44,16 @@ class FolderLock:
     LockedError if a live job holds it, or OSError. `say` gets a line before a wait for a heartbeat, which takes 30 s at most.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], object] = lambda line: None, *, job: str = "") -> None:
-        """`job`: a job whose ranks take the lock over from each other at once, without a look at the heartbeat."""
+    def __init__(
+        self, folder: Path, say: Callable[[str], object] = lambda line: None, *, job: str = "", token: str = ""
+    ) -> None:
+        """`job`: a job whose ranks take the lock over from each other at once, without a look at the heartbeat.
+
+        `token`: see `new_token`.
+        """
         self.path = folder / LOCK
         self._job = job
-        self._token = f"{job}.{uuid.uuid4().hex}"
+        self.token = token or new_token(job)
         self._say = say
         self._lost = ""
         self._take()
@@ -61,7 +66,7 @@ class FolderLock:
         """The description of another process's takeover, or "". It reads the lock, so that a process that slept writes nothing."""
         if not self._lost:
             with contextlib.suppress(OSError):  # while the file system stalls, no job gets the lock
-                if _now() - self._beaten > STALE_S / 2 or _token_in(self.path) != self._token:
+                if _now() - self._beaten > STALE_S / 2 or _token_in(self.path) != self.token:
                     self._touch()
         return self._lost
 
@@ -70,7 +75,7 @@ class FolderLock:
         self._released.set()
         self._thread.join(BEAT_S)  # with a limit, because its file system may hang
         with contextlib.suppress(OSError):
-            if _token_in(self.path) == self._token:
+            if _token_in(self.path) == self.token:
                 self.path.unlink()
 
     def let_go(self) -> None:
@@ -87,8 +92,8 @@ class FolderLock:
         now = _now()
         token = _token_in(self.path)
         if token is None and now - self._beaten < STALE_S and self._create():  # a user has removed the file
-            token = self._token
-        if token != self._token:
+            token = self.token
+        if token != self.token:
             silent_s = now - self._beaten
             holder = describe(holder_of(self.path))
             self._lost = f"{holder} took over, since this job gave no sign of life for {silent_s:.0f} s"
@@ -109,7 +114,7 @@ class FolderLock:
             os.replace(self._write(), self.path)
             if not is_own_job:
                 time.sleep(_SETTLE_S)
-            if _token_in(self.path) == self._token:
+            if _token_in(self.path) == self.token:
                 return
 
     def _await_death(self, holder: FolderOwner | None) -> None:
@@ -135,11 +140,11 @@ class FolderLock:
         try:
             os.link(mine, self.path)
         except FileExistsError:
-            return _token_in(self.path) == self._token  # NFS repeats a request after a lost answer, and finds our link
+            return _token_in(self.path) == self.token  # NFS repeats a request after a lost answer, and finds our link
         except OSError:  # a file system without links
             try:
                 with self.path.open("xb") as file:
-                    file.write(_record(self._token))
+                    file.write(_record(self.token))
             except FileExistsError:
                 return False
         finally:
@@ -147,8 +152,8 @@ class FolderLock:
         return True
 
     def _write(self) -> Path:
-        mine = self.path.with_name(f"{LOCK}.{self._token}")
-        mine.write_bytes(_record(self._token))
+        mine = self.path.with_name(f"{LOCK}.{self.token}")
+        mine.write_bytes(_record(self.token))
         return mine
 
     def _file_system_time(self) -> float:
@@ -166,6 +171,19 @@ def holder_of(path: Path) -> FolderOwner | None:
         return owner_of(path.read_bytes())
     except OSError:
         return None
+
+
+def new_token(job: str = "") -> str:
+    """What names a holder in the lock."""
+    return f"{job}.{uuid.uuid4().hex}"
+
+
+def owns(folder: Path, token: str, job: str) -> bool:
+    """Whether the lock on the folder has this token, or is of another rank of the job, or nobody holds it."""
+    with contextlib.suppress(OSError):  # a file system that stalls is no takeover
+        there = _token_in(folder / LOCK)
+        return there in (None, token) or (bool(job) and there.startswith(f"{job}."))
+    return True
 
 
 def describe(holder: FolderOwner | None) -> str:

@@ -1,7 +1,9 @@
 """`run`: a training loop of a user, which goes on in place after the loss of ranks."""
 
 import hashlib
+import os
 import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,12 +15,14 @@ from torch import nn
 import collectives
 from collectives import Communicator, recovery
 from mpitrain.elastic.copies.files import newest_epoch
-from mpitrain.elastic.copies.holding import hold, remove_all
-from mpitrain.elastic.copies.restoring import find_state
+from mpitrain.elastic.copies.holding import hold, remove_all, unheld
+from mpitrain.elastic.copies.restoring import NodeCopies, find_state
 from mpitrain.elastic.copies.taking import Copies
 from mpitrain.elastic.layout import Layout
 from mpitrain.elastic.survive import Recovered, going_on, survive
 from mpitrain.weights import state as weights
+
+_ENDING_S = 15.0  # for the processes of a job that is ending
 
 
 class HasState(Protocol):
@@ -66,21 +70,23 @@ def run(
     serve this job alone. `axes`: the layout, such as {"tp": 2, "dp_shard": 2}, for `next_layout`: a rank that has no place in the new
     layout waits. `min_ranks`: the smallest number of ranks that goes on.
 
-    Needs Open MPI 5, started by `mpirun --with-ft ulfm`; elsewhere one line says so, and a lost rank ends the job. TooFewRanksError on
-    all ranks if too few are left; OSError on all ranks if node memory is too small for the copies.
+    Needs Open MPI 5, started by `mpirun --with-ft ulfm`; elsewhere one line says so, no copies are made, and a lost rank ends the job.
+    TooFewRanksError and NoProgressError: see `survive`. On all ranks OSError if node memory is too small for the copies, and
+    RuntimeError if another job with this name runs on the same hosts.
     """
     if every < 1:
         raise ValueError(f"elastic.run: every is {every}; expected at least 1 step between two copies")
     comm = collectives.world()
     obstacle = recovery.obstacle()
     if obstacle:
-        if comm.rank == 0:
-            print(f"elastic.run: a lost rank ends this job, because {obstacle}", file=sys.stderr, flush=True)
-        train(build(comm))
-        return
+        _say(comm, f"a lost rank ends this job, because {obstacle}")
     run_id = comm.broadcast_object(_id_of(name))
+    with comm.together():
+        _check_alone(run_id, name)
+    reached = 0
 
-    def attempt(ranks: Communicator, layout: Layout, recovered: Recovered | None) -> None:
+    def begin(ranks: Communicator) -> tuple[State, NodeCopies | None]:
+        """The state, with the values of the newest copies, if there are any."""
         state = build(ranks)
         hold(run_id)
         found = find_state(ranks, run_id)
@@ -90,12 +96,23 @@ def run(
             state.step = meta["step"]
             if state.data is not None:
                 state.data.load_state_dict(meta["data"])
+        return state, found
+
+    def attempt(ranks: Communicator, layout: Layout, recovered: Recovered | None) -> None:
+        state, found = begin(ranks)
         if ranks.rank == 0 and (recovered is not None or found is not None):
             print(f"{going_on(ranks.size, recovered)} from step {state.step}", flush=True)
         epoch = 1 + max(ranks.all_gather_object(newest_epoch(run_id)))
         copies = Copies(ranks, run_id, epoch)
+        if copies.num_unreached:
+            _say(
+                ranks,
+                f"{copies.num_unreached} ranks cannot connect to their partner, so the loss of their host loses their state",
+            )
 
         def after_step(state: State) -> None:
+            nonlocal reached
+            reached = max(reached, state.step)
             if state.step % every == 0:
                 data = None if state.data is None else state.data.state_dict()
                 collected = weights.collect(state.model, state.optimizer, meta={"step": state.step, "data": data})
@@ -113,9 +130,31 @@ def run(
             raise
         copies.close(remove=False)  # until all ranks have ended: a rank may be lost now
 
-    survive(attempt, comm, axes=axes or {}, min_ranks=min_ranks)
+    if obstacle:
+        train(begin(comm)[0])
+    else:
+        survive(attempt, comm, axes=axes or {}, min_ranks=min_ranks, progress=lambda: reached)
     if collectives.world().node.rank == 0:
         remove_all(run_id)
+
+
+def _say(comm: Communicator, line: str) -> None:
+    if comm.rank == 0:
+        print(f"elastic.run: {line}", file=sys.stderr, flush=True)
+
+
+def _check_alone(run_id: str, name: str | None) -> None:
+    """RuntimeError if the processes of another job hold the copies on this node. Those of a job that is ending have some time."""
+    until = time.monotonic() + _ENDING_S
+    while True:
+        with unheld(run_id, make=False) as is_free:
+            if is_free:
+                return
+        if time.monotonic() > until:
+            raise RuntimeError(
+                f"elastic.run: another job with the name {name!r} runs on {os.uname().nodename}; end it, or choose a name"
+            )
+        time.sleep(0.1)
 
 
 def _id_of(name: str | None) -> str:

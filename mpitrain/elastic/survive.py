@@ -15,6 +15,7 @@ from mpitrain.elastic.layout import Layout, next_layout
 
 _DONE_TAG = 32000
 _LOOK_S = 0.01
+_MAX_FRUITLESS = 3  # recoveries in a row without a new step
 
 
 class LostRank(NamedTuple):
@@ -52,6 +53,10 @@ Attempt = Callable[[Communicator, Layout, Recovered | None], None]
 """Works to the end on the ranks of a communicator, which have this layout; after a loss also with what was recovered from."""
 
 
+class NoProgressError(RuntimeError):
+    """Ranks were lost again and again, without a new step."""
+
+
 class TooFewRanksError(RuntimeError):
     """Too few ranks are left to go on in place."""
 
@@ -63,15 +68,19 @@ def survive(
     axes: Mapping[str, int],
     batches: int | None = None,
     min_ranks: int = 1,
+    progress: Callable[[], int] = lambda: 0,
 ) -> None:
     """Call `attempt(comm, layout, None)`, and after each loss of ranks `attempt(comm, layout, recovered)` on those that are left, until
     one succeeds.
 
     Collective. `comm`: the world. `axes`, `batches`: of `next_layout`. A rank that has no place in the layout waits, and may have one
     after the next loss. Another exception of `attempt` ends this rank, and so is a loss for the others.
-    TooFewRanksError on all ranks if fewer than `min_ranks` are left.
+    TooFewRanksError on all ranks if fewer than `min_ranks` are left. NoProgressError on all ranks after three recoveries in a row
+    without a new step, because an error of the data would end one rank after another. `progress()`: the most steps that this rank has
+    done.
     """
     recovery.survive_losses()
+    best, num_fruitless = -1, 0
     before: list[tuple[str, int]] = []  # the processes of the ranks before the losses that no attempt has learned of
     noticed = 0.0
     while True:
@@ -82,8 +91,11 @@ def survive(
                 lost = [LostRank(rank, *each) for rank, each in enumerate(before) if each not in processes]
                 seconds = time.monotonic() - noticed
                 recovered = Recovered(lost, layout, noticed, seconds, recovery.causes(comm))
+                reached = max(comm.all_gather_object(progress()))
+                best, num_fruitless = max(best, reached), 0 if reached > best else num_fruitless + 1
                 with comm.together():
                     _check_number(layout.num_used, min_ranks, lost)
+                    _check_progress(num_fruitless, recovered)
             before, noticed = processes, 0.0
             _attempt(attempt, comm, layout, recovered)
             if recovery.all_are_done():
@@ -106,6 +118,14 @@ def _check_number(num: int, min_ranks: int, lost: list[LostRank]) -> None:
         raise TooFewRanksError(
             f"lost {', '.join(map(str, lost))}: {left}, and the smallest number that goes on is {min_ranks} (min_ranks), so the job "
             "ends. The same command goes on from the newest state, on any number of ranks"
+        )
+
+
+def _check_progress(num_fruitless: int, recovered: Recovered) -> None:
+    if num_fruitless >= _MAX_FRUITLESS:
+        raise NoProgressError(
+            f"lost {', '.join(map(str, recovered.lost))}: {num_fruitless + 1} losses in a row without a new step, as by an error that "
+            f"comes back at the same step, so the job ends. {'; '.join(recovered.causes)}"
         )
 
 

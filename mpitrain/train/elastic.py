@@ -27,17 +27,30 @@ def train(config: Config, comm: Communicator, building: Callable[[], AbstractCon
         lasting.num_idle, lasting.recovered = layout.num_idle, recovered
         if recovered is not None:
             lasting.unreported.append(recovered)
-        has_begun = any(ranks.all_gather_object(lasting.has_begun))
+        has_begun = _agree(ranks, lasting)
         with building():
             trainer = Trainer(_settings(config, layout, has_begun=has_begun), ranks, lasting)
         trainer.fit()
 
     axes = {"pp": parallel.pipeline, "tp": parallel.tensor, "dp_replicate": parallel.copies}
     batches = config.train.batch // config.train.accumulate
-    survive(attempt, comm, axes=axes, batches=batches, min_ranks=config.train.min_ranks)
+    survive(
+        attempt, comm, axes=axes, batches=batches, min_ranks=config.train.min_ranks, progress=lambda: lasting.step
+    )  # fmt: skip
     # The run has ended with a checkpoint. A node whose ranks had no work at the end may have copies from before.
     if collectives.world().node.rank == 0 and (lease := read_lease(Path(config.run))) is not None:
         remove_all(lease.run)
+
+
+def _agree(ranks: Communicator, lasting: Lasting) -> bool:
+    """Let the ranks of an attempt agree on what they keep: a rank that had no work before has kept nothing. Returns whether the run has
+    begun."""
+    kept = ranks.all_gather_object((lasting.has_begun, lasting.first_lease, lasting.corpus is not None))
+    begun, leases, with_corpus = zip(*kept, strict=True)
+    lasting.first_lease = max(leases)
+    if not all(with_corpus):
+        lasting.corpus = None  # all ranks load it together
+    return any(begun)
 
 
 def _settings(config: Config, layout: Layout, *, has_begun: bool) -> Config:

@@ -42,6 +42,8 @@ class Lasting:
     """The last recovery, until the first step after it; None before the first loss."""
     unreported: list[Recovered] = field(default_factory=list)
     """The recoveries that events.jsonl lacks: after a loss during a recovery there are several."""
+    step: int = 0
+    """The most steps that this job has done."""
     has_begun: bool = False
     """Whether this job has prepared the run's folder, as far as this rank knows."""
 
@@ -90,6 +92,11 @@ class Endurance:
         self._lasting.has_begun = True
         if self._config.train.copy_every:
             self._copies = Copies(self._comm, self._lease.run, self._lease.number)
+            if num := self._copies.num_unreached:
+                self._say(
+                    f"copies: {num} of {self._comm.size} ranks cannot connect to their partner on another host, perhaps because of a "
+                    "firewall: after the loss of their host the run goes on from the last checkpoint"
+                )
         self._report_losses()
         if self._lasting.recovered is not None:
             self._say(f"{going_on(self._comm.size, self._lasting.recovered)} from step {step} ({self._restored_from})")
@@ -113,6 +120,7 @@ class Endurance:
 
     def after_step(self, step: int, collect: Callable[[], Collected]) -> bool:
         """Copy the state, if it is time, and report the end of a recovery after its first step. Returns whether there is a copy."""
+        self._lasting.step = max(self._lasting.step, step)
         if (recovered := self._lasting.recovered) is not None:
             self._lasting.recovered = None
             cost_s = time.monotonic() - recovered.noticed

@@ -21,9 +21,9 @@ from ckpt.saving.copies import further_places
 from ckpt.storage.catalog import reason_to_keep, step_of
 from mpitrain.config import Config, ConfigError, to_toml
 from mpitrain.elastic.events import write_event
-from mpitrain.elastic.folder_lock import FolderLock, LockedError
+from mpitrain.elastic.folder_lock import FolderLock, LockedError, new_token, owns
 from mpitrain.elastic.lease import Lease, raise_lease, read_lease
-from mpitrain.elastic.marks import LOCK
+from mpitrain.elastic.marks import LOCK, last_launch, launch_number
 
 
 class Run:
@@ -42,6 +42,8 @@ class Run:
         self.failure = self.folder / "failure.txt"
         self._lock: FolderLock | None = None  # rank 0's hold on the folder
         self._has_let_go = False
+        self.token = new_token(job)
+        """Of rank 0's lock on the folder. The other ranks take it over, so that each knows whose the folder is."""
         self._lease: Lease | None = None  # of an elastic run
         self.earlier: Lease | None = None
         """The last lease of an earlier run that `prepare` has moved aside."""
@@ -110,7 +112,7 @@ class Run:
         """Lock the folder, and make it if necessary. ConfigError if another job holds the lock. `say`: see FolderLock."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(self.folder, say, job=self._job)
+            self._lock = FolderLock(self.folder, say, job=self._job, token=self.token)
             self.failure.unlink(missing_ok=True)  # of an earlier job
         except LockedError as error:
             raise ConfigError(
@@ -120,7 +122,8 @@ class Run:
             raise self._not_writable(error.strerror or str(error)) from None
 
     def take_lease(self) -> Lease:
-        """Raise the lease of the folder, which this process has locked. OSError if it cannot be written."""
+        """Raise the lease of the folder, which this process has locked. OSError if it cannot be written; the error of `check_lock`."""
+        self.check_lock()
         self._lease = raise_lease(self.folder)
         return self._lease
 
@@ -158,6 +161,12 @@ class Run:
         """Append an event to the folder's events, unless the folder `is_lost`. OSError if the file cannot be written."""
         if not self.is_lost():
             write_event(self.folder, event, **fields)
+
+    def may_report(self) -> bool:
+        """Whether a report of this job belongs into the folder: no later launch and no other job has taken it over. For any rank."""
+        if last_launch(self.folder) > launch_number() > 0:
+            return False
+        return owns(self.folder, self.token, self._job)
 
     def write_failure_event(self, report: str) -> None:
         """Append an event about the failure that ends the job; any rank may do so. OSError if the file cannot be written."""

@@ -71,7 +71,9 @@ def _farewell(rank: int) -> Iterator[None]:
     A thread does this, because the main thread may be in a kernel for longer than mpirun waits. The thread forwards the signals to the
     earlier listener, such as that of collectives for SIGUSR2.
     """
-    from collectives.diagnosis.ending import end_process  # not with this module, which is loaded before anything heavy
+    # not with this module, which is loaded before anything heavy
+    from collectives.diagnosis.ending import end_process
+    from collectives.diagnosis.job import Job
 
     ends, wakes = os.pipe()
     os.set_blocking(wakes, False)
@@ -82,6 +84,10 @@ def _farewell(rank: int) -> Iterator[None]:
             if number[0] in (signal.SIGINT, signal.SIGTERM):
                 if rank == 0:
                     _tell_past_mpirun(LOST.format(name=signal.Signals(number[0]).name, mpirun=os.getppid()))
+                if (
+                    Job.survives
+                ):  # perhaps only this rank got the signal; then MPI must learn of its death, see `leave_alone`
+                    os.kill(os.getpid(), signal.SIGKILL)
                 end_process(128 + number[0])  # mpirun ends all ranks
             if earlier != -1:
                 with contextlib.suppress(OSError):

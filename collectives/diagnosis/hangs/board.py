@@ -9,6 +9,7 @@ exists only once in a process, and the program may use it.
 """
 
 import faulthandler
+import math
 import os
 import signal
 import struct
@@ -30,6 +31,7 @@ _NOTE = struct.Struct(
     "<dq"
 )  # time on `time.monotonic`, which all processes of a node share; number of bytes that follow
 _EVERY_S = 0.5
+_LAST = "its last words: "
 
 
 class Slot(NamedTuple):
@@ -64,16 +66,21 @@ class Board:
         with suppress(OSError):
             if node.rank == 0:
                 self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        node.Barrier()
-        with suppress(OSError):
-            self._fd = os.open(path, os.O_RDWR) if self._fd < 0 else self._fd
-            # Of its own, because its position in the file is that of the stacks.
-            self._stacks_fd = os.open(path, os.O_RDWR)
-            self._register()
-        node.Barrier()
-        if node.rank == 0:
+        try:
+            node.Barrier()
             with suppress(OSError):
-                os.unlink(path)
+                self._fd = os.open(path, os.O_RDWR) if self._fd < 0 else self._fd
+                # Of its own, because its position in the file is that of the stacks.
+                self._stacks_fd = os.open(path, os.O_RDWR)
+                self._register()
+            node.Barrier()
+        except BaseException:  # a rank was lost
+            self.close()
+            raise
+        finally:
+            if node.rank == 0:
+                with suppress(OSError):
+                    os.unlink(path)
         node.Free()
 
     def _register(self) -> None:
@@ -93,7 +100,21 @@ class Board:
         if self._fd < 0 or now - self._noted < _EVERY_S:
             return
         self._noted = now
-        text = (first + dump.brief(now)).encode()[: _PAGE - _NOTE.size]
+        self._write(now, first + dump.brief(now))
+
+    def note_last(self, why: str) -> None:
+        """Write why this process ends now. There is no later note."""
+        if self._fd >= 0:
+            self._noted = math.inf
+            self._write(time.monotonic(), f"{_LAST}{why}\n")
+
+    def last(self, rank: int) -> str:
+        """Why the process of a rank has ended, as it has written itself; "" if it has not."""
+        slot = self.read(rank)
+        return slot.note.removeprefix(_LAST).rstrip() if slot is not None and slot.note.startswith(_LAST) else ""
+
+    def _write(self, now: float, note: str) -> None:
+        text = note.encode()[: _PAGE - _NOTE.size]
         with suppress(OSError):  # the memory is full
             os.pwrite(self._fd, _NOTE.pack(now, len(text)) + text, 2 * _PAGE * self._mine + _PAGE)
 

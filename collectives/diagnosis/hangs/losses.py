@@ -5,12 +5,14 @@ other neighbour before that one reports the death too. The launcher then ends th
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from collectives.diagnosis import dump
 from collectives.diagnosis.ending import end_process
 from collectives.diagnosis.hangs import process
 from collectives.diagnosis.hangs.bell import Bell
+from collectives.diagnosis.hangs.board import Board
 from collectives.diagnosis.ring.goodbye import End, Heard, Neighbours
 from collectives.diagnosis.ring.roster import Roster
 from collectives.launcher import Daemon
@@ -18,6 +20,7 @@ from collectives.launcher import Daemon
 _CONFIRM_S = 0.3  # the neighbour before a dead rank lets the other one report first
 _ABORT_S = 5.0  # after another rank has ended the job: this rank ends itself if the launcher has not ended it
 _ORPHAN_CODE = 1
+_NO_WORDS: Mapping[int, str] = MappingProxyType({})
 
 
 class Loss(NamedTuple):
@@ -29,14 +32,15 @@ class Loss(NamedTuple):
 
 
 class Losses:
-    """`bell`: wakes the monitor. Ranks are those of `mpi`. Collective."""
+    """`board`: of this node. `bell`: wakes the monitor. Ranks are those of `mpi`. Collective."""
 
-    def __init__(self, mpi: Any, roster: Roster, bell: Bell) -> None:
-        self._rank, self._roster, self._bell = mpi.rank, roster, bell
+    def __init__(self, mpi: Any, roster: Roster, board: Board, bell: Bell) -> None:
+        self._rank, self._roster, self._board, self._bell = mpi.rank, roster, board, bell
         self._neighbours = Neighbours(mpi, roster)
         self._daemon = Daemon()
         self._heard: list[Heard] = []
         self._how: dict[int, str] = {}  # how the processes of neighbours on this node have ended, where it is known
+        self._words: dict[int, str] = {}  # what they have written about their end
         self._report_at = 0.0
         self._ends_at: float | None = None
 
@@ -64,7 +68,7 @@ class Losses:
             end_process(_ORPHAN_CODE)
         if self._heard and now >= self._report_at and not self._neighbours.has_said:
             heard, self._heard = self._heard, []
-            return lost(heard, self._roster, self._how)
+            return lost(heard, self._roster, self._how, self._words)
         return None
 
     def _note(self, each: Heard, now: float) -> None:
@@ -85,6 +89,7 @@ class Losses:
         mine, other = self._roster.members[self._rank], self._roster.members[rank]
         if mine.node == other.node and not self._how.get(rank):
             self._how[rank] = process.how_ended(other.pid)
+            self._words[rank] = self._board.last(rank)
 
     @property
     def is_pending(self) -> bool:
@@ -98,8 +103,9 @@ class Losses:
         self._neighbours.close()
 
 
-def lost(heard: Sequence[Heard], roster: Roster, how: Mapping[int, str]) -> Loss:
-    """The loss of neighbours that have ended. The silence of a host is the loss of all its ranks. `how`: how they ended, if known."""
+def lost(heard: Sequence[Heard], roster: Roster, how: Mapping[int, str], words: Mapping[int, str] = _NO_WORDS) -> Loss:
+    """The loss of neighbours that have ended. The silence of a host is the loss of all its ranks. `how`: how they ended, if known;
+    `words`: what they have written about it."""
     why: dict[str, tuple[int, ...]] = {}
     for each in heard:
         name, host = roster.name(each.rank), roster.members[each.rank].host
@@ -109,6 +115,8 @@ def lost(heard: Sequence[Heard], roster: Roster, how: Mapping[int, str]) -> Loss
             why[f"{silent} {'is' if len(ranks) == 1 else 'are'} {roster.names(ranks)}"] = ranks
         elif each.how is End.ORPHAN:
             why[f"{name} has ended itself, because the launcher on its host has died"] = (each.rank,)
+        elif words.get(each.rank):
+            why[f"{name} {words[each.rank]}"] = (each.rank,)
         else:
             known = f"; it {how[each.rank]}" if how.get(each.rank) else ", as by os._exit, a signal or a crash"
             why[f"{name} has died: its process ended without notice{known}"] = (each.rank,)

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from collectives.diagnosis import dump, loss, record, uncaught
-from collectives.diagnosis.ending import Before, abort_job, end_together, leave_alone
+from collectives.diagnosis.ending import Before, LastWords, abort_job, end_together, leave_alone
 from collectives.diagnosis.failure import write_failure
 from collectives.diagnosis.hangs import answer, deadline, deadlock, notice, report
 from collectives.diagnosis.hangs.answer import State, Waiting
@@ -76,8 +76,9 @@ class Monitor:
         self.mpi, self.rank, self.size = mpi, mpi.rank, mpi.size
         self._channel = MonitorChannel(mpi if self._may_talk else None)
         self._roster = roster.gather(mpi)
-        self._losses = Losses(mpi, self._roster, self._bell)
         self._board = Board(mpi)
+        LastWords.note = self._board.note_last
+        self._losses = Losses(mpi, self._roster, self._board, self._bell)
         self._evictions = Evictions(self.rank, self._roster, self._board, self._send)
         self._evicted: set[int] = set()  # the ranks that were to be ended at the deadline
         self._ended_ranks: dict[int, State] = {}  # on rank 0: the ranks that have told their end
@@ -88,6 +89,7 @@ class Monitor:
         with self._turn:
             self._losses.close()
             self._board.close()
+            LastWords.note = None
             self._join(mpi)
             self._losses.start()
             dump.RecordOutput.rank = self.rank
@@ -121,7 +123,7 @@ class Monitor:
             end_together(self.mpi, well=uncaught.ends_well())
         except Exception:  # a rank has died and the job goes on, so this rank waits for no other rank
             if Job.survives and not Job.is_done and uncaught.ends_well():
-                leave_alone()  # its program has ended early, and the others recover without it
+                leave_alone(f"has ended early: {how}")  # the others recover without it
             together, Job.ends_alone = False, True
             if Before.others:
                 Before.others.end(well=False)

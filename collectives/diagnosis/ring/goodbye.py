@@ -63,12 +63,17 @@ class Neighbours:
         at = ring.index(mpi.rank)
         before, after = ring[at - 1], ring[(at + 1) % len(ring)]
         listener = links.Listener(local=node[before] == node[mpi.rank])
-        places = mpi.allgather(tuple(listener.place))
-        to_next = links.connect(links.Place(*places[after]))
-        reached = mpi.allgather(to_next is not None)
+        try:
+            places = mpi.allgather(tuple(listener.place))
+            to_next = links.connect(links.Place(*places[after]))
+            if to_next is not None:
+                self._links.append(_Link(after, to_next, before=False))
+            reached = mpi.allgather(to_next is not None)
+        except BaseException:  # a rank was lost
+            listener.close(expected=False)
+            self.close()
+            raise
         self.unreached = [(rank, ring[(i + 1) % len(ring)]) for i, rank in enumerate(ring) if not reached[rank]]
-        if to_next is not None:
-            self._links.append(_Link(after, to_next, before=False))
         if (from_before := listener.close(expected=reached[before])) is not None:
             self._links.append(_Link(before, from_before, before=True))
 

@@ -19,6 +19,7 @@ from mpitrain.elastic.copies.files import CopyFile, path_of
 
 _HEAD = struct.Struct("<QQQ")  # of a message: generation, bytes of the header, bytes of the data
 _DONE = b"d"  # the answer to a copy
+_TAG = 32001  # of the waits for a partner in the flight record
 _ABANDON_S = 5.0  # for the threads to end after a loss
 
 
@@ -38,6 +39,7 @@ class Partners:
     def __init__(self, comm: Communicator, run: str, epoch: int) -> None:
         """Collective. The ranks of `comm` are on several nodes."""
         partners = [partner_of(rank, comm.nodes) for rank in range(comm.size)]
+        self._comm, self._partner = comm, partners[comm.rank]
         self._run, self._epoch = run, epoch
         self._files: dict[tuple[int, int], CopyFile] = {}  # by rank and generation
         self._waiting: SimpleQueue[tuple[int, bytes, np.ndarray] | None] = SimpleQueue()
@@ -79,7 +81,8 @@ class Partners:
 
         In the last case this rank has received the copies all the same, so that no other rank waits for it.
         """
-        self._done.wait()
+        with self._comm.expecting(self._partner, _TAG):
+            self._done.wait()
         if self._error is not None:
             raise self._error
 
@@ -92,8 +95,9 @@ class Partners:
     def close(self, *, remove: bool) -> None:
         """End the threads after the transfers so far. Collective."""
         self._waiting.put(None)
-        for thread in self._threads:
-            thread.join()
+        for rank, thread in zip((self._partner, *self._in), self._threads, strict=True):
+            with self._comm.expecting(rank, _TAG):
+                thread.join()
         for file in self._files.values():
             file.remove() if remove else file.close()
         self._files.clear()

@@ -34,12 +34,18 @@ class Copies:
         self._comm, self._run, self._epoch = comm, run, epoch
         self._files: list[CopyFile | None] = [None] * _NUM_GENERATIONS
         self._making: threading.Thread | None = None
+        self._is_abandoned = False
         self._error: OSError | None = None
         self._num_taken = 0
         self._partners = Partners(comm, run, epoch) if comm.num_nodes > 1 else None
         self.is_prepared = False
         self.seconds = 0.0
         """The time for which copies have held up the training."""
+
+    @property
+    def num_unreached(self) -> int:
+        """The number of ranks whose copies stay on their own node, because they cannot connect to their partner."""
+        return 0 if self._partners is None else self._partners.unreached
 
     @property
     def link_bytes(self) -> int:
@@ -60,6 +66,8 @@ class Copies:
         def make() -> None:
             try:
                 for generation in range(self._num_at_once()):
+                    if self._is_abandoned:
+                        return
                     self._files[generation] = file = CopyFile(self._path(generation), nbytes, header_bytes)
                     file.data(nbytes)[:: mmap.PAGESIZE] = 0  # the first touch of a page takes longer than a copy of it
             except OSError as error:
@@ -86,6 +94,7 @@ class Copies:
         OSError on all ranks if node memory is full.
         """
         began = time.perf_counter()
+        self.is_prepared = True  # a later `prepare` would write into the first copy
         generation = self._num_taken % _NUM_GENERATIONS
         parts, arrays, nbytes = parts_of(inspect(tensors), whole=self._comm.rank == 0)
         header = msgspec.json.encode(
@@ -137,8 +146,11 @@ class Copies:
 
     def abandon(self) -> None:
         """End the copies after a loss of ranks, or an error of this rank. The files stay. Not collective."""
+        self._is_abandoned = True
         if self._partners is not None:
             self._partners.abandon()
+        with suppress(OSError):
+            self._end_making()  # else it would take memory from the next attempt
         for file in self._files:
             if file is not None:
                 file.close()

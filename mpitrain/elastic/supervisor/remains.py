@@ -11,7 +11,10 @@ from pathlib import Path
 
 from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
 
-_FILES = re.compile(r"(/dev/shm/(?:sm_segment|vader_segment|mpich_shm)[^ /]*|/\S*/(?:ompi|prte)\.[^/ ]*\d)(?:/\S*)?$")
+_FILES = re.compile(
+    r"(/dev/shm/(?:sm_segment|vader_segment|mpich_shm)[^ /]*|/\S*/(?:ompi|prte)\.(?:\d+|[^/ ]+/(?:pid|dvm)\.\d+))(?:/\S*)?$"
+)
+"""Open MPI 5: /tmp/ompi.PID. Earlier ones: /tmp/ompi.HOST.UID/pid.PID, in a folder that all jobs of the user share."""
 
 
 def find_files(supervisor: str) -> set[Path]:

@@ -14,7 +14,8 @@ class Requests:
         """the signal that asked to end now, or 0"""
         self._records = 0
         for signum in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, self._asked)
+            if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup has it ignored
+                signal.signal(signum, self._asked)
         signal.signal(signal.SIGUSR2, self._record)
 
     def take_records(self) -> int:

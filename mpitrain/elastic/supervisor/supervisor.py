@@ -231,8 +231,13 @@ class Supervisor:
         return f"expected at least {least} host{'s' * (least > 1)}, and {num or 'none'} answer{'s' * (num < 2)}"
 
     def _missing(self) -> list[str]:
-        """The hosts that could take part, and do not."""
-        if not self.plan.rejoin or len(self._chosen) == (self.plan.most or len(self.plan.hosts)):
+        """The hosts that could take part, and do not, if a job with them would have more ranks."""
+        plan = self.plan
+        if not plan.rejoin or len(self._chosen) == (plan.most or len(plan.hosts)):
+            return []
+        all_hosts = choose(plan.hosts, [host.name for host in plan.hosts], plan.most)
+        now, then = (num_ranks(plan.command.ranks, plan.hosts, hosts) for hosts in (self._chosen, all_hosts))
+        if then is not None and now is not None and then <= now:
             return []
         chosen = {host.name for host in self._chosen}
         return [host.name for host in self.plan.hosts if host.name not in chosen]
@@ -269,8 +274,7 @@ class Supervisor:
         if outcome.done is None:
             text = self.folder.report_text()
             if text:
-                say(f"the report of launch {self.folder.launch}:")
-                print(text, file=sys.stderr)
+                say(f"the report of launch {self.folder.launch}:", text)
             said = text.splitlines()[1:2]  # the first line is the time
             self._event("failure", problem=outcome.problem, step=outcome.step, report=said[0] if said else None)
         say(following.text)
@@ -315,7 +319,7 @@ class Supervisor:
             say(f"the job is not in the queue again: {error}")
 
 
-def say(text: str) -> None:
-    """A line of the supervisor. A terminal that was closed must not end it."""
+def say(line: str, text: str = "") -> None:
+    """A line of the supervisor, and further text. A terminal that was closed must not end it."""
     with contextlib.suppress(OSError):
-        print(f"elastic: {text}", file=sys.stderr, flush=True)
+        print(f"elastic: {line}", *([text] if text else []), sep="\n", file=sys.stderr, flush=True)

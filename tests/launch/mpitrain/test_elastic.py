@@ -102,9 +102,9 @@ def test_ranks_are_killed_one_after_another_until_too_few_are_left(start: Start,
     The same command goes on from the copies, and loses two ranks at once.
     """
     job = start(4, "--train.min-ranks", "2")
-    for number, (step, rank) in enumerate(((8, 1), (16, 0)), 1):
+    for number, (step, rank, by) in enumerate(((8, 1, signal.SIGKILL), (16, 0, signal.SIGTERM)), 1):
         reaches(job, step)
-        kill(job, rank)
+        kill(job, rank, by=by)
         goes_on(job, number)
     reaches(job, 27)
     kill(job, 3)
@@ -116,7 +116,9 @@ def test_ranks_are_killed_one_after_another_until_too_few_are_left(start: Start,
     ), job.output
     assert job.left() == [] and len(copies(job.run)) >= 2
     assert [event["ranks"] for event in job.events("shrink")] == [3, 2]
-    assert [event["rank"] for event in job.events("failure")] == [1, 0]
+    failures = job.events("failure")
+    assert [event["rank"] for event in failures] == [1, 0, None]
+    assert "was killed by signal 9" in failures[0]["problem"] and "1 rank has work" in failures[2]["problem"], failures
     assert all(0 < event["cost_s"] < 15 for event in job.events("restore"))
     for event, step in zip(job.events("restore"), (8, 16), strict=True):
         assert step - 5 < event["step"] <= step + 20, event
@@ -127,7 +129,7 @@ def test_ranks_are_killed_one_after_another_until_too_few_are_left(start: Start,
     assert begins and int(begins[1]) in (25, 30, 35), again.output
     kill(again, 0, 2)
     assert_ended_as(again, undisturbed)
-    assert sum(len(event) > 0 for event in again.events("failure")) == 4, again.output
+    assert len(again.events("failure")) == 5, again.output
     assert again.events("shrink")[-1]["ranks"] == 2
 
 
@@ -151,6 +153,16 @@ def test_tensor_ranks_go_on_with_an_idle_rank_and_without_a_stopped_one(start: S
     assert [(event["ranks"], event["idle"]) for event in job.events("shrink")] == [(2, 1), (2, 0)]
     assert [event["rank"] for event in job.events("failure")] == [0, 1]
     assert job.events("failure")[1]["pid"] == stopped
+
+
+@needs_open_mpi
+def test_a_rank_that_was_idle_from_the_start_gets_work(start: Start, undisturbed: Path) -> None:
+    job = start(3, "--parallel.tensor", "2")
+    reaches(job, 8)
+    kill(job, 0)
+    goes_on(job, 1)
+    assert "1 more without work" in job.output and "2 ranks go on from step" in job.output
+    assert_ended_as(job, undisturbed)
 
 
 @pytest.fixture
@@ -206,6 +218,7 @@ def test_a_loop_goes_on_after_an_exception_of_one_rank_and_a_death(room: Path) -
     assert result.stderr.count("ends by an uncaught KeyError") == 1 and "KeyError: 'its own'" in result.stderr, str(
         result
     )
+    assert "has ended by an uncaught KeyError. The other ranks go on." in result.stderr, str(result)
     assert re.search(r"lost rank 1 on \S+ \(process \d+\): 2 ranks go on from step 15", result.stdout), str(result)
     assert re.search(r"lost rank 0 on \S+ \(process \d+\): 1 rank goes on from step 20", result.stdout), str(result)
     assert sorted(re.findall(r"begins at .*", result.stdout.replace("\r", ""))) == sorted(
@@ -218,6 +231,36 @@ def test_a_loop_goes_on_after_an_exception_of_one_rank_and_a_death(room: Path) -
     # Each rank has the same rows, and the mean over the ranks adds them in another order.
     assert sums(result.stdout) == pytest.approx(sums(alone.stdout), rel=1e-5) and len(sums(alone.stdout)) == 1
     assert list(room.iterdir()) == []
+
+
+BAD_ROW = """
+import os
+import numpy as np
+import collectives
+from mpitrain.elastic.survive import survive
+
+step = 0
+
+def attempt(comm, layout, recovered):
+    global step
+    while True:
+        comm.all_reduce(np.ones(1))
+        if step == 5 and comm.rank == 0:
+            raise ValueError("a bad row")
+        step = min(step + 1, 5)
+
+survive(attempt, collectives.world(), axes={}, progress=lambda: step)
+"""
+
+
+@needs_open_mpi
+def test_an_error_that_comes_back_at_the_same_step_does_not_take_all_ranks() -> None:
+    result = launch(6, "-c", BAD_ROW, options=["--with-ft", "ulfm"], env={"PYTHONPATH": str(ROOT)}, timeout_s=60)
+    assert result.returncode != 0, str(result)
+    assert result.stderr.count("ends by an uncaught ValueError") == 4, str(result)
+    assert (
+        "NoProgressError: lost rank 0 on" in result.stderr and "4 losses in a row without a new step" in result.stderr
+    ), str(result)
 
 
 def read_head(file: Path) -> bytes:

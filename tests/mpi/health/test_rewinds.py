@@ -101,6 +101,22 @@ def test_an_elastic_run_goes_back_to_the_newest_of_copies_and_checkpoints(
 
 
 @pytest.mark.ranks(1, 2)
+def test_a_second_rewind_goes_back_to_the_copy_after_the_first_one(comm: Communicator, make: Make) -> None:
+    trainer = make("run", 12, "--train.elastic", "true", "--train.copy-every", "3", *SAVES, "--train.max-rewinds", "2")
+    poison(trainer, {7 * BATCH + 5, 8 * BATCH + 5})
+    trainer.fit()
+    assert [event["to_step"] for event in read_events(trainer.run.folder)] == [6, 6]
+    clean = make("clean", 12, *SAVES)
+    clean.batches.train.leave_out([(7 * BATCH, 9 * BATCH)])
+    clean.fit()
+    assert outcome(clean) == outcome(trainer)
+    lease = read_lease(trainer.run.folder)
+    comm.barrier()
+    if comm.node.rank == 0 and lease is not None:
+        remove_all(lease.run)
+
+
+@pytest.mark.ranks(1, 2)
 def test_a_resume_keeps_what_was_left_out(make: Make) -> None:
     samples = {6 * BATCH, 9 * BATCH}
     args = (*SAVES, "--train.max-rewinds", "2", "--optim.min-lr-ratio", "1")
