@@ -33,7 +33,7 @@ Phase = Literal["starting", "training", "saving", "recovering"]
 Reason = Literal["finished", "stopped", "refused"]
 
 # Those of collectives/launcher.py, whose package needs more than the standard library.
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _EVERY_S = 0.5  # a file system of many nodes should not get a file per step
 
 
@@ -64,7 +64,7 @@ def launch_number() -> int:
 def starting() -> None:
     """The first mark of a process, before its imports. Does something in rank 0 under a supervisor alone."""
     folder = os.environ.get(FOLDER_VARIABLE)
-    rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "0")
+    rank = next((os.environ[name] for name in RANK_VARIABLES if os.environ.get(name)), "0")
     if folder and launch_number() and rank == "0":
         Marks(Path(folder)).alive("starting", 0)
 
