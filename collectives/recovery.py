@@ -110,6 +110,10 @@ def processes(comm: Communicator) -> "list[tuple[str, int]]":
     return there
 
 
-def causes(comm: Communicator) -> list[str]:
-    """What the monitors of all ranks have said about losses since the last call, one line each; the same on all ranks. Collective."""
-    return sorted({cause for each in comm.all_gather_object(loss.take_causes()) for cause in each})
+def causes(comm: Communicator, since: int) -> tuple[list[str], int]:
+    """What the monitors of all ranks have said about losses, one line each, the same on all ranks. Collective.
+
+    `since`: the number of this rank's lines that are known. The second value: their number now.
+    """
+    own = loss.Known.causes[since:]
+    return sorted({cause for each in comm.all_gather_object(own) for cause in each}), since + len(own)

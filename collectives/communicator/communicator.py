@@ -324,9 +324,10 @@ class Communicator:
                 return None
             return self._like_this(self.mpi.Split(color, key))
 
-    def expecting(self, rank: int, tag: int) -> AbstractContextManager[object]:
-        """A block in which this rank waits for `rank` by other means than MPI: in the flight record, and limited by the deadline."""
-        return self._recorder.log.enter_pair("recv", rank, tag)
+    def expect(self, rank: int, tag: int, wait: Callable[[], object]) -> None:
+        """Call `wait`, which waits for `rank` by other means than MPI: in the flight record, and limited by the deadline."""
+        with self._recorder.log.enter_pair("recv", rank, tag):
+            wait()  # here, because the record drops an operation whose thread is outside of this package
 
     @property
     def is_freed(self) -> bool:

@@ -29,8 +29,8 @@ def set_failure_file(
 ) -> None:
     """Write the report of a failure also to this file. None: only to stderr. No rank may write to it before its folder is the job's.
 
-    `tell`: gets the first report, on the rank that writes it. `may_write`: whether the folder still belongs to this job; if not, the
-    report is left out. Any thread may call both.
+    `tell`: gets the first report, on the rank that writes it. `may_write`: whether the folder still belongs to this job; if not, no
+    report is written there. Any thread may call both.
     """
     _Output.file = None if file is None else Path(file).absolute()
     _Output.tell, _Output.may_write = tell, may_write
@@ -47,18 +47,23 @@ def write_failure(report: str, *, make_folder: bool = True) -> None:
 
     `make_folder`: make the folder of the file, if there is none. A run that was refused makes no folder.
     """
-    if _Output.file is not None and not _Output.may_write():
-        return
+    file, also = _Output.file, _also()
+    if file is not None and not _Output.may_write():
+        if also is not None and also.parent == file.parent:
+            return  # the supervisor's, and so of a later launch by now
+        file = None
     text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{report.rstrip()}\n"
-    if _Output.file is not None:
+    if file is not None:
         with suppress(OSError):
             if make_folder:
-                _Output.file.parent.mkdir(parents=True, exist_ok=True)
-            if _write(_Output.file, text) and _Output.tell is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+            if _write(file, text) and _Output.tell is not None:
                 _Output.tell(report)
-    if (also := _also()) is not None:
+    if also is not None:
         with suppress(OSError):
-            if _Output.file is None or not also.is_symlink():
+            if file is None and also.is_symlink():
+                also.unlink()
+            if not also.is_symlink():
                 _write(also, text)
 
 

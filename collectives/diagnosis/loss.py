@@ -27,7 +27,7 @@ class Known:
     is_handled = False  # whether the main thread has left its work for the recovery
     is_told = False  # whether the launcher has told MPI
     aborting: threading.Thread | None = None  # ends NCCL's communicators
-    causes: tuple[str, ...] = ()  # what this process's monitor has said about losses since the last `take_causes`
+    causes: list[str] = []  # noqa: RUF012 - what this process's monitor has said about losses, one line each
 
 
 _noting = threading.Lock()  # the main thread and the monitor may both find a loss
@@ -52,12 +52,6 @@ def note() -> None:
             Known.since, Known.is_handled, Known.is_told = time.monotonic(), False, False
             Known.aborting = begin_abort()
     revoke_all()
-
-
-def take_causes() -> tuple[str, ...]:
-    """What this process's monitor has said about losses since the last call, one line each."""
-    causes, Known.causes = Known.causes, ()
-    return causes
 
 
 def peer_is_dead() -> None:

@@ -70,7 +70,8 @@ def abort_on_uncaught(mpi: Any) -> None:
         sys.stdout.flush()
         lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
         print(lines, file=_stderr(), end="", flush=True)
-        if error is None or on_all_ranks(error) or not Job.survives:  # else the other ranks go on
+        is_last = Job.mpi is not None and Job.mpi.size == 1
+        if error is None or on_all_ranks(error) or not Job.survives or is_last:  # else the other ranks go on
             write_failure(text)
 
     def end_job(

@@ -46,7 +46,7 @@ def attempt(
             code = job.end(_END_S + case.seconds)
             if harmed is not None and harmed.step < case.num_steps:
                 outcome.problem = case.verdict(Facts(job, code, harmed, reference, start), outcome)
-            elif code == 0:
+            elif harmed is not None or code == 0:
                 return None
             else:
                 outcome.problem = f"before the harm, the job ended by itself with exit code {code}"

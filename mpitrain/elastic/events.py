@@ -1,7 +1,8 @@
 """RUN/events.jsonl: one JSON object per line for each failure, shrink, restore, relaunch, rewind, spike and straggler of a run.
 
 Each line has `time` (UTC, ISO 8601), `event`, `rank` and `host` (null if the event concerns no single rank) and `cost_s` (the seconds
-that the run lost by the event; null if it is not known). Further fields depend on the event. Only one process of a job writes.
+that the run lost by the event; null if it is not known). Further fields depend on the event. Only one process writes at a time:
+rank 0, the supervisor after the end of its job, or the rank that reports the failure which ends a job.
 """
 
 import datetime

@@ -15,7 +15,7 @@ from torch import nn
 import collectives
 from collectives import Communicator, recovery
 from mpitrain.elastic.copies.files import newest_epoch
-from mpitrain.elastic.copies.holding import hold, remove_all, unheld
+from mpitrain.elastic.copies.holding import hold, release, remove_all, unheld
 from mpitrain.elastic.copies.restoring import NodeCopies, find_state
 from mpitrain.elastic.copies.taking import Copies
 from mpitrain.elastic.layout import Layout
@@ -130,10 +130,13 @@ def run(
             raise
         copies.close(remove=False)  # until all ranks have ended: a rank may be lost now
 
-    if obstacle:
-        train(begin(comm)[0])
-    else:
-        survive(attempt, comm, axes=axes or {}, min_ranks=min_ranks, progress=lambda: reached)
+    try:
+        if obstacle:
+            train(begin(comm)[0])
+        else:
+            survive(attempt, comm, axes=axes or {}, min_ranks=min_ranks, progress=lambda: reached)
+    finally:
+        release(run_id)
     if collectives.world().node.rank == 0:
         remove_all(run_id)
 

@@ -15,7 +15,7 @@ from mpitrain.elastic.layout import Layout, next_layout
 
 _DONE_TAG = 32000
 _LOOK_S = 0.01
-_MAX_FRUITLESS = 3  # recoveries in a row without a new step
+_MAX_FRUITLESS = 2  # recoveries in a row from losses without a new step before them
 
 
 class LostRank(NamedTuple):
@@ -68,19 +68,19 @@ def survive(
     axes: Mapping[str, int],
     batches: int | None = None,
     min_ranks: int = 1,
-    progress: Callable[[], int] = lambda: 0,
+    progress: Callable[[], int] | None = None,
 ) -> None:
     """Call `attempt(comm, layout, None)`, and after each loss of ranks `attempt(comm, layout, recovered)` on those that are left, until
     one succeeds.
 
     Collective. `comm`: the world. `axes`, `batches`: of `next_layout`. A rank that has no place in the layout waits, and may have one
     after the next loss. Another exception of `attempt` ends this rank, and so is a loss for the others.
-    TooFewRanksError on all ranks if fewer than `min_ranks` are left. NoProgressError on all ranks after three recoveries in a row
+    TooFewRanksError on all ranks if fewer than `min_ranks` are left. NoProgressError on all ranks after three losses in a row
     without a new step, because an error of the data would end one rank after another. `progress()`: the most steps that this rank has
-    done.
+    done; None: any number of losses.
     """
     recovery.survive_losses()
-    best, num_fruitless = -1, 0
+    best, num_fruitless, num_causes = -1, 0, 0
     before: list[tuple[str, int]] = []  # the processes of the ranks before the losses that no attempt has learned of
     noticed = 0.0
     while True:
@@ -90,12 +90,15 @@ def survive(
             if before:
                 lost = [LostRank(rank, *each) for rank, each in enumerate(before) if each not in processes]
                 seconds = time.monotonic() - noticed
-                recovered = Recovered(lost, layout, noticed, seconds, recovery.causes(comm))
-                reached = max(comm.all_gather_object(progress()))
-                best, num_fruitless = max(best, reached), 0 if reached > best else num_fruitless + 1
+                causes, known_causes = recovery.causes(comm, num_causes)
+                recovered = Recovered(lost, layout, noticed, seconds, causes)
+                if progress is not None:
+                    reached = max(comm.all_gather_object(progress()))
+                    best, num_fruitless = max(best, reached), 0 if reached > best else num_fruitless + 1
                 with comm.together():
                     _check_number(layout.num_used, min_ranks, lost)
                     _check_progress(num_fruitless, recovered)
+                num_causes = known_causes
             before, noticed = processes, 0.0
             _attempt(attempt, comm, layout, recovered)
             if recovery.all_are_done():

@@ -1,6 +1,7 @@
 """The forwards and backwards of the main job: of one model on each rank, or of the stages of a pipeline."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -11,6 +12,9 @@ from mpitrain.train.batches import MicroBatch
 
 Scale = Callable[[torch.Tensor], torch.Tensor]
 """From the loss of a micro-batch to the value whose gradient is computed."""
+
+
+_EVALUATED = 64  # micro-batches in one pass of a pipeline
 
 
 class Passes(Protocol):
@@ -76,8 +80,11 @@ class StagedPasses:
         return self._pipe.step(inputs, last=last, scale=scale).item()
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> float:
-        inputs, last = self._given(batches)
-        return self._pipe.evaluate(inputs, last=last).item()
+        total, left = 0.0, iter(batches)
+        while group := list(islice(left, _EVALUATED)):
+            inputs, last = self._given(group)
+            total += self._pipe.evaluate(inputs, last=last).item()
+        return total
 
     def last_logits(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
         return self._pipe.next_logits(tokens_BL)
@@ -89,6 +96,6 @@ class StagedPasses:
         measured = self._pipe.measured()
         return f"pipeline {self._pipe.schedule.name}: idle for {measured.idle()}", measured.svg()
 
-    def _given(self, batches: Iterable[MicroBatch]) -> tuple[list[torch.Tensor], list[dict[str, object]]]:
+    def _given(self, batches: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], list[dict[str, object]]]:
         there = [batch.to(self._device) for batch in batches]
         return [tokens for tokens, _ in there], [{"targets_BL": targets, "reduction": "sum"} for _, targets in there]

@@ -27,7 +27,7 @@ from mpitrain.elastic.marks import LOCK, last_launch, launch_number
 
 
 class Run:
-    """The folder of a run. Only rank 0 calls methods that read the disk or write to it."""
+    """The folder of a run. Only rank 0 calls methods that read the disk or write to it, but `may_report` and `write_failure_event`."""
 
     def __init__(self, config: Config, job: str = "", origin: str = "", first_lease: int = 0) -> None:
         """`job`: the id of this job, whose ranks take the folder over from each other when ranks are lost.
@@ -128,13 +128,11 @@ class Run:
         return self._lease
 
     def is_lost(self) -> bool:
-        """Whether another process took over the folder. It reads the files of the lock and of the lease."""
-        return bool(self._how_lost())
+        """Whether the folder is another process's now. It reads the files of the lock and of the lease."""
+        return self._has_let_go or bool(self._how_lost())
 
     def _how_lost(self) -> str:
         """The description of a takeover by another process, or ""."""
-        if self._has_let_go:
-            return "the ranks that a loss has left take it over"
         if self._lock is None:
             return ""
         newest = None
@@ -147,10 +145,9 @@ class Run:
 
     def check_lock(self) -> None:
         """RuntimeError if `is_lost`: a job that does not hold the folder writes nothing there."""
-        if self._has_let_go:  # their reports do belong there
+        if self._has_let_go:
             raise RuntimeError(f"run: a loss of ranks has ended this save into {self.folder}")
         if how := self._how_lost():
-            collectives.set_failure_file(None)  # no report of this job belongs there
             collectives.set_record_folder(None)
             raise RuntimeError(
                 f"run: {self.folder} belongs to another job now: {how}. This job ends without a save; "
@@ -164,7 +161,7 @@ class Run:
 
     def may_report(self) -> bool:
         """Whether a report of this job belongs into the folder: no later launch and no other job has taken it over. For any rank."""
-        if last_launch(self.folder) > launch_number() > 0:
+        if last_launch(self.folder) > launch_number() > 0 or (self._lock is not None and self.is_lost()):
             return False
         return owns(self.folder, self.token, self._job)
 

@@ -62,6 +62,10 @@ LOST = (
     "mpitrain: mpirun ends this job at once ({name}), so no checkpoint was saved. The same command goes on from the last one. "
     "To save and stop, send SIGUSR1 to mpirun (it was: kill -USR1 {mpirun}), or start the job by mpirun/train and press Ctrl-C.\n"
 )
+LEFT = (
+    "mpitrain: rank 0 ends at once ({name}), without a checkpoint. If mpirun ends the other ranks too, the same command goes on from "
+    "the copies in node memory. To save and stop, send SIGUSR1 to mpirun (kill -USR1 {mpirun}).\n"
+)
 
 
 @contextlib.contextmanager
@@ -72,7 +76,7 @@ def _farewell(rank: int) -> Iterator[None]:
     earlier listener, such as that of collectives for SIGUSR2.
     """
     # not with this module, which is loaded before anything heavy
-    from collectives.diagnosis.ending import end_process
+    from collectives.diagnosis.ending import LastWords, end_process
     from collectives.diagnosis.job import Job
 
     ends, wakes = os.pipe()
@@ -82,11 +86,14 @@ def _farewell(rank: int) -> Iterator[None]:
     def watch() -> None:
         while number := os.read(ends, 1):
             if number[0] in (signal.SIGINT, signal.SIGTERM):
+                name = signal.Signals(number[0]).name
                 if rank == 0:
-                    _tell_past_mpirun(LOST.format(name=signal.Signals(number[0]).name, mpirun=os.getppid()))
-                if (
-                    Job.survives
-                ):  # perhaps only this rank got the signal; then MPI must learn of its death, see `leave_alone`
+                    text = LEFT if Job.survives else LOST
+                    _tell_past_mpirun(text.format(name=name, mpirun=os.getppid()))
+                if Job.survives:
+                    # Perhaps only this rank got the signal. Then MPI must learn of its death: see `leave_alone`.
+                    if LastWords.note is not None:
+                        LastWords.note(f"has ended at {name}")
                     os.kill(os.getpid(), signal.SIGKILL)
                 end_process(128 + number[0])  # mpirun ends all ranks
             if earlier != -1:

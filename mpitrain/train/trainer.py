@@ -4,7 +4,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -314,7 +313,7 @@ class Trainer:
         self._say = terminal.say if terminal is not None else lambda text: None
         try:
             if not config.train.eval_only:
-                with self._as_holder():
+                with self.comm.together():
                     if terminal is not None:
                         self.run.lock(self._say)
                 self._report_into_folder()
@@ -482,18 +481,8 @@ class Trainer:
         self._say(f"{line}\n{file} shows the last step beside the planned one")
 
     def _check_lock(self) -> None:
-        with self._as_holder():
+        with self.comm.together():
             self.run.check_lock()
-
-    @contextmanager
-    def _as_holder(self) -> Iterator[None]:
-        """A block that fails if another job holds the folder. Then the report of the failure is not written there."""
-        try:
-            with self.comm.together():
-                yield
-        except Exception:
-            collectives.set_failure_file(None)
-            raise
 
     def _evaluation_due(self) -> bool:
         every = self.config.train.eval_every

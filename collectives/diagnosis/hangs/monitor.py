@@ -73,9 +73,9 @@ class Monitor:
 
     def _join(self, mpi: Any) -> None:
         """Begin to watch the ranks of `mpi`. Collective over them."""
-        self.mpi, self.rank, self.size = mpi, mpi.rank, mpi.size
+        names = roster.gather(mpi)  # first: a report meanwhile has the old numbers
+        self.mpi, self.rank, self.size, self._roster = mpi, mpi.rank, mpi.size, names
         self._channel = MonitorChannel(mpi if self._may_talk else None)
-        self._roster = roster.gather(mpi)
         self._board = Board(mpi)
         LastWords.note = self._board.note_last
         self._losses = Losses(mpi, self._roster, self._board, self._bell)
@@ -211,7 +211,7 @@ class Monitor:
         does so within a millisecond.
         """
         if Job.survives and ranks and may_go_on:
-            loss.Known.causes += (report.lstrip().partition("\n")[0],)
+            loss.Known.causes.append(report.lstrip().partition("\n")[0])
             if code == deadline.EXIT_CODE:
                 dump.say(report)
                 self._inquiries.current = None

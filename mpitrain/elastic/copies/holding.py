@@ -22,7 +22,7 @@ _held: dict[Path, int] = {}  # the descriptors whose locks this process keeps, b
 
 
 def hold(run: str) -> None:
-    """Hold the run's copies until this process ends, or calls `remove_all`. Waits while a command removes orphans of the run.
+    """Hold the run's copies until this process ends or calls `release`. Waits while a command removes orphans of the run.
 
     Without room for the file, or if that command stands still, only the locks of the copies themselves protect them.
     """
@@ -56,14 +56,18 @@ def _locked(fd: int) -> bool:
             time.sleep(0.01)
 
 
+def release(run: str) -> None:
+    """Hold the run's copies no longer. They stay."""
+    if (path := file_of(run)) in _held:
+        os.close(_held.pop(path))
+
+
 def remove_all(run: str) -> None:
     """Remove all copies of a run from this node, and hold them no longer. For a run that has ended well."""
     remove_copies(run)
-    path = file_of(run)
     with suppress(FileNotFoundError, PermissionError):
-        path.unlink()
-    if path in _held:
-        os.close(_held.pop(path))
+        file_of(run).unlink()
+    release(run)
 
 
 @contextmanager

@@ -66,7 +66,8 @@ class Partners:
                 self._in[rank] = made
         for link in self._links():
             link.settimeout(None)
-            # No limit for the partner: it may take long to reserve memory. The monitors notice a silent host.
+            # No limit for the partner: it may take long to reserve memory. The monitors notice a silent host and, at the deadline, a
+            # partner that stands still.
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
         self._threads = [threading.Thread(target=self._send, name="mpitrain-copies", daemon=True)]
         self._threads += [
@@ -81,8 +82,7 @@ class Partners:
 
         In the last case this rank has received the copies all the same, so that no other rank waits for it.
         """
-        with self._comm.expecting(self._partner, _TAG):
-            self._done.wait()
+        self._comm.expect(self._partner, _TAG, self._done.wait)
         if self._error is not None:
             raise self._error
 
@@ -96,8 +96,7 @@ class Partners:
         """End the threads after the transfers so far. Collective."""
         self._waiting.put(None)
         for rank, thread in zip((self._partner, *self._in), self._threads, strict=True):
-            with self._comm.expecting(rank, _TAG):
-                thread.join()
+            self._comm.expect(rank, _TAG, thread.join)
         for file in self._files.values():
             file.remove() if remove else file.close()
         self._files.clear()

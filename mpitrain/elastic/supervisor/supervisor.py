@@ -294,7 +294,9 @@ class Supervisor:
 
     def _leave(self, following: Next, outcome: Outcome) -> int:
         stopped = outcome.done is not None and outcome.done.reason == "stopped"
-        if self.plan.requeue and stopped and self._requests.stop == signal.SIGUSR1:
+        ahead_of_limit = stopped and self._requests.stop == signal.SIGUSR1
+        lacks_hosts = following.code != 0 and not self._requests.stop and not self._enough()
+        if self.plan.requeue and (ahead_of_limit or lacks_hosts):
             self._requeue()
         if following.code and self._requests.stop not in (0, signal.SIGUSR1):
             return 128 + self._requests.stop

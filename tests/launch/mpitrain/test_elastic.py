@@ -118,7 +118,10 @@ def test_ranks_are_killed_one_after_another_until_too_few_are_left(start: Start,
     assert [event["ranks"] for event in job.events("shrink")] == [3, 2]
     failures = job.events("failure")
     assert [event["rank"] for event in failures] == [1, 0, None]
-    assert "was killed by signal 9" in failures[0]["problem"] and "1 rank has work" in failures[2]["problem"], failures
+    for event, what in zip(
+        failures, ("was killed by signal 9", "has ended at SIGTERM", "1 rank has work"), strict=True
+    ):
+        assert what in event["problem"], failures
     assert all(0 < event["cost_s"] < 15 for event in job.events("restore"))
     for event, step in zip(job.events("restore"), (8, 16), strict=True):
         assert step - 5 < event["step"] <= step + 20, event
@@ -255,11 +258,11 @@ survive(attempt, collectives.world(), axes={}, progress=lambda: step)
 
 @needs_open_mpi
 def test_an_error_that_comes_back_at_the_same_step_does_not_take_all_ranks() -> None:
-    result = launch(6, "-c", BAD_ROW, options=["--with-ft", "ulfm"], env={"PYTHONPATH": str(ROOT)}, timeout_s=60)
+    result = launch(4, "-c", BAD_ROW, options=["--with-ft", "ulfm"], env={"PYTHONPATH": str(ROOT)}, timeout_s=60)
     assert result.returncode != 0, str(result)
-    assert result.stderr.count("ends by an uncaught ValueError") == 4, str(result)
+    assert result.stderr.count("ends by an uncaught ValueError") == 3, str(result)
     assert (
-        "NoProgressError: lost rank 0 on" in result.stderr and "4 losses in a row without a new step" in result.stderr
+        "NoProgressError: lost rank 0 on" in result.stderr and "3 losses in a row without a new step" in result.stderr
     ), str(result)
 
 

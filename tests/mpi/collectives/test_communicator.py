@@ -613,3 +613,14 @@ def test_a_table_is_given_to_all_that_work_for_a_communicator(two_nodes_flying: 
     assert len(workers(comm)) >= (5 if "two_level" in comm.algorithms("all_reduce") else 3)
     assert all(each.table == table for each in (comm, *workers(comm)))
     comm.use_table(before)
+
+
+def test_a_wait_by_other_means_than_mpi_is_in_the_record(comm: Communicator) -> None:
+    peer, seen = (comm.rank + 1) % comm.size, []
+
+    def wait() -> None:
+        seen.extend(each for each in record.open_operations() if each.op == 77)
+
+    comm.expect(peer, 77, wait)
+    assert [(each.name, each.root) for each in seen] == [("recv", peer)]
+    assert [each for each in record.open_operations() if each.op == 77] == []

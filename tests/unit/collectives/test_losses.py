@@ -198,6 +198,28 @@ def test_the_file_of_train_is_a_link_to_that_of_the_run(tmp_path: Path, monkeypa
     assert "held" in of_train.read_text() and "held" not in of_run.read_text()
 
 
+def test_a_job_that_no_longer_holds_the_folder_writes_no_report_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    of_run, of_train = tmp_path / "run/failure.txt", tmp_path / "failure"
+    set_failure_file(of_run, told.append)
+    write_failure("first\nof the first job")
+    write_failure("second")
+    assert told == ["first\nof the first job"]
+    set_failure_file(of_run, told.append, lambda: False)
+    monkeypatch.setenv("MPITRAIN_FAILURE_FILE", str(of_train))
+    before = of_run.read_text()
+    of_train.symlink_to(of_run)
+    write_failure("late")
+    assert of_run.read_text() == before and "late" in of_train.read_text() and len(told) == 1
+    # The file of a supervisor is in the run's folder. A later launch of the supervisor has it too.
+    monkeypatch.setenv("MPITRAIN_FAILURE_FILE", str(of_run.with_name(".failure")))
+    write_failure("late")
+    assert list(of_run.parent.iterdir()) == [of_run] and of_run.read_text() == before
+    set_failure_file(None)
+
+
 def test_a_file_that_cannot_be_written_is_no_further_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     set_failure_file(tmp_path / "file/failure.txt")
