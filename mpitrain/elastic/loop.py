@@ -19,7 +19,7 @@ from mpitrain.elastic.copies.holding import hold, release, remove_all, unheld
 from mpitrain.elastic.copies.restoring import NodeCopies, find_state
 from mpitrain.elastic.copies.taking import Copies
 from mpitrain.elastic.layout import Layout
-from mpitrain.elastic.survive import Recovered, going_on, survive
+from mpitrain.elastic.survive import Progress, Recovered, going_on, survive
 from mpitrain.weights import state as weights
 
 _ENDING_S = 15.0  # for the processes of a job that is ending
@@ -83,7 +83,7 @@ def run(
     run_id = comm.broadcast_object(_id_of(name))
     with comm.together():
         _check_alone(run_id, name)
-    reached = 0
+    progress = Progress(0, 0)
 
     def begin(ranks: Communicator) -> tuple[State, NodeCopies | None]:
         """The state, with the values of the newest copies, if there are any."""
@@ -111,8 +111,8 @@ def run(
             )
 
         def after_step(state: State) -> None:
-            nonlocal reached
-            reached = max(reached, state.step)
+            nonlocal progress
+            progress = Progress(max(progress.steps, state.step), progress.begun + 1)
             if state.step % every == 0:
                 data = None if state.data is None else state.data.state_dict()
                 collected = weights.collect(state.model, state.optimizer, meta={"step": state.step, "data": data})
@@ -122,6 +122,8 @@ def run(
                     copies.close(remove=True)
                     raise
 
+        nonlocal progress
+        progress = progress._replace(begun=progress.begun + 1)
         state._after_step = after_step
         try:
             train(state)
@@ -134,7 +136,7 @@ def run(
         if obstacle:
             train(begin(comm)[0])
         else:
-            survive(attempt, comm, axes=axes or {}, min_ranks=min_ranks, progress=lambda: reached)
+            survive(attempt, comm, axes=axes or {}, min_ranks=min_ranks, progress=lambda: progress)
     finally:
         release(run_id)
     if collectives.world().node.rank == 0:

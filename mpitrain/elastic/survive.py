@@ -53,6 +53,13 @@ Attempt = Callable[[Communicator, Layout, Recovered | None], None]
 """Works to the end on the ranks of a communicator, which have this layout; after a loss also with what was recovered from."""
 
 
+class Progress(NamedTuple):
+    """What a rank has done so far: the greatest number of steps that it came to, and how often it has begun a step."""
+
+    steps: int
+    begun: int
+
+
 class NoProgressError(RuntimeError):
     """Ranks were lost again and again, without a new step."""
 
@@ -68,7 +75,7 @@ def survive(
     axes: Mapping[str, int],
     batches: int | None = None,
     min_ranks: int = 1,
-    progress: Callable[[], int] | None = None,
+    progress: Callable[[], Progress] | None = None,
 ) -> None:
     """Call `attempt(comm, layout, None)`, and after each loss of ranks `attempt(comm, layout, recovered)` on those that are left, until
     one succeeds.
@@ -76,11 +83,11 @@ def survive(
     Collective. `comm`: the world. `axes`, `batches`: of `next_layout`. A rank that has no place in the layout waits, and may have one
     after the next loss. Another exception of `attempt` ends this rank, and so is a loss for the others.
     TooFewRanksError on all ranks if fewer than `min_ranks` are left. NoProgressError on all ranks after three losses in a row
-    without a new step, because an error of the data would end one rank after another. `progress()`: the most steps that this rank has
-    done; None: any number of losses.
+    without a new step, because an error of the data would end one rank after another. `progress`: of this rank; None: any number of
+    losses.
     """
     recovery.survive_losses()
-    best, num_fruitless, num_causes = -1, 0, 0
+    best, num_fruitless, num_causes = Progress(-1, 0), 0, 0
     before: list[tuple[str, int]] = []  # the processes of the ranks before the losses that no attempt has learned of
     noticed = 0.0
     while True:
@@ -93,8 +100,12 @@ def survive(
                 causes, known_causes = recovery.causes(comm, num_causes)
                 recovered = Recovered(lost, layout, noticed, seconds, causes)
                 if progress is not None:
-                    reached = max(comm.all_gather_object(progress()))
-                    best, num_fruitless = max(best, reached), 0 if reached > best else num_fruitless + 1
+                    now = Progress(*map(max, zip(*comm.all_gather_object(progress()), strict=True)))
+                    if now.steps > best.steps:
+                        num_fruitless = 0
+                    elif now.begun > best.begun:  # else the loss was one in a recovery
+                        num_fruitless += 1
+                    best = now
                 with comm.together():
                     _check_number(layout.num_used, min_ranks, lost)
                     _check_progress(num_fruitless, recovered)

@@ -35,7 +35,7 @@ def train(config: Config, comm: Communicator, building: Callable[[], AbstractCon
     axes = {"pp": parallel.pipeline, "tp": parallel.tensor, "dp_replicate": parallel.copies}
     batches = config.train.batch // config.train.accumulate
     survive(
-        attempt, comm, axes=axes, batches=batches, min_ranks=config.train.min_ranks, progress=lambda: lasting.step
+        attempt, comm, axes=axes, batches=batches, min_ranks=config.train.min_ranks, progress=lambda: lasting.progress
     )  # fmt: skip
     # The run has ended with a checkpoint. A node whose ranks had no work at the end may have copies from before.
     if collectives.world().node.rank == 0 and (lease := read_lease(Path(config.run))) is not None:

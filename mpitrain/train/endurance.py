@@ -17,7 +17,7 @@ from mpitrain.elastic.copies.holding import hold, remove_all
 from mpitrain.elastic.copies.restoring import NodeCopies, find_state
 from mpitrain.elastic.copies.taking import Copies
 from mpitrain.elastic.lease import Lease, read_lease
-from mpitrain.elastic.survive import Recovered, going_on
+from mpitrain.elastic.survive import Progress, Recovered, going_on
 from mpitrain.rank0 import on_rank0
 from mpitrain.train.run import Run
 from mpitrain.train.saving import Age
@@ -42,14 +42,17 @@ class Lasting:
     """The last recovery, until the first step after it; None before the first loss."""
     unreported: list[Recovered] = field(default_factory=list)
     """The recoveries that events.jsonl lacks: after a loss during a recovery there are several."""
-    step: int = 0
-    """The most steps that this job has done."""
+    progress: Progress = field(default_factory=lambda: Progress(0, 0))
+    """Of this rank."""
     has_begun: bool = False
     """Whether this job has prepared the run's folder, as far as this rank knows."""
 
 
 class Endurance:
-    """The endurance of one attempt, on the ranks `comm`. `say`: prints a line on rank 0. All methods but `abandon` are collective."""
+    """The endurance of one attempt, on the ranks `comm`. `say`: prints a line on rank 0.
+
+    All methods but `before_step` and `abandon` are collective.
+    """
 
     def __init__(
         self, config: Config, comm: Communicator, run: Run, lasting: Lasting, say: Callable[[str], object]
@@ -112,6 +115,11 @@ class Endurance:
             cost_s = round(recovered.seconds, 3)
             self._write("shrink", cost_s=cost_s, ranks=layout.num_used, idle=layout.num_idle, layout=axes)
 
+    def before_step(self) -> None:
+        """A step begins."""
+        done = self._lasting.progress
+        self._lasting.progress = done._replace(begun=done.begun + 1)
+
     def find_good(self, below: int) -> NodeCopies | None:
         """The newest copies of this attempt, or those from which it has begun, with fewer than `below` steps."""
         if self._copies is None or self._lease is None:
@@ -120,7 +128,8 @@ class Endurance:
 
     def after_step(self, step: int, collect: Callable[[], Collected]) -> bool:
         """Copy the state, if it is time, and report the end of a recovery after its first step. Returns whether there is a copy."""
-        self._lasting.step = max(self._lasting.step, step)
+        done = self._lasting.progress
+        self._lasting.progress = done._replace(steps=max(done.steps, step))
         if (recovered := self._lasting.recovered) is not None:
             self._lasting.recovered = None
             cost_s = time.monotonic() - recovered.noticed
@@ -225,8 +234,8 @@ class StatesInMemory:
 class Inheritance:
     """In place of `Endurance` in a job that is not elastic, which takes over the copies that an elastic job of the run has left.
 
-    The job begins with their state, saves it as a checkpoint, and removes them. It makes none of its own. All methods but `abandon` are
-    collective.
+    The job begins with their state, saves it as a checkpoint, and removes them. It makes none of its own. All methods but `before_step`
+    and `abandon` are collective.
     """
 
     lease = None
@@ -252,6 +261,9 @@ class Inheritance:
         """Remove copies that this job does not need, also those of a run that was moved aside."""
         if not self._is_used:
             self.end()
+
+    def before_step(self) -> None:
+        """Nobody asks for it."""
 
     def find_good(self, below: int) -> None:
         """A rewind finds none."""

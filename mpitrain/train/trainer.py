@@ -439,6 +439,7 @@ class Trainer:
             self._save_last()
         self.marks.alive("training", self.step)
         while self.step < config.train.steps and not stopped:
+            self._endurance.before_step()
             try:
                 metrics, stopped = self.train_step()
             except _GoBackError as error:

@@ -118,9 +118,7 @@ def test_ranks_are_killed_one_after_another_until_too_few_are_left(start: Start,
     assert [event["ranks"] for event in job.events("shrink")] == [3, 2]
     failures = job.events("failure")
     assert [event["rank"] for event in failures] == [1, 0, None]
-    for event, what in zip(
-        failures, ("was killed by signal 9", "has ended at SIGTERM", "1 rank has work"), strict=True
-    ):
+    for event, what in zip(failures, ("has died", "has ended at SIGTERM", "1 rank has work"), strict=True):
         assert what in event["problem"], failures
     assert all(0 < event["cost_s"] < 15 for event in job.events("restore"))
     for event, step in zip(job.events("restore"), (8, 16), strict=True):
@@ -240,19 +238,20 @@ BAD_ROW = """
 import os
 import numpy as np
 import collectives
-from mpitrain.elastic.survive import survive
+from mpitrain.elastic.survive import Progress, survive
 
-step = 0
+step = begun = 0
 
 def attempt(comm, layout, recovered):
-    global step
+    global step, begun
     while True:
+        begun += 1
         comm.all_reduce(np.ones(1))
         if step == 5 and comm.rank == 0:
             raise ValueError("a bad row")
         step = min(step + 1, 5)
 
-survive(attempt, collectives.world(), axes={}, progress=lambda: step)
+survive(attempt, collectives.world(), axes={}, progress=lambda: Progress(step, begun))
 """
 
 
