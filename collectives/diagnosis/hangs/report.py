@@ -29,7 +29,20 @@ def deadline_report(
         f"{roster.name(reporter)} has waited {late['age']:.1f} s in {late['label']}: {late['call']}; the deadline is {deadline_s:g} s "
         f"(MPITRAIN_DEADLINE_S). {ends}"
     ]
-    return "\n".join([*lines, *_places(states, late["key"], roster, looks), f"  => {_verdict(late, states, roster)}"])
+    verdict = _verdict(_seen_by_most(reporter, late, states), states, roster)
+    return "\n".join([*lines, *_places(states, late["key"], roster, looks), f"  => {verdict}"])
+
+
+def _seen_by_most(reporter: int, late: Waiting, states: Sequence[State | None]) -> Waiting:
+    """The operation whose missing ranks are named: `late`, or that of most ranks if the reporter is one of the few in another one."""
+    few = ranks_to_end(late, states)
+    if reporter in few and 2 * len(few) < len(late["awaited"]):
+        for rank in late["awaited"]:
+            state = states[rank]
+            for each in state["waiting"] if state is not None and rank not in few else ():
+                if reporter in _to_come(each, states):
+                    return each
+    return late
 
 
 def missing_ranks(late: Waiting, states: Sequence[State | None]) -> list[int]:

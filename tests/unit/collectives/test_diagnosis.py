@@ -491,6 +491,15 @@ def test_which_ranks_end_so_that_the_others_go_on(others: list[State | None], to
     assert ranks_to_end(late, [state(late), *others]) == to_end
 
 
+def test_the_few_ranks_in_another_operation_are_missing_also_if_one_of_them_reports() -> None:
+    mine, others = waiting(name="broadcast", ranks=ALL), [IN_A, IN_A, IN_A]
+    report = deadline_report(0, mine, [state(mine), *others], 3.0)
+    assert "=> missing: rank 0 (is in a different operation of the same communicator)" in report
+    mine = waiting(name="broadcast", ranks=(0, 1))
+    two = [state(mine), state(waiting(ranks=(0, 1)))]
+    assert "=> missing: rank 1 (is in a different" in deadline_report(0, mine, two, 3.0), "of two ranks nobody knows"
+
+
 @pytest.mark.parametrize(
     ("other", "stuck"),
     [
