@@ -65,6 +65,7 @@ def _in_place(
 def _stuck(fault: str, words: str) -> list[Case]:
     """A rank does not come. Without ULFM, so that the job ends."""
     settings, env = (*_ALONE, "--train.steps", "60"), {"MPITRAIN_DEADLINE_S": str(_DEADLINE_S)}
+    words += " (seconds from the deadline on)"
     return [
         Case(
             name, where, launch, 4, settings, harms.by_itself, verdicts.is_named(_DEADLINE_S, within_s),
@@ -99,7 +100,8 @@ def _ends(name: str, words: str, harm: Harmer, *settings: str, elastic: bool = F
     """The job ends early, and the same command goes on."""
     settings = (*(_ELASTIC if elastic else _ALONE), "--train.steps", "60", "--checkpoint.every", "20", *settings)
     launch = partial(checkout.mpirun, 2, elastic=elastic)
-    return Case(name, words, launch, 2, settings, harm, verdicts.is_resumed(leaves_copies=elastic))
+    verdict = verdicts.is_resumed(leaves_copies=elastic, leaves_stages=True)
+    return Case(name, words, launch, 2, settings, harm, verdict)
 
 
 def _disk_full(name: str, words: str) -> Case:

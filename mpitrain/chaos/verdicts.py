@@ -133,14 +133,17 @@ def is_found(every: int) -> Verdict:
     return verdict
 
 
-def is_resumed(*, leaves_copies: bool = False) -> Verdict:
-    """The job ends and leaves a clean state. The same command goes on, and its losses are those of an undisturbed run, bit for bit."""
+def is_resumed(*, leaves_copies: bool = False, leaves_stages: bool = False) -> Verdict:
+    """The job ends and leaves a clean state. The same command goes on, and its losses are those of an undisturbed run, bit for bit.
+
+    `leaves_stages`: the first job had no time to remove the folder of a checkpoint that it was saving. The second one removes it.
+    """
 
     def verdict(facts: Facts, outcome: Outcome) -> str:
         outcome.note = f"exit code {facts.code}"
         if facts.code is None:
             return "the job stood still"
-        if problem := _of_remains(facts.job, leaves_copies=leaves_copies):
+        if problem := _of_remains(facts.job, leaves_copies=leaves_copies, leaves_stages=leaves_stages):
             return problem
         if facts.code != 0 and len(facts.job.steps()) == len(facts.reference):
             return f"exit code {facts.code} after the last step"
@@ -212,11 +215,11 @@ def _of_end(facts: Facts, outcome: Outcome, starts: list[int], max_repeated: int
     return _of_remains(job)
 
 
-def _of_remains(job: Job, *, leaves_copies: bool = False) -> str:
+def _of_remains(job: Job, *, leaves_copies: bool = False, leaves_stages: bool = False) -> str:
     """What a job has left behind that it should not."""
     if not job.wait_until_left_alone(10.0):
         return f"processes {job.left()} are left"
-    if staging := [path.name for path in job.run.glob("checkpoints/.*") if path.is_dir()]:
+    if not leaves_stages and (staging := [path.name for path in job.run.glob("checkpoints/.*") if path.is_dir()]):
         return f"{staging} is left"
     lease = read_lease(job.run)
     if (
