@@ -20,8 +20,10 @@ Shapes = tuple[tuple[tuple[int, ...], ...], ...]
 MASTER_BYTES = 4  # bytes per element of the shards, of their gradients and of each of Adam's two moments
 
 # Measured on Linux x86-64, torch 2.13 for CPUs, Open MPI 5, a model of 0.1 M parameters; 1 and 2 ranks.
-PROCESS_BYTES = 255_000_000
+PROCESS_BYTES = 190_000_000
 """The memory of each process after some steps: Python, and allocations of torch and MPI."""
+COMPILER_BYTES = 70_000_000
+"""torch's compiler, which torch's checkpoints of activations import."""
 LIBRARY_BYTES = 122_000_000
 """The pages of the libraries' files, which all processes of a node share."""
 RING_BYTES = 2 << 20
@@ -93,7 +95,9 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     adopted = takes_grads_over(config, num_data)
     # The mean gradient of a unit (with one rank: the gradient of a parameter) has separate memory until it is added to the shards'.
     is_apart = not adopted and (config.train.accumulate > 1 or parallel.reduce_dtype != "float32")
-    heap_share = HEAP_SHARE_AGAIN if parallel.checkpoint_activations != "none" else HEAP_SHARE
+    is_checkpointed = parallel.checkpoint_activations != "none"
+    heap_share = HEAP_SHARE_AGAIN if is_checkpointed else HEAP_SHARE
+    process_bytes = PROCESS_BYTES + COMPILER_BYTES * is_checkpointed
 
     on_node = num_ranks // num_nodes
     corpus = scan(config.data.path, config.data.suffixes, config.data.heldout)
@@ -126,7 +130,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
             "data": data_bytes // on_node,
             "checkpoint": 3 * held if config.checkpoint.background and data_rank < group else 0,
             "copies": num_copies * 3 * held if data_rank < group else 0,
-            "process": PROCESS_BYTES + LIBRARY_BYTES // on_node + ring_bytes,
+            "process": process_bytes + LIBRARY_BYTES // on_node + ring_bytes,
         }
 
     ranks = [of_rank(rank) for rank in range(num_ranks)]

@@ -85,7 +85,7 @@ def predicted_and_held(tmp_path: Path, which: str, allocator: dict[str, str]) ->
 def test_a_run_holds_what_was_predicted(tmp_path: Path, which: str) -> None:
     predicted, held = predicted_and_held(tmp_path, which, NO_HEAP)
     counted = predicted["rank_total"] - predicted["rank"]["allocator"]
-    # Measured: within 2.5 %. What a library allocates differs between machines. Of a pipeline, one rank holds more than the other.
+    # Measured: within 5.5 %. What a library allocates differs between machines. Of a pipeline, one rank holds more than the other.
     compared = [max(held)] if "--parallel.pipeline" in SETTINGS[which] else held
     assert compared == pytest.approx([counted] * len(compared), rel=0.06), (held, predicted)
 

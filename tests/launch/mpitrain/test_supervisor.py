@@ -137,7 +137,7 @@ while job.poll() is None:
     if alive is not None and alive.step >= 25:
         room = pathlib.Path(os.environ["CLUSTER_ROOM"])
         os.kill(int((room / alive.host).read_text()), signal.SIGKILL)
-        print("lost", alive.host, flush=True)
+        print(f"lost {alive.host}\\n", end="", flush=True)  # in one piece, beside the lines of mpirun
         break
     time.sleep(0.02)
 sys.exit(job.wait())
