@@ -36,6 +36,7 @@ def fills(seconds: float) -> Harmer:
     """Fills the file system of the job's folder during a save, a random one of the first `seconds` after the first step."""
 
     def harm(job: Job, rng: random.Random) -> Harm | None:
+        _filler(job).unlink(missing_ok=True)  # of a trial in which it came too late
         time.sleep(rng.uniform(0.0, seconds))
         if not job.wait_until(lambda: is_saving(job), _WAIT_S, every_s=0.001):
             return None
