@@ -95,33 +95,34 @@ def abort_job(code: int) -> None:
     end_process(code)  # MPICH's may return, and the caller would go on
 
 
-def leave_alone(why: str) -> None:
-    """End only this process, without a goodbye: the other ranks of a job that survives losses go on without it.
-
-    `why`: such as "has ended by an uncaught ValueError", for the other ranks.
+def die(why: str) -> None:
+    """End this process at once, as a loss for the other ranks. `why`: for them, such as "has ended by an uncaught ValueError".
 
     By a signal, because Open MPI's launcher tells MPI on the other ranks of no process that ends by itself, whatever its exit code.
     """
-    _abort_others()
     if LastWords.note is not None:
         LastWords.note(why)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(_FORWARD_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def leave_alone(why: str) -> None:
+    """End only this process, without a goodbye: the other ranks of a job that survives losses go on without it. `why`: see `die`."""
+    _abort_others()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(_FORWARD_S)
+    die(why)
+
+
 def let_exits_be_losses() -> None:
-    """From now on `os._exit` of this process is a loss for the other ranks, which go on: it ends by a signal, see `leave_alone`."""
+    """From now on `os._exit` of this process is a loss for the other ranks, which go on: it ends by a signal, see `die`."""
     process = os.getpid()
 
     def leave(status: int) -> NoReturn:
         if os.getpid() == process and not Job.is_done:
             line = f"rank {RecordOutput.rank} on {socket.gethostname()} (process {process}) ends by os._exit({status})"
             say(f"{line}. The other ranks go on.")
-            if LastWords.note is not None:
-                LastWords.note(f"has ended by os._exit({status})")
-            os.kill(process, signal.SIGKILL)
+            die(f"has ended by os._exit({status})")
         end_process(status)
 
     os._exit = leave

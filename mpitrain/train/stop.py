@@ -76,7 +76,7 @@ def _farewell(rank: int) -> Iterator[None]:
     earlier listener, such as that of collectives for SIGUSR2.
     """
     # not with this module, which is loaded before anything heavy
-    from collectives.diagnosis.ending import LastWords, end_process
+    from collectives.diagnosis.ending import die, end_process
     from collectives.diagnosis.job import Job
 
     ends, wakes = os.pipe()
@@ -91,10 +91,7 @@ def _farewell(rank: int) -> Iterator[None]:
                     text = LEFT if Job.survives else LOST
                     _tell_past_mpirun(text.format(name=name, mpirun=os.getppid()))
                 if Job.survives:
-                    # Perhaps only this rank got the signal. Then MPI must learn of its death: see `leave_alone`.
-                    if LastWords.note is not None:
-                        LastWords.note(f"has ended at {name}")
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    die(f"has ended at {name}")  # perhaps only this rank got the signal, and the others go on
                 end_process(128 + number[0])  # mpirun ends all ranks
             if earlier != -1:
                 with contextlib.suppress(OSError):
