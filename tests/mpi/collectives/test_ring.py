@@ -60,9 +60,9 @@ def test_two_neighbours_that_die_together_are_both_heard_and_the_others_make_a_n
     else:
         lost = 1 if comm.rank == 0 else 2
         assert heard(ring, 1) == {lost: {End.DEATH}}
-        ring.say()
-        ring.close()
-    rest = comm.split(int(is_lost))
+    rest = comm.split(int(is_lost))  # waits until both have heard of the deaths, and of nothing else
+    ring.say()
+    ring.close()
     again = Neighbours(rest.mpi, roster.gather(rest.mpi))
     assert (again.unreached, again.heard()) == ([], [])
     rest.barrier()
