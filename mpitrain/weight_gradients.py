@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from mpitrain.backward import backward
 from mpitrain.products import product, rows
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -82,4 +83,4 @@ def compute(later: Later) -> None:
                 grads.append(grad)
     later.clear()
     if params:
-        torch.autograd.backward(params, grads)
+        backward(params, grads)

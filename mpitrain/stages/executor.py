@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from collectives.diagnosis import show_all_ranks
+from mpitrain.backward import backward
 from mpitrain.stages.messages import Messages
 from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.places import places_of
@@ -109,7 +110,10 @@ class Run:
     def _backward(self, stage: int, micro: int, grad: torch.Tensor | None) -> None:
         x, y = self._entered.pop((stage, micro)), self._left.pop((stage, micro))
         if y.requires_grad:  # not if all parameters of the first stage are frozen
-            torch.autograd.backward(y, grad)
+            if grad is None:
+                y.backward()
+            else:
+                backward([y], [grad])
         if x is not None:
             assert x.grad is not None
             self.messages.send("B", stage, micro, x.grad)

@@ -37,6 +37,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator
+from mpitrain.backward import backward
 from mpitrain.sharding.step.arguments import cast, tensors_in
 from mpitrain.sharding.step.calls import Calls
 from mpitrain.sharding.step.fences import Fence
@@ -364,7 +365,7 @@ class TrainingStep:
         if not self.reducer.waits:
             return
         smallest = min((param for _, each in self.reducer.order for param in each.params), key=lambda p: p.full.numel())
-        torch.autograd.backward([smallest.full], [torch.zeros_like(smallest.full)])
+        backward([smallest.full], [torch.zeros_like(smallest.full)])
 
     def settle(self) -> None:
         """Called before shards are returned to the user or written: see [Note: fence put off] in fences.py. Not collective."""

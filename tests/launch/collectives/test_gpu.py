@@ -21,7 +21,8 @@ from collectives.transports.gpu import watch
 from collectives.transports.gpu.nccl import connect
 
 def say(what):
-    print(f"rank {comm.rank}: {what}{' after MPI' if MPI.Is_finalized() else ''}", file=sys.stderr, flush=True)
+    # in one piece: other threads say something too
+    sys.stderr.write(f"rank {comm.rank}: {what}{' after MPI' if MPI.Is_finalized() else ''}\n")
 
 class Told(ModelCommunicator):
     def destroy(self):
