@@ -116,11 +116,10 @@ def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool
 
 def _mark_refusal(error: Exception, rank: int) -> None:
     """Tell the supervisor, if there is one, that these settings cannot work. A folder that another job trains in may become free."""
-    from mpitrain.config import ConfigError
+    from mpitrain.config import ConfigError, FolderInUseError
     from mpitrain.elastic import marks
-    from mpitrain.elastic.folder_lock import LockedError
 
-    if rank == 0 and isinstance(error, ConfigError) and not isinstance(error.__context__, LockedError):
+    if rank == 0 and isinstance(error, ConfigError) and not isinstance(error, FolderInUseError):
         marks.refuse()
 
 

@@ -64,10 +64,18 @@ class Retention:
 
 
 def make_copies(
-    source: LocalPath, places: Sequence[Place], own: str | None, ranks: Ranks, retention: Retention, *, overwrite: bool
+    source: LocalPath,
+    places: Sequence[Place],
+    own: str | None,
+    ranks: Ranks,
+    retention: Retention,
+    *,
+    overwrite: bool,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Copy the checkpoint `source` into each of `places`; `own`: the data file that this rank copies. Collective over `ranks`.
 
+    `check`: rank 0 calls it before it gives a copy its name, and before it removes older ones. An error of it ends the copy.
     For a copy that could not be made, rank 0 gives a RuntimeWarning with the place and the reason.
     """
     if not places:
@@ -92,9 +100,14 @@ def make_copies(
     failed = []
     for place in places:
         final = place / source.name
-        if problem := _Copy(source, stage_for(final), data, manifest, mine, ranks, overwrite).make():
+
+        def remove_old(final: Place = final) -> None:
+            check()
+            retain(final, retention.keep, retention.keep_every)
+
+        if problem := _Copy(source, stage_for(final), data, manifest, mine, ranks, overwrite, check).make():
             failed.append(f"the copy {final} was not made: {problem}; the checkpoint {source} stands")
-        elif problem := _agreed(ranks, partial(retain, final, retention.keep, retention.keep_every), on_rank_0=True):
+        elif problem := _agreed(ranks, remove_old, on_rank_0=True):
             failed.append(f"old checkpoints beside the copy {final} were not removed: {problem}")
     with ranks.together():  # a filter may turn the warning into an error
         if ranks.rank == 0:
@@ -115,12 +128,12 @@ class _Copy:
     mine: Sequence[str]
     ranks: Ranks
     overwrite: bool
+    check: Callable[[], None]
 
     def make(self) -> str | None:
         """Make the copy. Returns the reason of a failure on all ranks, or None."""
         begin = partial(self.stage.open, overwrite=self.overwrite)
-        publish = partial(self.stage.publish, self.data, overwrite=self.overwrite)
-        steps = ((begin, True), (self._transfer, False), (self._read_back, False), (publish, True))
+        steps = ((begin, True), (self._transfer, False), (self._read_back, False), (self._publish, True))
         made = False
         try:
             for step, on_rank_0 in steps:
@@ -131,6 +144,10 @@ class _Copy:
         finally:
             if self.ranks.rank == 0 and not made:
                 self.stage.discard()
+
+    def _publish(self) -> None:
+        self.check()
+        self.stage.publish(self.data, overwrite=self.overwrite)
 
     def _transfer(self) -> None:
         for name in self.mine:

@@ -76,7 +76,8 @@ def save(
             that end with a step, such as step-00000100, count and are removed: others, such as "best", stay.
         keep_every: a checkpoint is never removed if its step, the number at the end of its name, is a multiple of this number.
         overwrite: replace a checkpoint of that name, also a damaged one, or an empty folder; never a folder with foreign files.
-        before_commit: rank 0 calls it before it gives the checkpoint its name, and before it writes `latest`. If it raises an error,
+        before_commit: rank 0 calls it before it gives the checkpoint or a copy its name, before it writes `latest`, and before it
+            removes older checkpoints. If it raises an error,
             all ranks give the save up. So a job that has lost its folder to another job writes nothing there.
 
     Returns the absolute path. Other nodes may see it a moment later; with `background` it exists at the end of the save.
@@ -164,6 +165,11 @@ class _Job:
     retention: Retention
     overwrite: bool
     before_commit: Callable[[], None] | None
+
+    def check(self) -> None:
+        """Call `before_commit`."""
+        if self.before_commit is not None:
+            self.before_commit()
 
 
 def _check_arguments(
@@ -260,14 +266,14 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
     with ranks.together(_DOING):
         if job.stage is not None:
             write_manifest(job.folder, contents, reports, sequence=sequence)
-            job.stage.publish(overwrite=job.overwrite, before=job.before_commit)
+            job.stage.publish(overwrite=job.overwrite, before=job.check)
             if job.retention.keep is not None:
+                job.check()
                 retain(job.final, job.retention.keep, job.retention.keep_every)
                 mend_latest(job.final.parent)  # a concurrent save may have removed the checkpoint that `latest` names
     leads = own is not None and own.ranks[0] == ranks.rank
-    make_copies(
-        job.final, job.copies, own.name if own and leads else None, ranks, job.retention, overwrite=job.overwrite
-    )
+    copied = own.name if own and leads else None
+    make_copies(job.final, job.copies, copied, ranks, job.retention, overwrite=job.overwrite, check=job.check)
 
 
 def _plan(agreed: Agreed, files: Files, comm: Ranks) -> _WritePlan:

@@ -5,7 +5,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,11 +21,16 @@ class RecordOutput:
 
     rank = 0
     folder: Path | None = None
+    may_write: Callable[[], bool] = staticmethod(lambda: True)
 
 
-def set_record_folder(folder: str | Path | None) -> None:
-    """Write dumps of the flight record also to `rank-N.txt` in this folder. None: only to stderr. Default: MPITRAIN_RECORD_DIR."""
+def set_record_folder(folder: str | Path | None, may_write: Callable[[], bool] = lambda: True) -> None:
+    """Write dumps of the flight record also to `rank-N.txt` in this folder. None: only to stderr. Default: MPITRAIN_RECORD_DIR.
+
+    `may_write`: whether the folder still belongs to this job; if not, no dump is written there. Any thread may call it.
+    """
     RecordOutput.folder = None if folder is None else Path(folder)
+    RecordOutput.may_write = may_write
 
 
 def text(why: str, limit: int = NUM_SLOTS) -> str:
@@ -82,7 +87,7 @@ def described(operation: Operation) -> str:
 
 def write_file(why: str) -> None:
     """Write the whole record and the stacks of all threads to this rank's file if there is a folder. Does not raise OSError."""
-    if RecordOutput.folder is None:
+    if RecordOutput.folder is None or not RecordOutput.may_write():
         return
     stacks_text = "".join(
         f"\nthread {thread.name}:\n{stacks.stack(thread.ident or 0)}" for thread in threading.enumerate()

@@ -60,6 +60,9 @@ def abort_on_uncaught(mpi: Any) -> None:
     child only has the earlier hooks. A job of one rank does not change its hooks.
     """
 
+    def others_go_on() -> bool:
+        return Job.survives and (Job.mpi is None or Job.mpi.size > 1)
+
     def report(
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, *operations: str
     ) -> None:
@@ -70,8 +73,7 @@ def abort_on_uncaught(mpi: Any) -> None:
         sys.stdout.flush()
         lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
         print(lines, file=_stderr(), end="", flush=True)
-        is_last = Job.mpi is not None and Job.mpi.size == 1
-        if error is None or on_all_ranks(error) or not Job.survives or is_last:  # else the other ranks go on
+        if error is None or on_all_ranks(error) or not others_go_on():
             write_failure(text)
 
     def end_job(
@@ -88,7 +90,7 @@ def abort_on_uncaught(mpi: Any) -> None:
         except Exception:
             traceback.print_exc(file=_stderr())
         finally:
-            leave_alone(f"has ended by an uncaught {kind.__name__}") if Job.survives else abort_job(1)
+            leave_alone(f"has ended by an uncaught {kind.__name__}") if others_go_on() else abort_job(1)
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         def hook() -> None:

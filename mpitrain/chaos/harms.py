@@ -1,4 +1,4 @@
-"""The ways to harm a job from outside, between its first and its last step."""
+"""The ways to harm a job from outside, between the beginning of its first step and the end of its last one."""
 
 import os
 import random
@@ -24,7 +24,7 @@ class Harm(NamedTuple):
 
 
 Harmer = Callable[[Job, random.Random], Harm | None]
-"""Harms a job that has done its first step. None: the job ended too early."""
+"""Harms a job whose first step begins. None: the job ended too early."""
 
 
 def kill(job: Job, pick: Sequence[int], how: int = signal.SIGKILL) -> Harm:
@@ -45,7 +45,7 @@ def at_random(
     pause_s: float | None = None,
     during: Callable[[Job], bool] = lambda job: True,
 ) -> Harmer:
-    """Kills a rank at a random moment of the first `seconds` after the first step. `victim`: this one.
+    """Kills a rank at a random moment of the first `seconds` from the first step on. `victim`: this one.
 
     `pause_s`: kills another rank after a random pause of at most so many seconds. `during`: what must hold at that time.
     """
@@ -104,7 +104,7 @@ def by_itself(job: Job, rng: random.Random) -> Harm | None:
 
 
 def launcher(*signals: int, seconds: float, apart_s: float = 0.0) -> Harmer:
-    """Sends signals to mpirun at a random moment of the first `seconds` after the first step."""
+    """Sends signals to mpirun at a random moment of the first `seconds` from the first step on."""
 
     def harm(job: Job, rng: random.Random) -> Harm | None:
         time.sleep(rng.uniform(0.0, seconds))
@@ -121,7 +121,7 @@ def launcher(*signals: int, seconds: float, apart_s: float = 0.0) -> Harmer:
 
 
 def host(seconds: float, *, cut: bool) -> Harmer:
-    """Ends a random host at a random moment of the first `seconds` after the first step. `cut`: cuts its link instead."""
+    """Ends a random host at a random moment of the first `seconds` from the first step on. `cut`: cuts its link instead."""
 
     def harm(job: Job, rng: random.Random) -> Harm | None:
         time.sleep(rng.uniform(0.0, seconds))

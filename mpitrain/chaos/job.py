@@ -106,6 +106,10 @@ class Job:
         """Wait until the metrics have `step`. False if the job ends before, or the time is over."""
         return self.wait_until(lambda: max(self.steps(), default=0) >= step, timeout_s)
 
+    def wait_for_first_step(self, timeout_s: float) -> bool:
+        """Wait until the job says that it begins, which it does just before its first step. False as in `wait_until`."""
+        return self.wait_until(lambda: "starts at step 0" in self.output, timeout_s)
+
     def wait_until(self, condition: Callable[[], Any], timeout_s: float, *, every_s: float = 0.02) -> bool:
         """Wait until `condition()` is true, which is asked every `every_s`. False if the job ends before, or the time is over."""
         deadline = time.monotonic() + timeout_s

@@ -39,7 +39,7 @@ def attempt(
         return jobs[-1], jobs[-1].end(_START_S + case.seconds)
 
     try:
-        if not job.wait_for_step(1, _START_S):
+        if not job.wait_for_first_step(_START_S):
             outcome.problem = "the job did not start"
         else:
             harmed = case.harm(job, rng)

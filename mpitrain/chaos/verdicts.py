@@ -22,6 +22,7 @@ _TOLERANCE = 1e-5
 _LATER = 1e-3  # of later losses, because the differences grow while the model trains
 _NUM_CLOSE = 10
 _LONGEST_S = 15.0  # of a recovery
+_DEAREST = 0.02  # of the time, for checks and for copies
 
 
 class Outcome(msgspec.Struct):
@@ -169,14 +170,18 @@ def is_refused_and_resumed(facts: Facts, outcome: Outcome) -> str:
 
 
 def is_silent(facts: Facts, outcome: Outcome) -> str:
-    """No fault is reported. The note has the costs of checks and copies, by their own clocks."""
+    """No fault is reported, and the costs of checks and copies, by their own clocks, are 2 % each at most. The note has them."""
     lines = [line for line in facts.job.metrics() if "step_s" in line]
     if problem := _of_code(facts):
         return problem
     checks = sum(line.get("check_s", 0.0) for line in lines) / sum(line["step_s"] for line in lines)
-    said = re.search(r"copies of the state have held up the training for (.*)", facts.job.output)
-    outcome.note = f"{len(lines)} steps, checks {checks:.2%}, copies {said[1].strip() if said else 'none'}"
-    wrong = [line for line in facts.job.output.splitlines() if re.match(r"\[rank|notice|.*\b(?:spike|straggl)", line)]
+    said = re.search(r"copies of the state have held up the training for (([\d.]+)%.*)", facts.job.output)
+    if said is None:
+        return "the job does not say what its copies have cost"
+    outcome.note = f"{len(lines)} steps, checks {checks:.2%}, copies {said[1].strip()}"
+    if max(checks, float(said[2]) / 100) > _DEAREST:
+        return f"checks and copies may take {_DEAREST:.0%} of the time each: {outcome.note}"
+    wrong = _alarms(facts.job, r"|.*\b(?:spike|straggl)")
     events = [event["event"] for event in read_events(facts.job.run)]
     return f"it reported {events}: {wrong[:5]}" if events or wrong else _of_remains(facts.job)
 
@@ -187,8 +192,13 @@ def names_stragglers_alone(facts: Facts, outcome: Outcome) -> str:
         return problem
     events = [event["event"] for event in read_events(facts.job.run)]
     outcome.note = f"{len(facts.job.steps())} steps, {len(events)} stragglers"
-    wrong = sorted({*events} - {"straggler"})
+    wrong = sorted({*events} - {"straggler"}) + _alarms(facts.job)
     return f"it reported {wrong}" if wrong else _of_remains(facts.job)
+
+
+def _alarms(job: Job, others: str = "") -> list[str]:
+    """The lines by which ranks report something. `others`: a pattern of further ones."""
+    return [line for line in job.output.splitlines() if re.match(rf"\[rank|notice{others}", line)]
 
 
 def _of_code(facts: Facts) -> str:

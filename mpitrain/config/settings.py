@@ -15,6 +15,10 @@ class ConfigError(ValueError):
     """A setting that is unknown, of the wrong type or out of range. Its message is one line for the user."""
 
 
+class FolderInUseError(ConfigError):
+    """Another job trains in the run's folder. The same settings may work later."""
+
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 

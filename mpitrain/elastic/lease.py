@@ -20,6 +20,23 @@ class Lease(NamedTuple):
     number: int
 
 
+def as_text(lease: Lease | None) -> str:
+    """The lease as one word, for a variable; "" for None."""
+    return "" if lease is None else f"{lease.run}:{lease.number}"
+
+
+def first_number(own: Lease, before: str | None) -> int:
+    """The number of the first lease of a supervisor's jobs. If the user has asked for another state than the newest one, states with an
+    earlier lease do not count.
+
+    `own`: the lease of this job. `before`: `as_text` of the lease before the supervisor's first job; None without a supervisor.
+    """
+    if before is None:
+        return own.number
+    run, _, number = before.partition(":")
+    return int(number) + 1 if run == own.run else 1
+
+
 def read_lease(folder: Path) -> Lease | None:
     """The last lease of the run in `folder`; None for a new run."""
     try:

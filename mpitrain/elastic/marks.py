@@ -25,7 +25,7 @@ LAUNCH_VARIABLE = "MPITRAIN_LAUNCH"
 FOLDER_VARIABLE = "MPITRAIN_MARKS"
 """The run's folder, from the supervisor: so rank 0 can write its first mark before it has read its settings."""
 LEASE_VARIABLE = "MPITRAIN_LEASE"
-"""The number of the run's lease before the supervisor's first launch: states with a higher number are of its own launches."""
+"""The run's lease before the supervisor's first launch (`lease.as_text`): states with a higher number are of its own launches."""
 SUPERVISOR_VARIABLE = "MPITRAIN_SUPERVISOR"
 """An id of the supervisor in the environment of all processes of its jobs. It ends the processes that have its id, and no others."""
 
@@ -169,6 +169,13 @@ def last_launch(folder: Path) -> int:
         with contextlib.suppress(KeyError, TypeError, ValueError):
             numbers.append(int(_read(folder / name)["launch"]))
     return max(numbers)
+
+
+def is_left_behind(folder: Path) -> bool:
+    """Whether the supervisor of this launch has begun a later one. Another supervisor's job has to take the folder's lock first."""
+    mark = _read(folder / LAUNCH)
+    later = isinstance(number := mark.get("launch"), int) and number > launch_number() > 0
+    return later and mark.get("supervisor") == os.environ.get(SUPERVISOR_VARIABLE)
 
 
 def _read(path: Path) -> dict[str, Any]:

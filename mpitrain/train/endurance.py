@@ -16,7 +16,7 @@ from mpitrain.elastic import marks
 from mpitrain.elastic.copies.holding import hold, remove_all
 from mpitrain.elastic.copies.restoring import NodeCopies, find_state
 from mpitrain.elastic.copies.taking import Copies
-from mpitrain.elastic.lease import Lease, read_lease
+from mpitrain.elastic.lease import Lease, first_number, read_lease
 from mpitrain.elastic.survive import Progress, Recovered, going_on
 from mpitrain.rank0 import on_rank0
 from mpitrain.train.run import Run
@@ -73,7 +73,7 @@ class Endurance:
         assert self._lease is not None
         hold(self._lease.run)
         lasting = self._lasting
-        lasting.first_lease = lasting.first_lease or _first_lease(self._lease.number)
+        lasting.first_lease = lasting.first_lease or first_number(self._lease, os.environ.get(marks.LEASE_VARIABLE))
         asks_for_another = lasting.origin or self._config.resume != "auto"
         since = lasting.first_lease if asks_for_another else 0
         found = _newer_copies(self._comm, self._lease.run, age, since)
@@ -90,6 +90,7 @@ class Endurance:
         if earlier is not None:  # --resume never has moved the earlier run aside
             _remove(self._comm, earlier.run)
             self._raise_lease()
+            self._lasting.first_lease = 1  # all states of the new run are this job's
         assert self._lease is not None
         hold(self._lease.run)
         self._lasting.has_begun = True
@@ -151,14 +152,16 @@ class Endurance:
         self._keep(lambda copies: copies.take(step, state.tensors, state.meta))
 
     def _keep(self, act: Callable[[Copies], None]) -> None:
-        """Act on the copies. If node memory is full, the run goes on without them, and says so once."""
+        """Act on the copies. If node memory is full, the run goes on without further ones, and says so once."""
         assert self._copies is not None
         try:
             act(self._copies)
         except OSError as error:  # on all ranks
-            self._copies.close(remove=True)
+            self._copies.give_up()
             self._copies = None
-            self._say(f"no copies of the state: {error}; after a loss the run goes on from the last checkpoint")
+            self._say(
+                f"no further copies of the state: {error}; after a loss the run goes on from the last checkpoint or copy"
+            )
 
     def went_back(self, step: int, collect: Callable[[], Collected]) -> None:
         """The run has gone back to the state after `step` steps: copies of later steps are of no use, and must not be found."""
@@ -169,6 +172,8 @@ class Endurance:
             self._first_epoch = self._lease.number
             self._copies = Copies(self._comm, self._lease.run, self._lease.number)
             self._take(step, collect)
+        else:
+            _remove(self._comm, self._lease.run)  # those from before node memory was full
 
     def end(self) -> None:
         """The run has ended with a checkpoint, so that the copies are not needed."""
@@ -252,7 +257,8 @@ class Inheritance:
             return None
         self._run = there.run
         hold(self._run)
-        since = 0 if self._config.resume == "auto" else _first_lease(there.number + 1)
+        own = there._replace(number=there.number + 1)
+        since = 0 if self._config.resume == "auto" else first_number(own, os.environ.get(marks.LEASE_VARIABLE))
         found = _newer_copies(self._comm, self._run, age, since)
         self._is_used = found is not None
         return found
@@ -285,15 +291,6 @@ class Inheritance:
 
     def abandon(self) -> None:
         """The copies stay for another job."""
-
-
-def _first_lease(number: int) -> int:
-    """The number of the first lease of this supervisor's jobs. `number`: of this job's, which counts without a supervisor.
-
-    If the user has asked for another state than the newest one, states with an earlier lease do not count.
-    """
-    before = os.environ.get(marks.LEASE_VARIABLE)
-    return number if before is None else int(before or 0) + 1
 
 
 def _newer_copies(comm: Communicator, run: str, age: Age, since: int) -> NodeCopies | None:

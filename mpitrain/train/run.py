@@ -19,11 +19,11 @@ import ckpt
 import collectives
 from ckpt.saving.copies import further_places
 from ckpt.storage.catalog import reason_to_keep, step_of
-from mpitrain.config import Config, ConfigError, to_toml
+from mpitrain.config import Config, ConfigError, FolderInUseError, to_toml
 from mpitrain.elastic.events import write_event
 from mpitrain.elastic.folder_lock import FolderLock, LockedError, new_token, owns
 from mpitrain.elastic.lease import Lease, raise_lease, read_lease
-from mpitrain.elastic.marks import LOCK, last_launch, launch_number
+from mpitrain.elastic.marks import LOCK, is_left_behind
 
 
 class Run:
@@ -109,13 +109,13 @@ class Run:
         return aside
 
     def lock(self, say: Callable[[str], object] = lambda line: None) -> None:
-        """Lock the folder, and make it if necessary. ConfigError if another job holds the lock. `say`: see FolderLock."""
+        """Lock the folder, and make it if necessary. FolderInUseError if another job holds the lock. `say`: see FolderLock."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.folder, say, job=self._job, token=self.token)
             self.failure.unlink(missing_ok=True)  # of an earlier job
         except LockedError as error:
-            raise ConfigError(
+            raise FolderInUseError(
                 f"run: {self.folder} is being trained by {error}; wait for its end, or choose another folder with --run"
             ) from None
         except OSError as error:
@@ -161,7 +161,7 @@ class Run:
 
     def may_report(self) -> bool:
         """Whether a report of this job belongs into the folder: no later launch and no other job has taken it over. For any rank."""
-        if last_launch(self.folder) > launch_number() > 0 or (self._lock is not None and self.is_lost()):
+        if is_left_behind(self.folder) or (self._lock is not None and self.is_lost()):
             return False
         return owns(self.folder, self.token, self._job)
 

@@ -129,9 +129,9 @@ class Trainer:
 
     def _report_into_folder(self) -> None:
         """From now on reports of a hang or a failure are written into the run's folder. A supervisor adds the event by itself."""
-        if not os.environ.get("MPITRAIN_RECORD_DIR"):
-            collectives.set_record_folder(self.run.folder / "flight-record")
         self.run.token = on_rank0(self.comm, lambda: self.run.token)
+        if not os.environ.get("MPITRAIN_RECORD_DIR"):
+            collectives.set_record_folder(self.run.folder / "flight-record", self.run.may_report)
         tell = None if launch_number() else self.run.write_failure_event
         collectives.set_failure_file(self.run.failure, tell, self.run.may_report)
 

@@ -87,6 +87,8 @@ class Monitor:
     def rejoin(self, mpi: Any) -> None:
         """Watch the ranks of `mpi`, which a loss has left, instead of all ranks before. Collective over them."""
         with self._turn:
+            if (unsaid := self._losses.unsaid(_gone(self.mpi, mpi))) is not None:
+                self._lose(unsaid.ranks, unsaid.why)
             self._losses.close()
             self._board.close()
             LastWords.note = None
@@ -217,7 +219,7 @@ class Monitor:
                 self._inquiries.current = None
                 self._inquiries.quiet_until["deadline"] = time.monotonic() + GRACE_S
                 self._evicted.update(ranks)
-                for rank in ranks:
+                for rank in sorted(ranks, key=lambda rank: rank == self.rank):  # this one last: it ends at once
                     self._evictions.evict(rank, "this rank is past the deadline")
             elif not loss.is_known():  # else another rank has said so, or will
                 loss.note()  # first, because the main thread may ask now
@@ -422,3 +424,14 @@ _of_process: list[Monitor] = []
 def rejoin(left: Any) -> None:
     """Let this process's monitor watch the ranks of `left`, an mpi4py communicator. Collective over them."""
     _of_process[0].rejoin(keep(left.Dup()))
+
+
+def _gone(before: Any, left: Any) -> set[int]:
+    """The ranks of a communicator whose processes are not in another one. Local."""
+    from mpi4py import MPI
+
+    groups = before.Get_group(), left.Get_group()
+    ranks = MPI.Group.Translate_ranks(groups[0], range(before.size), groups[1])
+    for group in groups:
+        group.Free()
+    return {rank for rank, other in enumerate(ranks) if other == MPI.UNDEFINED}

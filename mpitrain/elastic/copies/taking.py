@@ -15,7 +15,15 @@ from ckpt.tensors import inspect
 from collectives import Communicator
 from collectives.bench.units import show_bytes
 from collectives.transports.node.memory import folder
-from mpitrain.elastic.copies.files import CopyFile, Header, oldest_epoch, parts_of, path_of, remove_copies
+from mpitrain.elastic.copies.files import (
+    CopyFile,
+    Header,
+    complete_copies,
+    oldest_epoch,
+    parts_of,
+    path_of,
+    remove_copies,
+)
 from mpitrain.elastic.copies.partners import Partners
 
 _NUM_GENERATIONS = 2
@@ -143,6 +151,22 @@ class Copies:
         if remove and self._comm.node.rank == 0:
             # No later ones: another rank may be making them already.
             remove_copies(self._run, before_epoch=self._epoch + 1)
+
+    def give_up(self) -> None:
+        """End the copies, because node memory is full. Collective.
+
+        Complete ones stay, also of earlier epochs, until a checkpoint has a later state.
+        """
+        with suppress(OSError):
+            self._end_making()
+        if self._partners is not None:
+            self._partners.close(remove=False)
+        for file in self._files:
+            if file is not None:
+                file.close()
+        self._comm.barrier()  # the thread of another rank may be completing a copy on this node
+        if self._comm.node.rank == 0:
+            remove_copies(self._run, but={str(found.path) for found in complete_copies(self._run)})
 
     def abandon(self) -> None:
         """End the copies after a loss of ranks, or an error of this rank. The files stay. Not collective."""

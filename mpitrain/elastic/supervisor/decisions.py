@@ -27,12 +27,20 @@ class Progress(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a launch ended. `step`: the last one that was seen. `stop`: who asked it to save and stop. `problem`: why it failed."""
+    """How a launch ended. `step`: the last one that was seen. `stop`: who asked it to save and stop. `problem`: why it failed.
+
+    `is_reduced`: it had fewer hosts than the job may have, or had lost ranks.
+    """
 
     done: Done | None
     step: int
     stop: Literal["", "user", "rejoin"] = ""
     problem: str = "the job ended without its mark of completion"
+    is_reduced: bool = False
+
+    def does_not_fit(self, progress: "Progress") -> bool:
+        """Whether the settings fit the job, as earlier steps show, but not the ranks that are left."""
+        return self.done is not None and self.done.reason == "refused" and self.is_reduced and progress.best_step > 0
 
 
 class Next(NamedTuple):
@@ -50,6 +58,9 @@ def decide(policy: Policy, progress: Progress, outcome: Outcome) -> Next:
     done = outcome.done
     step = max(outcome.step, done.step if done is not None else 0)
     best = Progress(0 if step > progress.best_step else progress.failures, max(step, progress.best_step))
+    problem = outcome.problem
+    if outcome.does_not_fit(best):
+        done, problem = None, "the settings do not fit the ranks that are left"
     if done is not None and done.reason == "finished":
         return Next("end", f"the run is finished after step {done.step}", best)
     if done is not None and done.reason == "refused":
@@ -59,12 +70,12 @@ def decide(policy: Policy, progress: Progress, outcome: Outcome) -> Next:
     if done is not None:
         return Next("end", f"saved and stopped after step {done.step}; the same command goes on from there", best)
     if outcome.stop == "user":
-        return Next("end", f"{outcome.problem}; no relaunch, as a stop was asked for", best, code=1)
+        return Next("end", f"{problem}; no relaunch, as a stop was asked for", best, code=1)
     now = Progress(best.failures + 1, best.best_step)
     if now.failures > policy.max_relaunches:
         times = f"{policy.max_relaunches} relaunch{'es' * (policy.max_relaunches != 1)}"
-        return Next("end", f"{outcome.problem}; giving up after {times} without a new step", now, code=1)
+        return Next("end", f"{problem}; giving up after {times} without a new step", now, code=1)
     pause_s = policy.pause(now.failures)
     when = f"in {pause_s:g} s" if pause_s else "now"
-    text = f"{outcome.problem}; relaunch {now.failures} of at most {policy.max_relaunches} {when}"
+    text = f"{problem}; relaunch {now.failures} of at most {policy.max_relaunches} {when}"
     return Next("launch", text, now, pause_s)

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from pathlib import Path
 
 from mpitrain.elastic import marks
-from mpitrain.elastic.lease import read_lease
+from mpitrain.elastic.lease import as_text, read_lease
 from mpitrain.elastic.marks import Alive, Done
 
 FAILURE = "failure.txt"
@@ -26,8 +26,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.launch = marks.last_launch(self.path)
         self._checkpoints = self._list_checkpoints()
-        lease = read_lease(self.path)
-        self._lease = 0 if lease is None else lease.number
+        self._lease = read_lease(self.path)
         self._report: Hashable = None
 
     def prepare(self, supervisor: str) -> dict[str, str]:
@@ -44,7 +43,7 @@ class RunFolder:
         return {
             marks.LAUNCH_VARIABLE: str(self.launch),
             marks.FOLDER_VARIABLE: str(self.path),
-            marks.LEASE_VARIABLE: str(self._lease),
+            marks.LEASE_VARIABLE: as_text(self._lease),
             marks.SUPERVISOR_VARIABLE: supervisor,
             "MPITRAIN_STOP_FILE": str(self.path / _STOP),
             "MPITRAIN_FAILURE_FILE": str(self.path / _FIRST_FAILURE),
@@ -91,11 +90,13 @@ class RunFolder:
     def own_start(self) -> str | None:
         """What the setting `resume` must be for a run that shall go on from its own newest checkpoint; None if there is no checkpoint
         since this supervisor began."""
-        own = [name for name, inode in self._list_checkpoints().items() if self._checkpoints.get(name) != inode]
+        there = self._list_checkpoints()
+        earlier = [name for name, inode in there.items() if self._checkpoints.get(name) == inode]
+        own = there.keys() - earlier
         if not own:
             return None
         # An earlier run in this folder may have come further; "auto" would take its checkpoint.
-        return "auto" if max(own) >= max(self._checkpoints, default="") else str(self.path / "checkpoints" / max(own))
+        return "auto" if max(own) >= max(earlier, default="") else str(self.path / "checkpoints" / max(own))
 
     def break_lock(self, ended: Alive | None) -> None:
         """Remove the lock of an ended launch, or make it stale at once, if its rank 0 holds it.

@@ -64,6 +64,7 @@ class Supervisor:
         self._live: list[str] = [host.name for host in plan.hosts]
         self._lost: list[str] = []
         self._chosen: list[Host] = []
+        self._least = plan.least  # hosts of a launch
         self._slow_launches = 0
         self._down_since: float | None = None  # since the end of the last job
         self._reason = "first launch"
@@ -90,6 +91,8 @@ class Supervisor:
                 following = decide(self.plan.policy, self._progress, outcome)
                 self._report(outcome, following)
                 self._progress, self._reason = following.progress, following.text
+                if outcome.does_not_fit(self._progress) and self._has_fewer():
+                    self._least = len(self._chosen) + 1
                 if following.action == "end":
                     return self._leave(following, outcome)
                 self._pause(following.pause_s)
@@ -117,6 +120,7 @@ class Supervisor:
                 env.setdefault(name, f"env {SUPERVISOR_VARIABLE}={self.id} {daemon}")
         job = Job(words, env)
         watch = Watch(self._limits(), folder.launch, time.monotonic())
+        has_fewer = self._has_fewer()  # not later: a probe at the end may find others
         stop, problem = self._attend(job, watch)
         if self._requests.end:
             say("ending now")
@@ -134,9 +138,8 @@ class Supervisor:
         if self._down_since is None:
             self._down_since = ended
         step = watch.alive.step if watch.alive is not None else 0
-        return Outcome(
-            done, step, stop, problem or f"the job ended without its mark of completion (exit code {job.code})"
-        )
+        problem = problem or f"the job ended without its mark of completion (exit code {job.code})"
+        return Outcome(done, step, stop, problem, is_reduced=watch.trains or has_fewer)
 
     def _attend(self, job: Job, watch: Watch) -> tuple[Any, str]:
         """Wait until the job has ended, hangs or must be ended; returns who asked it to stop, and what stands still."""
@@ -214,7 +217,11 @@ class Supervisor:
         self._chosen = choose(self.plan.hosts, self._live, self.plan.most)
 
     def _enough(self) -> bool:
-        return not self.plan.hosts or len(self._chosen) >= self.plan.least
+        return not self.plan.hosts or len(self._chosen) >= self._least
+
+    def _has_fewer(self) -> bool:
+        """Whether fewer hosts are chosen than may take part."""
+        return len(self._chosen) < min(len(self.plan.hosts), self.plan.most or len(self.plan.hosts))
 
     def _await_hosts(self) -> bool:
         """Wait until enough hosts answer; whether they do. A host may take minutes to start again."""
@@ -227,7 +234,7 @@ class Supervisor:
         return self._enough()
 
     def _too_few(self) -> str:
-        num, least = len(self._chosen), self.plan.least
+        num, least = len(self._chosen), self._least
         return f"expected at least {least} host{'s' * (least > 1)}, and {num or 'none'} answer{'s' * (num < 2)}"
 
     def _missing(self) -> list[str]:

@@ -103,7 +103,8 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     corpus = scan(config.data.path, config.data.suffixes, config.data.heldout)
     data_bytes = corpus.train.num_tokens + corpus.heldout.num_tokens
     ring_bytes = RING_BYTES if on_node > 1 else 0
-    num_copies = 2 * min(num_nodes, 2) if config.train.elastic and config.train.copy_every else 0
+    # Two generations; on several nodes each also for a rank of another node, and after a loss the one before them.
+    num_copies = (2 if num_nodes == 1 else 6) if config.train.elastic and config.train.copy_every else 0
     parts = _Parts(config, num_data, group, storage)
 
     def of_rank(rank: int) -> dict[str, int]:

@@ -22,7 +22,7 @@ from collectives.transports.gpu.nccl import connect
 
 def say(what):
     # in one piece: other threads say something too
-    sys.stderr.write(f"rank {comm.rank}: {what}{' after MPI' if MPI.Is_finalized() else ''}\n")
+    sys.stderr.write(f"rank {comm.rank}: {what}{' after MPI' if MPI.Is_finalized() else ''}\\n")
 
 class Told(ModelCommunicator):
     def destroy(self):

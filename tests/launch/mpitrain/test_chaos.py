@@ -8,14 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from hosts import need_namespaces
 from launching import ROOT, run
 
 KINDS = {  # cases, and trials of each
-    "in place": (("kill", "rank-0", "two"), 1),
+    "in place": (("kill", "two"), 1),
     "stuck": (("sleep", "gil", "io"), 1),
     "ends": (("mpirun", "sigterm", "ctrl-c"), 1),
     "silent": (("flip-shard", "flip-replicated"), 2),
 }
+
+
+def test_a_job_on_two_hosts_goes_on() -> None:
+    need_namespaces()
+    command = [sys.executable, "-m", "mpitrain", "chaos", "kill-hosts", "--trials", "1"]
+    result = run(command, cwd=ROOT, timeout_s=150)
+    assert result.returncode == 0 and "| 1 of 1 |" in result.stdout, str(result)
 
 
 @pytest.mark.timeout_s(300)

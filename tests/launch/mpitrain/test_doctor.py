@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hosts import need_namespaces
 from launching import ROOT, Result, clean_environment, is_open_mpi, launch, run
 
 from mpitrain.doctor.checks import CHECKS
@@ -115,11 +115,7 @@ def busy_child(pid: int) -> int:
 
 
 def test_two_hosts() -> None:
-    spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc"]
-    spaces += [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    if not all(shutil.which(tool, path=path) for tool in ("ip", "tc")) or run(["unshare", *spaces, "true"]).returncode:
-        pytest.skip("no hosts can be made here")
+    need_namespaces()
     names = "MPI,same folder,host names,clocks,links,TCP ports"
     job = ("-H", "2x1", "--rate", "200mbit", "--timeout", "50", "--", "python", *DOCTOR, "--json", "--only", names)
     result = run([ROOT / "mpirun/cluster", "run", *job], cwd=ROOT)

@@ -119,7 +119,7 @@ def test_ranks_are_killed_one_after_another_until_too_few_are_left(start: Start,
     failures = job.events("failure")
     assert [event["rank"] for event in failures] == [1, 0, None]
     for event, what in zip(failures, ("has died", "has ended at SIGTERM", "1 rank has work"), strict=True):
-        assert what in event["problem"], failures
+        assert what in (event["problem"] or ""), f"{failures}\n{job.output}"
     assert all(0 < event["cost_s"] < 15 for event in job.events("restore"))
     for event, step in zip(job.events("restore"), (8, 16), strict=True):
         assert step - 5 < event["step"] <= step + 20, event
@@ -334,7 +334,7 @@ def test_with_too_little_node_memory_one_line_says_so_and_the_job_trains(tmp_pat
     except PermissionError as error:
         pytest.skip(f"a small file system cannot be mounted here: {error}")
     assert result.returncode == 0, str(result)
-    said = f"no copies of the state: expected .* of node memory in {tmp_path}/shm, and .* are free: .* by MPITRAIN_SHM_DIR; after"
+    said = f"no further copies of the state: expected .* of node memory in {tmp_path}/shm, and .* free: .* by MPITRAIN_SHM_DIR; after"
     assert len(re.findall(said, result.stdout)) == 1, str(result)
     assert len(losses(tmp_path / "run")) == 12
 

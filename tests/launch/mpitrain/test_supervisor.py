@@ -5,9 +5,7 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,12 +14,14 @@ from pathlib import Path
 
 import pytest
 from extent import extent
+from hosts import need_namespaces
 from launching import ROOT, Result, is_open_mpi, job_environment, run
 from main_job import STEPS, command, losses, metrics
 from slurm_packages import slurm_root
 
 from mpitrain.elastic import marks
 from mpitrain.elastic.events import read_events
+from mpitrain.elastic.folder_lock import FolderLock
 
 
 def elastic(num_ranks: int, options: list[str], program: list[str], **other: object) -> Result:
@@ -113,17 +113,9 @@ ON_CLUSTER = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yie
 
 
 @pytest.fixture
-def needs_cluster() -> None:
-    spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc"]
-    spaces += [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    for needed in (["ip", "-V"], ["tc", "-V"], ["unshare", *spaces, "true"]):
-        if shutil.which(needed[0]) is None or subprocess.run(needed, capture_output=True).returncode != 0:
-            pytest.skip(f"no cluster can be made here: {' '.join(needed)} fails")
-
-
-@pytest.fixture
-def head(tmp_path: Path, needs_cluster: None) -> Path:
+def head(tmp_path: Path) -> Path:
     """A program for the cluster's head: starts its arguments under the supervisor, and ends rank 0's host once step 25 is done."""
+    need_namespaces()
     script = tmp_path / "head.py"
     script.write_text("""
 import os, pathlib, signal, subprocess, sys, time
@@ -180,8 +172,9 @@ def test_after_the_loss_of_a_host_the_run_goes_on_on_the_other(
     not extent(False, True), reason="in a full run: it downloads Slurm's packages once, and takes half a minute"
 )
 def test_in_slurm_a_job_goes_on_when_a_node_is_lost(
-    tmp_path: Path, needs_cluster: None, corpus: Path, whole_run: Callable[[int], Path]
+    tmp_path: Path, corpus: Path, whole_run: Callable[[int], Path]
 ) -> None:
+    need_namespaces()
     root = slurm_root()
     if root is None:
         pytest.skip("Slurm's packages cannot be had here")
@@ -216,7 +209,8 @@ def stop_asked():
 """
 
 
-def test_a_host_that_answers_again_rejoins(tmp_path: Path, needs_cluster: None) -> None:
+def test_a_host_that_answers_again_rejoins(tmp_path: Path) -> None:
+    need_namespaces()
     """The links of both hosts are down at the start. That of host2 is up once the run trains on host1 alone."""
     folder, script = tmp_path / "run", tmp_path / "head.sh"
     program = PROGRAM + (
@@ -334,6 +328,17 @@ def test_refused_settings_are_not_tried_again(tmp_path: Path, corpus: Path) -> N
     assert result.stderr.count("elastic: launch ") == 1, str(result)
     assert "mpitrain: error: train.batch" in result.stdout + result.stderr, str(result)
     assert "these settings are refused" in result.stderr.splitlines()[-1], str(result)
+
+
+def test_a_folder_that_another_job_holds_may_become_free(tmp_path: Path, corpus: Path) -> None:
+    (folder := tmp_path / "run").mkdir()
+    lock = FolderLock(folder)
+    result = elastic(1, ["--max-relaunches", "1"], command(folder, corpus), timeout_s=60)
+    lock.release()
+    assert result.returncode == 1, str(result)
+    assert result.stdout.count("is being trained by") + result.stderr.count("is being trained by") >= 2, str(result)
+    assert "giving up after 1 relaunch without a new step" in result.stderr, str(result)
+    assert not (folder / marks.DONE).exists(), "a job that does not hold the folder writes no mark of its end"
 
 
 @pytest.mark.parametrize(

@@ -352,6 +352,25 @@ def test_a_full_node_memory_is_an_error_on_all_ranks(comm: Communicator, run: st
     assert not list(path_of(run, 1, 0, 0).parent.glob(f"{prefix(run)}*"))
 
 
+def test_copies_that_are_whole_survive_a_full_node_memory(nodes: Communicator, run: str) -> None:
+    """As after a loss, if the copies of the ranks that are left find no room beside those from which they have begun."""
+    comm = nodes
+    first = Copies(comm, run, 1)
+    take_rows(first, comm, 10)
+    first.close(remove=False)
+    second = Copies(comm, run, 2)
+    with (
+        limited_files(1 << 16 if comm.rank == 0 else None),
+        pytest.raises(OSError, match="copies of the state in node memory: "),
+    ):
+        take_rows(second, comm, 20)
+    second.give_up()
+    comm.barrier()
+    found = find_state(comm, run)
+    assert found is not None and found.step == 10
+    assert num_files(comm, run) == 2 * comm.size, "each rank's own, and its partner's"
+
+
 def test_a_partner_s_full_node_memory_is_an_error_on_all_ranks(nodes: Communicator, run: str) -> None:
     """The node of one rank has room for the rank's own small copy, but not for the large one that comes from another node."""
     comm = nodes

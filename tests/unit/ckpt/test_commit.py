@@ -415,3 +415,23 @@ def test_a_folder_that_is_lost_after_the_rename_keeps_its_hint(tmp_path):
     assert calls == [[".step-2.staging", LATEST_NAME, "step-1"], [LATEST_NAME, "step-1", "step-2"]]
     assert (tmp_path / LATEST_NAME).read_text() == "step-1\n"
     assert value_of(tmp_path / "step-2") == 2
+
+
+def test_a_folder_that_is_lost_before_the_removal_of_old_checkpoints_keeps_them(tmp_path):
+    """Nor does a copy of the checkpoint get its name."""
+    save(tmp_path / "home/step-1", 1)
+    num_left = 2  # the name of the checkpoint, and `latest`
+
+    def refuse_the_third():
+        nonlocal num_left
+        if num_left == 0:
+            raise LostFolderError("lost")
+        num_left -= 1
+
+    with pytest.raises(LostFolderError, match="lost"):
+        save(tmp_path / "home/step-2", 2, before_commit=refuse_the_third, keep=1)
+    assert names(tmp_path / "home") == [LATEST_NAME, "step-1", "step-2"]
+    num_left = 2
+    with pytest.warns(RuntimeWarning, match="step-3 was not made: lost"):
+        save(tmp_path / "home/step-3", 3, before_commit=refuse_the_third, copies=[str(tmp_path / "copy")])
+    assert not (tmp_path / "copy/step-3").exists()

@@ -52,6 +52,14 @@ def test_what_lasts_is_counted(text: list[str], settings: list[str], storage: st
     assert set(p.rank) == set(p.node) == set(KINDS)
 
 
+@pytest.mark.parametrize(("nodes", "num_copies"), [(1, 2), (2, 6)])
+def test_copies_of_an_elastic_run_are_counted(text: list[str], nodes: int, num_copies: int) -> None:
+    p = predicted(text, "--train.elastic", "true", nodes=nodes)
+    state_bytes = 12 * p.num_parameters / nodes  # fp32 parameters and two moments
+    assert p.node["copies"] == pytest.approx(num_copies * state_bytes, rel=0.01)
+    assert predicted(text, "--train.elastic", "true", "--train.copy-every", "0").node["copies"] == 0
+
+
 def test_gathered_parameters_are_the_rest_and_one_block(text: list[str]) -> None:
     private = ["--parallel.storage", "private"]
     p = predicted(text, *private)

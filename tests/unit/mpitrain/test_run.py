@@ -12,7 +12,7 @@ import ckpt
 from mpitrain.config import Config, ConfigError, from_toml
 from mpitrain.config.settings import CheckpointConfig
 from mpitrain.elastic.events import read_events
-from mpitrain.elastic.lease import raise_lease
+from mpitrain.elastic.lease import Lease, as_text, first_number, raise_lease
 from mpitrain.elastic.marks import DONE, Marks
 from mpitrain.train.run import Run
 
@@ -188,3 +188,11 @@ def test_a_job_whose_lease_was_raised_writes_nothing(tmp_path: Path) -> None:
     ):
         run.check_lock()
     run.release()
+
+
+def test_states_of_which_jobs_are_the_supervisor_s() -> None:
+    own, other = Lease("a", 7), Lease("b", 5)
+    assert first_number(own, None) == 7, "without a supervisor this job's alone"
+    assert first_number(own, as_text(Lease("a", 5))) == 6
+    assert first_number(own, as_text(other)) == 1, "the supervisor began with a run that was moved aside"
+    assert first_number(own, as_text(None)) == 1

@@ -210,6 +210,16 @@ def test_only_a_mark_of_completion_ends_well(outcome: Outcome, action: str, code
     assert following.progress.failures == counted
 
 
+def test_settings_that_do_not_fit_the_ranks_that_are_left_do_not_end_the_run() -> None:
+    """As train.batch = 16 on 12 ranks, after 16 ranks have trained."""
+    refused = Outcome(Done(1, "refused", 0), 0, is_reduced=True)
+    assert decide(Policy(), Progress(), refused).action == "end", "it has never trained"
+    following = decide(Policy(), Progress(best_step=30), refused)
+    assert (following.action, following.progress) == ("launch", Progress(1, 30))
+    assert following.text == "the settings do not fit the ranks that are left; relaunch 1 of at most 10 now"
+    assert decide(Policy(), Progress(best_step=30), refused._replace(is_reduced=False)).action == "end"
+
+
 # Time limits
 
 
@@ -292,6 +302,14 @@ def test_a_run_goes_on_from_its_own_checkpoints_alone(tmp_path: Path) -> None:
     (places / "step-00000020").mkdir()
     assert folder.own_start() == str(places / "step-00000020"), "auto would take 500"
     (places / "step-00000520").mkdir()
+    assert folder.own_start() == "auto"
+
+
+def test_a_run_that_was_moved_aside_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "run/checkpoints/step-00000500").mkdir(parents=True)
+    folder = RunFolder(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "run.1")
+    (tmp_path / "run/checkpoints/step-00000020").mkdir(parents=True)
     assert folder.own_start() == "auto"
 
 
