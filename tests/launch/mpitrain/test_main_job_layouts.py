@@ -27,11 +27,11 @@ PIPELINE = ("--parallel.pipeline", "2", "--parallel.schedule", "zb-h1", "--train
 LAYOUTS = {
     "tensor": (TENSOR, ("tp,dp_shard", None), [(2, TENSOR), *extent([], [(4, ())])]),
     "pipeline": (PIPELINE, ("dp_shard", None), [(2, ()), *extent([], [(4, TENSOR), (2, PIPELINE)])]),
-    "both": ((*TENSOR, *PIPELINE), ("tp", None), [(2, PIPELINE)]),
+    "both": ((*TENSOR, *PIPELINE), ("tp", None), [(2, PIPELINE), *extent([(2, ())], [])]),
 }
 
 
-@pytest.mark.parametrize("which", extent(["tensor", "pipeline"], list(LAYOUTS)))
+@pytest.mark.parametrize("which", extent(["both"], list(LAYOUTS)))
 def test_it_goes_on_with_other_meshes(
     corpus: Path, tmp_path: Path, whole_run: Callable[[int], Path], which: str
 ) -> None:

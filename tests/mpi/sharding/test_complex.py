@@ -15,6 +15,8 @@ from mpitrain.init import Constant, Normal
 from mpitrain.sharding import EMA, GradScaler, MixedPrecisionPolicy, fully_shard, sync_buffers
 from mpitrain.sharding.unit.layout import rows_of
 
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
 # As in test_parity.py, relative to the largest element, of which a complex number's smaller part has the rounding.
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
 

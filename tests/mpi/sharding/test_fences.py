@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from extent import extent
 from sharded_models import floats, mine
 from torch import nn
 
@@ -17,6 +18,7 @@ from mpitrain.sharding import clip_grad_norm_, fully_shard, unshard
 from mpitrain.sharding.module import units_of
 
 STEPS = 6
+RESIDENT, KEPT = {"storage": "resident"}, {"stage": 2, "storage": "private"}
 
 
 class Slow(nn.Module):
@@ -94,8 +96,13 @@ def behind(model: Any) -> int:
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("nodes", ["comm", "two_nodes", "two_nodes_flying"])
-@pytest.mark.parametrize("options", [{"storage": "resident"}, {"stage": 2, "storage": "private"}])
+@pytest.mark.parametrize(
+    ("nodes", "options"),
+    extent(
+        [("comm", RESIDENT), ("two_nodes", KEPT), ("two_nodes_flying", RESIDENT)],
+        [(nodes, options) for nodes in ("comm", "two_nodes", "two_nodes_flying") for options in (RESIDENT, KEPT)],
+    ),
+)
 def test_slow_ranks_change_nothing(
     nodes: str, options: dict[str, Any], shared_tmp: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -182,7 +189,7 @@ def test_a_rank_writes_when_the_others_have_read(comm: Communicator, writer: str
     rng = random.Random(1)
     with torch.no_grad():
         expected = model(x)
-    late = model[1].register_forward_pre_hook(lambda *_: time.sleep(0.2 * (comm.rank == 0)))
+    late = model[1].register_forward_pre_hook(lambda *_: time.sleep(0.1 * (comm.rank == 0)))
     for _ in range(3):
         got = model(x).detach()
         with torch.no_grad():

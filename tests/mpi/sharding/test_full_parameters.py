@@ -13,6 +13,8 @@ import mpitrain
 from collectives import Communicator
 from mpitrain.sharding import fully_shard, unshard
 
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
 
 class Model(nn.Module):
     """A stack of layers, a scalar, a buffer, a frozen part."""

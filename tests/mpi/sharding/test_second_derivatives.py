@@ -15,6 +15,8 @@ from mpitrain.sharding import fully_shard
 from mpitrain.sharding.module import units_of
 from mpitrain.sharding.unit.unit import UnitState
 
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
 
 class Net(nn.Module):
     """An embedding and a head around blocks, of which one runs twice."""

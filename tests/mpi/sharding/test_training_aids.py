@@ -19,6 +19,8 @@ from collectives import Communicator
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
 from mpitrain.sharding.unit.layout import rows_of
 
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
 
 @pytest.mark.parametrize("way", WAYS)
 def test_norms_of_the_gradients_of_each_parameter(comm: Communicator, way: str) -> None:

@@ -13,6 +13,8 @@ from collectives import Communicator
 from mpitrain.sharding import fully_shard, sharded_params
 from mpitrain.sharding.module import sharded_modules
 
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
 
 class Choice(nn.Module):
     """A rank runs those parts that it is told to."""

@@ -22,6 +22,8 @@ from collectives import Communicator
 from mpitrain.sharding import fully_shard
 from mpitrain.weights import files
 
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
 
 class Model(nn.Module):
     """A stack of layers, tied weights, a scalar, a row, an integer buffer, a frozen part."""
