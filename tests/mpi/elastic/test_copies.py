@@ -39,6 +39,7 @@ def run(comm: Communicator) -> Iterator[str]:
     yield name
     comm.barrier()
     remove_copies(name)
+    comm.barrier()  # then each rank may remove its folders
 
 
 @pytest.fixture
