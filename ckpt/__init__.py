@@ -23,6 +23,7 @@ from ckpt.reading.checkpoint import Checkpoint
 from ckpt.reading.checkpoint import open_checkpoint as open
 from ckpt.reading.entry import TensorEntry
 from ckpt.reading.loading import load
+from ckpt.reading.mapping import map_vector
 from ckpt.saving.background import wait
 from ckpt.saving.save import save
 from ckpt.storage.catalog import CheckpointInfo, find, latest, list_checkpoints
@@ -45,6 +46,7 @@ __all__ = [
     "list_checkpoints",
     "load",
     "look",
+    "map_vector",
     "open",
     "reshard",
     "save",

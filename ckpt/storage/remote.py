@@ -105,6 +105,16 @@ class Url(os.PathLike[str]):
                 found[name.rpartition("/")[2]] = None if is_folder else size
         return found
 
+    def files(self) -> "dict[Url, int]":
+        """The files of which the names match this one, a pattern with *, ** or ?, and their sizes in bytes."""
+        with self._reaching() as (fs, path):
+            found = fs.glob(path, detail=True)
+            sizes = {name: its.get("size") for name, its in found.items() if its["type"] == "file"}
+            return {  # a web server's list of links has no sizes
+                Url(fs.unstrip_protocol(name)): int(fs.size(name) if size is None else size)
+                for name, size in sizes.items()
+            }
+
     def names(self) -> list[str]:
         return list(self.entries())
 
@@ -155,6 +165,11 @@ class Url(os.PathLike[str]):
         """Write a file with `data`, and replace an old file, in one step if the store can."""
         with self._reaching() as (fs, path):
             fs.pipe_file(path, data)
+
+    def download(self, target: Path) -> None:
+        """Write the bytes of this file to the local file `target`, by one request if nothing fails."""
+        with self._reaching() as (fs, path):
+            fs.get_file(path, str(target))
 
     def upload(self, source: Path) -> None:
         """Write a file with the bytes of the local file `source`."""

@@ -15,6 +15,7 @@ from mpitrain.config.settings import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    SourceConfig,
     TrainConfig,
     check_ranks,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "SourceConfig",
     "TrainConfig",
     "check_ranks",
     "differences",

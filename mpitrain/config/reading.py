@@ -10,7 +10,7 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -170,9 +170,15 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
             _checked(item, get_args(kind)[0], name)
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):  # stand for bytes that are not UTF-8
         raise ConfigError(f"{name}: expected text in UTF-8, which a TOML file can hold, got {value!r}")
+    if is_dataclass(kind) and isinstance(value, dict):
+        names = [field.name for field in fields(kind)]
+        if unknown := sorted(value.keys() - set(names)):
+            raise ConfigError(f"{name}: unknown setting {unknown[0]}: {_hint(unknown[0], names, '{}')}")
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError:
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):  # of the table's own check
+            raise error.__cause__ from None
         raise ConfigError(f"{name}: expected {wanted(kind)}, got {value!r}") from None
 
 

@@ -42,14 +42,14 @@ class ModelConfig:
     context: int | None = None
     """Tokens in a sequence, instead of the named size's."""
     vocab: int | None = None
-    """Number of different tokens, instead of the named size's; tokens are bytes, so 256 is enough."""
+    """Number of different tokens, instead of the named size's. Where tokens are bytes, 256 is enough."""
     tied: bool | None = None
     """The head shares the embedding's weight, instead of the named size's choice: all of gpt are tied, and 1b of llama."""
 
     def __post_init__(self) -> None:
         _expect("model.kv_heads", self.kv_heads, 1)
-        if self.resolve().vocab < 256:
-            raise ConfigError(f"model.vocab: expected at least 256, because tokens are bytes, got {self.vocab}")
+        _expect("model.vocab", self.vocab, 1)
+        self.resolve()
 
     def resolve(self) -> TransformerConfig:
         """The model's numbers.
@@ -65,20 +65,88 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class SourceConfig:
+    """A source of documents: one table [[data.sources]] of a TOML file."""
+
+    name: str
+    """The name, which chooses the order of the documents: with the same name the order stays."""
+    path: tuple[str, ...]
+    """Shards: names, globs, brace ranges such as part-{000..127}.tar, or URLs."""
+    weight: float = 1.0
+    """The source's share of the rows, relative to the weights of the others."""
+    weights: tuple[tuple[float, float], ...] = ()
+    """Instead of `weight`: [step, weight] in order; between two steps the weight changes linearly."""
+    field: str | None = None
+    """The field of a JSON line, the column of a Parquet file, or the part of a sample in a tar file that is the text (default: text,
+    or txt in a tar file)."""
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or not self.path or "" in self.path:
+            raise ConfigError(f"data.sources: expected a name without / and paths that are not empty, got {self}")
+        steps = [step for step, _ in self.weights]
+        if steps != sorted(set(steps)) or not all(math.isfinite(value) for pair in self.weights for value in pair):
+            raise ConfigError(f"data.sources: expected weights with growing steps, got {self.weights} for {self.name}")
+        if not (math.isfinite(self.weight) and self.weight >= 0) or any(weight < 0 for _, weight in self.weights):
+            raise ConfigError(f"data.sources: expected weights of at least 0, got {self}")
+
+    @property
+    def points(self) -> tuple[tuple[float, float], ...]:
+        """The weight at some steps."""
+        return self.weights or ((0, self.weight),)
+
+
+_OF_TOKENS = (".bin", ".npy", ".h5", ".hdf5")
+
+
+@dataclass(frozen=True)
 class DataConfig:
-    """The training data."""
+    """The training data: text, or shards of documents."""
 
     path: tuple[str, ...] = ()
-    """Files and folders with the training text; default: the source files of Python's standard library."""
+    """Files and folders with the training text; shards of documents (.tar, .jsonl, .parquet) as names, globs, brace ranges such as
+    part-{000..127}.tar, or URLs; or files of tokens (.bin, .npy, .h5). Default: the source files of Python's standard library."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several sources of documents with weights, instead of data.path: tables [[data.sources]] of a TOML file."""
+    heldout_sources: tuple[SourceConfig, ...] = ()
+    """Documents for evaluation: tables [[data.heldout_sources]]. Default: a share of the documents (data.heldout)."""
     suffixes: tuple[str, ...] = ()
     """The endings of the files that are read in a folder, such as .py .md; default: every file that looks like text."""
     heldout: float = 0.05
-    """Share of the data kept for evaluation."""
+    """Share of the data kept for evaluation. Of documents: those with keys of which a hash is below this share."""
+    field: str | None = None
+    """Of documents in data.path: see data.sources."""
+    lanes: int | None = None
+    """Of documents: the number of parts in which they are read at the same time, a divisor of train.batch; fixed for a run (default:
+    train.batch)."""
+    packing: Literal["cut", "whole"] = "cut"
+    """Of documents: cut fills rows with documents end to end; whole keeps documents whole that fit into a row, and pads rows."""
+    cache: str | None = None
+    """Folder on a disk of each node for shards that are remote or compressed (default: a folder in $TMPDIR, else /tmp)."""
+    cache_bytes: int = 64 << 30
+    """The bytes that the shards in this folder may take; those that were not used for the longest time are removed."""
+    max_bad_samples: int = 0
+    """Of documents: the number of damaged documents that the run passes over; one more ends it."""
 
     def __post_init__(self) -> None:
         _expect("data.heldout", self.heldout, 0, below=1)
+        _expect("data.lanes", self.lanes, 1)
+        _expect("data.max_bad_samples", self.max_bad_samples, 0)
+        _expect("data.cache_bytes", self.cache_bytes, 1)
         if "" in self.path or "" in self.suffixes:
             raise ConfigError("data.path and data.suffixes: expected values that are not empty")
+        tokens = [path for path in self.path if path.endswith(_OF_TOKENS)]
+        if tokens and len(tokens) < len(self.path):
+            raise ConfigError(f"data.path: expected files of tokens alone, or none, got {tokens[0]} with others")
+        if self.path and self.sources:
+            raise ConfigError("data.path and data.sources: expected one of them, got both")
+        for sources in (self.sources, self.heldout_sources):
+            if len({source.name for source in sources}) < len(sources):
+                raise ConfigError(f"data.sources: expected different names, got {[source.name for source in sources]}")
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether data.path names files of tokens."""
+        return bool(self.path) and all(path.endswith(_OF_TOKENS) for path in self.path)
 
 
 @dataclass(frozen=True)
@@ -306,6 +374,8 @@ class Config:
         for name in ("run", "resume"):
             if not getattr(self, name):
                 raise ConfigError(f"{name}: expected a text that is not empty")
+        if self.model.resolve().vocab < 256 and not self.data.has_tokens:
+            raise ConfigError(f"model.vocab: expected at least 256, because tokens are bytes, got {self.model.vocab}")
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:

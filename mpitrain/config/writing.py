@@ -7,6 +7,7 @@ import inspect
 import json
 import shutil
 import textwrap
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -73,6 +74,8 @@ def wanted(kind: Any) -> str:
     if origin is tuple:
         number = "any number of values" if arguments[-1] is Ellipsis else f"{len(arguments)} values"
         return f"{number}, each {wanted(arguments[0])}"
+    if is_dataclass(kind):
+        return f"a table with {', '.join(field.name for field in fields(kind))}, in a TOML file"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
 
 
@@ -86,4 +89,7 @@ def _text(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return f"[{', '.join(_text(v) for v in value)}]"
+    if is_dataclass(value):
+        items = ((field.name, getattr(value, field.name)) for field in fields(value))
+        return f"{{{', '.join(f'{name} = {_text(each)}' for name, each in items if each is not None)}}}"
     return repr(value)

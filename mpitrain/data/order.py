@@ -10,11 +10,11 @@ only a position, and any rank finds any sample of any step in constant time and 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mpitrain.data.left_out import Interval, merged, moved_past
+from mpitrain.data.positions import Positions
+from mpitrain.data.tokens import Tokens
 
 _ROUNDS = 6
 """Rounds of the Feistel network: 4 give a permutation without a visible pattern; 2 more cost little."""
@@ -44,6 +44,14 @@ def permute(indices: np.ndarray, num: int, keys: np.ndarray) -> np.ndarray:
     return images.astype(np.int64)
 
 
+def keys_of(*what: object) -> np.ndarray:
+    """Keys of `permute`, which depend on the text of `what` alone."""
+    text = "/".join(map(str, what)).encode(errors="surrogateescape")
+    return np.frombuffer(
+        hashlib.blake2b(text, digest_size=8 * _ROUNDS, person=b"mpitrain.stream").digest(), "<u8"
+    ).astype(np.uint64)
+
+
 def sample_starts(positions: np.ndarray, *, seed: int, num_windows: int, context: int, num_shifts: int) -> np.ndarray:
     """The first token of the sample at each of `positions`.
 
@@ -70,11 +78,11 @@ def sample_starts(positions: np.ndarray, *, seed: int, num_windows: int, context
     return starts
 
 
-class Batches:
+class Batches(Positions):
     """Training batches of a run, without end.
 
     Args:
-        tokens: 1-D uint8, the training part; not copied.
+        tokens: the training part: 1-D uint8, not copied, or files of tokens.
         context: tokens of a sample that the model sees.
         batch: samples in a global batch.
         seed: the run's seed.
@@ -83,7 +91,7 @@ class Batches:
         ValueError: fewer tokens than one batch needs.
     """
 
-    def __init__(self, tokens: np.ndarray, *, context: int, batch: int, seed: int) -> None:
+    def __init__(self, tokens: np.ndarray | Tokens, *, context: int, batch: int, seed: int) -> None:
         _check_tokens(tokens)
         # The length of one window is left for the shifts, unless there is only one window.
         self.num_windows = max(len(tokens) // context - 1, min(1, (len(tokens) - 1) // context))
@@ -93,10 +101,8 @@ class Batches:
                 f"data.path: a batch of {batch} windows of {context} tokens needs {needed} training tokens, got "
                 f"{len(tokens)}; take more data, or lower train.batch or model.context"
             )
-        self.tokens, self.context, self.batch, self.seed = tokens, context, batch, seed
-        self.left_out: list[Interval] = []
-        """The samples that no step trains on: see `leave_out`."""
-        self._step, self._sample = 0, 0  # where the current order begins: see `go_on`
+        super().__init__(batch)
+        self.tokens, self.context, self.seed = tokens, context, seed
         self._num_shifts = min(context, len(tokens) - self.num_windows * context)
 
     def get(self, step: int, lo: int, hi: int) -> np.ndarray:
@@ -106,7 +112,7 @@ class Batches:
             (hi - lo, context + 1) int64: the tokens that the model sees; the last column has the last targets.
         """
         _check_rows(lo, hi, self.batch)
-        positions = self._positions(step, np.arange(lo, hi, dtype=np.int64))
+        positions = self.samples(step, np.arange(lo, hi, dtype=np.int64))
         starts = sample_starts(
             positions,
             seed=self.seed,
@@ -116,25 +122,6 @@ class Batches:
         )
         return _rows(self.tokens, starts, self.context)
 
-    def next_sample(self, step: int) -> int:
-        """The position in the data of a step's first sample: the number of samples before it, those left out included."""
-        return int(self._positions(step, np.zeros(1, np.int64))[0])
-
-    def go_on(self, step: int, next_sample: int) -> None:
-        """Let the global batch of `step` begin at `next_sample`, because the run may have been saved with another batch size."""
-        self._step, self._sample = step, next_sample
-
-    def leave_out(self, intervals: Iterable[Sequence[int]]) -> None:
-        """Leave out further samples, `begin` to `end - 1` of each interval: later steps train on the samples after them.
-
-        The steps before an interval keep their samples. Call it between two steps.
-        """
-        self.left_out = merged([*self.left_out, *intervals])
-
-    def _positions(self, step: int, rows: np.ndarray) -> np.ndarray:
-        """The positions of rows of a step's global batch."""
-        return moved_past(self._sample, (step - self._step) * self.batch + rows, self.left_out)
-
 
 class HeldoutBatches:
     """Batches for evaluation: fixed windows, evenly spaced over the held-out tokens, without overlap.
@@ -142,7 +129,7 @@ class HeldoutBatches:
     All batches are full, so every rank has the same number of rows for any number of ranks.
 
     Args:
-        tokens: 1-D uint8, the held-out part; not copied.
+        tokens: the held-out part, as in `Batches`.
         context: tokens of a sample that the model sees.
         batch: samples in a global batch.
         num_batches: the requested number of batches; the attribute `num_batches` is lower if there are too few tokens.
@@ -151,7 +138,7 @@ class HeldoutBatches:
         ValueError: fewer tokens than one batch needs.
     """
 
-    def __init__(self, tokens: np.ndarray, *, context: int, batch: int, num_batches: int) -> None:
+    def __init__(self, tokens: np.ndarray | Tokens, *, context: int, batch: int, num_batches: int) -> None:
         _check_tokens(tokens)
         num_windows = max(len(tokens) - 1, 0) // context
         self.num_batches = min(num_batches, num_windows // batch)
@@ -180,11 +167,15 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _rows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
+def _rows(tokens: np.ndarray | Tokens, starts: np.ndarray, context: int) -> np.ndarray:
+    if isinstance(tokens, Tokens):
+        return tokens.windows(starts, context + 1)
     return tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
 
 
-def _check_tokens(tokens: np.ndarray) -> None:
+def _check_tokens(tokens: np.ndarray | Tokens) -> None:
+    if isinstance(tokens, Tokens):
+        return
     if tokens.dtype != np.uint8 or tokens.ndim != 1:
         raise ValueError(f"tokens: expected one dimension of uint8, got {tokens.dtype} of shape {tokens.shape}")
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain.config import Config, to_toml
-from mpitrain.data import Batches
+from mpitrain.data.positions import Positions
 from mpitrain.health import holdings, wording
 from mpitrain.health.replicas import Replicas
 from mpitrain.health.reports import Reports
@@ -67,7 +67,7 @@ class Health:
         data: Communicator,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        batches: Batches,
+        batches: Positions,
         *,
         device: torch.device,
         seed_of: int,

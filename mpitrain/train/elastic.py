@@ -45,11 +45,11 @@ def train(config: Config, comm: Communicator, building: Callable[[], AbstractCon
 def _agree(ranks: Communicator, lasting: Lasting) -> bool:
     """Let the ranks of an attempt agree on what they keep: a rank that had no work before has kept nothing. Returns whether the run has
     begun."""
-    kept = ranks.all_gather_object((lasting.has_begun, lasting.first_lease, lasting.corpus is not None))
-    begun, leases, with_corpus = zip(*kept, strict=True)
+    kept = ranks.all_gather_object((lasting.has_begun, lasting.first_lease, lasting.found is not None))
+    begun, leases, with_data = zip(*kept, strict=True)
     lasting.first_lease = max(leases)
-    if not all(with_corpus):
-        lasting.corpus = None  # all ranks load it together
+    if not all(with_data):
+        lasting.found = None  # all ranks load it together
     return any(begun)
 
 

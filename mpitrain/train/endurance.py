@@ -11,7 +11,8 @@ from typing import Any
 from collectives import Communicator
 from collectives.bench.units import show_bytes
 from mpitrain.config import Config
-from mpitrain.data.loading import Corpus
+from mpitrain.data.loading import Corpus, Documents
+from mpitrain.data.tokens import TokenFiles
 from mpitrain.elastic import marks
 from mpitrain.elastic.copies.holding import hold, remove_all
 from mpitrain.elastic.copies.restoring import NodeCopies, find_state
@@ -34,7 +35,7 @@ class Lasting:
     """The checkpoint of another run from which this job has started, until it has a state of its own; "" without one."""
     first_lease: int = 0
     """The number of the lease with which this job has started, or the first job of the same supervisor; 0 before."""
-    corpus: Corpus | None = None
+    found: Corpus | Documents | TokenFiles | None = None
     flops_per_s: float = 0.0
     num_idle: int = 0
     """Ranks that have no place in the layout."""

@@ -1,11 +1,12 @@
 """The checkpoints of the main job: model, optimizer, position in the data, random states, settings."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import ckpt
@@ -27,6 +28,8 @@ class Resumed(NamedTuple):
 
     step: int  # steps done
     next_sample: int  # samples of the training data seen
+    documents: dict[str, Any]  # of `RankBatches.state`; empty without documents
+    tensors: dict[str, np.ndarray]  # the same
     stepper: dict[str, Any]
     remarks: list[str]
     health: dict[str, Any]
@@ -43,16 +46,19 @@ def collect(
     stepper: dict[str, Any],
     health: dict[str, Any],
     fingerprint: str,
+    data: tuple[dict[str, Any], dict[str, Any]],
     lease: Lease | None = None,
 ) -> state.Collected:
-    """The state after `step` steps. Collective if the model is a pipeline."""
-    meta = {
+    """The state after `step` steps. `data`: of `RankBatches.state`. Collective if the model is a pipeline."""
+    meta: dict[str, Any] = {
         "step": step,
         "config": to_toml(config),
         "num_ranks": comm.size,
         "collectives": comm.table.to_dict(),  # the choice of algorithms decides the order of additions
         "data": {"fingerprint": fingerprint, "seed": config.train.seed, "next_sample": next_sample},
     }
+    if data[0]:
+        meta["data"]["documents"] = data[0]
     if stepper:
         meta["stepper"] = stepper
     if lease is not None:  # of an elastic run
@@ -61,7 +67,7 @@ def collect(
         meta["health"] = health
     rows = random_states.pack(_device(model))
     states = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
-    return state.collect(model, optimizer, meta=meta, tensors={_RANDOM: states})
+    return state.collect(model, optimizer, meta=meta, tensors={_RANDOM: states, **data[1]})
 
 
 def write(
@@ -87,8 +93,12 @@ def load(
     comm: Communicator,
     fingerprint: str,
     seed_of: int,
+    room: Callable[[Mapping[str, Any]], dict[str, np.ndarray]],
+    is_own: bool,
 ) -> Resumed:
-    """Load a state that `save` wrote on any number of ranks. Collective.
+    """Load a state that `save` wrote on any number of ranks. Collective. `room`: see `RankBatches.room`.
+
+    `is_own`: of this run. From the state of another run the model goes on with other data, too, which begin anew.
 
     The optimizer's settings, such as the learning rate, come from `config`. Random states are loaded only on the same number of ranks.
     `seed_of`: a number with which this rank's generators are seeded if they get no state.
@@ -98,6 +108,14 @@ def load(
     with comm.together():
         saved = from_text(meta["config"], str(source))
         _check_model(saved, config, source)
+        documents = meta["data"].get("documents", {})
+        try:
+            of_data = room(documents)
+            other_data = ""
+        except ValueError as error:
+            if is_own:
+                raise ConfigError(str(error)) from None
+            documents, of_data, other_data = {}, {}, f"the data begin anew: {error}"
     remarks = _take_table(meta.get("collectives"), comm)
     step, device = meta["step"], _device(model)
     rows = random_states.pack(device)
@@ -107,7 +125,7 @@ def load(
     )
     if there == here:
         tensors[_RANDOM] = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
-    state.load(source, model, optimizer, tensors=tensors, hyperparameters=False)
+    state.load(source, model, optimizer, tensors={**tensors, **of_data}, hyperparameters=False)
     if tensors:
         random_states.unpack(rows, device)
     else:
@@ -117,12 +135,16 @@ def load(
             for n, tensor, stages in (there, here)
         )
         remarks.append(f"it was saved by {then}, now {now}: random generators get new seeds")
-    if meta["data"]["fingerprint"] != fingerprint:
+    if other_data:
+        remarks.append(other_data)
+    elif meta["data"]["fingerprint"] != fingerprint:
         remarks.append("the data have changed since it was saved: the order of the samples differs from now on")
     for line in differences(saved, config):
         if not line.startswith(("run:", "resume:", "log.", "train.eval_only")):
             remarks.append(f"setting changed: {line}")
-    return Resumed(step, meta["data"]["next_sample"], meta.get("stepper", {}), remarks, meta.get("health", {}))
+    return Resumed(
+        step, meta["data"]["next_sample"], documents, of_data, meta.get("stepper", {}), remarks, meta.get("health", {})
+    )  # fmt: skip
 
 
 def _take_table(table: Any, comm: Communicator) -> list[str]:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
@@ -17,7 +18,8 @@ from collectives import Communicator, recovery
 from mpitrain import sharding, tensor
 from mpitrain.axes import mesh
 from mpitrain.config import Config, ConfigError, check_ranks
-from mpitrain.data.loading import load_corpus
+from mpitrain.data.loading import load_data
+from mpitrain.data.tokens import TokenFiles
 from mpitrain.elastic.marks import Marks, Reason, launch_number
 from mpitrain.health import Bad, DesyncError, Health, InitialState, Reports, StatesOnDisk
 from mpitrain.init import initialize
@@ -37,6 +39,11 @@ from mpitrain.train.stepper import Stepper
 from mpitrain.weights.state import Collected, OnDisk, Source
 
 BITS_PER_NAT = 1 / math.log(2)
+
+
+def _tell(damaged: str) -> None:
+    """Print a line about a damaged document, on the rank that has found it."""
+    print(f"data: left out: {damaged}", file=sys.stderr, flush=True)
 
 
 class _GoBackError(Exception):
@@ -75,15 +82,22 @@ class Trainer:
             if config.train.eval_only and not config.train.eval_batches:
                 raise ConfigError("train.eval_only: train.eval_batches is 0, so there is nothing to do")
 
-        self.corpus = load_corpus(config.data, comm) if lasting is None or lasting.corpus is None else lasting.corpus
+        known = None if lasting is None else lasting.found
+        self.found = load_data(config.data, comm, batch=config.train.batch) if known is None else known
+        self._knows_bytes = not isinstance(self.found, TokenFiles)
         if lasting is not None:
-            lasting.corpus = self.corpus
+            lasting.found = self.found
         parallel = config.parallel
         self.mesh = mesh(comm, tp=parallel.tensor, pp=parallel.pipeline, dp_replicate=parallel.copies)
         self.data = self.mesh["dp_replicate", "dp_shard", "cp"]
         """The ranks that share a global batch."""
         with comm.together():
-            self.batches = RankBatches(config, self.corpus, self.data)
+            leads = self.mesh["tp"].rank == self.mesh["pp"].rank == 0
+            self.batches = RankBatches(config, self.found, self.data, all_ranks=comm, leads=leads, say=_tell)
+            if config.train.eval_only and not self.batches.heldout.num_batches:
+                raise ConfigError(
+                    "train.eval_only: no data are held out; expected data.heldout above 0, or data.heldout_sources"
+                )
         # A load gives the model its values if there is a checkpoint, and most likely after a loss of ranks.
         self._has_values = self.start is None and (lasting is None or lasting.recovered is None)
         self.model, self.passes = make_model(config, self.mesh, self.hardware.device, has_values=self._has_values)
@@ -161,10 +175,13 @@ class Trainer:
         grad_norm, loss_scale = self.stepper.clip(), self.stepper.loss_scale
         # One message sums the losses of the global batch, the requests to stop, whether rank 0 lost the folder, and odd norms.
         is_odd = self.health.is_odd(grad_norm)
-        total_loss, asked, lost, odd = self._sum(total, stop.requested(), self.run.is_lost(), is_odd)
+        total_loss, asked, lost, odd, num_damaged = self._sum(
+            total, stop.requested(), self.run.is_lost(), is_odd, self.batches.num_damaged()
+        )
         mean = total_loss / num_counted if num_counted else math.nan
         if lost:
             self._check_lock()
+        self.batches.check_damaged(int(num_damaged))
         skips = self.health.before_step(self.step, mean, grad_norm, is_odd=odd > 0, is_last=asked > 0)
         try:
             taken = self.stepper.step(mean, grad_norm, number=self.step + 1, is_empty=not num_counted, skip=skips)
@@ -246,7 +263,8 @@ class Trainer:
             next_sample=self.batches.train.next_sample(self.step),
             stepper=self.stepper.state_dict(),
             health=self.health.state_dict(),
-            fingerprint=self.corpus.fingerprint,
+            fingerprint=self.found.fingerprint,
+            data=self.batches.state(self.step),
             lease=self._endurance.lease,
         )
 
@@ -256,24 +274,34 @@ class Trainer:
         try:
             # A checkpoint of another run may have the name of one of this run's copies.
             copies = self.config.checkpoint.copies if self.config.resume == "auto" else ()
-            return self._take(OnDisk(path, copies), optimizer)
+            is_own = isinstance(path, Path) and path.parent.resolve() == self.run.checkpoints.resolve()
+            return self._take(OnDisk(path, copies), optimizer, is_own=is_own)
         except ckpt.CheckpointError as error:
             error.add_note(f"--resume PATH takes another checkpoint (python -m ckpt ls {path.parent} shows them)")
             raise
 
-    def _take(self, source: Source, optimizer: torch.optim.Optimizer | None) -> list[str]:
-        """Load the state of a source. Returns lines about differences between then and now."""
+    def _take(self, source: Source, optimizer: torch.optim.Optimizer | None, *, is_own: bool = True) -> list[str]:
+        """Load the state of a source. Returns lines about differences between then and now. `is_own`: it is of this run."""
         resumed = saving.load(
             source,
             self.model,
             optimizer,
             config=self.config,
             comm=self.comm,
-            fingerprint=self.corpus.fingerprint,
+            fingerprint=self.found.fingerprint,
             seed_of=self._seed_of,
+            room=self.batches.room,
+            is_own=is_own,
         )
         self.step = resumed.step
-        self.batches.train.go_on(resumed.step, resumed.next_sample)
+        with self.comm.together():
+            try:
+                self.batches.load(resumed.step, resumed.next_sample, resumed.documents, resumed.tensors)
+            except ValueError as error:
+                if is_own:
+                    raise ConfigError(str(error)) from None
+                self.batches.load(resumed.step, resumed.next_sample, {}, {})
+                resumed.remarks.append(f"the data begin anew: {error}")
         self.stepper.load_state_dict(resumed.stepper)
         self.health.load_state_dict(resumed.health)
         return resumed.remarks
@@ -283,7 +311,7 @@ class Trainer:
         initialize(self.model, seed=self.config.train.seed)
         self.optimizer.state.clear()
         self.step = 0
-        self.batches.train.go_on(0, 0)
+        self.batches.start_over()
         self.stepper.load_state_dict(self._first_stepper)
         self.health.load_state_dict({})
         random_states.seed_all(self.config.train.seed, self._seed_of)
@@ -408,7 +436,7 @@ class Trainer:
             self._say(f"{self.stepper.num_skipped} of {self.step} steps were skipped: {why}")
         if stopped:
             self._say(f"stopped after step {self.step} as asked; the same command goes on from there")
-        elif config.train.sample_bytes:
+        elif config.train.sample_bytes and self._knows_bytes:
             self._say("sample:\n" + self.sample())
         return stopped
 
@@ -494,7 +522,8 @@ class Trainer:
         loss = self.evaluate()
         self._check_lock()
         if self.metrics is not None:
-            self.metrics.write({"step": self.step, "heldout_loss": loss, "heldout_bits_per_byte": loss * BITS_PER_NAT})
+            in_bits = {"heldout_bits_per_byte": loss * BITS_PER_NAT} if self._knows_bytes else {}
+            self.metrics.write({"step": self.step, "heldout_loss": loss, **in_bits})
         self._say(f"step {self.step}  {self._evaluation(loss)}")
 
     def _heading(self) -> str:
@@ -511,13 +540,13 @@ class Trainer:
             f"{self.comm.size} rank{'s' * (self.comm.size > 1)} on {self.comm.num_nodes} node{'s' * (self.comm.num_nodes > 1)}, "
             f"{where}{idle}\n"
             f"model {model.family} {model.size}: {num_parameters(sizes) / 1e6:.2f} M parameters, {held / 1e6:.2f} M on rank 0\n"
-            f"data: {self.corpus.num_files} files, {len(self.corpus.train) / 1e6:.1f} MB to train on, "
-            f"{len(self.corpus.heldout) / 1e6:.2f} MB held out\n"
+            f"data: {self.found}\n"
             f"run {self.run.folder} {self.beginning}"
         )
 
     def _evaluation(self, loss: float) -> str:
-        return f"held-out {loss:.4f} nats, {loss * BITS_PER_NAT:.4f} bits per byte, {self.batches.heldout.num_batches} batches"
+        in_bits = f", {loss * BITS_PER_NAT:.4f} bits per byte" if self._knows_bytes else " a token"
+        return f"held-out {loss:.4f} nats{in_bits}, {self.batches.heldout.num_batches} batches"
 
     def _sum(self, *values: float) -> list[float]:
         """The sum of each value over the ranks, bit for bit the same on all ranks."""

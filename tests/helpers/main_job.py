@@ -74,3 +74,14 @@ def assert_same_end(folder: Path, other: Path) -> None:
     assert mine.keys() == theirs.keys()
     assert {name for name in mine if mine[name] != theirs[name]} == set()
     assert any(name.startswith("optimizer/") for name in mine) and "random/states" in mine
+
+
+def error_line(result: Result) -> str:
+    """The one line of a run that was refused."""
+    assert result.returncode != 0, str(result)
+    assert "Traceback" not in result.stdout + result.stderr, str(result)
+    lines = [line for line in (result.stdout + result.stderr).splitlines() if "mpitrain: error:" in line]
+    assert len(lines) == 1 and lines[0].startswith("mpitrain: error: "), str(result)
+    assert "MPI_ABORT" not in result.stderr, "the ranks did not leave by themselves"
+    assert result.seconds < 30.0, str(result)  # on a free machine 3 s
+    return lines[0].strip()

@@ -8,6 +8,7 @@ import torch
 
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data import scan
+from mpitrain.data.loading import has_documents
 from mpitrain.models import build, num_parameters
 from mpitrain.plan.memory.stage_ranks import stage_rank, take_stages
 from mpitrain.plan.memory.step import StepRank, measure, takes_grads_over, units_of
@@ -100,8 +101,10 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     process_bytes = PROCESS_BYTES + COMPILER_BYTES * is_checkpointed
 
     on_node = num_ranks // num_nodes
-    corpus = scan(config.data.path, config.data.suffixes, config.data.heldout)
-    data_bytes = corpus.train.num_tokens + corpus.heldout.num_tokens
+    data_bytes = 0  # of documents and tokens, whose files are mapped
+    if not (has_documents(config.data) or config.data.has_tokens):
+        corpus = scan(config.data.path, config.data.suffixes, config.data.heldout)
+        data_bytes = corpus.train.num_tokens + corpus.heldout.num_tokens
     ring_bytes = RING_BYTES if on_node > 1 else 0
     # Two generations; on several nodes each also for a rank of another node, and after a loss the one before them.
     num_copies = (2 if num_nodes == 1 else 6) if config.train.elastic and config.train.copy_every else 0

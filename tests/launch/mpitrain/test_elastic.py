@@ -1,5 +1,6 @@
 """Real jobs whose ranks are killed, stopped, or end by an error: the others go on in place, and the run ends as an undisturbed one."""
 
+import json
 import os
 import re
 import signal
@@ -132,6 +133,20 @@ def test_ranks_are_killed_one_after_another_until_too_few_are_left(start: Start,
     assert_ended_as(again, undisturbed)
     assert len(again.events("failure")) == 5, again.output
     assert again.events("shrink")[-1]["ranks"] == 2
+
+
+@needs_open_mpi
+def test_a_run_on_documents_goes_on_with_the_same_batches(start: Start, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"all work and no play makes {n} dull documents. " * (n % 5 + 1)}) for n in range(200)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    words = ["--data.path", str(tmp_path / "a.jsonl")]
+    alone = launch(1, "-m", "mpitrain", "--run", str(tmp_path / "alone"), *SETTINGS, *words, timeout_s=60)
+    assert alone.returncode == 0, str(alone)
+    job = start(3, *words)
+    reaches(job, 18)
+    kill(job, 1)
+    assert_ended_as(job, tmp_path / "alone")
+    assert "2 ranks go on from step" in job.output
 
 
 @needs_open_mpi

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from checkpoints import tensors
-from launching import ROOT, Result, is_open_mpi, launch, run
-from main_job import assert_same_end, command, train, trained
+from launching import ROOT, is_open_mpi, launch, run
+from main_job import assert_same_end, command, error_line, train, trained
 
 import ckpt
 from mpitrain.chaos.disk import small_disk
@@ -21,17 +21,6 @@ WholeRun = Callable[[int], Path]
 
 # On a free machine an error takes 1 s before torch is loaded and 3 s after; other work on the machine adds to that.
 SECONDS = 30.0
-
-
-def error_line(result: Result) -> str:
-    """The one line of a run that was refused."""
-    assert result.returncode != 0, str(result)
-    assert "Traceback" not in result.stdout + result.stderr, str(result)
-    lines = [line for line in (result.stdout + result.stderr).splitlines() if "mpitrain: error:" in line]
-    assert len(lines) == 1 and lines[0].startswith("mpitrain: error: "), str(result)
-    assert "MPI_ABORT" not in result.stderr, "the ranks did not leave by themselves"
-    assert result.seconds < SECONDS, str(result)
-    return lines[0].strip()
 
 
 MISTAKES: list[tuple[list[str], str]] = [

@@ -303,3 +303,57 @@ def test_importing_the_settings_loads_neither_torch_nor_mpi() -> None:
     code = "import sys, mpitrain.config; print([m for m in ('torch', 'mpi4py') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+SOURCES = """
+[[data.sources]]
+name = "web"
+path = ["web-{000..127}.tar", "s3://b/*.jsonl"]
+weight = 3
+
+[[data.sources]]
+name = "books"
+path = ["books.parquet"]
+field = "content"
+weights = [[0, 1.0], [10, 2.5]]
+"""
+
+
+def test_sources_of_documents(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text(SOURCES)
+    config = from_toml(file)
+    web, books = config.data.sources
+    assert (web.path, web.points) == (("web-{000..127}.tar", "s3://b/*.jsonl"), ((0, 3.0),))
+    assert (books.field, books.points) == ("content", ((0.0, 1.0), (10.0, 2.5)))
+    file.write_text(to_toml(config))
+    assert from_toml(file) == config
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            "[[data.sources]]",
+            '[data]\npath = ["a.tar"]\n[[data.sources]]',
+            "data.path and data.sources: expected one of them",
+        ),
+        ('"books"', '"web"', r"data.sources: expected different names, got \['web', 'web'\]"),
+        ('"books"', '"a/b"', "data.sources: expected a name without / and paths that are not empty"),
+        ("weight = 3", "weight = -1", "data.sources: expected weights of at least 0"),
+        ("[10, 2.5]", "[0, 2.5]", "data.sources: expected weights with growing steps"),
+        ("weight = 3", "wait = 3", "data.sources in .*a.toml: unknown setting wait: did you mean weight?"),
+    ],
+)
+def test_mistakes_in_sources(tmp_path: Path, before: str, after: str, message: str) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text(SOURCES.replace(before, after, 1))
+    with pytest.raises(ConfigError, match=message):
+        from_toml(file)
+
+
+def test_sources_are_not_for_flags() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--data.sources: expected a table with name, path, .*, in a TOML file, got 'a.tar'"
+    ):
+        parse(["--data.sources", "a.tar"])

@@ -1,0 +1,10 @@
+"""Documents in shards: files with many documents each, of which any part can be read.
+
+A reader maps a file into memory. Its `cut(begin, end)` returns the documents whose first byte is one of the bytes `begin` to `end - 1`.
+So the parts of a shard can be counted from its size alone, before it is opened. Names are keys, and never paths: nothing is unpacked.
+"""
+
+from mpitrain.data.documents.kinds import is_compressed, kind_of, open_shard
+from mpitrain.data.documents.reading import Cut, DamagedSampleError, DamagedShardError, Reader
+
+__all__ = ["Cut", "DamagedSampleError", "DamagedShardError", "Reader", "is_compressed", "kind_of", "open_shard"]

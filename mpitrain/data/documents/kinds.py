@@ -1,0 +1,48 @@
+"""Which reader opens a shard: the ending of its name decides."""
+
+from pathlib import Path
+from typing import Literal
+
+from mpitrain.data.documents.lines import LinesReader
+from mpitrain.data.documents.parquet import ParquetReader
+from mpitrain.data.documents.reading import Reader
+from mpitrain.data.documents.tar import TarReader
+from mpitrain.data.documents.text import TextReader
+
+Kind = Literal["tar", "lines", "parquet", "text"]
+
+_SUFFIXES: dict[str, Kind] = {".tar": "tar", ".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}
+COMPRESSED = (".gz", ".zst")
+"""Endings after that of the kind: such a shard is unpacked before it is read."""
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of a shard with this name. Files with other endings are texts."""
+    for ending in COMPRESSED:
+        name = name.removesuffix(ending)
+    if name.endswith(".tgz"):
+        return "tar"
+    return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), "text")
+
+
+def is_compressed(name: str) -> bool:
+    """Whether a shard must be unpacked as a whole before any part of it can be read."""
+    return name.endswith((*COMPRESSED, ".tgz"))
+
+
+def open_shard(path: Path, name: str, kind: Kind, field: str | None = None) -> Reader:
+    """Open a shard that is not compressed, or its unpacked copy at `path`.
+
+    `name`: for messages and keys. `field`: the field, column or part that is the text; None: the usual one.
+
+    DamagedShardError if it is none of this kind, OSError if it cannot be read, ImportError if a library is missing.
+    """
+    match kind:
+        case "tar":
+            return TarReader(path, name, field)
+        case "lines":
+            return LinesReader(path, name, field or "text")
+        case "parquet":
+            return ParquetReader(path, name, field or "text")
+        case "text":
+            return TextReader(path, name)

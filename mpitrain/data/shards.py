@@ -1,0 +1,137 @@
+"""The shards of a source: their names, as users give them, and their sizes.
+
+    data/part-{000..127}.tar        brace ranges, with leading zeros as given, and lists such as {train,extra}
+    data/*.jsonl.zst                globs
+    s3://bucket/c4/*.parquet        what fsspec opens
+
+A shard's name in a list is its path after the folder that all names of the source share. So a list stays the same if its folder moves.
+"""
+
+import glob
+import itertools
+import os
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+import ckpt
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_MOST_NAMES = 10_000_000
+_FEW = 8
+
+
+class ShardList(NamedTuple):
+    """The shards of a source. `folder`: of all of them. `names`: in it, in order; `paths`: or URLs. `sizes`: bytes, int64."""
+
+    folder: str
+    names: tuple[str, ...]
+    paths: tuple[str, ...]
+    sizes: np.ndarray
+
+    def packed(self) -> bytes:
+        """The names and sizes for a checkpoint."""
+        names = "\0".join(self.names).encode(errors="surrogateescape")
+        return zlib.compress(np.int64(len(self.names)).tobytes() + self.sizes.astype("<i8").tobytes() + names, 6)
+
+
+def unpacked(data: bytes) -> tuple[tuple[str, ...], np.ndarray]:
+    """The names and sizes of `packed`."""
+    plain = zlib.decompress(data)
+    num = int.from_bytes(plain[:8], "little")
+    names = plain[8 + 8 * num :].decode(errors="surrogateescape").split("\0")
+    return tuple(names), np.frombuffer(plain, "<i8", num, 8).astype(np.int64)
+
+
+def list_shards(patterns: Sequence[str]) -> ShardList:
+    """Find the shards that the patterns name.
+
+    Raises:
+        ValueError: a pattern that names no file, a shard that does not exist or is empty, or two shards of one name.
+    """
+    found: dict[str, int] = {}
+    for pattern in patterns:
+        names = [pattern] if os.path.exists(pattern) else list(expanded(pattern))
+        its = _remote(names) if "://" in pattern else _local(names)
+        if not its:
+            raise ValueError(f"data: {pattern} names no file")
+        found |= its
+    if not found:
+        raise ValueError("data: expected the names of shards, got none")
+    if empty := [path for path, size in found.items() if not size]:
+        raise ValueError(f"data: {empty[0]} is empty; expected documents")
+    paths = sorted(found)
+    folder = _common_folder(paths)
+    names = [path[len(folder) + 1 :] if folder else path for path in paths]
+    return ShardList(folder, tuple(names), tuple(paths), np.array([found[path] for path in paths], np.int64))
+
+
+def expanded(pattern: str) -> Iterator[str]:
+    """The names of a pattern with brace ranges and lists. ValueError for a range that is no range."""
+    pieces = _BRACES.split(pattern)
+    choices = [[piece] if i % 2 == 0 else _choices(piece, pattern) for i, piece in enumerate(pieces)]
+    if np.prod([len(each) for each in choices], dtype=float) > _MOST_NAMES:
+        raise ValueError(f"data: {pattern} names more than {_MOST_NAMES:,} shards")
+    return ("".join(parts) for parts in itertools.product(*choices))
+
+
+def _choices(inside: str, pattern: str) -> list[str]:
+    if match := _RANGE.fullmatch(inside):
+        first, last = match.groups()
+        if int(last) < int(first) or int(last) - int(first) > _MOST_NAMES:
+            raise ValueError(f"data: {pattern}: expected a range from a number to a greater one, got {{{inside}}}")
+        return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    if "," not in inside:
+        raise ValueError(
+            f"data: {pattern}: expected a range such as {{000..127}} or a list such as {{a,b}}, got {{{inside}}}"
+        )
+    return inside.split(",")
+
+
+def _local(names: Sequence[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name in names:
+        path = os.path.expanduser(name)
+        is_pattern = glob.has_magic(path) and not os.path.exists(path)
+        if os.path.isdir(path):
+            raise ValueError(f"data: {name} is a folder; expected shards, such as {name.rstrip('/')}/*.jsonl")
+        try:
+            for each in glob.glob(path, recursive=True) if is_pattern else [path]:
+                if not os.path.isdir(each):
+                    found[os.path.abspath(each)] = os.stat(each).st_size
+        except OSError as error:
+            raise ValueError(f"data: {error.filename} cannot be read: {error.strerror or error}") from None
+    return found
+
+
+def _remote(names: Sequence[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    folders: dict[str, dict[str, int | None]] = {}
+    for name in names:
+        try:
+            if glob.has_magic(name):
+                found |= {str(each): size for each, size in ckpt.Url(name).files().items()}
+                continue
+            folder, _, file = name.rpartition("/")
+            if len(names) > _FEW and folder not in folders:  # one request, and not one for each name
+                folders[folder] = ckpt.Url(folder).entries()
+            size = folders[folder].get(file) if folder in folders else ckpt.Url(name).size()
+        except OSError as error:
+            raise ValueError(f"data: {name} cannot be read: {error}") from None
+        if size is None:
+            raise ValueError(f"data: {name} cannot be read: there is no such file")
+        found[name] = size
+    return found
+
+
+def _common_folder(paths: Sequence[str]) -> str:
+    """The longest folder in which all paths are. They are sorted."""
+    if len(paths) == 1:
+        return str(paths[0].rpartition("/")[0])
+    first, last = (path.split("/")[:-1] for path in (paths[0], paths[-1]))
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    return "/".join(part for part, _ in same)

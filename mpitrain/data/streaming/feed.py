@@ -1,0 +1,195 @@
+"""The documents of one source, chunk by chunk, as tokens."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mpitrain.data.documents import Cut, DamagedSampleError, Reader, is_compressed, kind_of, open_shard
+from mpitrain.data.order import keys_of, permute
+from mpitrain.data.shards import ShardList
+from mpitrain.data.streaming.chunks import ChunkSequence
+
+_NUM_OPEN = 64  # shards of a process
+_NO_END = 1 << 62
+
+
+class Feed:
+    """A source on this process.
+
+    Args:
+        name: of the source; it chooses the order.
+        shards: all shards.
+        sequence: the order of its chunks.
+        encode: the tokens of a text in UTF-8, int32; they end with the separator.
+        field: see `open_shard`.
+        keeps: whether the document with this key is one of the source; None: all are.
+        local: a block in which a shard, a path or URL of so many bytes, is an uncompressed file of this machine: see ShardCache.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shards: ShardList,
+        sequence: ChunkSequence,
+        encode: Callable[[bytes], np.ndarray],
+        *,
+        field: str | None = None,
+        keeps: Callable[[bytes], bool] | None = None,
+        local: Callable[[str, int], AbstractContextManager[Path]],
+    ) -> None:
+        self.name, self.shards, self.sequence, self.encode = name, shards, sequence, encode
+        self._field, self._keeps, self._local = field, keeps, local
+        self._open: OrderedDict[int, Reader] = OrderedDict()
+
+    def documents(self, chunk: int) -> "Documents":
+        """The documents of a chunk, permuted. DamagedShardError or OSError if the shard cannot be read."""
+        _, shard, begin = self.sequence[chunk]
+        is_whole = is_compressed(self.shards.names[shard])
+        cut = self._reader(shard).cut(begin, _NO_END if is_whole else begin + self.sequence.chunk_bytes)
+        kept: Sequence[int] | np.ndarray = range(len(cut))
+        if self._keeps is not None:
+            kept = [index for index in kept if self._keeps(cut.key(index))]
+        num = len(kept)
+        order = (
+            permute(np.arange(num), num, keys_of(self.sequence.seed, self.name, "documents", chunk))
+            if num > 1
+            else range(num)
+        )
+        return Documents(cut, np.asarray(kept, np.int64)[np.asarray(order, np.int64)].tolist())
+
+    def check(self) -> None:
+        """ValueError unless there is a document. It reads the chunks of an epoch up to the first one that has one."""
+        if not any(len(self.documents(chunk)) for chunk in range(self.sequence.length(0))):
+            what = "documents" if self._keeps is None else "documents of the share that data.heldout asks for"
+            raise ValueError(
+                f"data: {self.name} has no {what} in {self.shards.folder}; take other shards, another data.heldout, or "
+                "--train.eval-batches 0"
+            )
+
+    def _reader(self, shard: int) -> Reader:
+        if shard not in self._open:
+            name = self.shards.names[shard]
+            with self._local(self.shards.paths[shard], int(self.shards.sizes[shard])) as path:
+                self._open[shard] = open_shard(path, name, kind_of(name), self._field)
+            while len(self._open) > _NUM_OPEN:
+                self._open.popitem(last=False)  # its map stays while a lane reads it
+        self._open.move_to_end(shard)
+        return self._open[shard]
+
+
+class Documents:
+    """The documents of a chunk, in the order in which they come."""
+
+    def __init__(self, cut: Cut, order: list[int]) -> None:
+        self._cut, self._order = cut, order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def text(self, index: int) -> bytes:
+        """A document in UTF-8. DamagedSampleError if it cannot be read."""
+        text = self._cut.text(self._order[index])
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            key = self._cut.key(self._order[index]).decode(errors="replace")
+            raise DamagedSampleError(f"{key}: expected text in UTF-8: {error}") from None
+        return text
+
+
+class Bytes:
+    """Tokens are bytes; the separator is 0, as in `corpus`."""
+
+    def __call__(self, text: bytes) -> np.ndarray:
+        tokens = np.empty(len(text) + 1, np.int32)
+        tokens[:-1] = np.frombuffer(text, np.uint8)
+        tokens[-1] = 0
+        return tokens
+
+
+CHUNK, DOCUMENT, OFFSET, DAMAGED = range(4)
+"""The integers of a lane's state in a source: the number of the chunk, of the document in it, a place in the document (see packing.py),
+and the damaged documents so far."""
+
+_MOST_IN_A_ROW = 1000  # damaged documents: then the source has none that can be read, or too few
+
+
+class Tolerance(NamedTuple):
+    """What happens to damaged documents: `say` gets a line about each. More than `most` end the run."""
+
+    most: int = 0
+    say: Callable[[str], object] = lambda line: None
+
+    def check(self, num: int, last: str = "") -> None:
+        """ValueError if so many damaged documents are too many. `last`: about one of them."""
+        if num > self.most:
+            raise ValueError(
+                f"data: {num} damaged document{'s' * (num > 1)}; expected {self.most} at most; mend the shards, or leave out more with "
+                f"--data.max-bad-samples{f': {last}' if last else ', stderr names them'}"
+            )
+
+
+class Cursor:
+    """The place of a lane in a source. `state`: int64, see CHUNK; this changes it.
+
+    Lane n of L takes the chunks n, n + L, n + 2 L, ...
+    """
+
+    def __init__(self, feed: Feed, state: np.ndarray, num_lanes: int, tolerance: Tolerance) -> None:
+        self._feed, self.state, self._num_lanes, self._tolerance = feed, state, num_lanes, tolerance
+        self._documents: Documents | None = None
+        self._tokens: np.ndarray | None = None
+
+    def tokens(self) -> np.ndarray:
+        """The tokens of the document at the place, with the separator. Passes over damaged documents, and counts them.
+
+        The source must have a document: see `Feed.check`. ValueError if this lane alone has more damaged ones than are tolerated.
+        """
+        if self._tokens is None:
+            self._tokens = self._find()
+        return self._tokens
+
+    def go_to(self, state: np.ndarray) -> None:
+        """Go to another place."""
+        if state[CHUNK] != self.state[CHUNK]:
+            self._documents = None
+        self.state[:] = state
+        self._tokens = None
+
+    def next_document(self) -> None:
+        """Go to the begin of the next document."""
+        self.state[DOCUMENT] += 1
+        self.state[OFFSET] = 0
+        self._tokens = None
+
+    def chunk_ends(self) -> bool:
+        """Whether the place is after the last document of the current chunk."""
+        return bool(self.state[DOCUMENT] >= len(self._of_chunk()))
+
+    def _of_chunk(self) -> Documents:
+        if self._documents is None:
+            self._documents = self._feed.documents(int(self.state[CHUNK]))
+        return self._documents
+
+    def _find(self) -> np.ndarray:
+        num_damaged = 0
+        while True:
+            if self.chunk_ends():
+                self.state[CHUNK] += self._num_lanes
+                self.state[DOCUMENT] = self.state[OFFSET] = 0
+                self._documents = None
+                continue
+            try:
+                return self._feed.encode(self._of_chunk().text(int(self.state[DOCUMENT])))
+            except DamagedSampleError as error:
+                num_damaged += 1
+                self.next_document()
+                self.state[DAMAGED] += 1
+                self._tolerance.say(str(error))
+                self._tolerance.check(int(self.state[DAMAGED]), str(error))
+                if num_damaged >= _MOST_IN_A_ROW:
+                    raise ValueError(f"data: {num_damaged} damaged documents in a row; the last one: {error}") from None

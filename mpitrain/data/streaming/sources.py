@@ -1,0 +1,105 @@
+"""The sources of a run: their shards, and what a checkpoint keeps of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mpitrain.data.cache import ShardCache
+from mpitrain.data.documents import is_compressed
+from mpitrain.data.shards import ShardList
+from mpitrain.data.streaming.chunks import ChunkSequence, Era, num_chunks
+from mpitrain.data.streaming.feed import Feed
+
+_MOST_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 4 << 20, 4 << 10
+_CHUNKS_PER_LANE = 16  # in an epoch, as far as the limits of a chunk allow: else lanes are in several epochs at a time
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source: its shards, and the order of their chunks.
+
+    `eras`: (first epoch, number of shards): a source whose list became longer has several. The shards of an era are the first ones.
+    """
+
+    name: str
+    shards: ShardList
+    chunk_bytes: int
+    eras: tuple[tuple[int, int], ...]
+    field: str | None = None
+
+    @staticmethod
+    def new(name: str, shards: ShardList, *, lanes: int, field: str | None = None) -> "Source":
+        """A source at the begin of a run."""
+        wanted = int(shards.sizes.sum()) // (lanes * _CHUNKS_PER_LANE)
+        chunk_bytes = min(max(wanted, _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES)
+        return Source(name, shards, chunk_bytes, ((0, len(shards.names)),), field)
+
+    def resumed(self, saved: Mapping[str, Any], names: Sequence[str], sizes: np.ndarray, furthest: int) -> "Source":
+        """This source with the order of a checkpoint. New shards come from the epoch on that follows all of which a lane has begun.
+
+        `saved`: of `meta`. `names`, `sizes`: the shards of the checkpoint, in its order. `furthest`: the greatest chunk of a lane.
+        ValueError if a shard of the checkpoint is missing, or has another size.
+        """
+        now = {name: index for index, name in enumerate(self.shards.names)}
+        # A further folder of shards makes the folder of all of them shorter.
+        inside = saved["folder"].removeprefix(f"{self.shards.folder}/")
+        prefix = f"{inside}/" if inside != saved["folder"] and names[0] not in now else ""
+        places = [now.get(prefix + name, -1) for name in names]
+        for name, size, place in zip(names, sizes.tolist(), places, strict=True):
+            if place < 0 or self.shards.sizes[place] != size:
+                is_there = (
+                    "it is not there" if place < 0 else f"it has {self.shards.sizes[place]} bytes now, and had {size}"
+                )
+                raise ValueError(
+                    f"data: the run has read {name} of {self.name} in {self.shards.folder}, and {is_there}; put it back, or start "
+                    "another run with --run"
+                )
+        known = set(places)
+        further = [index for index in range(len(now)) if index not in known]
+        order = places + further
+        shards = ShardList(
+            self.shards.folder,
+            (*names, *(self.shards.names[index] for index in further)),  # the keys of documents have the names
+            tuple(self.shards.paths[index] for index in order),
+            self.shards.sizes[order],
+        )
+        eras = tuple((int(first), int(count)) for first, count in saved["eras"])
+        before = replace(self, shards=shards, chunk_bytes=int(saved["chunk_bytes"]), eras=eras)
+        if not further:
+            return before
+        return replace(before, eras=(*eras, (before.sequence(0).epoch_of(furthest) + 1, len(order))))
+
+    def meta(self) -> dict[str, Any]:
+        """What a checkpoint keeps, besides the list of the shards."""
+        eras = [list(era) for era in self.eras]
+        return {
+            "name": self.name, "folder": self.shards.folder, "field": self.field, "chunk_bytes": self.chunk_bytes, "eras": eras
+        }  # fmt: skip
+
+    def sequence(self, seed: int) -> ChunkSequence:
+        """The order of the chunks."""
+        splits = np.array([not is_compressed(name) for name in self.shards.names])
+        counts = num_chunks(self.shards.sizes, splits, self.chunk_bytes)
+        eras = [Era(first, counts[:num]) for first, num in self.eras]
+        return ChunkSequence(eras, seed=seed, source=self.name, chunk_bytes=self.chunk_bytes)
+
+    def feed(
+        self,
+        encode: Callable[[bytes], np.ndarray],
+        *,
+        seed: int,
+        keeps: Callable[[bytes], bool] | None,
+        cache: ShardCache,
+    ) -> Feed:
+        """The documents of the source on this process. `keeps`: see Feed."""
+        return Feed(
+            self.name,
+            self.shards,
+            self.sequence(seed),
+            encode,
+            field=self.field,
+            keeps=keeps,
+            local=cache.local,
+        )

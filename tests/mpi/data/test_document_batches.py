@@ -1,0 +1,160 @@
+"""Batches of documents on real ranks: the global batches of one process, also over a state that other ranks have saved."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckpt
+from collectives import Communicator
+from mpitrain.config import Config, parse
+from mpitrain.data.loading import Documents, load_data
+from mpitrain.train.batches import RankBatches
+
+STEPS = 6
+
+
+@pytest.fixture
+def settings(comm: Communicator, shared_tmp: Path) -> Config:
+    """Two sources, with a split by the documents' keys."""
+    if comm.rank == 0:
+        for name in ("a", "b"):
+            lines = [json.dumps({"text": f"document {number} of {name}, " * (number % 7 + 1)}) for number in range(60)]
+            (shared_tmp / f"{name}.jsonl").write_text("\n".join(lines))
+        tables = [f'[[data.sources]]\nname = "{name}"\npath = ["{shared_tmp}/{name}.jsonl"]' for name in ("a", "b")]
+        (shared_tmp / "run.toml").write_text("\n".join(tables))
+    comm.barrier()
+    small = ["--model.context", "24", "--train.batch", "7", "--train.accumulate", "1", "--train.eval-batches", "2"]
+    return parse(["--config", str(shared_tmp / "run.toml"), "--train.elastic", "true", "--data.heldout", "0.2", *small])
+
+
+def batches(config: Config, comm: Communicator) -> RankBatches:
+    return RankBatches(config, load_data(config.data, comm, batch=config.train.batch), comm)
+
+
+def whole(of_rank: np.ndarray, comm: Communicator) -> np.ndarray:
+    return np.concatenate(comm.all_gather_object(of_rank))
+
+
+def alone(config: Config, comm: Communicator) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The training and evaluation batches of one process, on each rank."""
+    itself = comm.split(comm.rank)
+    mine = batches(config, itself)
+    train = [mine.of_step(step)[0].tokens.numpy() for step in range(STEPS)]
+    heldout = [mine.of_evaluation(index).tokens.numpy() for index in range(2)]
+    itself.free()
+    return train, heldout
+
+
+def test_ranks_share_the_batches_of_one_process(settings: Config, comm: Communicator) -> None:
+    train, heldout = alone(settings, comm)
+    mine = batches(settings, comm)
+    for step in range(STEPS):
+        parts = mine.of_step(step)
+        assert np.array_equal(whole(parts[0].tokens.numpy(), comm), train[step]), step
+    for index in (0, 1, 0):
+        assert np.array_equal(whole(mine.of_evaluation(index).tokens.numpy(), comm), heldout[index])
+    text = b"".join(batch.astype(np.uint8).tobytes() for batch in train)
+    assert b" of a" in text and b" of b" in text
+
+
+def test_a_saved_state_goes_on(settings: Config, comm: Communicator, shared_tmp: Path) -> None:
+    """After each step from a checkpoint, and in the end on one rank alone."""
+    train, _ = alone(settings, comm)
+    mine = batches(settings, comm)
+    for step in range(STEPS):
+        assert np.array_equal(whole(mine.of_step(step)[0].tokens.numpy(), comm), train[step]), step
+        meta, tensors = mine.state(step + 1)
+        sample = mine.train.next_sample(step + 1)
+        ckpt.save(shared_tmp / "state", tensors, comm=comm, meta=meta, overwrite=True)
+        mine = resumed(settings, comm, shared_tmp / "state", step + 1, sample)
+    itself = comm.split(comm.rank)
+    last = resumed(settings, itself, shared_tmp / "state", STEPS, sample)
+    expected = batches(settings, itself)
+    assert np.array_equal(last.of_step(STEPS)[0].tokens, expected.of_step(STEPS)[0].tokens)
+    itself.free()
+
+
+def resumed(config: Config, comm: Communicator, path: Path, step: int, sample: int) -> RankBatches:
+    made = batches(config, comm)
+    meta = ckpt.open(path).meta
+    room = made.room(meta)
+    ckpt.load(path, room, comm=comm)
+    made.load(step, sample, meta, room)
+    return made
+
+
+def test_shards_that_came_and_went(settings: Config, comm: Communicator, shared_tmp: Path) -> None:
+    toml = shared_tmp / "run.toml"
+    words = ["--config", str(toml), "--data.heldout", "0", "--train.elastic", "true"]
+    words += ["--model.context", "24", "--train.batch", "7", "--train.eval-batches", "0"]
+    mine = batches(parse(words), comm)
+    mine.of_step(0)
+    meta, tensors = mine.state(1)
+    ckpt.save(shared_tmp / "state", tensors, comm=comm, meta=meta)
+    if comm.rank == 0:
+        shutil.copy(shared_tmp / "a.jsonl", shared_tmp / "b2.jsonl")
+        toml.write_text(toml.read_text().replace("b.jsonl", "b*.jsonl"))
+    comm.barrier()
+    longer = parse(words)
+    more = resumed(longer, comm, shared_tmp / "state", 1, 7)
+    eras = more.state(1)[0]["sources"][1]["eras"]
+    assert eras[0] == [0, 1] and eras[1][0] >= 1 and eras[1][1] == 2
+    assert np.array_equal(whole(more.of_step(1)[0].tokens, comm), whole(mine.of_step(1)[0].tokens, comm))
+    comm.barrier()
+    if comm.rank == 0:
+        (shared_tmp / "other").write_text("{}\n")
+        (shared_tmp / "other").replace(shared_tmp / "a.jsonl")
+    comm.barrier()
+    with pytest.raises(ValueError, match=r"the run has read a.jsonl of a in .*, and it has 3 bytes now, and had \d+"):
+        resumed(longer, comm, shared_tmp / "state", 1, 7)
+
+
+def test_a_shard_that_some_ranks_cannot_read_is_an_error_on_all(comm: Communicator, shared_tmp: Path) -> None:
+    shards = [shared_tmp / f"part-{number:02}.jsonl" for number in range(30)]
+    if comm.rank == 0:
+        for shard in shards:
+            shard.write_text(json.dumps({"text": "a few words " * 9}))
+    comm.barrier()
+    words = [
+        "--data.path",
+        f"{shared_tmp}/part-*.jsonl",
+        "--data.heldout",
+        "0",
+        "--model.context",
+        "24",
+        "--train.batch",
+        "7",
+    ]
+    config = parse([*words, "--train.elastic", "true"])
+    found = load_data(config.data, comm, batch=config.train.batch)
+    assert isinstance(found, Documents) and str(found) == "documents in 7 lanes; data: 30 shards, 0.0 MB"
+    mine = RankBatches(config, found, comm)
+    comm.barrier()
+    if comm.rank == 0:
+        (shared_tmp / "empty").touch()
+        for shard in shards:
+            shutil.copy(shared_tmp / "empty", shared_tmp / "other")
+            (shared_tmp / "other").replace(shard)  # the shards that are open stay as they are
+    comm.barrier()
+    with pytest.raises(ValueError, match=r"part-\d+.jsonl: the file is empty"):
+        list(map(mine.of_step, range(STEPS)))
+
+
+def test_data_that_do_not_fit_the_settings(comm: Communicator, shared_tmp: Path) -> None:
+    if comm.rank == 0:
+        (shared_tmp / "a.jsonl").write_text(json.dumps({"text": "a few words"}))
+        np.save(shared_tmp / "a.npy", np.arange(5000) % 300)
+    comm.barrier()
+    small = ["--model.context", "24", "--train.batch", "7", "--train.elastic", "true"]
+    with pytest.raises(
+        ValueError, match=r"data has no documents of the share that data.heldout asks for in .*; take other shards"
+    ):
+        batches(parse(["--data.path", f"{shared_tmp}/a.jsonl", "--data.heldout", "1e-9", *small]), comm)
+    of_tokens = batches(parse(["--data.path", f"{shared_tmp}/a.npy", "--model.vocab", "299", *small]), comm)
+    with pytest.raises(
+        ValueError, match=r"the data have the tokens \d+ to 299, and the model has 0 to 298; take the vocabulary"
+    ):
+        list(map(of_tokens.of_step, range(20)))

@@ -1,0 +1,181 @@
+"""Shards that are remote or compressed: fetched once, within a limit, whole or not at all."""
+
+import gzip
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from launching import ROOT
+
+import ckpt
+from mpitrain.data.cache import ShardCache
+from mpitrain.data.documents import DamagedShardError
+
+DATA = bytes(range(256)) * 40
+OWN = f"mpitrain-shards-{os.getuid()}"
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    memory = fsspec.filesystem("memory")
+    for number in range(4):
+        memory.pipe(f"/cached/{number}.tar", DATA + bytes([number]))
+    yield "memory://cached"
+    memory.rm("/cached", recursive=True)
+
+
+def read(cache: ShardCache, shard: str, size: int) -> bytes:
+    with cache.local(shard, size) as path:
+        return path.read_bytes()
+
+
+def test_a_file_of_this_machine_is_used_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(DATA)
+    cache = ShardCache(tmp_path / "cache")
+    with cache.local(str(tmp_path / "a.tar"), len(DATA)) as path:
+        assert path == tmp_path / "a.tar"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_remote_shard_comes_once(tmp_path: Path, bucket: str) -> None:
+    cache, other = ShardCache(tmp_path / "cache"), ShardCache(tmp_path / "cache")
+    size = len(DATA) + 1
+    assert read(cache, f"{bucket}/1.tar", size) == DATA + b"\x01" == read(other, f"{bucket}/1.tar", size)
+    assert (cache.num_fetched, other.num_fetched) == (1, 0)
+    assert oct((tmp_path / "cache" / OWN).stat().st_mode)[-3:] == "700"
+
+
+def test_the_limit_removes_what_was_used_last(tmp_path: Path, bucket: str) -> None:
+    size = len(DATA) + 1
+    cache = ShardCache(tmp_path / "cache", limit_bytes=2 * size)
+    for number in (0, 1):
+        read(cache, f"{bucket}/{number}.tar", size)
+    for file in (tmp_path / "cache" / OWN).iterdir():
+        os.utime(file, (time.time() - 100, time.time() - 100))
+    read(cache, f"{bucket}/0.tar", size)
+    with cache.local(f"{bucket}/0.tar", size) as in_use:
+        assert read(cache, f"{bucket}/2.tar", size) == DATA + b"\x02"
+        assert in_use.exists()
+    assert sum(not file.suffix for file in (tmp_path / "cache" / OWN).iterdir()) == 2
+    read(cache, f"{bucket}/0.tar", size)
+    assert cache.num_fetched == 3, "shard 1 made room"
+
+
+def test_a_shard_of_another_size_is_damaged(tmp_path: Path, bucket: str) -> None:
+    cache = ShardCache(tmp_path / "cache")
+    with pytest.raises(DamagedShardError, match=rf"{bucket}/0.tar: expected 5 bytes as listed, got {len(DATA) + 1}"):
+        read(cache, f"{bucket}/0.tar", 5)
+    assert [file.suffix for file in (tmp_path / "cache" / OWN).iterdir()] == [".lock"]
+
+
+def test_other_files_in_the_folder_stay(tmp_path: Path, bucket: str) -> None:
+    (tmp_path / "thesis").write_text("all work")
+    cache = ShardCache(tmp_path, limit_bytes=len(DATA) + 1)
+    for number in range(3):
+        (tmp_path / OWN).mkdir(mode=0o700, exist_ok=True)
+        (tmp_path / OWN / "notes").write_text("no play")
+        (tmp_path / OWN / f"{number:032x}.part").write_text("of a killed rank")
+        read(cache, f"{bucket}/{number}.tar", len(DATA) + 1)
+    assert (tmp_path / "thesis").exists() and (tmp_path / OWN / "notes").exists()
+    assert not list((tmp_path / OWN).glob("*.part"))
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, bucket: str) -> None:
+    (tmp_path / "theirs").mkdir(mode=0o777)
+    for make in (lambda own: own.symlink_to(tmp_path / "theirs"), lambda own: own.mkdir(mode=0o755)):
+        make(tmp_path / OWN)
+        with pytest.raises(OSError, match=r"is not a folder of this user alone; expected mode 0700"):
+            read(ShardCache(tmp_path), f"{bucket}/1.tar", len(DATA) + 1)
+        (tmp_path / OWN).unlink() if (tmp_path / OWN).is_symlink() else (tmp_path / OWN).rmdir()
+
+
+def test_compressed_shards_are_unpacked_once(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(DATA))
+    cache, size = ShardCache(tmp_path / "cache"), (tmp_path / "a.jsonl.gz").stat().st_size
+    for _ in range(2):
+        assert read(cache, str(tmp_path / "a.jsonl.gz"), size) == DATA
+    assert cache.num_fetched == 1
+    zstandard = pytest.importorskip("zstandard")
+    frames = b"".join(zstandard.ZstdCompressor().compress(DATA[at : at + 1000]) for at in range(0, len(DATA), 1000))
+    (tmp_path / "a.jsonl.zst").write_bytes(frames)
+    assert read(cache, str(tmp_path / "a.jsonl.zst"), len(frames)) == DATA
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_damaged_and_endless_compressed_shards(tmp_path: Path, ending: str) -> None:
+    pack = (
+        gzip.compress
+        if ending == "gz"
+        else pytest.importorskip("zstandard").ZstdCompressor(write_checksum=True).compress
+    )
+    packed, some = pack(bytes(50 << 20)), pack(np.random.default_rng(0).bytes(100_000))
+    cache = ShardCache(tmp_path / "cache", limit_bytes=1 << 20)
+    for name, data, text in (
+        (f"bomb.tar.{ending}", packed, "it unpacks to more than 1048576 bytes"),
+        (f"cut.tar.{ending}", some[:-10], "it cannot be unpacked"),
+        (f"changed.tar.{ending}", some[:500] + bytes(100) + some[600:], "it cannot be unpacked"),
+        (f"no.tar.{ending}", b"all work and no play", "it cannot be unpacked"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DamagedShardError, match=f"{name}: {text}"):
+            read(cache, str(tmp_path / name), len(data))
+    assert {file.suffix for file in (tmp_path / "cache" / OWN).iterdir()} == {".lock"}
+
+
+def test_errors_of_a_server_are_tried_again(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, num_left = ckpt.Url.download, 2
+
+    def fails_twice(self: ckpt.Url, target: Path) -> None:
+        nonlocal num_left
+        if num_left:
+            num_left -= 1
+            target.write_bytes(b"a part")
+            raise OSError("503 slow down")
+        plain(self, target)
+
+    monkeypatch.setattr(ckpt.Url, "download", fails_twice)
+    monkeypatch.setattr("mpitrain.data.cache._FIRST_PAUSE_S", 0.01)
+    assert read(ShardCache(tmp_path / "cache"), f"{bucket}/3.tar", len(DATA) + 1) == DATA + b"\x03"
+    num_left = 1000
+    with pytest.raises(OSError, match=rf"{bucket}/2.tar cannot be fetched within 0.05 s: 503 slow down"):
+        read(ShardCache(tmp_path / "cache", patience_s=0.05), f"{bucket}/2.tar", len(DATA) + 1)
+    monkeypatch.setattr(ckpt.Url, "download", plain)
+    with pytest.raises(OSError, match=r"9.tar cannot be fetched: .*No such file"):
+        read(ShardCache(tmp_path / "cache"), f"{bucket}/9.tar", 1)
+
+
+def test_processes_that_need_the_same_shard_fetch_it_once(tmp_path: Path) -> None:
+    (tmp_path / "good.jsonl.gz").write_bytes(gzip.compress(DATA))
+    program = (
+        "import sys\nfrom mpitrain.data.cache import ShardCache\ncache = ShardCache(sys.argv[1])\n"
+        "with cache.local(sys.argv[2], int(sys.argv[3])) as path:\n    print(cache.num_fetched, len(path.read_bytes()))"
+    )
+    shard = tmp_path / "good.jsonl.gz"
+    words = [sys.executable, "-c", program, str(tmp_path), str(shard), str(shard.stat().st_size)]
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)) for _ in range(3)
+        ]
+        said = sorted(job.communicate(timeout=60)[0].strip() for job in jobs)
+    assert said == [f"0 {len(DATA)}"] * 2 + [f"1 {len(DATA)}"]
+
+
+def test_a_rank_that_has_waited_for_a_failure_does_not_try_again(tmp_path: Path, bucket: str) -> None:
+    cache = ShardCache(tmp_path)
+    with pytest.raises(OSError, match=r"9.tar cannot be fetched: .*No such file"):
+        read(cache, f"{bucket}/9.tar", 7)
+    (failed,) = (tmp_path / OWN).glob("*.failed")
+    failed.write_text("what another rank has found")
+    os.utime(failed, (time.time() + 100, time.time() + 100))  # later than this rank has begun to wait
+    with pytest.raises(OSError, match=r"^what another rank has found$"):
+        read(cache, f"{bucket}/9.tar", 7)
+    os.utime(failed, (0, 0))
+    fsspec.filesystem("memory").pipe("/cached/9.tar", DATA[:7])
+    assert read(cache, f"{bucket}/9.tar", 7) == DATA[:7] and not failed.exists()
