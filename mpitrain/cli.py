@@ -208,7 +208,9 @@ def _sample(words: list[str]) -> int:
         "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's folder (its newest checkpoint)"
     )
     parser.add_argument("--prompt", default="def ", help="beginning of the text (default: %(default)r)")
-    parser.add_argument("--bytes", type=int, default=400, help="number of bytes to generate (default: %(default)s)")
+    parser.add_argument(
+        "--bytes", type=int, default=400, help="number of tokens to generate, such as bytes (default: %(default)s)"
+    )
     parser.add_argument(
         "--temperature",
         type=float,

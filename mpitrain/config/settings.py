@@ -115,6 +115,10 @@ class DataConfig:
     """Share of the data kept for evaluation. Of documents: those with keys of which a hash is below this share."""
     field: str | None = None
     """Of documents in data.path: see data.sources."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a tokenizer.json of Hugging Face's library tokenizers, for documents and for files of tokens."""
+    separator: str | None = None
+    """The token of that tokenizer that follows each document (default: one of those that usually end a text, such as <|endoftext|>)."""
     lanes: int | None = None
     """Of documents: the number of parts in which they are read at the same time, a divisor of train.batch; fixed for a run (default:
     train.batch)."""
@@ -134,6 +138,8 @@ class DataConfig:
         _expect("data.cache_bytes", self.cache_bytes, 1)
         if "" in self.path or "" in self.suffixes:
             raise ConfigError("data.path and data.suffixes: expected values that are not empty")
+        if not self.tokenizer:
+            raise ConfigError("data.tokenizer: expected bytes or the path of a tokenizer.json")
         tokens = [path for path in self.path if path.endswith(_OF_TOKENS)]
         if tokens and len(tokens) < len(self.path):
             raise ConfigError(f"data.path: expected files of tokens alone, or none, got {tokens[0]} with others")
@@ -374,7 +380,7 @@ class Config:
         for name in ("run", "resume"):
             if not getattr(self, name):
                 raise ConfigError(f"{name}: expected a text that is not empty")
-        if self.model.resolve().vocab < 256 and not self.data.has_tokens:
+        if self.model.resolve().vocab < 256 and self.data.tokenizer == "bytes" and not self.data.has_tokens:
             raise ConfigError(f"model.vocab: expected at least 256, because tokens are bytes, got {self.model.vocab}")
 
 

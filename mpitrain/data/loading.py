@@ -73,7 +73,9 @@ def load_data(config: DataConfig, comm: Communicator, *, batch: int) -> Corpus |
     with comm.together():
         default = DataConfig()
         if wrong := [
-            name for name in ("heldout_sources", "lanes", "packing") if getattr(config, name) != getattr(default, name)
+            name
+            for name in ("heldout_sources", "lanes", "packing", "tokenizer")
+            if getattr(config, name) != getattr(default, name)
         ]:
             raise ConfigError(f"data.{wrong[0]}: only for documents, and data.path names text")
     return load_corpus(config, comm)

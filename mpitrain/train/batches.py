@@ -17,6 +17,7 @@ from mpitrain.data.loading import Corpus, Documents
 from mpitrain.data.streaming.batches import DocumentBatches, HeldoutDocuments
 from mpitrain.data.streaming.feed import Tolerance
 from mpitrain.data.streaming.stream import Rows
+from mpitrain.data.tokenizers import BYTES, Bytes, Tokenizer
 from mpitrain.data.tokens import TokenFiles
 from mpitrain.models.loss import IGNORED, num_counted
 
@@ -46,6 +47,7 @@ class RankBatches:
         config: the settings.
         found: the data.
         data: the ranks that share a global batch.
+        tokenizer: of the data; None if it is not known.
         all_ranks: all ranks of the run. Those of tensor parallelism and of a pipeline have the same rows.
         leads: whether this rank is the first one of those that have the same rows.
         say: gets a line about each damaged document.
@@ -60,6 +62,7 @@ class RankBatches:
         found: Corpus | Documents | TokenFiles,
         data: Communicator,
         *,
+        tokenizer: Tokenizer | None = None,
         all_ranks: Communicator | None = None,
         leads: bool = True,
         say: Callable[[str], object] = lambda line: None,
@@ -67,7 +70,7 @@ class RankBatches:
         train, context = config.train, config.model.resolve().context
         self._data, self._all, self._leads, self._num_micro = data, all_ranks or data, leads, train.accumulate
         self._may_fail = not isinstance(found, Corpus)  # while it reads: then the ranks raise an error together
-        self._vocab = config.model.resolve().vocab
+        self._vocab, self._tokenizer = config.model.resolve().vocab, tokenizer
         self._tolerance = Tolerance(config.data.max_bad_samples, say)
         self.train: Batches | DocumentBatches
         self.heldout: HeldoutBatches | HeldoutDocuments
@@ -81,6 +84,7 @@ class RankBatches:
         rows: dict[str, Any] = {
             "context": context, "batch": train.batch, "seed": train.seed, "packing": config.data.packing,
             "cache": ShardCache(config.data.cache, limit_bytes=config.data.cache_bytes), "tolerance": self._tolerance,
+            "tokenizer": tokenizer or Bytes(),
         }  # fmt: skip
         weights = [source.points for source in config.data.sources] or [((0, 1.0),)]
         self.train = DocumentBatches(found.train, weights, lanes=found.lanes, heldout=share, **rows)
@@ -106,6 +110,12 @@ class RankBatches:
         """The micro-batch of evaluation batch `index`, 0 to `heldout.num_batches - 1`. Collective as `of_step`."""
         with self._all.together() if self._may_fail else nullcontext():
             return self._micro_batch(self.heldout.get(index, *self._rows(self.heldout.batch)))
+
+    def num_bytes(self, batch: MicroBatch) -> int:
+        """The bytes of text that the targets are which count."""
+        if self._tokenizer is None or self._tokenizer.name == BYTES:
+            return batch.num_counted
+        return sum(len(self._tokenizer.decode(row[row != IGNORED].numpy())) for row in batch.targets)
 
     def num_damaged(self) -> int:
         """The damaged documents that this rank has passed over so far; 0 unless it `leads`."""

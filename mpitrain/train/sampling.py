@@ -3,27 +3,39 @@
 import codecs
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 
 import ckpt
 from mpitrain.config import from_text
+from mpitrain.data.tokenizers import Tokenizer, load_tokenizer
 from mpitrain.models import build, sample_tokens
 from mpitrain.train.saving import read_meta
 from mpitrain.weights import state
+
+_NO_CHARACTER = "\ufffd".encode()
 
 
 def sample(path: str, prompt: str, *, num: int, temperature: float, seed: int) -> Iterator[str]:
     """The prompt and the text that the model generates after it, piece by piece.
 
-    `path`: a checkpoint, or a run's folder: its newest checkpoint. `num`: number of bytes to draw.
+    `path`: a checkpoint, or a run's folder: its newest checkpoint. `num`: number of tokens to draw, such as bytes.
     ValueError if there is no checkpoint, if it is damaged or not of the main job, or if an argument is out of range.
     """
     if not prompt or num < 0:
         raise ValueError(f"expected a prompt and a number of bytes of at least 0, got {prompt!r} and {num}")
     folder = ckpt.find(path)
-    model = build(from_text(read_meta(folder)["config"], str(folder)).model.resolve())
+    config = from_text(read_meta(folder)["config"], str(folder))
+    sizes = config.model.resolve()
+    tokenizer = load_tokenizer(config.data, vocab=sizes.vocab)
+    if tokenizer is None:
+        raise ValueError(
+            f"{folder}: the tokenizer of this run's files of tokens is not known; expected data.tokenizer in its settings"
+        )
+    model = build(sizes)
     state.load(folder, model)
     yield from write(
+        tokenizer,
         model,
         prompt,
         num=num,
@@ -35,6 +47,7 @@ def sample(path: str, prompt: str, *, num: int, temperature: float, seed: int) -
 
 
 def write(
+    tokenizer: Tokenizer,
     model: Callable[[torch.Tensor], torch.Tensor],
     prompt: str,
     *,
@@ -44,20 +57,27 @@ def write(
     seed: int,
     device: torch.device,
 ) -> Iterator[str]:
-    """The prompt and the text of `num` bytes after it, piece by piece. `model`: as in `sample_tokens`, on `device`.
+    """The prompt and the text of `num` tokens after it, piece by piece. `model`: as in `sample_tokens`, on `device`.
 
     Collective if the model is spread over ranks.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     yield prompt
+    begin = tokenizer.encode(prompt.encode())
     drawn = sample_tokens(
         model,
-        torch.tensor(list(prompt.encode()), device=device),
+        torch.tensor(begin, dtype=torch.int64, device=device),
         num=num,
         context=context,
         temperature=temperature,
         generator=torch.Generator().manual_seed(seed),
     )
+    # Tokens may be parts of characters, and a space may belong to the next token: the text of all so far is what counts.
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    tokens, text = [], b""
     for token in drawn:
-        yield decoder.decode(bytes([token % 256]))
-    yield decoder.decode(b"", final=True)
+        tokens.append(token)
+        so_far = tokenizer.decode(np.array(tokens))
+        if so_far.startswith(text) and not so_far.endswith(_NO_CHARACTER):
+            yield decoder.decode(so_far[len(text) :])
+            text = so_far
+    yield decoder.decode(tokenizer.decode(np.array(tokens))[len(text) :] if tokens else b"", final=True)

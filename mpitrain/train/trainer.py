@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from mpitrain import sharding, tensor
 from mpitrain.axes import mesh
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data.loading import load_data
-from mpitrain.data.tokens import TokenFiles
+from mpitrain.data.tokenizers import load_tokenizer
 from mpitrain.elastic.marks import Marks, Reason, launch_number
 from mpitrain.health import Bad, DesyncError, Health, InitialState, Reports, StatesOnDisk
 from mpitrain.init import initialize
@@ -54,6 +55,13 @@ class _GoBackError(Exception):
         self.bad = bad
 
 
+class Evaluation(NamedTuple):
+    """The mean loss of the targets that count, in nats, and in bits per byte of their text. NaN if none counts, or it is not known."""
+
+    loss: float
+    bits_per_byte: float
+
+
 class Trainer:
     """A run in progress on this rank. All methods are collective."""
 
@@ -84,7 +92,8 @@ class Trainer:
 
         known = None if lasting is None else lasting.found
         self.found = load_data(config.data, comm, batch=config.train.batch) if known is None else known
-        self._knows_bytes = not isinstance(self.found, TokenFiles)
+        with comm.together():
+            self.tokenizer = load_tokenizer(config.data, vocab=config.model.resolve().vocab)
         if lasting is not None:
             lasting.found = self.found
         parallel = config.parallel
@@ -93,7 +102,9 @@ class Trainer:
         """The ranks that share a global batch."""
         with comm.together():
             leads = self.mesh["tp"].rank == self.mesh["pp"].rank == 0
-            self.batches = RankBatches(config, self.found, self.data, all_ranks=comm, leads=leads, say=_tell)
+            self.batches = RankBatches(
+                config, self.found, self.data, tokenizer=self.tokenizer, all_ranks=comm, leads=leads, say=_tell
+            )
             if config.train.eval_only and not self.batches.heldout.num_batches:
                 raise ConfigError(
                     "train.eval_only: no data are held out; expected data.heldout above 0, or data.heldout_sources"
@@ -212,13 +223,19 @@ class Trainer:
         )
         return metrics, asked > 0
 
-    def evaluate(self) -> float:
-        """Mean loss over the targets of the held-out batches that count, in nats; NaN if none counts. For any number of ranks the same,
-        except for rounding."""
+    def evaluate(self) -> Evaluation:
+        """The mean loss over the targets of the held-out batches that count. For any number of ranks the same, except for rounding."""
         batches = [self.batches.of_evaluation(index) for index in range(self.batches.heldout.num_batches)]
         num_counted = sum(batch.num_counted for batch in batches)
-        total_loss, counted = self._sum(self.passes.evaluate(self._alive_at_each(batches)), num_counted)
-        return total_loss / counted if counted else math.nan
+        num_bytes = sum(map(self.batches.num_bytes, batches))
+        total_loss, counted, in_bytes = self._sum(
+            self.passes.evaluate(self._alive_at_each(batches)), num_counted, num_bytes
+        )
+        if not counted:
+            return Evaluation(math.nan, math.nan)
+        loss = total_loss / counted
+        knows_bytes = self.tokenizer is not None and in_bytes
+        return Evaluation(loss, loss * BITS_PER_NAT * (counted / in_bytes) if knows_bytes else math.nan)
 
     def _alive_at_each(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """The batches, each with a sign of life: a whole evaluation may take longer than the supervisor waits for one."""
@@ -229,7 +246,9 @@ class Trainer:
     def sample(self) -> str:
         """The text that the model generates after the prompt."""
         train = self.config.train
+        assert self.tokenizer is not None
         text = write(
+            self.tokenizer,
             self.passes.last_logits,
             train.sample_prompt,
             num=train.sample_bytes,
@@ -348,7 +367,7 @@ class Trainer:
                 self._begin()  # again: another job may have trained in the folder meanwhile
             self._restore()
             if config.train.eval_only:
-                self._say(self._evaluation(self.evaluate()))
+                self._say(self._shown(self.evaluate()))
                 self._mark_end("finished")
             else:
                 self._mark_end("stopped" if self._fit(terminal) else "finished")
@@ -436,7 +455,7 @@ class Trainer:
             self._say(f"{self.stepper.num_skipped} of {self.step} steps were skipped: {why}")
         if stopped:
             self._say(f"stopped after step {self.step} as asked; the same command goes on from there")
-        elif config.train.sample_bytes and self._knows_bytes:
+        elif config.train.sample_bytes and self.tokenizer is not None:
             self._say("sample:\n" + self.sample())
         return stopped
 
@@ -519,12 +538,12 @@ class Trainer:
         return bool(self.batches.heldout.num_batches and at_this_step)
 
     def _evaluate_and_report(self) -> None:
-        loss = self.evaluate()
+        found = self.evaluate()
         self._check_lock()
         if self.metrics is not None:
-            in_bits = {"heldout_bits_per_byte": loss * BITS_PER_NAT} if self._knows_bytes else {}
-            self.metrics.write({"step": self.step, "heldout_loss": loss, **in_bits})
-        self._say(f"step {self.step}  {self._evaluation(loss)}")
+            in_bits = {"heldout_bits_per_byte": found.bits_per_byte} if self.tokenizer is not None else {}
+            self.metrics.write({"step": self.step, "heldout_loss": found.loss, **in_bits})
+        self._say(f"step {self.step}  {self._shown(found)}")
 
     def _heading(self) -> str:
         sizes, hardware = self.model.config, self.hardware
@@ -544,9 +563,9 @@ class Trainer:
             f"run {self.run.folder} {self.beginning}"
         )
 
-    def _evaluation(self, loss: float) -> str:
-        in_bits = f", {loss * BITS_PER_NAT:.4f} bits per byte" if self._knows_bytes else " a token"
-        return f"held-out {loss:.4f} nats{in_bits}, {self.batches.heldout.num_batches} batches"
+    def _shown(self, found: Evaluation) -> str:
+        in_bits = " a token" if self.tokenizer is None else f", {found.bits_per_byte:.4f} bits per byte"
+        return f"held-out {found.loss:.4f} nats{in_bits}, {self.batches.heldout.num_batches} batches"
 
     def _sum(self, *values: float) -> list[float]:
         """The sum of each value over the ranks, bit for bit the same on all ranks."""

@@ -9,11 +9,12 @@ import numpy as np
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.positions import Positions
 from mpitrain.data.shards import unpacked
-from mpitrain.data.streaming.feed import CHUNK, Bytes, Tolerance
+from mpitrain.data.streaming.feed import CHUNK, Tolerance
 from mpitrain.data.streaming.mixture import Mixture
 from mpitrain.data.streaming.packing import Packing
 from mpitrain.data.streaming.sources import Source
 from mpitrain.data.streaming.stream import NUM_INTEGERS, Rows, Stream, rows_per_lane
+from mpitrain.data.tokenizers import Tokenizer
 
 Points = Sequence[tuple[float, float]]
 """The weight of a source: (step, weight) in order."""
@@ -32,6 +33,7 @@ class DocumentBatches(Positions):
         packing: how documents fill rows.
         heldout: the share of documents that are held out.
         cache: for shards that are remote or compressed.
+        tokenizer: of the documents.
         tolerance: what happens to damaged documents.
     """
 
@@ -47,12 +49,13 @@ class DocumentBatches(Positions):
         packing: Packing,
         heldout: float,
         cache: ShardCache,
+        tokenizer: Tokenizer,
         tolerance: Tolerance,
     ) -> None:
         super().__init__(batch)
         self._new, self._weights, self._heldout, self._tolerance = tuple(sources), weights, heldout, tolerance
         self.lanes, self._context, self._seed, self._packing = lanes, context, seed, packing
-        self._cache = cache
+        self._cache, self._tokenizer = cache, tokenizer
         self._begin(self._new)
 
     def get(self, step: int, lo: int, hi: int) -> Rows:
@@ -118,7 +121,8 @@ class DocumentBatches(Positions):
 
     def _order(self) -> dict[str, Any]:
         """The settings that decide what the places in a state mean."""
-        return {"data.packing": self._packing, "data.heldout": self._heldout, "train.seed": self._seed}
+        settings = {"data.packing": self._packing, "data.heldout": self._heldout, "train.seed": self._seed}
+        return {**settings, "data.tokenizer": self._tokenizer.name}
 
     def _meta_of_sources(self) -> list[dict[str, Any]]:
         return [source.meta() for source in self._new]
@@ -126,7 +130,9 @@ class DocumentBatches(Positions):
     def _begin(self, sources: Sequence[Source]) -> None:
         self._sources = tuple(sources)
         keeps = (lambda key: share_of(key) >= self._heldout) if self._heldout else None
-        feeds = [source.feed(Bytes(), seed=self._seed, keeps=keeps, cache=self._cache) for source in sources]
+        feeds = [
+            source.feed(self._tokenizer.document, seed=self._seed, keeps=keeps, cache=self._cache) for source in sources
+        ]
         per_lane = rows_per_lane(self.lanes, self.batch)
         mixture = Mixture(self._weights, seed=self._seed, lanes=self.lanes, per_lane=per_lane)
         self._stream = Stream(
@@ -157,6 +163,7 @@ class HeldoutDocuments:
         packing: Packing,
         heldout: float | None,
         cache: ShardCache,
+        tokenizer: Tokenizer,
         tolerance: Tolerance,
     ) -> None:
         self.num_batches, self.batch = num_batches, batch
@@ -164,7 +171,7 @@ class HeldoutDocuments:
         if not num_batches:
             return
         keeps = None if heldout is None else (lambda key: share_of(key) < heldout)
-        feeds = [source.feed(Bytes(), seed=seed, keeps=keeps, cache=cache) for source in sources]
+        feeds = [source.feed(tokenizer.document, seed=seed, keeps=keeps, cache=cache) for source in sources]
         mixture = Mixture(weights, seed=seed, lanes=batch)
         self._stream: Stream | None = Stream(
             feeds, mixture, lanes=batch, batch=batch, context=context, seed=seed, packing=packing, tolerance=tolerance

@@ -101,16 +101,6 @@ class Documents:
         return text
 
 
-class Bytes:
-    """Tokens are bytes; the separator is 0, as in `corpus`."""
-
-    def __call__(self, text: bytes) -> np.ndarray:
-        tokens = np.empty(len(text) + 1, np.int32)
-        tokens[:-1] = np.frombuffer(text, np.uint8)
-        tokens[-1] = 0
-        return tokens
-
-
 CHUNK, DOCUMENT, OFFSET, DAMAGED = range(4)
 """The integers of a lane's state in a source: the number of the chunk, of the document in it, a place in the document (see packing.py),
 and the damaged documents so far."""

@@ -1,6 +1,9 @@
 """The main job on shards of documents: the same losses on any number of ranks, and errors that name the shard."""
 
 import json
+import math
+import re
+import sys
 import tarfile
 from io import BytesIO
 from pathlib import Path
@@ -8,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from extent import extent
-from launching import Result, launch
+from launching import ROOT, Result, launch, run
 from main_job import error_line, losses
+from tokenizer_files import byte_pairs
 
 from mpitrain.data.streaming.packing import Packing
 
@@ -48,13 +52,30 @@ def train(num_ranks: int, folder: Path, shards: str, *args: str) -> Result:
 
 @pytest.mark.parametrize("packing", extent(["whole"], ["cut", "whole"]))
 def test_a_run_that_changes_its_number_of_ranks(tmp_path: Path, shards: str, packing: Packing) -> None:
-    args = ("--data.packing", packing, "--data.heldout", "0.2")
+    file = byte_pairs(tmp_path / "tokenizer.json", ["all work and no play makes document 7 of 1 dull. "] * 3)
+    args = ("--data.packing", packing, "--data.heldout", "0.2", "--data.tokenizer", str(file), "--model.vocab", "300")
+    args += ("--train.sample-bytes", "4", "--train.sample-prompt", "all work")
     alone = train(1, tmp_path / "alone", shards, *args)
     assert alone.returncode == 0, str(alone)
     for num_ranks, steps in ((3, "4"), (2, "9"), (1, "16")):
         result = train(num_ranks, tmp_path / "changing", shards, *args, "--train.steps", steps)
         assert result.returncode == 0, str(result)
     assert losses(tmp_path / "changing") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    nats, bits = (float(found) for found in re.findall(r"held-out (\S+) nats, (\S+) bits per byte", alone.stdout)[0])
+    assert bits < 0.7 * nats / math.log(2), "a token is several bytes"
+    assert "sample:\nall work" in alone.stdout
+    command = [
+        sys.executable,
+        "-m",
+        "mpitrain",
+        "sample",
+        "--checkpoint",
+        str(tmp_path / "alone"),
+        "--prompt",
+        "no play",
+    ]
+    sample = run([*command, "--bytes", "3"], cwd=ROOT)
+    assert sample.returncode == 0 and sample.stdout.startswith("no play"), str(sample)
 
 
 def test_ranks_that_hold_each_layer_together_save_the_place_once(tmp_path: Path, shards: str) -> None:

@@ -13,6 +13,7 @@ from mpitrain.data.shards import ShardList, list_shards
 from mpitrain.data.streaming.batches import DocumentBatches
 from mpitrain.data.streaming.feed import Tolerance
 from mpitrain.data.streaming.sources import Source
+from mpitrain.data.tokenizers import Bytes
 
 CONTEXT = 24
 
@@ -29,7 +30,13 @@ def batches(
     folder: Path, *, lanes: int = 3, batch: int = 6, pattern: str = "*.jsonl", **changed: Any
 ) -> DocumentBatches:
     source = Source.new("a", list_shards([f"{folder}/{pattern}"]), lanes=lanes)
-    settings: dict[str, Any] = {"context": CONTEXT, "seed": 1, "packing": "cut", "heldout": 0.1} | changed
+    settings: dict[str, Any] = {
+        "context": CONTEXT,
+        "seed": 1,
+        "packing": "cut",
+        "heldout": 0.1,
+        "tokenizer": Bytes(),
+    } | changed
     return DocumentBatches(
         [source], [[(0, 1.0)]], lanes=lanes, batch=batch, cache=ShardCache(), tolerance=Tolerance(), **settings
     )

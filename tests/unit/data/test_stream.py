@@ -12,10 +12,11 @@ import pytest
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.shards import ShardList, list_shards
 from mpitrain.data.streaming.chunks import ChunkSequence, Era, num_chunks
-from mpitrain.data.streaming.feed import Bytes, Feed, Tolerance
+from mpitrain.data.streaming.feed import Feed, Tolerance
 from mpitrain.data.streaming.mixture import Mixture
 from mpitrain.data.streaming.packing import Packing
 from mpitrain.data.streaming.stream import Stream
+from mpitrain.data.tokenizers import Bytes
 
 SEED, BATCH, CONTEXT = 3, 12, 32
 NONE = Tolerance()
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def feed_of(shards: ShardList, name: str, chunk_bytes: int) -> Feed:
     eras = [Era(0, num_chunks(shards.sizes, np.ones(len(shards.names), bool), chunk_bytes))]
     sequence = ChunkSequence(eras, seed=SEED, source=name, chunk_bytes=chunk_bytes)
-    return Feed(name, shards, sequence, Bytes(), local=ShardCache().local)
+    return Feed(name, shards, sequence, Bytes().document, local=ShardCache().local)
 
 
 def stream_of(folder: Path, packing: Packing = "cut", lanes: int = BATCH) -> Stream:
