@@ -77,8 +77,8 @@ def save(
         keep_every: a checkpoint is never removed if its step, the number at the end of its name, is a multiple of this number.
         overwrite: replace a checkpoint of that name, also a damaged one, or an empty folder; never a folder with foreign files.
         before_commit: rank 0 calls it before it gives the checkpoint or a copy its name, before it writes `latest`, and before it
-            removes older checkpoints. If it raises an error,
-            all ranks give the save up. So a job that has lost its folder to another job writes nothing there.
+            removes older checkpoints. If it raises an error, all ranks give the save up (of a copy: the copy). So a job that has lost
+            its folder to another job writes nothing there.
 
     Returns the absolute path. Other nodes may see it a moment later; with `background` it exists at the end of the save.
 

@@ -183,8 +183,12 @@ def _is_text(path: Path) -> bool:
 
 
 def _share(name: str) -> float:
-    """A number in [0, 1) that depends only on the name."""
-    digest = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8, person=b"mpitrain.split").digest()
+    return share_of(name.encode(errors="surrogateescape"))
+
+
+def share_of(key: bytes) -> float:
+    """A number in [0, 1) that depends on a key alone, for the split: of a file of text, or of a document."""
+    digest = hashlib.blake2b(key, digest_size=8, person=b"mpitrain.split").digest()
     return int.from_bytes(digest, "big") / 2**64
 
 

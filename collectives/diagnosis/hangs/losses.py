@@ -57,10 +57,7 @@ class Losses:
 
         After this rank has told its own end, the launcher may end its neighbours, which is no loss.
         """
-        for each in sorted(self._neighbours.heard(), key=lambda each: each.before):
-            self._bell.remove(each.fd)
-            if not self._neighbours.has_said:
-                self._note(each, now)
+        self._listen(now)
         if self._ends_at is not None and now > self._ends_at:
             end_process(1)
         if self._daemon.has_died():
@@ -77,11 +74,16 @@ class Losses:
 
         A neighbour that lives may have closed its socket, because it has come to the next ring.
         """
-        for each in self._neighbours.heard():
-            self._bell.remove(each.fd)
-            self._note(each, time.monotonic())
+        self._listen(time.monotonic())
         heard, self._heard = [each for each in self._heard if each.rank in gone], []
         return lost(heard, self._roster, self._how, self._words) if heard else None
+
+    def _listen(self, now: float) -> None:
+        """Note the ends of neighbours since the last call, those of the rank after this one first."""
+        for each in sorted(self._neighbours.heard(), key=lambda each: each.before):
+            self._bell.remove(each.fd)
+            if not self._neighbours.has_said:
+                self._note(each, now)
 
     def _note(self, each: Heard, now: float) -> None:
         """Note the end of a neighbour."""

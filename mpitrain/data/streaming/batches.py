@@ -1,12 +1,12 @@
 """Training and evaluation batches of documents, with the interface of `order.Batches` and `order.HeldoutBatches`."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpitrain.data.cache import ShardCache
+from mpitrain.data.corpus import share_of
 from mpitrain.data.positions import Positions
 from mpitrain.data.shards import unpacked
 from mpitrain.data.streaming.feed import CHUNK, Tolerance
@@ -184,9 +184,3 @@ class HeldoutDocuments:
             if len(self._rows) == self.num_batches:
                 self._stream = None  # the shards need not stay open
         return self._rows[index, lo, hi]
-
-
-def share_of(key: bytes) -> float:
-    """A number in [0, 1) that depends on the key of a document alone."""
-    digest = hashlib.blake2b(key, digest_size=8, person=b"mpitrain.split").digest()
-    return int.from_bytes(digest, "big") / 2**64

@@ -58,8 +58,8 @@ class WholeRows:
     documents for 16 rows, or the rest of a chunk.
     """
 
-    def __init__(self, cursor: Cursor, length: int, *, seed: int, padding: int = 0) -> None:
-        self._cursor, self._length, self._seed, self._padding = cursor, length, seed, padding
+    def __init__(self, cursor: Cursor, length: int, *, seed: int) -> None:
+        self._cursor, self._length, self._seed = cursor, length, seed
         self._rows: list[Row] = []
         self._after = cursor.state  # the state after the group
 
@@ -105,7 +105,7 @@ class WholeRows:
         return [tokens[at : at + self._length] for at in range(0, max(len(tokens) - 1, 1), step)]
 
     def _row(self, pieces: list[np.ndarray]) -> Row:
-        tokens = np.full(self._length, self._padding, np.int32)
+        tokens = np.zeros(self._length, np.int32)
         segments = np.full(self._length, -1, np.int32)
         at = 0
         for segment, piece in enumerate(pieces):

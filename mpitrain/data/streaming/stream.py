@@ -1,6 +1,7 @@
 """The rows of a rank: its lanes, and the state of all lanes."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,8 @@ from mpitrain.data.streaming.packing import CutRows, Packing, Row, WholeRows
 
 NUM_INTEGERS = 4
 """The state of a lane in a source, see feed.py."""
+
+_NUM_MIXED = 64  # rows of each lane in a batch, mostly 1
 
 
 class Rows(NamedTuple):
@@ -59,13 +62,9 @@ class Stream:
         self.per_lane = rows_per_lane(lanes, batch)
         for feed in feeds:
             feed.check()
-        self._feeds, self._mixture, self._seed, self._packing, self._tolerance = (
-            feeds,
-            mixture,
-            seed,
-            packing,
-            tolerance,
-        )
+        self._feeds, self._seed, self._packing, self._tolerance = feeds, seed, packing, tolerance
+        # The lanes make rows of the same numbers at about the same time: one permutation serves them all.
+        self._sources = lru_cache(_NUM_MIXED)(lambda row: mixture.sources(row, np.arange(lanes)).tolist())
         self.lanes, self.batch, self.context = lanes, batch, context
         self._begin = 0  # the rows that each lane has made before `_states`
         self._states = np.zeros((lanes, len(feeds), NUM_INTEGERS), np.int64)
@@ -131,15 +130,11 @@ class Stream:
                 f"lane {number} has made {lane.num_rows} rows; expected {num_rows} or less, or a call of `load`"
             )
         while lane.num_rows < num_rows:
-            lane.next(self._source(number, lane.num_rows))
+            lane.next(self._sources(lane.num_rows)[number])
         return lane
 
     def _row(self, lane: int, number: int) -> Row:
-        return self._lane_after(lane, number).next(self._source(lane, number))
-
-    def _source(self, lane: int, row: int) -> int:
-        """The source of a lane's row."""
-        return int(self._mixture.sources(row, np.array([lane]))[0])
+        return self._lane_after(lane, number).next(self._sources(number)[lane])
 
 
 def rows_per_lane(lanes: int, batch: int) -> int:

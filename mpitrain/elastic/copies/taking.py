@@ -157,13 +157,7 @@ class Copies:
 
         Complete ones stay, also of earlier epochs, until a checkpoint has a later state.
         """
-        with suppress(OSError):
-            self._end_making()
-        if self._partners is not None:
-            self._partners.close(remove=False)
-        for file in self._files:
-            if file is not None:
-                file.close()
+        self.close(remove=False)
         self._comm.barrier()  # the thread of another rank may be completing a copy on this node
         if self._comm.node.rank == 0:
             remove_copies(self._run, but={str(found.path) for found in complete_copies(self._run)})

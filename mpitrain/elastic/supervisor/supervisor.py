@@ -240,7 +240,7 @@ class Supervisor:
     def _missing(self) -> list[str]:
         """The hosts that could take part, and do not, if a job with them would have more ranks."""
         plan = self.plan
-        if not plan.rejoin or len(self._chosen) == (plan.most or len(plan.hosts)):
+        if not plan.rejoin or not self._has_fewer():
             return []
         all_hosts = choose(plan.hosts, [host.name for host in plan.hosts], plan.most)
         now, then = (num_ranks(plan.command.ranks, plan.hosts, hosts) for hosts in (self._chosen, all_hosts))
