@@ -25,6 +25,11 @@ _SIZE_VARIABLES = {
 }
 
 
+def environment_of_program() -> dict[str, str]:
+    """The environment for a program that is no rank: this process's, without what its launcher has set for it."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
+
+
 def launched_rank() -> int:
     """This process's rank from its launcher's variables, without starting MPI; -1 without a launcher."""
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), -1)
@@ -85,6 +90,19 @@ def is_live_terminal() -> bool:
     """
     told = os.environ.get("MPITRAIN_TTY")
     return told == "1" if told is not None else launched_rank() < 0 and sys.stdout.isatty()
+
+
+def check_main_program() -> None:
+    """RuntimeError in a process that multiprocessing has spawned, such as a worker of a DataLoader, while it imports the main program.
+
+    It would start MPI, and then do the work of the program again.
+    """
+    processes = sys.modules.get("multiprocessing.process")  # a spawned process has it
+    if processes is not None and getattr(processes.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "this is a spawned process, which imports the main program, and MPI must not start in it; expected the work of the program "
+            'under `if __name__ == "__main__":`'
+        )
 
 
 def check_launcher(size: int, library: str, environ: Mapping[str, str] = os.environ) -> None:

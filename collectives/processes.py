@@ -1,6 +1,15 @@
-"""What the kernel says about a process of this host."""
+"""What the kernel says about a process of this host, and does for this one."""
 
+import ctypes
+import signal
 from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that has started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def stat_fields(pid: int) -> list[str]:

@@ -3,7 +3,7 @@
 import argparse
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,9 +13,12 @@ from collectives.diagnosis import write_failure
 
 USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train (under mpirun; --help shows all settings)
        python -m mpitrain elastic [options] -- mpirun ...       start a job, and start it again after failures (--help shows more)
+       python -m mpitrain tokenizer train [--vocab-size N]      make a tokenizer of documents (one process; --help shows more)
+       python -m mpitrain tokenize --out DIR                    make files of tokens of documents (under mpirun; --help shows more)
        python -m mpitrain sample --checkpoint DIR               generate text with a checkpoint (one process, no mpirun)
        python -m mpitrain bench [--peers none,ddp,fsdp]         compare the time of a step (under mpirun; --help shows more)
        python -m mpitrain bench recovery [--trials N]           time the next step after a kill, beside torchrun's (without mpirun)
+       python -m mpitrain bench data                            time the reading of documents, beside other libraries (one process)
        python -m mpitrain bench --report FILE ...               combine the figures of several launches (one process, no mpirun)
        python -m mpitrain memory --np N [--nodes M] [--json]    predict the memory of a run with these settings (one process)
        python -m mpitrain plan --model M --ranks N --machine X  find the fastest layout of a large run (one process; --help shows more)
@@ -30,22 +33,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code. For an error that all ranks have, rank 0 prints one line."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words and not words[0].startswith("-") else "train"
-    if command == "sample":
-        return _sample(words)
+    if command in _ALONE:
+        return _in_one_process(_ALONE[command], words)
+    if command == "bench" and words[:1] == ["data"]:
+        return _in_one_process(_bench_data, words[1:])
     if command == "bench" and "--report" in words:
-        return _report(words)
+        return _in_one_process(_report, words)
+    if command == "plan" and not _has(words, "--measure", "--compare"):
+        return _in_one_process(_plan, words)
     if command == "bench" and words[:1] == ["recovery"]:
         from mpitrain.bench.recovery.command import main as recovery_bench
 
         return recovery_bench(words[1:])
-    if command == "memory":
-        return _memory(words)
-    if command == "plan" and not _has(words, "--measure", "--compare"):
-        return _plan(words)
-    if command == "schedules":
-        return _schedules(words)
-    if command == "chaos":
-        return _chaos(words)
     if command == "doctor":
         from mpitrain.doctor.command import main as doctor
 
@@ -67,12 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench(words, comm)
         elif command == "plan":
             _plan_on_ranks(words, comm)
+        elif command == "tokenize":
+            from mpitrain.tokenize.command import main as tokenize
+
+            tokenize(words, comm)
         elif command == "help":
             print(USAGE, end="")
         else:
             with comm.together():
                 raise ValueError(
-                    f"unknown command {command!r}; expected train, elastic, sample, bench, memory, plan, schedules, doctor or chaos"
+                    f"unknown command {command!r}; expected train, elastic, tokenizer, tokenize, sample, bench, memory, plan, "
+                    "schedules, doctor or chaos"
                 )
     except Exception as error:
         if not collectives.on_all_ranks(error):
@@ -137,33 +141,31 @@ def _no_collections() -> Iterator[None]:
         gc.enable()
 
 
-def _memory(words: list[str]) -> int:
-    from mpitrain.plan.memory import command
-
+def _in_one_process(run: Callable[[list[str]], int | None], words: list[str]) -> int:
+    """Run a command that needs no other ranks: under mpirun the first rank runs it. An error is one line."""
     if collectives.launched_rank() > 0:
-        return 0  # one process is enough, also under mpirun
+        return 0
     try:
-        command.main(words)
-    except (ValueError, OSError) as error:
+        return run(words) or 0
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"mpitrain: error: {error}", file=sys.stderr)
         return 1
-    return 0
+
+
+def _memory(words: list[str]) -> None:
+    from mpitrain.plan.memory import command
+
+    command.main(words)
 
 
 def _plan(words: list[str]) -> int:
     from mpitrain.plan import command
     from mpitrain.plan.comparing import command as comparing
 
-    if collectives.launched_rank() > 0:
-        return 0
-    try:
-        if _has(words, "--compare-report"):
-            comparing.report(words)
-            return 0
+    if not _has(words, "--compare-report"):
         return command.main(words)
-    except (ValueError, OSError) as error:
-        print(f"mpitrain: error: {error}", file=sys.stderr)
-        return 1
+    comparing.report(words)
+    return 0
 
 
 def _plan_on_ranks(words: list[str], comm: collectives.Communicator) -> None:
@@ -181,26 +183,28 @@ def _has(words: list[str], *flags: str) -> bool:
 def _schedules(words: list[str]) -> int:
     from mpitrain.stages import command
 
-    if collectives.launched_rank() > 0:
-        return 0
-    try:
-        return command.main(words)
-    except (ValueError, OSError) as error:
-        print(f"mpitrain: error: {error}", file=sys.stderr)
-        return 1
+    return command.main(words)
+
+
+def _tokenizer(words: list[str]) -> None:
+    from mpitrain.tokenize.command import train_tokenizer
+
+    train_tokenizer(words)
 
 
 def _chaos(words: list[str]) -> int:
     from mpitrain.chaos import command
 
-    try:
-        return command.main(words)
-    except (OSError, RuntimeError) as error:
-        print(f"mpitrain: error: {error}", file=sys.stderr)
-        return 1
+    return command.main(words)
 
 
-def _sample(words: list[str]) -> int:
+def _bench_data(words: list[str]) -> int:
+    from mpitrain.bench.data.command import main as data_bench
+
+    return data_bench(words)
+
+
+def _sample(words: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m mpitrain sample", description="Generate text with a checkpoint, in one process."
     )
@@ -218,32 +222,36 @@ def _sample(words: list[str]) -> int:
         help="higher: more random; 0: most probable bytes (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random draws (default: %(default)s)")
+    parser.add_argument("--tokenizer", metavar="FILE", help="the run's tokenizer.json, if it is at another place now")
     options = parser.parse_args(words)
-    if collectives.launched_rank() > 0:
-        return 0  # one process is enough, also under mpirun
     from mpitrain.train.sampling import sample
 
-    try:
-        for text in sample(
-            options.checkpoint, options.prompt, num=options.bytes, temperature=options.temperature, seed=options.seed
-        ):
-            print(text, end="", flush=True)
-    except (ValueError, OSError) as error:
-        print(f"mpitrain: error: {error}", file=sys.stderr)
-        return 1
+    for text in sample(
+        options.checkpoint,
+        options.prompt,
+        num=options.bytes,
+        temperature=options.temperature,
+        seed=options.seed,
+        tokenizer_file=options.tokenizer,
+    ):
+        print(text, end="", flush=True)
     print()
-    return 0
 
 
-def _report(words: list[str]) -> int:
-    if collectives.launched_rank() > 0:
-        return 0
+def _report(words: list[str]) -> None:
     from collectives.commands.terminal import UsageError
     from mpitrain.bench.command import report
 
     try:
         report(words)
-    except (ValueError, OSError, UsageError) as error:
-        print(f"mpitrain: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+
+
+_ALONE: dict[str, Callable[[list[str]], int | None]] = {
+    "chaos": _chaos,
+    "memory": _memory,
+    "sample": _sample,
+    "schedules": _schedules,
+    "tokenizer": _tokenizer,
+}

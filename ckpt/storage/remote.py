@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.format.manifest import CheckpointError, File
+from ckpt.storage import s3
 
 _REQUEST_BYTES = 8 << 20  # the most bytes of one request; longer ranges are several requests
 _AHEAD_BYTES = 32 << 20  # the most bytes of a file that are fetched and held at a time
@@ -167,8 +168,14 @@ class Url(os.PathLike[str]):
             fs.pipe_file(path, data)
 
     def download(self, target: Path) -> None:
-        """Write the bytes of this file to the local file `target`, by one request if nothing fails."""
-        with self._reaching() as (fs, path):
+        """Write the bytes of this file to the local file `target`, by one request; s3fs takes more for objects beyond 50 MB.
+
+        Errors come soon, so that the caller can try again.
+        """
+        with self._named_errors():
+            if self._scheme == "s3" and s3.download(self._path, target):
+                return
+        with self._reaching(one_try=True) as (fs, path):
             fs.get_file(path, str(target))
 
     def upload(self, source: Path) -> None:
@@ -209,22 +216,50 @@ class Url(os.PathLike[str]):
             fs.rmdir(path)
 
     @contextmanager
-    def _reaching(self) -> Iterator[tuple[Any, str]]:
+    def _reaching(self, *, one_try: bool = False) -> Iterator[tuple[Any, str]]:
         """The file system and the path in it, without cached listings, which would lack new files of other ranks."""
         import fsspec
 
+        with self._named_errors():
+            settings = _one_try(self._scheme) if one_try else {}
+            yield fsspec.core.url_to_fs(str(self), use_listings_cache=False, **settings)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """A block of which all errors become OSErrors that name the URL."""
         try:
-            yield fsspec.core.url_to_fs(str(self), use_listings_cache=False)
+            yield
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self)) from error
+        except PermissionError as error:  # s3fs' have no number
+            raise PermissionError(errno.EACCES, error.strerror or str(error), str(self)) from error
         except OSError as error:
             if error.errno is not None and error.strerror:
                 raise OSError(error.errno, error.strerror, str(self)) from error
             raise OSError(f"{self}: {error}") from error
-        except (
-            Exception
-        ) as error:  # each library has its own errors, but ranks can only send errors that all ranks know
+        except Exception as error:
+            # Each library has its own errors, but ranks can only send errors that all ranks know.
+            if getattr(error, "status", None) in (401, 403):  # of HTTP
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self)) from error
             raise OSError(f"{self}: {type(error).__name__}: {error}") from error
+
+
+def _one_try(scheme: str) -> dict[str, Any]:
+    """Settings of fsspec with which a request ends soon if the server does not answer, and lasts as long as bytes come.
+
+    They join what the user has set for the scheme (`fsspec.config`): arguments would replace it.
+    """
+    import fsspec
+
+    if scheme in ("s3", "s3a"):  # botocore tries 5 times within each of the 5 times of s3fs: 7 minutes
+        name, settings = "config_kwargs", dict[str, Any](retries={"max_attempts": 0})
+    elif scheme in ("http", "https"):  # aiohttp ends a request after 5 minutes
+        from aiohttp import ClientTimeout
+
+        name, settings = "client_kwargs", {"timeout": ClientTimeout(total=None, sock_connect=10.0, sock_read=30.0)}
+    else:
+        return {}
+    return {name: settings | fsspec.config.conf.get(scheme, {}).get(name, {})}
 
 
 class RemoteFolder:

@@ -11,7 +11,7 @@ from collectives.diagnosis.hangs import deadline, monitor, notice
 from collectives.diagnosis.job import all_ranks
 from collectives.diagnosis.record import Log
 from collectives.environment import check_switches, switch
-from collectives.launcher import check_launcher
+from collectives.launcher import check_launcher, check_main_program
 from collectives.progress.work import Progress, choose_progress
 from collectives.selection import table_cache
 from collectives.selection.table import Table, built_in
@@ -25,7 +25,8 @@ def world() -> Communicator:
     After it, an uncaught exception on one rank ends the job, so that the other ranks do not wait forever. An operation that waits
     longer than the deadline (MPITRAIN_DEADLINE_S, 600 s) ends the job, too; a notice on stderr comes after 30 s (MPITRAIN_NOTICE_S).
     SIGUSR2 prints the last operations. If the world was freed, `world()` makes a new one, which is collective again. RuntimeError if
-    the launcher has started several ranks but MPI sees one: launcher and MPI library then belong to different MPIs.
+    the launcher has started several ranks but MPI sees one: launcher and MPI library then belong to different MPIs; and in a process of
+    multiprocessing that imports a main program without `if __name__ == "__main__":`.
     """
     global _world
     if _world is None or _world.is_freed:
@@ -49,6 +50,7 @@ def restart() -> Communicator:
 @functools.cache
 def _stand_ready() -> Progress:
     """Set up the process, once, however many worlds it makes. Collective."""
+    check_main_program()
     finalize.take_over()  # its exit hook runs after all hooks that are registered later
     from mpi4py import MPI
 

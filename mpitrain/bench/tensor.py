@@ -141,7 +141,7 @@ class _Attention(nn.Module):
         self.width_of_head = config.width // config.heads
         self.q, self.k, self.v, self.proj = (nn.Linear(config.width, config.width) for _ in range(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, segments: None = None) -> torch.Tensor:
         b, length, _ = x.shape
         q, k, v = (f(x).view(b, length, -1, self.width_of_head).transpose(1, 2) for f in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)

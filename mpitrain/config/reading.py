@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -174,6 +174,9 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
         names = [field.name for field in fields(kind)]
         if unknown := sorted(value.keys() - set(names)):
             raise ConfigError(f"{name}: unknown setting {unknown[0]}: {_hint(unknown[0], names, '{}')}")
+        types = get_type_hints(kind)
+        for key, item in value.items():
+            _checked(item, types[key], f"{name}, {key}")
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

@@ -104,7 +104,8 @@ class DataConfig:
 
     path: tuple[str, ...] = ()
     """Files and folders with the training text; shards of documents (.tar, .jsonl, .parquet) as names, globs, brace ranges such as
-    part-{000..127}.tar, or URLs; or files of tokens (.bin, .npy, .h5). Default: the source files of Python's standard library."""
+    part-{000..127}.tar, URLs, or lists with checksums (.sha256, .md5); or files of tokens (.bin, .npy, .h5). Default: the source files
+    of Python's standard library."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources of documents with weights, instead of data.path: tables [[data.sources]] of a TOML file."""
     heldout_sources: tuple[SourceConfig, ...] = ()
@@ -124,16 +125,22 @@ class DataConfig:
     train.batch)."""
     packing: Literal["cut", "whole"] = "cut"
     """Of documents: cut fills rows with documents end to end; whole keeps documents whole that fit into a row, and pads rows."""
+    mask_documents: bool = True
+    """Of documents: a token attends to earlier tokens of its own document alone, and positions begin at 0 with each document. Else
+    attention and positions go over the whole row."""
+    processes: int = 1
+    """Of documents: the processes of each rank that read and tokenize ahead of the training; 0: the rank itself, between the steps."""
     cache: str | None = None
     """Folder on a disk of each node for shards that are remote or compressed (default: a folder in $TMPDIR, else /tmp)."""
     cache_bytes: int = 64 << 30
     """The bytes that the shards in this folder may take; those that were not used for the longest time are removed."""
     max_bad_samples: int = 0
-    """Of documents: the number of damaged documents that the run passes over; one more ends it."""
+    """Of documents: how many damaged documents the run passes over, counted again in each epoch; one more ends it."""
 
     def __post_init__(self) -> None:
         _expect("data.heldout", self.heldout, 0, below=1)
         _expect("data.lanes", self.lanes, 1)
+        _expect("data.processes", self.processes, 0)
         _expect("data.max_bad_samples", self.max_bad_samples, 0)
         _expect("data.cache_bytes", self.cache_bytes, 1)
         if "" in self.path or "" in self.suffixes:

@@ -4,7 +4,7 @@ The ranks of a node share the folder. A rank that needs a shard locks its name (
 wait for the lock, and then map the same file. A shard that was not used for the longest time makes room for the next one. A rank that
 has a file mapped keeps its bytes.
 
-    FOLDER/mpitrain-shards-UID/HASH     a whole shard, unpacked. The hash is of the URL or path, the size, and a file's time
+    FOLDER/mpitrain-shards-UID/HASH     a whole shard, unpacked. The hash is of the URL or path, the size, a file's time, the checksum
                                HASH.lock        its lock
                                HASH.part        while it is fetched; HASH.unpacked while it is unpacked
                                HASH.failed      why the last attempt has failed, for the ranks that waited for it
@@ -21,17 +21,23 @@ import stat
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import ckpt
+from mpitrain.data.checksums import difference
 from mpitrain.data.documents import DamagedShardError, is_compressed
 
 _PIECE_BYTES = 1 << 20
 _ZST_PIECE_BYTES = 4 << 10  # so that what a piece unpacks to fits into memory
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _NO_REMEDY = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+
+
+def needs_copy(shard: str) -> bool:
+    """Whether a shard, a path or URL, must be fetched or unpacked before it can be read."""
+    return "://" in shard or is_compressed(shard)
 
 
 class ShardCache:
@@ -41,13 +47,19 @@ class ShardCache:
         folder: on a disk of this node, which need not exist; None: $TMPDIR, else /tmp.
         limit_bytes: what all shards in the folder may take.
         patience_s: how long to try again after an error of a server.
+        checksums: of some shards: see ShardList.
     """
 
     def __init__(
-        self, folder: str | Path | None = None, *, limit_bytes: int = 64 << 30, patience_s: float = 120.0
+        self,
+        folder: str | Path | None = None,
+        *,
+        limit_bytes: int = 64 << 30,
+        patience_s: float = 120.0,
+        checksums: Mapping[str, bytes] | None = None,
     ) -> None:
         self._folder = Path(folder or tempfile.gettempdir()) / f"mpitrain-shards-{os.getuid()}"
-        self._limit_bytes, self._patience_s = limit_bytes, patience_s
+        self._limit_bytes, self._patience_s, self._checksums = limit_bytes, patience_s, checksums or {}
         self.num_fetched = 0
         """The shards that this process has fetched."""
 
@@ -57,14 +69,14 @@ class ShardCache:
 
         Raises:
             OSError: the shard cannot be fetched; the text names it.
-            DamagedShardError: it has another size than listed, or cannot be unpacked.
+            DamagedShardError: it has another size or checksum than listed, or cannot be unpacked.
         """
-        if "://" not in shard and not is_compressed(shard):
+        if not needs_copy(shard):
             yield Path(shard)
             return
         _make_private(self._folder)
         changed = "" if "://" in shard else os.stat(shard).st_mtime_ns
-        name = f"{shard}\0{size}\0{changed}".encode(errors="surrogateescape")
+        name = f"{shard}\0{size}\0{changed}\0{self._checksums.get(shard, b'').hex()}".encode(errors="surrogateescape")
         path = self._folder / hashlib.blake2b(name, digest_size=16).hexdigest()
         failed, began = path.with_suffix(".failed"), time.time()
         with _locked(path.with_suffix(".lock")):
@@ -72,12 +84,13 @@ class ShardCache:
                 os.utime(path)
             else:
                 if why := _written_since(failed, began):  # while this rank waited: it would take as long again
-                    raise OSError(why)
+                    kind, _, text = why.partition(" ")
+                    raise (DamagedShardError if kind == DamagedShardError.__name__ else OSError)(text)
                 try:
                     self._fetch(shard, size, path)
-                except OSError as error:
+                except (OSError, DamagedShardError) as error:
                     with suppress(OSError):
-                        failed.write_text(str(error))
+                        failed.write_text(f"{type(error).__name__} {error}")
                     raise
                 failed.unlink(missing_ok=True)
                 self.num_fetched += 1
@@ -85,21 +98,31 @@ class ShardCache:
 
     def _fetch(self, shard: str, size: int, path: Path) -> None:
         part = path.with_suffix(".part")
+        packed = part if "://" in shard else Path(shard)
         try:
             if "://" in shard:
                 self._make_room(size, path)
-                _again(lambda: ckpt.Url(shard).download(part), shard, self._patience_s)
-                found = part.stat().st_size
+                for _ in range(2):  # another transfer may bring what the list says
+                    _again(lambda: ckpt.Url(shard).download(part), shard, self._patience_s)
+                    if not (wrong := self._difference(shard, size, part)):
+                        break
             else:
-                found = os.stat(shard).st_size
-            if found != size:
-                raise DamagedShardError(f"{shard}: expected {size} bytes as listed, got {found}")
+                wrong = self._difference(shard, size, packed)
+            if wrong:
+                raise DamagedShardError(f"{shard}: {wrong}")
             if is_compressed(shard):
-                self._unpack(shard, part if "://" in shard else Path(shard), path)
+                self._unpack(shard, packed, path)
             else:
                 part.rename(path)
         finally:
             part.unlink(missing_ok=True)
+
+    def _difference(self, shard: str, size: int, packed: Path) -> str:
+        """What of a shard is not as listed; "" if all is."""
+        found = packed.stat().st_size
+        if found != size:
+            return f"expected {size} bytes as listed, got {found}"
+        return difference(packed, self._checksums[shard]) if shard in self._checksums else ""
 
     def _unpack(self, shard: str, packed: Path, path: Path) -> None:
         """Write the contents of a compressed file. They may not be larger than the limit of the whole folder."""
@@ -116,6 +139,10 @@ class ShardCache:
                     file.write(piece)
             self._make_room(written, path)
             target.rename(path)
+        except DamagedShardError:
+            raise
+        except OSError as error:
+            raise OSError(error.errno, f"{shard} cannot be unpacked into {self._folder}: {error.strerror}") from None
         finally:
             target.unlink(missing_ok=True)
 

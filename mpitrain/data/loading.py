@@ -2,17 +2,21 @@
 
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from collectives import Communicator
 from mpitrain.config import ConfigError, DataConfig, SourceConfig
+from mpitrain.data.cache import ShardCache
+from mpitrain.data.checksums import is_checksum_list
 from mpitrain.data.corpus import Part, read_into, scan
 from mpitrain.data.documents import is_compressed, kind_of
-from mpitrain.data.shards import ShardList, expanded, list_shards
+from mpitrain.data.open_shards import OpenShards, first_texts
+from mpitrain.data.shards import ShardList, list_shards
 from mpitrain.data.streaming.sources import Source
+from mpitrain.data.tokenizers import JsonTokenizer, Tokenizer
 from mpitrain.data.tokens import TokenFiles, open_tokens
 from mpitrain.rank0 import on_rank0
 
@@ -38,6 +42,11 @@ class Documents(NamedTuple):
     lanes: int
 
     @property
+    def shards(self) -> list[ShardList]:
+        """The shards of all sources."""
+        return [source.shards for source in (*self.train, *(self.heldout or ()))]
+
+    @property
     def fingerprint(self) -> str:
         """A checkpoint has the lists of the shards: see Source.resumed."""
         return f"documents of {', '.join(source.name for source in self.train)}"
@@ -48,7 +57,7 @@ class Documents(NamedTuple):
             f"{source.shards.sizes.sum() / 1e6:.1f} MB"
             for source in self.train
         ]
-        return f"documents in {self.lanes} lane{'s' * (self.lanes > 1)}; {'; '.join(shown)}"
+        return f"documents of {'; '.join(shown)}"
 
 
 def has_documents(config: DataConfig) -> bool:
@@ -57,7 +66,7 @@ def has_documents(config: DataConfig) -> bool:
 
 
 def _is_of_shards(path: str) -> bool:
-    if kind_of(path) != "text" or is_compressed(path) or "://" in path:
+    if kind_of(path) != "text" or is_compressed(path) or is_checksum_list(path) or "://" in path:
         return True
     return not os.path.exists(os.path.expanduser(path)) and ("{" in path or glob.has_magic(path))
 
@@ -66,8 +75,7 @@ def load_data(config: DataConfig, comm: Communicator, *, batch: int) -> Corpus |
     """Find the data on rank 0. Collective; ValueError on all ranks if they cannot be read. `batch`: rows of a global batch."""
     if config.has_tokens:
         with comm.together():
-            names = [name for path in config.path for name in _names(path)]
-            return open_tokens(names, config.heldout, config.field)
+            return open_tokens(list_shards(config.path).paths, config.heldout, config.field)
     if has_documents(config):
         return _find_documents(config, comm, batch)
     with comm.together():
@@ -96,6 +104,37 @@ def load_corpus(config: DataConfig, comm: Communicator) -> Corpus:
     return Corpus(read(listing.train), read(listing.heldout), num_files, listing.fingerprint)
 
 
+def shard_cache(config: DataConfig, lists: Iterable[ShardList]) -> ShardCache:
+    """The cache of this node for the shards of some lists."""
+    checksums = {path: checksum for its in lists for path, checksum in its.checksums.items()}
+    return ShardCache(config.cache, limit_bytes=config.cache_bytes, checksums=checksums)
+
+
+def speed_up(
+    tokenizer: Tokenizer | None,
+    found: Corpus | Documents | TokenFiles,
+    config: DataConfig,
+    comm: Communicator,
+    *,
+    seed: int,
+) -> list[str]:
+    """Let a tokenizer of documents encode with a faster engine: see engines.py. Collective. Returns lines for the user.
+
+    ValueError or OSError on all ranks if the first documents cannot be read. `seed`: of the run; it chooses these documents.
+    """
+    if not (isinstance(found, Documents) and isinstance(tokenizer, JsonTokenizer)):
+        return []
+
+    def texts() -> Iterator[bytes]:
+        cache = shard_cache(config, found.shards)
+        for source in found.train:
+            _, shard, begin = source.sequence(seed)[0]
+            opened = OpenShards(source.shards, cache.local, field=source.field)
+            yield from first_texts(opened.cut(shard, begin, begin + source.chunk_bytes))
+
+    return tokenizer.use_fast_engine(comm, texts)
+
+
 def _find_documents(config: DataConfig, comm: Communicator, batch: int) -> Documents:
     settings = config.sources or (SourceConfig("data", config.path, field=config.field),)
     lanes = config.lanes or batch
@@ -112,13 +151,3 @@ def _find_documents(config: DataConfig, comm: Communicator, batch: int) -> Docum
         for its, theirs in zip((settings, config.heldout_sources), found, strict=True)
     )
     return Documents(train, heldout or None, lanes)
-
-
-def _names(pattern: str) -> list[str]:
-    """The files of a pattern with globs and braces, in order. ValueError if there are none."""
-    names = [
-        found for name in expanded(pattern) for found in (sorted(glob.glob(name)) if glob.has_magic(name) else [name])
-    ]
-    if not names:
-        raise ValueError(f"data.path: {pattern} names no file")
-    return names

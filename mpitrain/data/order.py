@@ -33,15 +33,22 @@ def permute(indices: np.ndarray, num: int, keys: np.ndarray) -> np.ndarray:
     """
     half = np.uint64(max(1, ((num - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    images = np.array(indices, np.uint64)
-    outside = np.ones(images.shape, bool)
-    while outside.any():  # cycle walking: at most 4 tries on average, since the range is 1/4 of the domain or more
-        left, right = images[outside] >> half, images[outside] & mask
+
+    def network(values: np.ndarray) -> np.ndarray:
+        left, right = values >> half, values & mask
         for key in keys:
             left, right = right, left ^ (_mix(right + key) & mask)
-        images[outside] = left << half | right
-        outside = images >= num
-    return images.astype(np.int64)
+        return left << half | right
+
+    images = network(np.array(indices, np.uint64).reshape(-1))
+    domain = 1 << 2 * int(half)
+    # A table of the whole domain, where it is not much more than what is asked for: looking up is faster than computing again.
+    table = network(np.arange(domain, dtype=np.uint64)) if domain <= 4 * images.size else None
+    while (
+        outside := images >= num
+    ).any():  # cycle walking: at most 4 tries on average, since the range is 1/4 of the domain or more
+        images[outside] = network(images[outside]) if table is None else table[images[outside]]
+    return images.astype(np.int64).reshape(np.shape(indices))
 
 
 def keys_of(*what: object) -> np.ndarray:

@@ -3,6 +3,7 @@
     data/part-{000..127}.tar        brace ranges, with leading zeros as given, and lists such as {train,extra}
     data/*.jsonl.zst                globs
     s3://bucket/c4/*.parquet        what fsspec opens
+    s3://bucket/c4/shards.sha256    lists with checksums: see checksums.py
 
 A shard's name in a list is its path after the folder that all names of the source share. So a list stays the same if its folder moves.
 """
@@ -12,12 +13,14 @@ import itertools
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 import ckpt
+from mpitrain.data.checksums import is_checksum_list, read_checksums
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -26,15 +29,19 @@ _FEW = 8
 
 
 class ShardList(NamedTuple):
-    """The shards of a source. `folder`: of all of them. `names`: in it, in order; `paths`: or URLs. `sizes`: bytes, int64."""
+    """The shards of a source. `folder`: of all of them. `names`: in it, in order; `paths`: or URLs. `sizes`: bytes, int64.
+
+    `checksums`: by the paths of those for which a list has one.
+    """
 
     folder: str
     names: tuple[str, ...]
     paths: tuple[str, ...]
     sizes: np.ndarray
+    checksums: Mapping[str, bytes] = {}
 
     def packed(self) -> bytes:
-        """The names and sizes for a checkpoint."""
+        """The names and sizes for a checkpoint. Each start reads the checksums anew."""
         names = "\0".join(self.names).encode(errors="surrogateescape")
         return zlib.compress(np.int64(len(self.names)).tobytes() + self.sizes.astype("<i8").tobytes() + names, 6)
 
@@ -51,15 +58,25 @@ def list_shards(patterns: Sequence[str]) -> ShardList:
     """Find the shards that the patterns name.
 
     Raises:
-        ValueError: a pattern that names no file, a shard that does not exist or is empty, or two shards of one name.
+        ValueError: a pattern that names no file, a shard that does not exist or is empty, two shards of one name, a wrong list of
+            checksums, or two checksums of one shard.
     """
     found: dict[str, int] = {}
+    checksums: dict[str, bytes] = {}
     for pattern in patterns:
         names = [pattern] if os.path.exists(pattern) else list(expanded(pattern))
-        its = _remote(names) if "://" in pattern else _local(names)
+        its = _sizes(names)
         if not its:
             raise ValueError(f"data: {pattern} names no file")
-        found |= its
+        if not is_checksum_list(pattern):
+            found |= its
+            continue
+        for list_path in sorted(its):
+            listed = _of_checksum_list(list_path)
+            found |= _sizes(list(listed), are_patterns=False)
+            if twice := [path for path in listed if checksums.get(path, listed[path]) != listed[path]]:
+                raise ValueError(f"data: {twice[0]} has two checksums; {list_path} has the second one")
+            checksums |= listed
     if not found:
         raise ValueError("data: expected the names of shards, got none")
     if empty := [path for path, size in found.items() if not size]:
@@ -67,7 +84,7 @@ def list_shards(patterns: Sequence[str]) -> ShardList:
     paths = sorted(found)
     folder = _common_folder(paths)
     names = [path[len(folder) + 1 :] if folder else path for path in paths]
-    return ShardList(folder, tuple(names), tuple(paths), np.array([found[path] for path in paths], np.int64))
+    return ShardList(folder, tuple(names), tuple(paths), np.array([found[path] for path in paths], np.int64), checksums)
 
 
 def expanded(pattern: str) -> Iterator[str]:
@@ -92,11 +109,26 @@ def _choices(inside: str, pattern: str) -> list[str]:
     return inside.split(",")
 
 
-def _local(names: Sequence[str]) -> dict[str, int]:
+def _of_checksum_list(list_path: str) -> dict[str, bytes]:
+    """The paths or URLs that a list names, with their checksums."""
+    folder = list_path.rpartition("/")[0]
+    try:
+        data = ckpt.Url(list_path).read() if "://" in list_path else Path(list_path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"data: {list_path} cannot be read: {error}") from None
+    return {f"{folder}/{name}": checksum for name, checksum in read_checksums(list_path, data).items()}
+
+
+def _sizes(names: Sequence[str], *, are_patterns: bool = True) -> dict[str, int]:
+    """The files of names or patterns, all paths or all URLs, and their sizes. ValueError if a file is not there."""
+    return (_remote if "://" in names[0] else _local)(names, are_patterns)
+
+
+def _local(names: Sequence[str], are_patterns: bool) -> dict[str, int]:
     found: dict[str, int] = {}
     for name in names:
         path = os.path.expanduser(name)
-        is_pattern = glob.has_magic(path) and not os.path.exists(path)
+        is_pattern = are_patterns and glob.has_magic(path) and not os.path.exists(path)
         if os.path.isdir(path):
             raise ValueError(f"data: {name} is a folder; expected shards, such as {name.rstrip('/')}/*.jsonl")
         try:
@@ -108,12 +140,12 @@ def _local(names: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _remote(names: Sequence[str]) -> dict[str, int]:
+def _remote(names: Sequence[str], are_patterns: bool) -> dict[str, int]:
     found: dict[str, int] = {}
     folders: dict[str, dict[str, int | None]] = {}
     for name in names:
         try:
-            if glob.has_magic(name):
+            if are_patterns and glob.has_magic(name):
                 found |= {str(each): size for each, size in ckpt.Url(name).files().items()}
                 continue
             folder, _, file = name.rpartition("/")

@@ -2,12 +2,17 @@
 
 import hashlib
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from mpitrain.config import ConfigError, DataConfig
+from mpitrain.data.engines import Encode, choose, encode_by
+
+if TYPE_CHECKING:
+    from ckpt.ranks import Ranks
 
 BYTES = "bytes"
 """The setting `data.tokenizer` for tokens that are bytes."""
@@ -22,6 +27,8 @@ class Tokenizer(Protocol):
     """A short name, and what tells it from others: a checkpoint keeps it."""
     num_tokens: int
     """Tokens are at least 0 and below this number."""
+    separator: int
+    """The token that ends a document."""
 
     def encode(self, text: bytes) -> np.ndarray:
         """The tokens of a text in UTF-8: int32."""
@@ -32,12 +39,16 @@ class Tokenizer(Protocol):
     def decode(self, tokens: np.ndarray) -> bytes:
         """The text of tokens, in UTF-8 as far as they end with a character."""
 
+    def num_bytes(self, tokens: np.ndarray) -> int:
+        """The bytes of the text of tokens. A separator counts as one byte, for all tokenizers."""
+
 
 class Bytes:
     """Tokens are bytes. The separator is the byte 0, which text does not contain."""
 
     name = BYTES
     num_tokens = 256
+    separator = 0
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.frombuffer(text, np.uint8).astype(np.int32)
@@ -50,6 +61,9 @@ class Bytes:
 
     def decode(self, tokens: np.ndarray) -> bytes:
         return (np.asarray(tokens) % 256).astype(np.uint8).tobytes()
+
+    def num_bytes(self, tokens: np.ndarray) -> int:
+        return len(tokens)
 
 
 class JsonTokenizer:
@@ -71,6 +85,8 @@ class JsonTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises its base class
             raise ConfigError(f"data.tokenizer: {path} is no tokenizer.json: {error}") from None
+        self._tokenizer.no_truncation()  # files of models for short texts ask for it, and for padding
+        self._tokenizer.no_padding()
         self.name = f"{Path(path).name} {hashlib.blake2b(data, digest_size=8).hexdigest()}"
         self.num_tokens = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         names = [separator] if separator is not None else list(_SEPARATORS)
@@ -80,21 +96,58 @@ class JsonTokenizer:
                 f"the token {separator!r}" if separator is not None else f"one of the tokens {', '.join(_SEPARATORS)}"
             )
             raise ConfigError(f"data.separator: expected {wanted} in {path}; name the token that ends a document")
-        self._separator = found[0]
+        self.separator = found[0]
+        self._made_of = path, separator
+        self._encode: Encode = self._encode_slowly
+        self._engine: str | None = None
+
+    def use_fast_engine(self, comm: "Ranks", texts: Callable[[], Iterable[bytes]]) -> list[str]:
+        """Encode with a faster engine, if one gives the same tokens: see `engines.choose`. Collective. Returns lines for the user."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        choice = choose(self._tokenizer.to_str(), self._encode_slowly, [token.content for token in added], comm, texts)
+        self._encode, self._engine = choice.encode, choice.engine
+        return choice.lines
+
+    def take_engine(self, engine: str) -> None:
+        """Encode with the engine that this rank has chosen in another process."""
+        self._encode, self._engine = encode_by(engine, self._tokenizer.to_str(), self._encode_slowly), engine
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _same, (*self._made_of, self.name, self._engine)
 
     def encode(self, text: bytes) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text.decode(), add_special_tokens=False).ids, np.int32)
+        return self._encode(text)
 
     def document(self, text: bytes) -> np.ndarray:
-        return np.append(self.encode(text), np.int32(self._separator))
+        return np.append(self.encode(text), np.int32(self.separator))
 
     def decode(self, tokens: np.ndarray) -> bytes:
         text: str = self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
         return text.encode()
 
+    def num_bytes(self, tokens: np.ndarray) -> int:
+        words = tokens[tokens != self.separator]
+        text: str = self._tokenizer.decode(words.tolist(), skip_special_tokens=False)
+        whole = text.strip("\ufffd")  # a character that the ends of a row cut, byte by byte
+        return len(whole.encode()) + len(text) - len(whole) + len(tokens) - len(words)
 
-def load_tokenizer(config: DataConfig, *, vocab: int) -> Tokenizer | None:
-    """The tokenizer of a run; None for files of tokens without one. `vocab`: tokens of the model.
+    def _encode_slowly(self, text: bytes) -> np.ndarray:
+        (found,) = self._tokenizer.encode_batch_fast([text.decode()], add_special_tokens=False)  # it finds no offsets
+        return np.array(found.ids, np.int32)
+
+
+def _same(path: str | os.PathLike[str], separator: str | None, name: str, engine: str | None) -> JsonTokenizer:
+    """The tokenizer again, in another process. ConfigError if the file is another one by now."""
+    made = JsonTokenizer(path, separator)
+    if made.name != name:
+        raise ConfigError(f"data.tokenizer: {path} has changed while the run began: expected {name}, got {made.name}")
+    if engine is not None:
+        made.take_engine(engine)
+    return made
+
+
+def load_tokenizer(config: DataConfig, *, vocab: int | None) -> Tokenizer | None:
+    """The tokenizer of a run; None for files of tokens without one. `vocab`: tokens of the model; None without a model.
 
     ConfigError if it cannot be read, or has more tokens than the model. ImportError without the library that it needs.
     """
@@ -102,7 +155,7 @@ def load_tokenizer(config: DataConfig, *, vocab: int) -> Tokenizer | None:
         return None if config.has_tokens else Bytes()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the ranks are parallel
     made = JsonTokenizer(config.tokenizer, config.separator)
-    if made.num_tokens > vocab:
+    if vocab is not None and made.num_tokens > vocab:
         raise ConfigError(
             f"model.vocab: {config.tokenizer} has {made.num_tokens} tokens, and the model has {vocab}: take --model.vocab "
             f"{made.num_tokens}, or a greater one"

@@ -17,10 +17,12 @@ from typing import NamedTuple
 import numpy as np
 
 import ckpt
+from mpitrain.data.documents import with_more_files
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _IDX_HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents
+_WRITTEN_TOKENS = 1 << 20  # at a time
 
 
 class Tokens:
@@ -51,6 +53,86 @@ class Tokens:
                 row[at : at + len(piece)] = piece
                 at, which = at + len(piece), which + 1
         return rows
+
+
+class MegatronWriter:
+    """Writes a .bin file of Megatron-LM and its .idx, document by document.
+
+    The files get their names at `commit`, the index first: until then they are NAME.bin.part and NAME.idx.part.
+
+    Args:
+        path: NAME.bin. A file of this name is replaced.
+        dtype: of the tokens.
+
+    Raises:
+        OSError: the files cannot be written.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self._path, self._dtype = path, dtype.newbyteorder("<")
+        self._code = next(code for code, kind in _IDX_DTYPES.items() if np.dtype(kind) == dtype)
+        self._file = _part_of(path).open("wb")
+        self._waiting: list[np.ndarray] = []
+        self._num_waiting = 0
+        self._lengths: list[int] = []
+
+    @property
+    def num_documents(self) -> int:
+        """The documents so far."""
+        return len(self._lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens so far."""
+        return sum(self._lengths)
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Add a document. Its tokens fit the dtype."""
+        self._lengths.append(len(tokens))
+        self._waiting.append(tokens)
+        self._num_waiting += len(tokens)
+        if self._num_waiting >= _WRITTEN_TOKENS:
+            self._write()
+
+    def commit(self) -> None:
+        """End the files, and give them their names. Without documents there are none, because an empty file cannot be mapped."""
+        self._write()
+        self._file.close()
+        if not self.num_tokens:
+            self.discard()
+            return
+        lengths = np.array(self._lengths, "<i4")
+        begins = np.concatenate(([0], np.cumsum(lengths[:-1], dtype="<i8"))) * self._dtype.itemsize
+        index = self._path.with_suffix(".idx")
+        head = _IDX_HEAD.pack(_IDX_MAGIC, 1, self._code, len(lengths), len(lengths) + 1)
+        ends_of_documents = np.arange(len(lengths) + 1, dtype="<i8")  # in sequences: each is one
+        _part_of(index).write_bytes(
+            head + lengths.tobytes() + begins.astype("<i8").tobytes() + ends_of_documents.tobytes()
+        )
+        _part_of(index).replace(index)
+        _part_of(self._path).replace(self._path)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        self._file.close()
+        _part_of(self._path).unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        if self._waiting:
+            try:
+                self._file.write(np.concatenate(self._waiting).astype(self._dtype).data)
+            except OSError as error:  # a full disk
+                raise OSError(f"{self._path} cannot be written: {error.strerror or error}") from None
+        self._waiting, self._num_waiting = [], 0
+
+
+def smallest_dtype(num_tokens: int) -> np.dtype:
+    """The smallest dtype of Megatron-LM's index for the tokens 0 to `num_tokens - 1`."""
+    return next(np.dtype(kind) for kind in (np.uint8, np.uint16, np.int32) if num_tokens - 1 <= np.iinfo(kind).max)
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
 
 
 class TokenFiles(NamedTuple):
@@ -89,18 +171,22 @@ def open_tokens(paths: Sequence[str], heldout: float, field: str | None = None) 
 
 def _mapped(path: Path, field: str | None) -> np.ndarray:
     try:
-        if path.suffix == ".bin":
-            return _of_megatron(path)
-        if path.suffix == ".npy":
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-            if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
-                raise ValueError(f"{path}: expected a 1-D array of integers, got {array.dtype} of shape {array.shape}")
-            return array
-        return ckpt.map_vector(path, field)
+        return with_more_files(lambda: _array(path, field))
     except OSError as error:
-        raise ValueError(f"data.path: {path} cannot be read: {error.strerror or error}") from None
+        raise ValueError(f"data.path: {error.filename or path} cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError) as error:
         raise ValueError(f"data.path: {error}" if str(path) in str(error) else f"data.path: {path}: {error}") from None
+
+
+def _array(path: Path, field: str | None) -> np.ndarray:
+    if path.suffix == ".bin":
+        return _of_megatron(path)
+    if path.suffix == ".npy":
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
+            raise ValueError(f"{path}: expected a 1-D array of integers, got {array.dtype} of shape {array.shape}")
+        return array
+    return ckpt.map_vector(path, field)
 
 
 def _of_megatron(path: Path) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 import collectives
 from collectives import Communicator
 from collectives.diagnosis.installation import mpi_facts
-from collectives.launcher import LAUNCHER_PREFIXES, ULFM_VARIABLE, launcher_name
+from collectives.launcher import ULFM_VARIABLE, environment_of_program, launcher_name
 from mpitrain.doctor import ranks
 
 PML = "OMPI_MCA_pml"  # a setting of Open MPI that mpirun passes to ranks
@@ -68,8 +68,7 @@ def mpi(comm: Communicator) -> Mpi:
 
 def launcher_version(path: str) -> str:
     """The line of `mpirun --version` that has the version."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
-    clean |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    clean = environment_of_program() | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     try:
         said = subprocess.run([path, "--version"], env=clean, capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError) as error:

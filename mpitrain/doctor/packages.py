@@ -3,7 +3,6 @@
 `python -m mpitrain.doctor.packages gpu|hdf5|need ...` prints facts as JSON in its last line. `ask_*` starts that process.
 """
 
-import ctypes
 import json
 import os
 import shutil
@@ -15,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collectives.launcher import LAUNCHER_PREFIXES
+from collectives.launcher import environment_of_program
+from collectives.processes import end_with_parent
 
 _LIMIT_S = 60.0
-_PR_SET_PDEATHSIG = 1
 
 
 class Gpu(NamedTuple):
@@ -82,7 +81,7 @@ def _tuples(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _ask(*words: str) -> tuple[dict[str, Any], str]:
     """(the facts of the process, what went wrong with it)."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
+    environment = environment_of_program()
     for name in ("OMPI_MCA_btl",):  # a setting of the start of MPI, not of the launcher
         if name in os.environ:
             environment[name] = os.environ[name]
@@ -182,7 +181,7 @@ def _need(settings: str, num_ranks: str, num_nodes: str) -> Need:
 
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # the process that asks may have given up
+    end_with_parent()  # the process that asks may have given up
     what, *words = sys.argv[1:]
     kinds: dict[str, Any] = {"gpu": _gpu, "hdf5": _hdf5, "need": _need}
     facts = kinds[what](*words)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from collectives.launcher import LAUNCHER_PREFIXES, ULFM_VARIABLE, is_on
+from collectives.launcher import ULFM_VARIABLE, environment_of_program, is_on
 from collectives.processes import stat_fields
 from mpitrain.doctor.checks import CHECKS, Options
 from mpitrain.doctor.findings import Finding, Level
@@ -94,9 +94,7 @@ class Watch:
         """Whether the child has carried out all checks."""
         reader, writer = os.pipe()
         work = {"options": self._options, "checks": self._left, "mpi": mpi}
-        environment = dict(os.environ)
-        if not mpi:
-            environment = {name: value for name, value in environment.items() if not name.startswith(LAUNCHER_PREFIXES)}
+        environment = dict(os.environ) if mpi else environment_of_program()
         command = [sys.executable, "-m", "mpitrain.doctor.worker", str(writer), json.dumps(work)]
         os.set_inheritable(writer, True)
         # It inherits all descriptors, because MPICH's ranks talk to their mpirun by one.

@@ -4,7 +4,6 @@ It writes a line of JSON to the file descriptor FD at the beginning and the end 
 MPI or a library ends this process. WORK is JSON: the options, the names of the checks, and whether to use MPI.
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -16,12 +15,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import collectives
+from collectives.processes import end_with_parent
 from mpitrain.doctor.checks import CHECKS, Check, Job, Options
 from mpitrain.doctor.findings import Finding, Level
 
 START, END = "start of MPI", "end of MPI"
 _START_LIMIT_S, _END_LIMIT_S, _SLACK_S = 90.0, 30.0, 5.0
-_PR_SET_PDEATHSIG = 1
 _NAP_S = 2e-3
 
 
@@ -66,7 +65,7 @@ def judged(check: Check, facts: dict[str, Any]) -> list[Finding]:
 
 
 def main(fd: int, work: dict[str, Any]) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     os.set_inheritable(fd, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C, too, and ends this process
 

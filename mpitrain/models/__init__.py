@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mpitrain.models.language_model import LanguageModel
     from mpitrain.models.llama import Llama
     from mpitrain.models.sampling import generate, sample_tokens
+    from mpitrain.models.segments import Segments
 
 __all__ = [
     "GPT",
@@ -33,6 +34,7 @@ __all__ = [
     "LanguageModel",
     "Llama",
     "LlamaConfig",
+    "Segments",
     "TransformerConfig",
     "build",
     "decay_groups",
@@ -48,6 +50,7 @@ _WITH_TORCH = {
     "GPT": "gpt",
     "LanguageModel": "language_model",
     "Llama": "llama",
+    "Segments": "segments",
     "build": "families",
     "decay_groups": "decay",
     "generate": "sampling",

@@ -10,6 +10,7 @@ from torch import nn
 
 from mpitrain.init import Constant, Init, Normal
 from mpitrain.models.language_model import LanguageModel
+from mpitrain.models.segments import Segments, attend
 from mpitrain.models.sizes import GPTConfig
 from mpitrain.stages.plan import StagePlan
 from mpitrain.tensor.plan import Style
@@ -24,13 +25,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.proj = nn.Linear(config.width, config.width)
 
-    def forward(self, x_BLC: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    def forward(self, x_BLC: torch.Tensor, segments: Segments | None = None) -> torch.Tensor:  # noqa: N803
         """(B, L, C) -> (B, L, C)."""
         b, l, c = x_BLC.shape  # noqa: E741
         qkv = self.qkv(x_BLC).view(b, l, 3, -1, c // self.heads)  # H may be a rank's part of the heads
         q_BHLD, k_BHLD, v_BHLD = qkv.permute(2, 0, 3, 1, 4).unbind()  # noqa: N806
-        y_BHLD = F.scaled_dot_product_attention(q_BHLD, k_BHLD, v_BHLD, is_causal=True)  # noqa: N806
-        return self.proj(y_BHLD.transpose(1, 2).reshape(b, l, -1))
+        return self.proj(attend(q_BHLD, k_BHLD, v_BHLD, segments))
 
 
 class MLP(nn.Module):
@@ -56,9 +56,9 @@ class Block(nn.Module):
         self.ln2 = nn.LayerNorm(config.width)
         self.mlp = MLP(config)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, segments: Segments | None = None) -> torch.Tensor:
         """(B, L, C) -> (B, L, C)."""
-        x = x + self.attn(self.ln1(x))
+        x = x + self.attn(self.ln1(x), segments=segments)
         return x + self.mlp(self.ln2(x))
 
 
@@ -73,14 +73,16 @@ class GPT(LanguageModel):
         self.ln_f = nn.LayerNorm(config.width)
         self.end()
 
-    def embed(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    def embed(self, tokens_BL: torch.Tensor, segments: Segments | None) -> torch.Tensor:  # noqa: N803
         """(B, L) int64 -> (B, L, C)."""
-        return self.wte(tokens_BL) + self.wpe(torch.arange(tokens_BL.shape[1], device=tokens_BL.device))
+        length, device = tokens_BL.shape[1], tokens_BL.device
+        positions = torch.arange(length, device=device) if segments is None else segments.positions
+        return self.wte(tokens_BL) + self.wpe(positions)
 
-    def body(self, x_BLC: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    def body(self, x_BLC: torch.Tensor, segments: Segments | None) -> torch.Tensor:  # noqa: N803
         """(B, L, C) -> (B, L, C)."""
         for block in self.blocks:
-            x_BLC = block(x_BLC)  # noqa: N806
+            x_BLC = block(x_BLC, segments=segments)  # noqa: N806
         return self.ln_f(x_BLC)
 
     @property

@@ -13,6 +13,7 @@ from torch import nn
 
 from mpitrain.init import Init
 from mpitrain.models.loss import Reduction, loss_of, make_loss
+from mpitrain.models.segments import Segments
 from mpitrain.models.sizes import TransformerConfig
 from mpitrain.stages.plan import StagePlan
 from mpitrain.tensor.plan import Style
@@ -42,11 +43,11 @@ class LanguageModel(nn.Module):
         self.logits = nn.Identity()
         self.loss = make_loss()
 
-    def embed(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    def embed(self, tokens_BL: torch.Tensor, segments: Segments | None) -> torch.Tensor:  # noqa: N803
         """(B, L) int64 -> (B, L, C): the stream before the first block."""
         raise NotImplementedError
 
-    def body(self, x_BLC: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    def body(self, x_BLC: torch.Tensor, segments: Segments | None) -> torch.Tensor:  # noqa: N803
         """(B, L, C) -> (B, L, C): the blocks, and the norm after them."""
         raise NotImplementedError
 
@@ -56,6 +57,7 @@ class LanguageModel(nn.Module):
         targets_BL: torch.Tensor | None = None,  # noqa: N803
         *,
         reduction: Reduction = "mean",
+        segments: Segments | None = None,
         stream_BLC: torch.Tensor | None = None,  # noqa: N803
     ) -> torch.Tensor:
         """The logits of the next token, or the loss.
@@ -64,6 +66,8 @@ class LanguageModel(nn.Module):
             tokens_BL: (B, L) int64, L at most the context.
             targets_BL: (B, L) int64, for each token the next token; positions with -100 (`loss.IGNORED`) do not count.
             reduction: the loss is the "mean" or the "sum" over the positions that count.
+            segments: the documents of the rows: a token attends to earlier tokens of its own document alone, and positions begin at 0
+                with each document. None: each row is one.
             stream_BLC: (B, L, C) in place of tokens: the output of `embed`, or of an earlier stage of a pipeline.
 
         Returns:
@@ -71,16 +75,20 @@ class LanguageModel(nn.Module):
             scalar (the mean is NaN, and the sum 0, if no position counts).
 
         Raises:
-            ValueError: more tokens than the context, or another reduction.
+            ValueError: more tokens than the context, segments of rows of another shape, or another reduction.
         """
         if (tokens_BL is None) == (stream_BLC is None):
             raise ValueError("expected either tokens or a stream")
+        given = tokens_BL if tokens_BL is not None else stream_BLC
+        if segments is not None and given is not None and segments.positions.shape != given.shape[:2]:
+            rows, of = tuple(given.shape[:2]), tuple(segments.positions.shape)
+            raise ValueError(f"segments: expected those of rows of shape {rows}, got {of}")
         if tokens_BL is not None:
             if (length := tokens_BL.shape[1]) > self.config.context:
                 raise ValueError(f"expected at most model.context = {self.config.context} tokens, got {length}")
-            stream_BLC = self.embed(tokens_BL)  # noqa: N806
+            stream_BLC = self.embed(tokens_BL, segments)  # noqa: N806
         assert stream_BLC is not None
-        logits_BLV = self.head(self.body(stream_BLC))  # noqa: N806
+        logits_BLV = self.head(self.body(stream_BLC, segments))  # noqa: N806
         if targets_BL is None:
             return self.logits(logits_BLV)
         return loss_of(self.loss, logits_BLV, targets_BL, reduction)

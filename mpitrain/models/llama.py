@@ -14,6 +14,7 @@ from torch import nn
 
 from mpitrain.init import Constant, Init, Normal
 from mpitrain.models.language_model import LanguageModel
+from mpitrain.models.segments import Segments, attend
 from mpitrain.models.sizes import RMS_EPS, LlamaConfig
 from mpitrain.stages.plan import StagePlan
 from mpitrain.tensor.plan import Style
@@ -26,10 +27,11 @@ class Rotation:
     class is no tensor, so that mixed precision does not cast the angles with a block's arguments: they need float32.
     """
 
-    def __init__(self, length: int, head_width: int, theta: float, device: torch.device) -> None:
-        frequencies = theta ** -(torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width)
-        angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
-        self.cos, self.sin = angles.cos(), angles.sin()  # (L, D/2)
+    def __init__(self, positions: torch.Tensor, head_width: int, theta: float) -> None:
+        """positions: (L,) of all rows, or (B, 1, L)."""
+        pairs = torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32)
+        angles = positions.to(torch.float32)[..., None] * theta ** -(pairs / head_width)
+        self.cos, self.sin = angles.cos(), angles.sin()  # (..., L, D/2)
 
     def __call__(self, x_BHLD: torch.Tensor) -> torch.Tensor:  # noqa: N803
         """(B, H, L, D) -> (B, H, L, D), computed in float32, of the same dtype."""
@@ -48,17 +50,19 @@ class Attention(nn.Module):
         self.kv = nn.Linear(config.width, 2 * config.kv_heads * self.head_width, bias=False)
         self.proj = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x_BLC: torch.Tensor, rotation: Rotation) -> torch.Tensor:  # noqa: N803
+    def forward(
+        self,
+        x_BLC: torch.Tensor,  # noqa: N803
+        rotation: Rotation,
+        segments: Segments | None = None,
+    ) -> torch.Tensor:
         """(B, L, C) -> (B, L, C)."""
         b, l, _ = x_BLC.shape  # noqa: E741
         # H is a number of heads of its own for queries and for keys, or a rank's part of it.
         q_BHLD = self.q(x_BLC).view(b, l, -1, self.head_width).transpose(1, 2)  # noqa: N806
         kv = self.kv(x_BLC).view(b, l, 2, -1, self.head_width)
         k_BHLD, v_BHLD = kv.permute(2, 0, 3, 1, 4).unbind()  # noqa: N806
-        y_BHLD = F.scaled_dot_product_attention(  # noqa: N806
-            rotation(q_BHLD), rotation(k_BHLD), v_BHLD, is_causal=True, enable_gqa=q_BHLD.shape[1] > k_BHLD.shape[1]
-        )
-        return self.proj(y_BHLD.transpose(1, 2).reshape(b, l, -1))
+        return self.proj(attend(rotation(q_BHLD), rotation(k_BHLD), v_BHLD, segments))
 
 
 class MLP(nn.Module):
@@ -85,9 +89,9 @@ class Block(nn.Module):
         self.norm2 = nn.RMSNorm(config.width, RMS_EPS)
         self.mlp = MLP(config)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: Rotation, segments: Segments | None = None) -> torch.Tensor:
         """(B, L, C) -> (B, L, C)."""
-        x = x + self.attn(self.norm1(x), rotation)
+        x = x + self.attn(self.norm1(x), rotation, segments=segments)
         return x + self.mlp(self.norm2(x))
 
 
@@ -103,16 +107,17 @@ class Llama(LanguageModel):
         self.norm = nn.RMSNorm(config.width, RMS_EPS)
         self.end()
 
-    def embed(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    def embed(self, tokens_BL: torch.Tensor, segments: Segments | None) -> torch.Tensor:  # noqa: N803
         """(B, L) int64 -> (B, L, C)."""
         return self.wte(tokens_BL)
 
-    def body(self, x_BLC: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    def body(self, x_BLC: torch.Tensor, segments: Segments | None) -> torch.Tensor:  # noqa: N803
         """(B, L, C) -> (B, L, C)."""
-        head_width = self.config.width // self.config.heads
-        rotation = Rotation(x_BLC.shape[1], head_width, self.config.theta, x_BLC.device)
+        length, device = x_BLC.shape[1], x_BLC.device
+        positions = torch.arange(length, device=device) if segments is None else segments.positions[:, None]
+        rotation = Rotation(positions, self.config.width // self.config.heads, self.config.theta)
         for block in self.blocks:
-            x_BLC = block(x_BLC, rotation)  # noqa: N806
+            x_BLC = block(x_BLC, rotation, segments=segments)  # noqa: N806
         return self.norm(x_BLC)
 
     @property

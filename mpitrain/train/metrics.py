@@ -29,6 +29,7 @@ class StepMetrics(NamedTuple):
     mfu: float  # share of the FLOP/s that a large matrix product reached on the same ranks at the start
     loss_scale: float | None = None  # factor of the loss; None without scaling: see `GradScaler`
     check_s: float | None = None  # in the checks of this step, including waits for other ranks
+    padding: float | None = None  # share of the tokens that only fill rows up; None unless documents stay whole
     skipped: bool = False  # the optimizer did not step, because loss or gradients are not finite
 
     def to_dict(self) -> dict[str, Any]:

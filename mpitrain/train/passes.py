@@ -8,7 +8,7 @@ import torch
 
 from mpitrain.models import LanguageModel
 from mpitrain.stages import Pipeline
-from mpitrain.train.batches import MicroBatch
+from mpitrain.train.batches.micro_batch import MicroBatch
 
 Scale = Callable[[torch.Tensor], torch.Tensor]
 """From the loss of a micro-batch to the value whose gradient is computed."""
@@ -65,8 +65,8 @@ class WholePasses:
         return None
 
     def _loss(self, batch: MicroBatch) -> torch.Tensor:
-        tokens, targets = batch.to(self._device)
-        return self._model(tokens, targets, reduction="sum")
+        there = batch.to(self._device)
+        return self._model(there.tokens, there.targets, reduction="sum", segments=there.segments)
 
 
 class StagedPasses:
@@ -96,6 +96,8 @@ class StagedPasses:
         measured = self._pipe.measured()
         return f"pipeline {self._pipe.schedule.name}: idle for {measured.idle()}", measured.svg()
 
-    def _given(self, batches: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], list[dict[str, object]]]:
+    def _given(self, batches: Sequence[MicroBatch]) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
         there = [batch.to(self._device) for batch in batches]
-        return [tokens for tokens, _ in there], [{"targets_BL": targets, "reduction": "sum"} for _, targets in there]
+        # Each stage needs the segments. The ranks of a pipeline have the same rows, so no message is needed.
+        inputs: list[dict[str, object]] = [{"tokens_BL": batch.tokens, "segments": batch.segments} for batch in there]
+        return inputs, [{"targets_BL": batch.targets, "reduction": "sum"} for batch in there]

@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,10 +17,13 @@ from mpitrain.weights import state
 _NO_CHARACTER = "\ufffd".encode()
 
 
-def sample(path: str, prompt: str, *, num: int, temperature: float, seed: int) -> Iterator[str]:
+def sample(
+    path: str, prompt: str, *, num: int, temperature: float, seed: int, tokenizer_file: str | None = None
+) -> Iterator[str]:
     """The prompt and the text that the model generates after it, piece by piece.
 
     `path`: a checkpoint, or a run's folder: its newest checkpoint. `num`: number of tokens to draw, such as bytes.
+    `tokenizer_file`: the run's tokenizer.json, if it is at another place now.
     ValueError if there is no checkpoint, if it is damaged or not of the main job, or if an argument is out of range.
     """
     if not prompt or num < 0:
@@ -27,7 +31,8 @@ def sample(path: str, prompt: str, *, num: int, temperature: float, seed: int) -
     folder = ckpt.find(path)
     config = from_text(read_meta(folder)["config"], str(folder))
     sizes = config.model.resolve()
-    tokenizer = load_tokenizer(config.data, vocab=sizes.vocab)
+    data = config.data if tokenizer_file is None else replace(config.data, tokenizer=tokenizer_file)
+    tokenizer = load_tokenizer(data, vocab=sizes.vocab)
     if tokenizer is None:
         raise ValueError(
             f"{folder}: the tokenizer of this run's files of tokens is not known; expected data.tokenizer in its settings"

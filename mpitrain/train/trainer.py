@@ -2,12 +2,10 @@
 
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +17,8 @@ from collectives import Communicator, recovery
 from mpitrain import sharding, tensor
 from mpitrain.axes import mesh
 from mpitrain.config import Config, ConfigError, check_ranks
-from mpitrain.data.loading import load_data
+from mpitrain.data.loading import load_data, speed_up
+from mpitrain.data.streaming.feed import tell
 from mpitrain.data.tokenizers import load_tokenizer
 from mpitrain.elastic.marks import Marks, Reason, launch_number
 from mpitrain.health import Bad, DesyncError, Health, InitialState, Reports, StatesOnDisk
@@ -28,8 +27,9 @@ from mpitrain.models import flops_per_token, num_parameters
 from mpitrain.parts import part_of
 from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states, saving, stop
-from mpitrain.train.batches import MicroBatch, RankBatches
+from mpitrain.train.batches.rank_batches import RankBatches
 from mpitrain.train.endurance import Endurance, Inheritance, Lasting, StatesInMemory
+from mpitrain.train.evaluation import Evaluator
 from mpitrain.train.hardware import Hardware, matmul_flops_per_s, take_hardware
 from mpitrain.train.lr import learning_rate
 from mpitrain.train.metrics import MetricsFile, StepMetrics, Terminal, is_evaluated, memory_bytes
@@ -39,13 +39,6 @@ from mpitrain.train.sampling import write
 from mpitrain.train.stepper import Stepper
 from mpitrain.weights.state import Collected, OnDisk, Source
 
-BITS_PER_NAT = 1 / math.log(2)
-
-
-def _tell(damaged: str) -> None:
-    """Print a line about a damaged document, on the rank that has found it."""
-    print(f"data: left out: {damaged}", file=sys.stderr, flush=True)
-
 
 class _GoBackError(Exception):
     """A step was not finite, and the run may go back. All ranks raise it."""
@@ -53,13 +46,6 @@ class _GoBackError(Exception):
     def __init__(self, bad: Bad) -> None:
         super().__init__(bad.why)
         self.bad = bad
-
-
-class Evaluation(NamedTuple):
-    """The mean loss of the targets that count, in nats, and in bits per byte of their text. NaN if none counts, or it is not known."""
-
-    loss: float
-    bits_per_byte: float
 
 
 class Trainer:
@@ -94,6 +80,7 @@ class Trainer:
         self.found = load_data(config.data, comm, batch=config.train.batch) if known is None else known
         with comm.together():
             self.tokenizer = load_tokenizer(config.data, vocab=config.model.resolve().vocab)
+        self._about_engines = speed_up(self.tokenizer, self.found, config.data, comm, seed=config.train.seed)
         if lasting is not None:
             lasting.found = self.found
         parallel = config.parallel
@@ -101,10 +88,10 @@ class Trainer:
         self.data = self.mesh["dp_replicate", "dp_shard", "cp"]
         """The ranks that share a global batch."""
         with comm.together():
-            leads = self.mesh["tp"].rank == self.mesh["pp"].rank == 0
             self.batches = RankBatches(
-                config, self.found, self.data, tokenizer=self.tokenizer, all_ranks=comm, leads=leads, say=_tell
-            )
+                config, self.found, self.data, device=self.hardware.device, tokenizer=self.tokenizer, all_ranks=comm,
+                same=self.mesh["pp", "tp"], say=tell,
+            )  # fmt: skip
             if config.train.eval_only and not self.batches.heldout.num_batches:
                 raise ConfigError(
                     "train.eval_only: no data are held out; expected data.heldout above 0, or data.heldout_sources"
@@ -119,6 +106,10 @@ class Trainer:
         self.marks = Marks(self.run.folder, active=comm.rank == 0, may_write=lambda: not self.run.is_lost())
         if lasting is not None and lasting.recovered is not None:
             self.marks.alive("recovering", self.step)
+        self.evaluator = Evaluator(
+            config.train, self.batches, self.passes, total=self._sum, knows_text=self.tokenizer is not None,
+            is_alive=lambda: self.marks.alive("training", self.step),
+        )  # fmt: skip
         self._own_comm_s = 0.0
         self._endurance = (
             Inheritance(config, comm, self.run)
@@ -176,13 +167,18 @@ class Trainer:
         batches = self.batches.of_step(self.step)
         data_s = time.perf_counter() - began
         # The ranks of `tp` and `pp` have the same targets: the sums of targets and of losses both count each target once for each.
-        (num_counted,) = self._sum(sum(batch.num_counted for batch in batches))
+        num_counted, num_padding = self._sum(
+            sum(batch.num_counted for batch in batches), sum(batch.num_padding for batch in batches)
+        )
         weight = self.comm.size / max(num_counted, 1)  # of a loss: the gradient is the mean over the data ranks
         lr = learning_rate(config.optim, self.step, config.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)
         total = self.passes.train(batches, lambda loss: self.stepper.scale(loss * weight))
+        passed = time.perf_counter()
+        self.batches.prepare(self.step + 1)  # a GPU computes meanwhile
+        data_s += time.perf_counter() - passed
         grad_norm, loss_scale = self.stepper.clip(), self.stepper.loss_scale
         # One message sums the losses of the global batch, the requests to stop, whether rank 0 lost the folder, and odd norms.
         is_odd = self.health.is_odd(grad_norm)
@@ -220,28 +216,9 @@ class Trainer:
             loss_scale=loss_scale,
             check_s=self.health.check_s,
             skipped=not taken,
+            padding=num_padding / (tokens * self.comm.size / self.data.size) if self.batches.is_padded else None,
         )
         return metrics, asked > 0
-
-    def evaluate(self) -> Evaluation:
-        """The mean loss over the targets of the held-out batches that count. For any number of ranks the same, except for rounding."""
-        batches = [self.batches.of_evaluation(index) for index in range(self.batches.heldout.num_batches)]
-        num_counted = sum(batch.num_counted for batch in batches)
-        num_bytes = sum(map(self.batches.num_bytes, batches))
-        total_loss, counted, in_bytes = self._sum(
-            self.passes.evaluate(self._alive_at_each(batches)), num_counted, num_bytes
-        )
-        if not counted:
-            return Evaluation(math.nan, math.nan)
-        loss = total_loss / counted
-        knows_bytes = self.tokenizer is not None and in_bytes
-        return Evaluation(loss, loss * BITS_PER_NAT * (counted / in_bytes) if knows_bytes else math.nan)
-
-    def _alive_at_each(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """The batches, each with a sign of life: a whole evaluation may take longer than the supervisor waits for one."""
-        for batch in batches:
-            self.marks.alive("training", self.step)
-            yield batch
 
     def sample(self) -> str:
         """The text that the model generates after the prompt."""
@@ -321,6 +298,7 @@ class Trainer:
                     raise ConfigError(str(error)) from None
                 self.batches.load(resumed.step, resumed.next_sample, {}, {})
                 resumed.remarks.append(f"the data begin anew: {error}")
+                resumed.health.pop("left_out", None)  # of the other data
         self.stepper.load_state_dict(resumed.stepper)
         self.health.load_state_dict(resumed.health)
         return resumed.remarks
@@ -367,7 +345,7 @@ class Trainer:
                 self._begin()  # again: another job may have trained in the folder meanwhile
             self._restore()
             if config.train.eval_only:
-                self._say(self._shown(self.evaluate()))
+                self._say(str(self.evaluator.evaluate()))
                 self._mark_end("finished")
             else:
                 self._mark_end("stopped" if self._fit(terminal) else "finished")
@@ -378,6 +356,7 @@ class Trainer:
             self._endurance.abandon()
             raise
         finally:
+            self.batches.close()
             if terminal is not None:
                 terminal.close()
             if self.metrics is not None:
@@ -416,7 +395,7 @@ class Trainer:
     def _fit(self, terminal: Terminal | None) -> bool:
         """Returns whether the run was asked to stop before its last step."""
         config, rank0 = self.config, self.comm.rank == 0
-        due = self.step > 0 and self._evaluation_due()
+        due = self.step > 0 and self.evaluator.is_due(self.step)
         owed = on_rank0(self.comm, lambda: due and not is_evaluated(self.run.metrics, self.step))
         if self.step >= config.train.steps and not owed and not self._is_in_copies_alone:
             self._say(
@@ -438,6 +417,8 @@ class Trainer:
                         f"the previous job did {self.metrics.num_cut} more steps, which no checkpoint has: they are done again. "
                         "SIGUSR1 to mpirun, or Ctrl-C under mpirun/train, saves before the job ends"
                     )
+        if not is_recovery:
+            self.batches.read_heldout()
         self._endurance.begin(self._source, self.step)
         begun_at = self.step
         with stop.interrupts_are_requests(rank=self.comm.rank):
@@ -497,7 +478,7 @@ class Trainer:
                 self.run.check_lock()
                 self.metrics.write(metrics.to_dict())
                 terminal.step(metrics)
-            if self._evaluation_due() and not stopped:
+            if self.evaluator.is_due(self.step) and not stopped:
                 self._evaluate_and_report()
             if self._endurance.after_step(self.step, self._collected):
                 self.health.copied(self.step)
@@ -532,18 +513,12 @@ class Trainer:
         with self.comm.together():
             self.run.check_lock()
 
-    def _evaluation_due(self) -> bool:
-        every = self.config.train.eval_every
-        at_this_step = self.step == self.config.train.steps or (every and self.step % every == 0)
-        return bool(self.batches.heldout.num_batches and at_this_step)
-
     def _evaluate_and_report(self) -> None:
-        found = self.evaluate()
+        found = self.evaluator.evaluate()
         self._check_lock()
         if self.metrics is not None:
-            in_bits = {"heldout_bits_per_byte": found.bits_per_byte} if self.tokenizer is not None else {}
-            self.metrics.write({"step": self.step, "heldout_loss": found.loss, **in_bits})
-        self._say(f"step {self.step}  {self._shown(found)}")
+            self.metrics.write({"step": self.step, **found.metrics()})
+        self._say(f"step {self.step}  {found}")
 
     def _heading(self) -> str:
         sizes, hardware = self.model.config, self.hardware
@@ -560,12 +535,9 @@ class Trainer:
             f"{where}{idle}\n"
             f"model {model.family} {model.size}: {num_parameters(sizes) / 1e6:.2f} M parameters, {held / 1e6:.2f} M on rank 0\n"
             f"data: {self.found}\n"
-            f"run {self.run.folder} {self.beginning}"
+            + "".join(f"{line}\n" for line in self._about_engines)
+            + f"run {self.run.folder} {self.beginning}"
         )
-
-    def _shown(self, found: Evaluation) -> str:
-        in_bits = " a token" if self.tokenizer is None else f", {found.bits_per_byte:.4f} bits per byte"
-        return f"held-out {found.loss:.4f} nats{in_bits}, {self.batches.heldout.num_batches} batches"
 
     def _sum(self, *values: float) -> list[float]:
         """The sum of each value over the ranks, bit for bit the same on all ranks."""

@@ -59,7 +59,9 @@ def test_imports_point_down() -> None:
     assert not above
 
 
-@pytest.mark.parametrize(("library", "home"), [("mpi4py", "collectives"), ("h5py", "ckpt"), ("fsspec", "ckpt")])
+@pytest.mark.parametrize(
+    ("library", "home"), [("mpi4py", "collectives"), ("h5py", "ckpt"), ("fsspec", "ckpt"), ("obstore", "ckpt")]
+)
 def test_a_library_has_one_home(library: str, home: str) -> None:
     assert any(name == library for _, name, _ in imports(home))
     strangers = [

@@ -4,7 +4,25 @@ A reader maps a file into memory. Its `cut(begin, end)` returns the documents wh
 So the parts of a shard can be counted from its size alone, before it is opened. Names are keys, and never paths: nothing is unpacked.
 """
 
-from mpitrain.data.documents.kinds import is_compressed, kind_of, open_shard
-from mpitrain.data.documents.reading import Cut, DamagedSampleError, DamagedShardError, Reader
+from mpitrain.data.documents.kinds import Kind, is_compressed, kind_of, open_shard
+from mpitrain.data.documents.reading import (
+    Cut,
+    DamagedSampleError,
+    DamagedShardError,
+    Reader,
+    checked_text,
+    with_more_files,
+)
 
-__all__ = ["Cut", "DamagedSampleError", "DamagedShardError", "Reader", "is_compressed", "kind_of", "open_shard"]
+__all__ = [
+    "Cut",
+    "DamagedSampleError",
+    "DamagedShardError",
+    "Kind",
+    "Reader",
+    "checked_text",
+    "is_compressed",
+    "kind_of",
+    "open_shard",
+    "with_more_files",
+]

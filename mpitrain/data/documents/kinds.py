@@ -5,7 +5,7 @@ from typing import Literal
 
 from mpitrain.data.documents.lines import LinesReader
 from mpitrain.data.documents.parquet import ParquetReader
-from mpitrain.data.documents.reading import Reader
+from mpitrain.data.documents.reading import MappedFile, Reader
 from mpitrain.data.documents.tar import TarReader
 from mpitrain.data.documents.text import TextReader
 
@@ -39,7 +39,7 @@ def open_shard(path: Path, name: str, kind: Kind, field: str | None = None) -> R
     """
     match kind:
         case "tar":
-            return TarReader(path, name, field)
+            return TarReader(MappedFile(path, name), field)
         case "lines":
             return LinesReader(path, name, field or "text")
         case "parquet":

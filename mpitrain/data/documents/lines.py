@@ -45,8 +45,13 @@ class LinesReader:
             return text.encode()
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise DamagedSampleError(
-                f"{self._file.name}, the line at byte {begin}: expected an object with text in {self._field!r}: {error}"
+                f"{self.where(begin)}: expected an object with text in {self._field!r}, or in "
+                f"another field that data.field names: {error}"
             ) from None
+
+    def where(self, begin: int) -> str:
+        """A line, for messages."""
+        return f"{self._file.name}, the line at byte {begin}"
 
     def key(self, begin: int) -> bytes:
         """A line has no name: the place where it begins is its key, with the name of the file."""
@@ -71,6 +76,9 @@ class LinesCut:
 
     def key(self, index: int) -> bytes:
         return self._reader.key(int(self._begins[index]))
+
+    def where(self, index: int) -> str:
+        return self._reader.where(int(self._begins[index]))
 
     def text(self, index: int) -> bytes:
         return self._reader.text(int(self._begins[index]), int(self._ends[index]))

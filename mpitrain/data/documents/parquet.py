@@ -28,7 +28,9 @@ class ParquetReader:
         schema = self._file.schema_arrow
         if field not in schema.names:
             self._file.close()
-            raise DamagedShardError(f"{name}: expected a column {field!r}, got {', '.join(schema.names)}")
+            raise DamagedShardError(
+                f"{name}: expected a column {field!r}, got {', '.join(schema.names)}; data.field names it"
+            )
         kind = schema.field(field).type
         if not any(is_kind(kind) for is_kind in _kinds(arrow)):
             self._file.close()
@@ -43,7 +45,9 @@ class ParquetReader:
         if not groups:
             return ParquetCut(self, 0, None)
         try:
-            column = self._file.read_row_groups(groups, columns=[self._field]).column(0).combine_chunks()
+            column = (
+                self._file.read_row_groups(groups, columns=[self._field], use_threads=False).column(0).combine_chunks()
+            )
             column = column.cast(
                 self._arrow.large_binary()
             )  # text that is not UTF-8 is one damaged document, not an error of the whole
@@ -74,10 +78,13 @@ class ParquetCut:
     def key(self, index: int) -> bytes:
         return f"{self._reader.name}:{self._first + index}".encode(errors="surrogateescape")
 
+    def where(self, index: int) -> str:
+        return f"{self._reader.name}, row {self._first + index}"
+
     def text(self, index: int) -> bytes:
         value: bytes | None = self._column[index].as_py()
         if value is None:
-            raise DamagedSampleError(f"{self._reader.name}, row {self._first + index}: expected text, got null")
+            raise DamagedSampleError(f"{self.where(index)}: expected text, got null")
         return value
 
 

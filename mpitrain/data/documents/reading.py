@@ -1,10 +1,15 @@
 """The interface of all readers, and the errors of damaged files."""
 
+import errno
 import mmap
 import os
+import resource
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class DamagedSampleError(ValueError):
@@ -24,8 +29,22 @@ class Cut(Protocol):
     def key(self, index: int) -> bytes:
         """The name of a document in its source. The split into training and held-out data depends on it alone."""
 
+    def where(self, index: int) -> str:
+        """A document, for messages."""
+
     def text(self, index: int) -> bytes:
         """A document in UTF-8. DamagedSampleError if it cannot be read."""
+
+
+def checked_text(cut: Cut, index: int) -> bytes:
+    """A document that is UTF-8. DamagedSampleError if it cannot be read, or is something else."""
+    text = cut.text(index)
+    try:
+        if not text.isascii():  # faster than `decode` where it is true
+            text.decode()
+    except UnicodeDecodeError as error:
+        raise DamagedSampleError(f"{cut.where(index)}: expected text in UTF-8: {error}") from None
+    return text
 
 
 class Reader(Protocol):
@@ -38,6 +57,24 @@ class Reader(Protocol):
         """Unmap the file. Cuts of the shard can no longer be used."""
 
 
+def with_more_files(map_file: Callable[[], T]) -> T:
+    """Call `map_file`, which maps a file. A map holds a descriptor: if there are no more, the soft limit of this process (`ulimit -Sn`)
+    becomes the hard one, and `map_file` is called again."""
+    try:
+        return map_file()
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE:
+            raise
+        if soft == hard:
+            raise OSError(
+                errno.EMFILE, f"too many open files: a rank has up to 64 shards of each source open, and may have {soft} files "
+                "(ulimit -n); raise this limit, or name fewer sources"
+            ) from None  # fmt: skip
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return map_file()
+
+
 class MappedFile:
     """The bytes of a file, mapped into memory. `name`: of the shard, for messages and keys; the file may be an unpacked copy.
 
@@ -45,15 +82,18 @@ class MappedFile:
     """
 
     def __init__(self, path: Path, name: str) -> None:
+        self.name = name
+        self.size, self.bytes = with_more_files(lambda: self._map(path))
+
+    def _map(self, path: Path) -> tuple[int, mmap.mmap]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self.size = os.fstat(fd).st_size
-            if not self.size:
-                raise DamagedShardError(f"{name}: the file is empty; expected documents")
-            self.bytes = mmap.mmap(fd, self.size, access=mmap.ACCESS_READ)
+            size = os.fstat(fd).st_size
+            if not size:
+                raise DamagedShardError(f"{self.name}: the file is empty; expected documents")
+            return size, mmap.mmap(fd, size, access=mmap.ACCESS_READ)
         finally:
             os.close(fd)
-        self.name = name
 
     def close(self) -> None:
         """Unmap the file, as soon as nobody uses its bytes."""

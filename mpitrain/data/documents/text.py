@@ -46,6 +46,9 @@ class TextCut:
         begin = self._pairs[index][0]
         return (self._file.name + f":{begin}" * (begin > 0)).encode(errors="surrogateescape")
 
+    def where(self, index: int) -> str:
+        return self.key(index).decode(errors="replace")
+
     def text(self, index: int) -> bytes:
         begin, end = self._pairs[index]
         return self._file.bytes[begin:end]

@@ -1,94 +1,73 @@
 """Training and evaluation batches of documents, with the interface of `order.Batches` and `order.HeldoutBatches`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mpitrain.data.cache import ShardCache
-from mpitrain.data.corpus import share_of
 from mpitrain.data.positions import Positions
 from mpitrain.data.shards import unpacked
-from mpitrain.data.streaming.feed import CHUNK, Tolerance
-from mpitrain.data.streaming.mixture import Mixture
-from mpitrain.data.streaming.packing import Packing
-from mpitrain.data.streaming.sources import Source
-from mpitrain.data.streaming.stream import NUM_INTEGERS, Rows, Stream, rows_per_lane
-from mpitrain.data.tokenizers import Tokenizer
-
-Points = Sequence[tuple[float, float]]
-"""The weight of a source: (step, weight) in order."""
+from mpitrain.data.streaming.feed import CHUNK
+from mpitrain.data.streaming.lanes import NUM_INTEGERS, OpenLanes, Recipe, rows_per_lane
+from mpitrain.data.streaming.stream import Rows, Stream
 
 
 class DocumentBatches(Positions):
     """Training batches of documents, without end.
 
     Args:
-        sources: at the begin of the run.
-        weights: of each source.
-        lanes: the run's lanes, a divisor of `batch`.
-        context: tokens of a row that the model sees.
-        batch: rows of a global batch.
-        seed: the run's seed.
-        packing: how documents fill rows.
-        heldout: the share of documents that are held out.
-        cache: for shards that are remote or compressed.
-        tokenizer: of the documents.
-        tolerance: what happens to damaged documents.
+        recipe: what the rows follow from, at the begin of the run.
+        open_lanes: reads the lanes of a recipe: lanes.open_lanes, or a method of processes.Processes.
+
+    Raises:
+        ValueError: a source has no document.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        weights: Sequence[Points],
-        *,
-        lanes: int,
-        context: int,
-        batch: int,
-        seed: int,
-        packing: Packing,
-        heldout: float,
-        cache: ShardCache,
-        tokenizer: Tokenizer,
-        tolerance: Tolerance,
-    ) -> None:
-        super().__init__(batch)
-        self._new, self._weights, self._heldout, self._tolerance = tuple(sources), weights, heldout, tolerance
-        self.lanes, self._context, self._seed, self._packing = lanes, context, seed, packing
-        self._cache, self._tokenizer = cache, tokenizer
-        self._begin(self._new)
+    def __init__(self, recipe: Recipe, open_lanes: Callable[[Recipe], OpenLanes]) -> None:
+        super().__init__(recipe.batch)
+        recipe.check()
+        self._new, self._open_lanes = recipe, open_lanes
+        self._begin(recipe)
+
+    @property
+    def lanes(self) -> int:
+        """The number of the run's lanes."""
+        return self._recipe.lanes
 
     def get(self, step: int, lo: int, hi: int) -> Rows:
-        """Rows lo to hi of the global batch of a step. A rank asks for its rows in order: see Stream."""
-        firsts = np.arange(self.batch // self.lanes) * self.lanes
+        """Rows lo to hi of the global batch of a step. A rank asks for the same rows of each step, in order: see Stream."""
+        firsts = np.arange(self._recipe.per_lane) * self.lanes
         return self._stream.get((self.samples(step, firsts) // self.lanes).tolist(), lo, hi)
 
-    def state(self, step: int, lo: int, hi: int) -> tuple[dict[str, Any], dict[str, np.ndarray], int]:
-        """The state after `step` steps: an entry of the checkpoint's meta, the lists of shards, and this rank's lanes.
+    def states(self, step: int, lo: int, hi: int) -> tuple[int, np.ndarray]:
+        """The states after `step` steps of this rank's lanes, and the number of the first one: see Stream.state."""
+        return self._stream.state(self.next_sample(step) // self.lanes, lo, hi)
 
-        Returns the meta, tensors that are the same on all ranks and `lanes`, and the number of the first lane in `lanes`, which has
-        the shape (lanes of this rank, sources, 4). The rows lo to hi are this rank's in each batch.
-        """
-        first, lanes = self._stream.state(self.next_sample(step) // self.lanes, lo, hi)
-        tensors = {f"shards/{source.name}": np.frombuffer(source.shards.packed(), np.uint8) for source in self._sources}
+    def described(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """What the states are of: an entry of the checkpoint's meta, and the lists of shards, the same on all ranks."""
+        sources = self._recipe.sources
+        tensors = {f"shards/{source.name}": np.frombuffer(source.shards.packed(), np.uint8) for source in sources}
         listed = {name: len(packed) for name, packed in tensors.items()}
-        sources = [source.meta() for source in self._sources]
-        meta = {"lanes": self.lanes, "order": self._order(), "sources": sources, "list_bytes": listed}
-        return meta, {**tensors, "lanes": lanes}, first
+        meta = {
+            "lanes": self.lanes, "order": self._order(), "sources": [source.meta() for source in sources], "list_bytes": listed
+        }  # fmt: skip
+        return meta, tensors
 
     def shapes(self, meta: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
-        """The shapes and dtypes of the tensors of `state`, with all lanes.
+        """The shapes and dtypes of the tensors of a checkpoint: `lanes`, the states of all lanes, and those of `described`.
 
         ValueError if the state is of other sources, or of settings with which its places would mean others.
         """
         there, here = (
-            [(each["name"], each["field"]) for each in its] for its in (meta["sources"], self._meta_of_sources())
+            [(each["name"], each["field"]) for each in its]
+            for its in (meta["sources"], [source.meta() for source in self._new.sources])
         )
         settings = {"data.sources": (there, here)} | {
-            name: (meta["order"].get(name), value) for name, value in self._order().items()
+            name: (meta["order"].get(name, value), value) for name, value in self._order().items()
         }
         for name, (before, now) in settings.items():
-            if before != now:
+            if not _is_same(name, before, now):
                 raise ValueError(
                     f"{name}: the run was saved with {before}, got {now}: its place in the documents would be another; take the same, "
                     "or start another run with --run"
@@ -98,84 +77,57 @@ class DocumentBatches(Positions):
         return {"lanes": ((meta["lanes"], len(here), NUM_INTEGERS), np.int64), **lists}
 
     def load(self, next_sample: int, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
-        """Put back a state of `state`, with the lanes of all ranks. ValueError: see Source.resumed.
+        """Go on with the meta and tensors of a checkpoint: see `shapes`. ValueError: see Source.resumed.
 
         `next_sample`: the number of samples before it. What is left out since then may follow.
         """
         lanes = np.asarray(tensors["lanes"])
-        self.lanes = int(meta["lanes"])
         sources = []
-        for index, (source, saved) in enumerate(zip(self._new, meta["sources"], strict=True)):
+        for index, (source, saved) in enumerate(zip(self._new.sources, meta["sources"], strict=True)):
             names, sizes = unpacked(np.asarray(tensors[f"shards/{source.name}"]).tobytes())
             sources.append(source.resumed(saved, names, sizes, furthest=int(lanes[:, index, CHUNK].max())))
-        self._begin(sources)
+        self._begin(replace(self._new, sources=tuple(sources), lanes=int(meta["lanes"])))
         self._stream.load(next_sample // self.lanes, lanes)
 
     def start_over(self) -> None:
         """Go back to the begin of the run. After `go_on`."""
         self._begin(self._new)
 
-    def num_damaged(self, lo: int, hi: int) -> int:
-        """The damaged documents so far in the lanes of which the last row of a batch is one of lo to hi."""
-        return self._stream.num_damaged(lo, hi)
-
     def _order(self) -> dict[str, Any]:
         """The settings that decide what the places in a state mean."""
-        settings = {"data.packing": self._packing, "data.heldout": self._heldout, "train.seed": self._seed}
-        return {**settings, "data.tokenizer": self._tokenizer.name}
+        recipe = self._new
+        settings = {"data.packing": recipe.packing, "data.heldout": recipe.share[0], "train.seed": recipe.seed}
+        return {**settings, "data.tokenizer": recipe.tokenizer.name, "data.separator": recipe.tokenizer.separator}
 
-    def _meta_of_sources(self) -> list[dict[str, Any]]:
-        return [source.meta() for source in self._new]
+    def _begin(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._stream = Stream(recipe, self._open_lanes(recipe))
 
-    def _begin(self, sources: Sequence[Source]) -> None:
-        self._sources = tuple(sources)
-        keeps = (lambda key: share_of(key) >= self._heldout) if self._heldout else None
-        feeds = [
-            source.feed(self._tokenizer.document, seed=self._seed, keeps=keeps, cache=self._cache) for source in sources
-        ]
-        per_lane = rows_per_lane(self.lanes, self.batch)
-        mixture = Mixture(self._weights, seed=self._seed, lanes=self.lanes, per_lane=per_lane)
-        self._stream = Stream(
-            feeds, mixture, lanes=self.lanes, batch=self.batch, context=self._context, seed=self._seed,
-            packing=self._packing, tolerance=self._tolerance,
-        )  # fmt: skip
+
+def _is_same(name: str, before: Any, now: Any) -> bool:
+    """Whether a setting of a checkpoint is that of this run. A tokenizer's file may have another name: its hash tells."""
+    if name == "data.tokenizer":
+        return str(before).rpartition(" ")[2] == str(now).rpartition(" ")[2]
+    return bool(before == now)
 
 
 class HeldoutDocuments:
     """Batches for evaluation: the first rows of the documents that are held out. They are read once, and kept.
 
     Args:
-        sources: of the held-out data, or of the training data, of which `heldout` is the share that is held out.
-        weights: of each source.
+        recipe: of the held-out documents, with a lane for each row; None if `num_batches` is 0.
         num_batches: batches of an evaluation.
-        The others: see DocumentBatches.
+        open_lanes: as for DocumentBatches.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        weights: Sequence[Points],
-        *,
-        num_batches: int,
-        context: int,
-        batch: int,
-        seed: int,
-        packing: Packing,
-        heldout: float | None,
-        cache: ShardCache,
-        tokenizer: Tokenizer,
-        tolerance: Tolerance,
-    ) -> None:
-        self.num_batches, self.batch = num_batches, batch
+    def __init__(self, recipe: Recipe | None, num_batches: int, open_lanes: Callable[[Recipe], OpenLanes]) -> None:
+        self.num_batches = num_batches
         self._rows: dict[tuple[int, int, int], Rows] = {}
-        if not num_batches:
-            return
-        keeps = None if heldout is None else (lambda key: share_of(key) < heldout)
-        feeds = [source.feed(tokenizer.document, seed=seed, keeps=keeps, cache=cache) for source in sources]
-        mixture = Mixture(weights, seed=seed, lanes=batch)
-        self._stream: Stream | None = Stream(
-            feeds, mixture, lanes=batch, batch=batch, context=context, seed=seed, packing=packing, tolerance=tolerance
-        )
+        self._stream: Stream | None = None
+        if recipe is not None:
+            recipe.check()
+            self.batch = recipe.batch
+            self._stream = Stream(recipe, open_lanes(recipe))
 
     def get(self, index: int, lo: int, hi: int) -> Rows:
         """Rows lo to hi of evaluation batch `index`, 0 to num_batches - 1. A rank asks for the same rows each time."""

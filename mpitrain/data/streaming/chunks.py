@@ -5,7 +5,6 @@ sizes of the shards, and no shard is opened before it is needed. In an epoch the
 this order, 16 shards, has its chunks in any order: so the rows of a batch come from many shards, and few shards are open at a time.
 """
 
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from mpitrain.data.order import keys_of, permute
 WINDOW = 16
 """The shards of which the chunks are permuted together."""
 
+_NUM_WINDOWS = 8
 _NUM_LAYOUTS = 4  # of epochs: the lanes are in two neighbouring ones at a time, or in several of a small source
 
 
@@ -50,6 +50,7 @@ class ChunkSequence:
         for era, after in zip(self._eras, self._eras[1:], strict=False):
             length = int(era.num_chunks.sum()) * (after.first_epoch - era.first_epoch)
             self._begins.append(self._begins[-1] + length)
+        self._windows: OrderedDict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = OrderedDict()
         self._layouts: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()  # by epoch
 
     def __getitem__(self, number: int) -> Chunk:
@@ -61,13 +62,8 @@ class ChunkSequence:
         order, window_ends = self._layout(epoch, era)
         window = int(np.searchsorted(window_ends, at, side="right"))
         begin = int(window_ends[window - 1]) if window else 0
-        keys = keys_of(self.seed, self._source, "window", epoch, window)
-        (place,) = permute(np.array([at - begin]), int(window_ends[window]) - begin, keys).tolist()
-        shards = order[window * WINDOW : (window + 1) * WINDOW]
-        ends = np.cumsum(era.num_chunks[shards]).tolist()
-        which = bisect_right(ends, place)
-        part = place - (ends[which - 1] if which else 0)
-        return Chunk(epoch, int(shards[which]), part * self.chunk_bytes)
+        shards, parts = self._window(epoch, window, era.num_chunks, order)
+        return Chunk(epoch, int(shards[at - begin]), int(parts[at - begin]) * self.chunk_bytes)
 
     def length(self, epoch: int) -> int:
         """The number of chunks of an epoch."""
@@ -89,3 +85,18 @@ class ChunkSequence:
             if len(self._layouts) > _NUM_LAYOUTS:
                 self._layouts.popitem(last=False)
         return self._layouts[epoch]
+
+    def _window(
+        self, epoch: int, window: int, num_chunks: np.ndarray, order: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The shards of a window's chunks, and their places in the shards, permuted. `order`: of the epoch's shards."""
+        if (epoch, window) not in self._windows:
+            shards = order[window * WINDOW : (window + 1) * WINDOW]
+            counts = num_chunks[shards]
+            num = int(counts.sum())
+            parts = np.arange(num) - np.repeat(np.cumsum(counts) - counts, counts)
+            places = permute(np.arange(num), num, keys_of(self.seed, self._source, "window", epoch, window))
+            self._windows[epoch, window] = np.repeat(shards, counts)[places], parts[places]
+            if len(self._windows) > _NUM_WINDOWS:
+                self._windows.popitem(last=False)
+        return self._windows[epoch, window]

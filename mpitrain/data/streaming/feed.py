@@ -1,6 +1,6 @@
 """The documents of one source, chunk by chunk, as tokens."""
 
-from collections import OrderedDict
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.data.documents import Cut, DamagedSampleError, Reader, is_compressed, kind_of, open_shard
+from mpitrain.data.documents import Cut, DamagedSampleError, checked_text
+from mpitrain.data.open_shards import OpenShards
 from mpitrain.data.order import keys_of, permute
 from mpitrain.data.shards import ShardList
 from mpitrain.data.streaming.chunks import ChunkSequence
-
-_NUM_OPEN = 64  # shards of a process
-_NO_END = 1 << 62
+from mpitrain.data.streaming.fetching import FetchAhead
 
 
 class Feed:
@@ -42,14 +41,12 @@ class Feed:
         local: Callable[[str, int], AbstractContextManager[Path]],
     ) -> None:
         self.name, self.shards, self.sequence, self.encode = name, shards, sequence, encode
-        self._field, self._keeps, self._local = field, keeps, local
-        self._open: OrderedDict[int, Reader] = OrderedDict()
+        self._keeps, self._open = keeps, OpenShards(shards, local, field=field)
 
     def documents(self, chunk: int) -> "Documents":
         """The documents of a chunk, permuted. DamagedShardError or OSError if the shard cannot be read."""
         _, shard, begin = self.sequence[chunk]
-        is_whole = is_compressed(self.shards.names[shard])
-        cut = self._reader(shard).cut(begin, _NO_END if is_whole else begin + self.sequence.chunk_bytes)
+        cut = self._open.cut(shard, begin, begin + self.sequence.chunk_bytes)
         kept: Sequence[int] | np.ndarray = range(len(cut))
         if self._keeps is not None:
             kept = [index for index in kept if self._keeps(cut.key(index))]
@@ -61,24 +58,27 @@ class Feed:
         )
         return Documents(cut, np.asarray(kept, np.int64)[np.asarray(order, np.int64)].tolist())
 
+    def shard_of(self, chunk: int) -> tuple[str, int]:
+        """The path or URL of a chunk's shard, and its size in bytes."""
+        shard = self.sequence[chunk].shard
+        return self.shards.paths[shard], int(self.shards.sizes[shard])
+
     def check(self) -> None:
         """ValueError unless there is a document. It reads the chunks of an epoch up to the first one that has one."""
-        if not any(len(self.documents(chunk)) for chunk in range(self.sequence.length(0))):
-            what = "documents" if self._keeps is None else "documents of the share that data.heldout asks for"
+        num_all = 0
+        for chunk in range(self.sequence.length(0)):
+            documents = self.documents(chunk)
+            if len(documents):
+                return
+            num_all += documents.num_all
+        if not num_all:
             raise ValueError(
-                f"data: {self.name} has no {what} in {self.shards.folder}; take other shards, another data.heldout, or "
-                "--train.eval-batches 0"
+                f"data: {self.name} has no documents in {self.shards.folder}; expected shards with documents"
             )
-
-    def _reader(self, shard: int) -> Reader:
-        if shard not in self._open:
-            name = self.shards.names[shard]
-            with self._local(self.shards.paths[shard], int(self.shards.sizes[shard])) as path:
-                self._open[shard] = open_shard(path, name, kind_of(name), self._field)
-            while len(self._open) > _NUM_OPEN:
-                self._open.popitem(last=False)  # its map stays while a lane reads it
-        self._open.move_to_end(shard)
-        return self._open[shard]
+        raise ValueError(
+            f"data: {self.name} has {num_all} document{'s' * (num_all > 1)} in {self.shards.folder}, and none on this side of "
+            "data.heldout; take more documents, another data.heldout, or --train.eval-batches 0"
+        )
 
 
 class Documents:
@@ -86,19 +86,15 @@ class Documents:
 
     def __init__(self, cut: Cut, order: list[int]) -> None:
         self._cut, self._order = cut, order
+        self.num_all = len(cut)
+        """The documents of the chunk, those of the other side of a split included."""
 
     def __len__(self) -> int:
         return len(self._order)
 
     def text(self, index: int) -> bytes:
         """A document in UTF-8. DamagedSampleError if it cannot be read."""
-        text = self._cut.text(self._order[index])
-        try:
-            text.decode()
-        except UnicodeDecodeError as error:
-            key = self._cut.key(self._order[index]).decode(errors="replace")
-            raise DamagedSampleError(f"{key}: expected text in UTF-8: {error}") from None
-        return text
+        return checked_text(self._cut, self._order[index])
 
 
 CHUNK, DOCUMENT, OFFSET, DAMAGED = range(4)
@@ -123,14 +119,20 @@ class Tolerance(NamedTuple):
             )
 
 
+def tell(damaged: str) -> None:
+    """Print a line about a damaged document, on the rank that has found it."""
+    print(f"data: left out: {damaged}", file=sys.stderr, flush=True)
+
+
 class Cursor:
     """The place of a lane in a source. `state`: int64, see CHUNK; this changes it.
 
     Lane n of L takes the chunks n, n + L, n + 2 L, ...
     """
 
-    def __init__(self, feed: Feed, state: np.ndarray, num_lanes: int, tolerance: Tolerance) -> None:
-        self._feed, self.state, self._num_lanes, self._tolerance = feed, state, num_lanes, tolerance
+    def __init__(self, feed: Feed, state: np.ndarray, num_lanes: int, tolerance: Tolerance, ahead: FetchAhead) -> None:
+        self._feed, self.state, self._num_lanes, self._tolerance, self._ahead = feed, state, num_lanes, tolerance, ahead
+        ahead.fetch(*feed.shard_of(int(state[CHUNK])))
         self._documents: Documents | None = None
         self._tokens: np.ndarray | None = None
 
@@ -162,7 +164,9 @@ class Cursor:
 
     def _of_chunk(self) -> Documents:
         if self._documents is None:
-            self._documents = self._feed.documents(int(self.state[CHUNK]))
+            chunk = int(self.state[CHUNK])
+            self._documents = self._feed.documents(chunk)
+            self._ahead.fetch(*self._feed.shard_of(chunk + self._num_lanes))
         return self._documents
 
     def _find(self) -> np.ndarray:

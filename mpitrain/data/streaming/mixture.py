@@ -12,6 +12,9 @@ import numpy as np
 
 from mpitrain.data.order import keys_of, permute
 
+Points = Sequence[tuple[float, float]]
+"""The weight of a source: (step, weight) in order; between two of them the weight changes linearly."""
+
 _GOLDEN = 0.6180339887498949
 
 
@@ -19,7 +22,7 @@ class Mixture:
     """The weights of sources.
 
     Args:
-        points: of each source (step, weight) in order; between two of them the weight changes linearly.
+        points: of each source.
         seed: the run's seed.
         lanes: the number of lanes.
         per_lane: rows of a lane in each step.
@@ -28,9 +31,7 @@ class Mixture:
         ValueError: weights that are negative, or all 0 at a step.
     """
 
-    def __init__(
-        self, points: Sequence[Sequence[tuple[float, float]]], *, seed: int, lanes: int, per_lane: int = 1
-    ) -> None:
+    def __init__(self, points: Sequence[Points], *, seed: int, lanes: int, per_lane: int = 1) -> None:
         self._points = [tuple(np.array(each, float).T) for each in points]
         self._seed, self._lanes, self._per_lane = seed, lanes, per_lane
         for step in sorted({step for each in points for step, _ in each}):

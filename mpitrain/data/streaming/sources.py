@@ -1,16 +1,14 @@
 """The sources of a run: their shards, and what a checkpoint keeps of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from mpitrain.data.cache import ShardCache
 from mpitrain.data.documents import is_compressed
 from mpitrain.data.shards import ShardList
 from mpitrain.data.streaming.chunks import ChunkSequence, Era, num_chunks
-from mpitrain.data.streaming.feed import Feed
 
 _MOST_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 4 << 20, 4 << 10
 _CHUNKS_PER_LANE = 16  # in an epoch, as far as the limits of a chunk allow: else lanes are in several epochs at a time
@@ -42,6 +40,10 @@ class Source:
         `saved`: of `meta`. `names`, `sizes`: the shards of the checkpoint, in its order. `furthest`: the greatest chunk of a lane.
         ValueError if a shard of the checkpoint is missing, or has another size.
         """
+        eras = tuple((int(first), int(count)) for first, count in saved["eras"])
+        chunk_bytes = int(saved["chunk_bytes"])
+        if tuple(names) == self.shards.names and np.array_equal(sizes, self.shards.sizes):  # the usual case
+            return replace(self, chunk_bytes=chunk_bytes, eras=eras)
         now = {name: index for index, name in enumerate(self.shards.names)}
         # A further folder of shards makes the folder of all of them shorter.
         inside = saved["folder"].removeprefix(f"{self.shards.folder}/")
@@ -64,9 +66,9 @@ class Source:
             (*names, *(self.shards.names[index] for index in further)),  # the keys of documents have the names
             tuple(self.shards.paths[index] for index in order),
             self.shards.sizes[order],
+            self.shards.checksums,
         )
-        eras = tuple((int(first), int(count)) for first, count in saved["eras"])
-        before = replace(self, shards=shards, chunk_bytes=int(saved["chunk_bytes"]), eras=eras)
+        before = replace(self, shards=shards, chunk_bytes=chunk_bytes, eras=eras)
         if not further:
             return before
         return replace(before, eras=(*eras, (before.sequence(0).epoch_of(furthest) + 1, len(order))))
@@ -84,22 +86,3 @@ class Source:
         counts = num_chunks(self.shards.sizes, splits, self.chunk_bytes)
         eras = [Era(first, counts[:num]) for first, num in self.eras]
         return ChunkSequence(eras, seed=seed, source=self.name, chunk_bytes=self.chunk_bytes)
-
-    def feed(
-        self,
-        encode: Callable[[bytes], np.ndarray],
-        *,
-        seed: int,
-        keeps: Callable[[bytes], bool] | None,
-        cache: ShardCache,
-    ) -> Feed:
-        """The documents of the source on this process. `keeps`: see Feed."""
-        return Feed(
-            self.name,
-            self.shards,
-            self.sequence(seed),
-            encode,
-            field=self.field,
-            keeps=keeps,
-            local=cache.local,
-        )

@@ -10,7 +10,7 @@ from collectives.bench.kit.turns import Seconds
 from mpitrain.axes import mesh
 from mpitrain.config import Config
 from mpitrain.models.sizes import TransformerConfig
-from mpitrain.train.batches import MicroBatch
+from mpitrain.train.batches.micro_batch import MicroBatch
 from mpitrain.train.model import make_model, make_optimizer
 from mpitrain.train.stepper import Stepper
 

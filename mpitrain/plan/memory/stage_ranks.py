@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 import torch
 
 from mpitrain.config import ParallelConfig
-from mpitrain.models import LanguageModel
+from mpitrain.models import LanguageModel, Segments
 from mpitrain.stages.division import costs_of
 from mpitrain.stages.executor import Run
 from mpitrain.stages.linear import take_linear_layers
@@ -43,13 +43,21 @@ def take_stages(model: LanguageModel, of: StageRank) -> ModelStages:
     return stages
 
 
-def run(stages: ModelStages, of: StageRank, tokens: torch.Tensor, stream: Sequence[int], dtype: torch.dtype) -> None:
+def run(
+    stages: ModelStages,
+    of: StageRank,
+    tokens: torch.Tensor,
+    segments: Segments | None,
+    stream: Sequence[int],
+    dtype: torch.dtype,
+) -> None:
     """Run a step, or without gradients the forward of one micro-batch. `tokens`: (B, L + 1); `stream`: the shape between stages."""
     schedule = of.schedule if torch.is_grad_enabled() else forwards(of.schedule, 1)
     messages = cast(Messages, _Messages(of.rank, schedule, stream, dtype))
     count = schedule.num_micro
     last = {"targets_BL": tokens[:, 1:], "reduction": "sum"}
-    calls: list[tuple[tuple[torch.Tensor], dict[str, object]]] = [((tokens[:, :-1],), {})] * count
+    inputs: dict[str, object] = {"tokens_BL": tokens[:, :-1], "segments": segments}
+    calls: list[tuple[tuple[()], dict[str, object]]] = [((), inputs)] * count
     program = schedule.program(of.rank)
     actions = Run(stages, messages, program, calls, lambda loss, micro: loss, [last] * count)
     for at in range(len(program)):

@@ -8,13 +8,15 @@ from collections import Counter
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from collectives.environment import switch
 from mpitrain.config import Config
-from mpitrain.models import LanguageModel, TransformerConfig, build
+from mpitrain.data.loading import has_documents
+from mpitrain.models import LanguageModel, Segments, TransformerConfig, build
 from mpitrain.plan.memory.stage_ranks import StageRank, run, take_stages
 from mpitrain.plan.memory.tensor_ranks import SharedActivations, TensorRank, cut
 from mpitrain.plan.memory.tracker import Tracker, total
@@ -81,12 +83,16 @@ def _run(config: Config, rank: StepRank, shared: SharedActivations, rows: int, *
             tracker.add("gradients", sum(rank.held))  # until the next step begins
         with tracker, torch.set_grad_enabled(train):
             tokens = torch.empty(num_micro, rows, sizes.context + 1, dtype=torch.int64)
+            segments = None
+            if has_documents(config.data) and config.data.mask_documents:
+                # Their number makes almost no difference, but rows that are one document each need less.
+                segments = Segments.of(np.arange(sizes.context)[None].repeat(rows, 0) < sizes.context // 2)
             if stages is not None and rank.stage is not None:
                 own = rank.tensor.size if train and config.parallel.sequence else 1
                 stream = (rows, sizes.context // own, sizes.width)
-                run(stages, rank.stage, tokens[0], stream, getattr(torch, config.parallel.param_dtype))
+                run(stages, rank.stage, tokens[0], segments, stream, getattr(torch, config.parallel.param_dtype))
                 return tracker.peak
-            loss = model(tokens[0, :, :-1], tokens[0, :, 1:], reduction="sum")
+            loss = model(tokens[0, :, :-1], tokens[0, :, 1:], reduction="sum", segments=segments)
             if train:
                 loss.backward()
     return tracker.peak

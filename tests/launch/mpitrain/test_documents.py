@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from extent import extent
 from launching import ROOT, Result, launch, run
-from main_job import error_line, losses
+from main_job import error_line, losses, metrics
 from tokenizer_files import byte_pairs
 
 from mpitrain.data.streaming.packing import Packing
@@ -61,6 +61,11 @@ def test_a_run_that_changes_its_number_of_ranks(tmp_path: Path, shards: str, pac
         result = train(num_ranks, tmp_path / "changing", shards, *args, "--train.steps", steps)
         assert result.returncode == 0, str(result)
     assert losses(tmp_path / "changing") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    padding = [
+        [line.get("padding") for line in metrics(tmp_path / run) if "loss" in line] for run in ("alone", "changing")
+    ]
+    assert padding[0] == padding[1]
+    assert all(0 < share < 1 for share in padding[0]) if packing == "whole" else set(padding[0]) == {None}
     nats, bits = (float(found) for found in re.findall(r"held-out (\S+) nats, (\S+) bits per byte", alone.stdout)[0])
     assert bits < 0.7 * nats / math.log(2), "a token is several bytes"
     assert "sample:\nall work" in alone.stdout
@@ -78,11 +83,12 @@ def test_a_run_that_changes_its_number_of_ranks(tmp_path: Path, shards: str, pac
     assert sample.returncode == 0 and sample.stdout.startswith("no play"), str(sample)
 
 
-def test_ranks_that_hold_each_layer_together_save_the_place_once(tmp_path: Path, shards: str) -> None:
+def test_ranks_with_the_same_rows_save_the_place_once(tmp_path: Path, shards: str) -> None:
     args = ("--data.heldout", "0.2")
     alone = train(1, tmp_path / "alone", shards, *args)
-    assert alone.returncode == 0 and "data: documents in 6 lanes; data: 3 shards, 0.1 MB" in alone.stdout, str(alone)
-    for num_ranks, more in ((2, ("--parallel.tensor", "2", "--train.steps", "7")), (1, ())):
+    assert alone.returncode == 0 and "data: documents of data: 3 shards, 0.1 MB" in alone.stdout, str(alone)
+    pipeline = ("--parallel.pipeline", "2", "--train.accumulate", "2")
+    for num_ranks, more in ((2, ("--parallel.tensor", "2", "--train.steps", "7")), (2, pipeline)):
         result = train(num_ranks, tmp_path / "changing", shards, *args, *more)
         assert result.returncode == 0, str(result)
     assert losses(tmp_path / "changing") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)

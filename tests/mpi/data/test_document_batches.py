@@ -2,16 +2,20 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
 
 import ckpt
 from collectives import Communicator
 from mpitrain.config import Config, parse
 from mpitrain.data.loading import Documents, load_data
-from mpitrain.train.batches import RankBatches
+from mpitrain.data.streaming.packing import Packing
+from mpitrain.train.batches.rank_batches import RankBatches
 
 STEPS = 6
 
@@ -27,11 +31,32 @@ def settings(comm: Communicator, shared_tmp: Path) -> Config:
         (shared_tmp / "run.toml").write_text("\n".join(tables))
     comm.barrier()
     small = ["--model.context", "24", "--train.batch", "7", "--train.accumulate", "1", "--train.eval-batches", "2"]
+    small += ["--data.processes", "0"]
     return parse(["--config", str(shared_tmp / "run.toml"), "--train.elastic", "true", "--data.heldout", "0.2", *small])
 
 
 def batches(config: Config, comm: Communicator) -> RankBatches:
     return RankBatches(config, load_data(config.data, comm, batch=config.train.batch), comm)
+
+
+@pytest.mark.parametrize("packing", ["cut", "whole"])
+def test_the_documents_and_the_padding_of_rows(settings: Config, comm: Communicator, packing: Packing) -> None:
+    """By their bytes: a zero byte ends each document, and padding is more zero bytes."""
+    data = replace(settings.data, packing=packing)
+    (batch,) = batches(replace(settings, data=data), comm).of_step(0)
+    ends = F.pad(batch.tokens, (1, 0))[:, :-1] == 0  # the token before
+    is_padding = ends & (batch.tokens == 0)
+    assert batch.segments is not None
+    firsts = batch.segments.positions == 0
+    assert torch.equal(firsts & ~is_padding, ends & ~is_padding)
+    num_paddings = is_padding.any(1).sum()  # each row has its padding in one piece
+    assert len(batch.segments.lengths) == firsts.sum() == (ends & ~is_padding).sum() + num_paddings
+    assert sum(batch.segments.lengths) == batch.tokens.numel()
+    assert batch.num_padding == is_padding.sum()
+    assert (sum(comm.all_gather_object(batch.num_padding)) > 0) == (packing == "whole")
+    (plain,) = batches(replace(settings, data=replace(data, mask_documents=False)), comm).of_step(0)
+    assert plain.segments is None and plain.num_padding == batch.num_padding
+    assert torch.equal(plain.tokens, batch.tokens) and torch.equal(plain.targets, batch.targets)
 
 
 def whole(of_rank: np.ndarray, comm: Communicator) -> np.ndarray:
@@ -50,12 +75,14 @@ def alone(config: Config, comm: Communicator) -> tuple[list[np.ndarray], list[np
 
 def test_ranks_share_the_batches_of_one_process(settings: Config, comm: Communicator) -> None:
     train, heldout = alone(settings, comm)
-    mine = batches(settings, comm)
+    mine = batches(replace(settings, data=replace(settings.data, processes=1)), comm)
     for step in range(STEPS):
         parts = mine.of_step(step)
+        mine.prepare(step + 1)
         assert np.array_equal(whole(parts[0].tokens.numpy(), comm), train[step]), step
     for index in (0, 1, 0):
         assert np.array_equal(whole(mine.of_evaluation(index).tokens.numpy(), comm), heldout[index])
+    mine.close()
     text = b"".join(batch.astype(np.uint8).tobytes() for batch in train)
     assert b" of a" in text and b" of b" in text
 
@@ -66,6 +93,8 @@ def test_a_saved_state_goes_on(settings: Config, comm: Communicator, shared_tmp:
     mine = batches(settings, comm)
     for step in range(STEPS):
         assert np.array_equal(whole(mine.of_step(step)[0].tokens.numpy(), comm), train[step]), step
+        if step % 2:
+            mine.prepare(step + 1)  # the state is that before what was read ahead
         meta, tensors = mine.state(step + 1)
         sample = mine.train.next_sample(step + 1)
         ckpt.save(shared_tmp / "state", tensors, comm=comm, meta=meta, overwrite=True)
@@ -89,7 +118,7 @@ def resumed(config: Config, comm: Communicator, path: Path, step: int, sample: i
 def test_shards_that_came_and_went(settings: Config, comm: Communicator, shared_tmp: Path) -> None:
     toml = shared_tmp / "run.toml"
     words = ["--config", str(toml), "--data.heldout", "0", "--train.elastic", "true"]
-    words += ["--model.context", "24", "--train.batch", "7", "--train.eval-batches", "0"]
+    words += ["--data.processes", "0", "--model.context", "24", "--train.batch", "7", "--train.eval-batches", "0"]
     mine = batches(parse(words), comm)
     mine.of_step(0)
     meta, tensors = mine.state(1)
@@ -121,6 +150,8 @@ def test_a_shard_that_some_ranks_cannot_read_is_an_error_on_all(comm: Communicat
     words = [
         "--data.path",
         f"{shared_tmp}/part-*.jsonl",
+        "--data.processes",
+        "0",
         "--data.heldout",
         "0",
         "--model.context",
@@ -130,7 +161,7 @@ def test_a_shard_that_some_ranks_cannot_read_is_an_error_on_all(comm: Communicat
     ]
     config = parse([*words, "--train.elastic", "true"])
     found = load_data(config.data, comm, batch=config.train.batch)
-    assert isinstance(found, Documents) and str(found) == "documents in 7 lanes; data: 30 shards, 0.0 MB"
+    assert isinstance(found, Documents) and str(found) == "documents of data: 30 shards, 0.0 MB"
     mine = RankBatches(config, found, comm)
     comm.barrier()
     if comm.rank == 0:
@@ -148,9 +179,9 @@ def test_data_that_do_not_fit_the_settings(comm: Communicator, shared_tmp: Path)
         (shared_tmp / "a.jsonl").write_text(json.dumps({"text": "a few words"}))
         np.save(shared_tmp / "a.npy", np.arange(5000) % 300)
     comm.barrier()
-    small = ["--model.context", "24", "--train.batch", "7", "--train.elastic", "true"]
+    small = ["--data.processes", "0", "--model.context", "24", "--train.batch", "7", "--train.elastic", "true"]
     with pytest.raises(
-        ValueError, match=r"data has no documents of the share that data.heldout asks for in .*; take other shards"
+        ValueError, match=r"data: data has 1 document in .*, and none on this side of data.heldout; take more"
     ):
         batches(parse(["--data.path", f"{shared_tmp}/a.jsonl", "--data.heldout", "1e-9", *small]), comm)
     of_tokens = batches(parse(["--data.path", f"{shared_tmp}/a.npy", "--model.vocab", "299", *small]), comm)

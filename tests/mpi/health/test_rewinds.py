@@ -16,7 +16,7 @@ from mpitrain.elastic.copies.files import complete_copies
 from mpitrain.elastic.copies.holding import remove_all
 from mpitrain.elastic.events import read_events
 from mpitrain.elastic.lease import read_lease
-from mpitrain.train.batches import MicroBatch
+from mpitrain.train.batches.micro_batch import MicroBatch
 from mpitrain.train.passes import WholePasses
 from mpitrain.train.trainer import Trainer
 

@@ -14,7 +14,7 @@ import ckpt
 from collectives import Communicator
 from mpitrain.elastic.events import read_events
 from mpitrain.health import stragglers
-from mpitrain.train.batches import MicroBatch
+from mpitrain.train.batches.micro_batch import MicroBatch
 from mpitrain.train.passes import WholePasses
 from mpitrain.train.trainer import Trainer
 

@@ -18,7 +18,7 @@ from mpitrain import tensor
 from mpitrain.init import initialize
 from mpitrain.models import GPT
 from mpitrain.models.loss import IGNORED
-from mpitrain.train.batches import MicroBatch
+from mpitrain.train.batches.micro_batch import MicroBatch
 from mpitrain.train.lr import learning_rate
 from mpitrain.train.passes import WholePasses
 from mpitrain.train.trainer import Trainer

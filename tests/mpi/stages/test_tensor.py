@@ -13,7 +13,7 @@ from torch import nn
 
 import mpitrain
 from collectives import Communicator, Mesh
-from mpitrain.models import GPT, GPTConfig, LanguageModel
+from mpitrain.models import GPT, GPTConfig, LanguageModel, Segments
 from mpitrain.models.gpt import MLP, Block
 from mpitrain.models.llama import Llama
 from mpitrain.models.sizes import LlamaConfig
@@ -129,6 +129,31 @@ def test_steps_beside_the_plain_model(comm: Communicator, kind: str, schedule: s
     mesh.free()
 
 
+@pytest.mark.parametrize(
+    ("kind", "schedule", "sequence"), [("tied GPT", "1f1b", True), ("Llama", "zb-v", True), ("Llama", "1f1b", False)]
+)
+def test_documents_of_a_row_beside_the_plain_model(
+    comm: Communicator, kind: str, schedule: str, sequence: bool
+) -> None:
+    """Each stage takes the segments from its own inputs. Also in an evaluation."""
+    plain, model = make(kind), make(kind)
+    pipe, mesh = divided(comm, model, schedule, sequence)
+    tokens = batches(0)
+    segments = [Segments.of(torch.arange(x.shape[1]).expand_as(x) // (3 + micro)) for micro, x in enumerate(tokens)]
+    given = [{"tokens_BL": rows, "segments": of} for rows, of in zip(tokens, segments, strict=True)]
+    losses = [plain(rows, rows.roll(-1, 1), segments=of) for rows, of in zip(tokens, segments, strict=True)]
+    total = torch.stack(losses).sum()
+    total.backward()
+    assert pipe.step(given, last=targets(tokens)).item() == pytest.approx(total.item(), rel=1e-6)
+    assert pipe.evaluate(given, last=targets(tokens)).item() == pytest.approx(total.item(), rel=1e-6)
+    whole = dict(plain.named_parameters(remove_duplicate=False))
+    for name, param in model.named_parameters():
+        part, grad = part_of(param), whole[name].grad
+        assert part is not None and param.grad is not None and grad is not None
+        torch.testing.assert_close(param.grad, part.take(grad), rtol=0, atol=1e-5 * grad.abs().max().item())
+    mesh.free()
+
+
 @pytest.mark.parametrize("division", [[4, 0], [1, 0, 3, 0]])
 def test_stages_without_blocks(comm: Communicator, division: list[int]) -> None:
     """Where the stream passes outside of the blocks, and through a stage that has none."""
@@ -211,8 +236,8 @@ class DroppingBlock(Block):
         super().__init__(config)
         self.mlp = DroppingMLP(config)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + F.dropout(self.attn(self.ln1(x)), 0.3)
+    def forward(self, x: torch.Tensor, segments: Segments | None = None) -> torch.Tensor:
+        x = x + F.dropout(self.attn(self.ln1(x), segments), 0.3)
         return x + F.dropout(self.mlp(self.ln2(x)), 0.3)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import mpitrain
 from collectives import Communicator, Mesh
 from mpitrain.config import parse
-from mpitrain.models import GPT
+from mpitrain.models import GPT, Segments
 from mpitrain.parts import ranks_with_input
 from mpitrain.plan.memory.step import Tracker
 from mpitrain.tensor import Style
@@ -57,11 +57,12 @@ def made(mesh: Mesh, sequence: bool, *settings: str, device: str = "cpu") -> GPT
 
 
 def step(model: GPT) -> tuple[int, list[torch.Tensor]]:
-    """The bytes between forward and backward, and loss and gradients."""
+    """The bytes between forward and backward, and loss and gradients. A row has two documents."""
     tokens = torch.randint(0, 256, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    segments = Segments.of(torch.arange(LENGTH).expand(ROWS, LENGTH) < 5)
     model.zero_grad()
     with Tracker() as tracker:
-        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss = model(tokens[:, :-1], tokens[:, 1:], segments=segments)
         held = tracker.now["activations"]
     loss.backward()
     return held, [loss.detach(), *(param.grad.clone() for param in model.parameters() if param.grad is not None)]

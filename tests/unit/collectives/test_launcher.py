@@ -1,10 +1,11 @@
 """What launchers tell their ranks, and whether that fits what MPI says."""
 
+import multiprocessing
 import os
 
 import pytest
 
-from collectives.launcher import check_launcher, launcher_name
+from collectives.launcher import check_launcher, check_main_program, launcher_name
 
 TASK = {"SLURM_TASK_PID": str(os.getpid()), "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
 
@@ -52,3 +53,10 @@ def test_the_launcher_has_a_name() -> None:
     assert launcher_name({}) == launcher_name({"PMI_SIZE": "many"}) == ""
     assert launcher_name({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_VERSION": "5.0.11"}) == "Open MPI's mpirun 5.0.11"
     assert launcher_name({"PMI_SIZE": "2", "OMPI_VERSION": "5.0.11"}) == "an mpirun of MPICH's family"
+
+
+def test_a_spawned_process_that_imports_the_main_program_starts_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_main_program()
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(RuntimeError, match='under `if __name__ == "__main__":`'):
+        check_main_program()

@@ -1,6 +1,7 @@
 """Shards that are remote or compressed: fetched once, within a limit, whole or not at all."""
 
 import gzip
+import hashlib
 import os
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import fsspec
 import numpy as np
 import pytest
 from launching import ROOT
+from s3_server import Fault, S3Server
 
-import ckpt
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.documents import DamagedShardError
 
@@ -72,7 +73,7 @@ def test_a_shard_of_another_size_is_damaged(tmp_path: Path, bucket: str) -> None
     cache = ShardCache(tmp_path / "cache")
     with pytest.raises(DamagedShardError, match=rf"{bucket}/0.tar: expected 5 bytes as listed, got {len(DATA) + 1}"):
         read(cache, f"{bucket}/0.tar", 5)
-    assert [file.suffix for file in (tmp_path / "cache" / OWN).iterdir()] == [".lock"]
+    assert [file.suffix for file in sorted((tmp_path / "cache" / OWN).iterdir())] == [".failed", ".lock"]
 
 
 def test_other_files_in_the_folder_stay(tmp_path: Path, bucket: str) -> None:
@@ -126,29 +127,34 @@ def test_damaged_and_endless_compressed_shards(tmp_path: Path, ending: str) -> N
         (tmp_path / name).write_bytes(data)
         with pytest.raises(DamagedShardError, match=f"{name}: {text}"):
             read(cache, str(tmp_path / name), len(data))
-    assert {file.suffix for file in (tmp_path / "cache" / OWN).iterdir()} == {".lock"}
+    assert {file.suffix for file in (tmp_path / "cache" / OWN).iterdir()} == {".lock", ".failed"}
 
 
-def test_errors_of_a_server_are_tried_again(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, num_left = ckpt.Url.download, 2
-
-    def fails_twice(self: ckpt.Url, target: Path) -> None:
-        nonlocal num_left
-        if num_left:
-            num_left -= 1
-            target.write_bytes(b"a part")
-            raise OSError("503 slow down")
-        plain(self, target)
-
-    monkeypatch.setattr(ckpt.Url, "download", fails_twice)
+def test_errors_of_a_server_are_tried_again(tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard, size = s3.put("again/3.tar", DATA), len(DATA)
     monkeypatch.setattr("mpitrain.data.cache._FIRST_PAUSE_S", 0.01)
-    assert read(ShardCache(tmp_path / "cache"), f"{bucket}/3.tar", len(DATA) + 1) == DATA + b"\x03"
-    num_left = 1000
-    with pytest.raises(OSError, match=rf"{bucket}/2.tar cannot be fetched within 0.05 s: 503 slow down"):
-        read(ShardCache(tmp_path / "cache", patience_s=0.05), f"{bucket}/2.tar", len(DATA) + 1)
-    monkeypatch.setattr(ckpt.Url, "download", plain)
+    faults: list[Fault | None] = ["slow down", "cut", None]
+    s3.meddle = lambda method, path: faults.pop(0) if method == "GET" else None
+    assert read(ShardCache(tmp_path / "1"), shard, size) == DATA
+    assert s3.gets() == ["again/3.tar"] * 3
+    s3.meddle = lambda method, path: "slow down"
+    with pytest.raises(OSError, match=rf"data: {shard} cannot be fetched within 0.05 s: .* reduce your request rate"):
+        read(ShardCache(tmp_path / "2", patience_s=0.05), shard, size)
+    s3.meddle = lambda method, path: None
     with pytest.raises(OSError, match=r"9.tar cannot be fetched: .*No such file"):
-        read(ShardCache(tmp_path / "cache"), f"{bucket}/9.tar", 1)
+        read(ShardCache(tmp_path / "3"), "s3://bucket/again/9.tar", 1)
+
+
+def test_a_shard_that_arrives_damaged_is_fetched_again(tmp_path: Path, s3: S3Server) -> None:
+    shard, checksum = s3.put("once/1.tar", b"wrong"), hashlib.sha256(b"right").digest()
+
+    def mend(method: str, path: str) -> None:
+        if len(s3.gets()) == 2:
+            s3.put("once/1.tar", b"right")
+
+    s3.meddle = mend
+    assert read(ShardCache(tmp_path / "1", checksums={shard: checksum}), shard, 5) == b"right"
+    assert len(s3.gets()) == 2
 
 
 def test_processes_that_need_the_same_shard_fetch_it_once(tmp_path: Path) -> None:
@@ -172,10 +178,11 @@ def test_a_rank_that_has_waited_for_a_failure_does_not_try_again(tmp_path: Path,
     with pytest.raises(OSError, match=r"9.tar cannot be fetched: .*No such file"):
         read(cache, f"{bucket}/9.tar", 7)
     (failed,) = (tmp_path / OWN).glob("*.failed")
-    failed.write_text("what another rank has found")
-    os.utime(failed, (time.time() + 100, time.time() + 100))  # later than this rank has begun to wait
-    with pytest.raises(OSError, match=r"^what another rank has found$"):
-        read(cache, f"{bucket}/9.tar", 7)
+    for kind in (OSError, DamagedShardError):
+        failed.write_text(f"{kind.__name__} what another rank has found")
+        os.utime(failed, (time.time() + 100, time.time() + 100))  # later than this rank has begun to wait
+        with pytest.raises(kind, match=r"^what another rank has found$"):
+            read(cache, f"{bucket}/9.tar", 7)
     os.utime(failed, (0, 0))
     fsspec.filesystem("memory").pipe("/cached/9.tar", DATA[:7])
     assert read(cache, f"{bucket}/9.tar", 7) == DATA[:7] and not failed.exists()

@@ -2,6 +2,7 @@
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.shards import ShardList, list_shards
 from mpitrain.data.streaming.batches import DocumentBatches
-from mpitrain.data.streaming.feed import Tolerance
+from mpitrain.data.streaming.lanes import Recipe, open_lanes
 from mpitrain.data.streaming.sources import Source
 from mpitrain.data.tokenizers import Bytes
 
@@ -34,17 +35,16 @@ def batches(
         "context": CONTEXT,
         "seed": 1,
         "packing": "cut",
-        "heldout": 0.1,
+        "share": (0.1, 1.0),
         "tokenizer": Bytes(),
     } | changed
-    return DocumentBatches(
-        [source], [[(0, 1.0)]], lanes=lanes, batch=batch, cache=ShardCache(), tolerance=Tolerance(), **settings
-    )
+    recipe = Recipe((source,), (((0, 1.0),),), lanes=lanes, batch=batch, cache=ShardCache(), **settings)
+    return DocumentBatches(recipe, partial(open_lanes, say=print))
 
 
 def saved(of: DocumentBatches, step: int) -> tuple[int, dict[str, Any], dict[str, np.ndarray]]:
-    meta, tensors, _ = of.state(step, 0, of.batch)
-    return of.next_sample(step), meta, tensors
+    meta, tensors = of.described()
+    return of.next_sample(step), meta, {**tensors, "lanes": of.states(step, 0, of.batch)[1]}
 
 
 def resumed(
@@ -97,11 +97,11 @@ def test_a_list_that_became_longer_changes_nothing_before_its_epoch(folder: Path
         rows(short, step)
     state = saved(short, num_steps)
     longer = resumed(batches(folder), num_steps, state)
-    (source,) = longer.state(num_steps, 0, 6)[0]["sources"]
+    (source,) = longer.described()[0]["sources"]
     (_, first_count), (from_epoch, count) = source["eras"]
     assert (first_count, count) == (2, 4)
     step, expected = num_steps, rows(short, num_steps)
-    while short.state(step + 1, 0, 6)[1]["lanes"][:, 0, 0].max() < from_epoch * first_count:  # each shard is a chunk
+    while short.states(step + 1, 0, 6)[1][:, 0, 0].max() < from_epoch * first_count:  # each shard is a chunk
         assert np.array_equal(rows(longer, step), expected), step
         step += 1
         expected = rows(short, step)
@@ -135,7 +135,7 @@ def test_a_further_folder(folder: Path) -> None:
             {"packing": "whole"},
             "data.packing: the run was saved with cut, got whole: its place in the documents would be another",
         ),
-        ({"heldout": 0.2}, "data.heldout: the run was saved with 0.1, got 0.2"),
+        ({"share": (0.2, 1.0)}, "data.heldout: the run was saved with 0.1, got 0.2"),
         ({"seed": 2}, "train.seed: the run was saved with 1, got 2"),
         ({"batch": 7, "lanes": 7}, r"train.batch: expected a multiple of the run's 3 lanes \(data.lanes\), got 7"),
     ],

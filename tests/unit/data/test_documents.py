@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import resource
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from mpitrain.data.documents import DamagedSampleError, DamagedShardError, Reader, kind_of, open_shard
 from mpitrain.data.documents.kinds import is_compressed
+from mpitrain.data.documents.reading import MappedFile
 from mpitrain.data.documents.text import MOST_BYTES
 
 SAMPLES = {f"{number:04}": b"text of %d\n" % number * number for number in range(20)}
@@ -80,6 +83,24 @@ def test_parts_of_a_sample(tmp_path: Path) -> None:
         DamagedSampleError, match=r"a.tar, sample 'd.x/2': expected a part 'seg.json', got \['png', 'txt'\]"
     ):
         other.text(1)
+
+
+def test_a_sample_with_parts_in_two_pieces_of_the_headers(tmp_path: Path) -> None:
+    inner = tar_of(tmp_path / "inner.tar", {"0001.txt": b"a member that looks like a member"}).read_bytes()
+    files = {"first.txt": inner} | {f"{n:04}.{part}": b"%d" % n for n in range(2000) for part in ("txt", "json")}
+    path = tar_of(tmp_path / "a.tar", files)
+    reader = open_shard(path, "a.tar", "tar")
+    assert read(reader) == {"first": inner} | {f"{n:04}": b"%d" % n for n in range(2000)}
+    cut = reader.cut(0, 1 << 30)
+    assert [list(cut.parts(index)) for index in range(len(cut))] == [["txt"]] + 2000 * [["txt", "json"]]  # type: ignore[attr-defined]
+    data = bytearray(path.read_bytes())
+    at = data.rindex(b"1999.json")
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(
+        DamagedShardError, match=f"a.tar: the tar header at byte {at} is damaged: its checksum is wrong"
+    ):
+        open_shard(path, "a.tar", "tar")
 
 
 def test_folders_and_links_in_tar_files_are_no_samples(tmp_path: Path) -> None:
@@ -255,3 +276,16 @@ def test_kinds() -> None:
     assert {name: kind_of(name) for name in names} == names
     assert kind_of("a.ndjson") == "lines" and kind_of("notes.md") == kind_of("README") == "text"
     assert [is_compressed(name) for name in names] == [False, True, True, True, False]
+
+
+def test_more_files_than_the_soft_limit_are_mapped(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("all work and no play")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 5, hard))
+    try:
+        files = [MappedFile(tmp_path / "a.txt", "a.txt") for _ in range(20)]
+        assert {bytes(file.bytes) for file in files} == {b"all work and no play"}
+        for file in files:
+            file.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

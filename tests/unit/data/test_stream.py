@@ -1,25 +1,32 @@
 """The stream: the same global batches on any number of ranks, over any resume; each document once an epoch."""
 
+import gzip
 import io
 import json
+import os
+import signal
 import tarfile
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.shards import ShardList, list_shards
-from mpitrain.data.streaming.chunks import ChunkSequence, Era, num_chunks
-from mpitrain.data.streaming.feed import Feed, Tolerance
+from mpitrain.data.streaming.chunks import ChunkSequence, Era
+from mpitrain.data.streaming.lanes import Recipe, open_lanes
 from mpitrain.data.streaming.mixture import Mixture
 from mpitrain.data.streaming.packing import Packing
-from mpitrain.data.streaming.stream import Stream
+from mpitrain.data.streaming.processes import Processes
+from mpitrain.data.streaming.sources import Source
+from mpitrain.data.streaming.stream import Stream, num_damaged
 from mpitrain.data.tokenizers import Bytes
 
 SEED, BATCH, CONTEXT = 3, 12, 32
-NONE = Tolerance()
 
 
 def words(number: int) -> bytes:
@@ -43,19 +50,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def feed_of(shards: ShardList, name: str, chunk_bytes: int) -> Feed:
-    eras = [Era(0, num_chunks(shards.sizes, np.ones(len(shards.names), bool), chunk_bytes))]
-    sequence = ChunkSequence(eras, seed=SEED, source=name, chunk_bytes=chunk_bytes)
-    return Feed(name, shards, sequence, Bytes().document, local=ShardCache().local)
+def source_of(shards: ShardList, name: str, chunk_bytes: int) -> Source:
+    return Source(name, shards, chunk_bytes, ((0, len(shards.names)),))
 
 
-def stream_of(folder: Path, packing: Packing = "cut", lanes: int = BATCH) -> Stream:
-    feeds = [
-        feed_of(list_shards([f"{folder}/a-{{000..006}}.tar"]), "a", 3000),
-        feed_of(list_shards([f"{folder}/b-*.jsonl"]), "b", 1000),
-    ]
-    mixture = Mixture([[(0, 3.0)], [(0, 1.0), (20, 3.0)]], seed=SEED, lanes=lanes, per_lane=BATCH // lanes)
-    return Stream(feeds, mixture, lanes=lanes, batch=BATCH, context=CONTEXT, seed=SEED, packing=packing, tolerance=NONE)
+def recipe_of(*sources: Source, **changed: Any) -> Recipe:
+    settings = {
+        "weights": (((0, 1.0),),), "lanes": 1, "batch": 1, "context": CONTEXT, "seed": SEED, "packing": "cut",
+        "cache": ShardCache(), "tokenizer": Bytes(),
+    }  # fmt: skip
+    return Recipe(sources, **(settings | changed))
+
+
+def stream_of(recipe: Recipe, say: Callable[[str], object] = print) -> Stream:
+    return Stream(recipe, open_lanes(recipe, say))
+
+
+def mixed(folder: Path, packing: Packing = "cut", lanes: int = BATCH) -> Recipe:
+    return recipe_of(
+        source_of(list_shards([f"{folder}/a-{{000..006}}.tar"]), "a", 3000),
+        source_of(list_shards([f"{folder}/b-*.jsonl"]), "b", 1000),
+        weights=(((0, 3.0),), ((0, 1.0), (20, 3.0))),
+        lanes=lanes,
+        batch=BATCH,
+        packing=packing,
+    )
 
 
 def rows_of(rank: int, size: int) -> tuple[int, int]:
@@ -69,7 +88,7 @@ class Ranks:
         self, folder: Path, size: int, packing: Packing, lanes: int, state: tuple[int, np.ndarray] | None = None
     ) -> None:
         self._per_lane = BATCH // lanes
-        self._streams = [stream_of(folder, packing, lanes) for _ in range(size)]
+        self._streams = [stream_of(mixed(folder, packing, lanes)) for _ in range(size)]
         self._rows = [rows_of(rank, size) for rank in range(size)]
         if state is not None:
             for stream in self._streams:
@@ -112,6 +131,69 @@ def test_batches_depend_on_the_step_alone(folder: Path, packing: Packing, lanes:
     assert state is not None and state[1].nbytes <= 64 * lanes * 2
 
 
+def test_processes_read_the_same_rows(folder: Path) -> None:
+    """Two processes for three lanes, of which two have rows of other ranks; with batches that are left out, and over a resume."""
+    recipe, processes = mixed(folder, lanes=4), Processes(2, print)
+    whole, here, there = stream_of(recipe), stream_of(recipe), Stream(recipe, processes.open_lanes(recipe))
+    try:
+        for position in (0, 1, 2, 5, 6, 30, 31, 32, 33):
+            numbers = range(3 * position, 3 * position + 3)
+            whole.get(numbers, 0, BATCH)
+            expected, got = here.get(numbers, 2, 7), there.get(numbers, 2, 7)
+            assert np.array_equal(expected.tokens, got.tokens) and np.array_equal(expected.segments, got.segments)
+            after = 3 * position + 3
+            for state, other in zip(here.state(after, 2, 7), there.state(after, 2, 7), strict=True):
+                assert np.array_equal(state, other)
+            if position in (2, 31):
+                for stream in (here, there):
+                    stream.load(after, whole.state(after, 0, BATCH)[1])
+    finally:
+        processes.close()
+
+
+def test_errors_of_processes_come_with_their_row(tmp_path: Path) -> None:
+    """The rows before the damaged document arrive. A process that was killed is an error too."""
+    lines = [json.dumps({"text": f"document {number} " * 20}) for number in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines[:20], "no json", *lines[20:], "nor this"]))
+    said: tuple[list[str], list[str]] = ([], [])
+    recipe = recipe_of(source_of(list_shards([str(tmp_path / "a.jsonl")]), "a", 4096), max_damaged=1)
+    here, processes = stream_of(recipe, said[0].append), Processes(1, said[1].append)
+    try:
+        there, position = Stream(recipe, processes.open_lanes(recipe)), 0
+        while not said[0]:  # once an epoch
+            assert np.array_equal(here.get([position], 0, 1).tokens, there.get([position], 0, 1).tokens)
+            position += 1
+        for stream in (here, there):
+            with pytest.raises(ValueError, match="2 damaged documents; expected 1 at most"):
+                stream.get([position + 1000], 0, 1)
+        assert said[0] == said[1] and "a.jsonl, the line at byte" in said[0][0]
+        there.load(0, np.zeros((1, 1, 4), np.int64))  # starts another process
+        there.get([0], 0, 1)
+        (process,) = processes.running()
+        os.kill(process, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=f"the tokenizing process {process} of this rank ended with code -9"):
+            there.get([1000], 0, 1)
+    finally:
+        processes.close()
+
+
+def test_the_next_shard_is_unpacked_ahead(tmp_path: Path) -> None:
+    for number in range(4):
+        line = json.dumps({"text": f"a long document of shard {number} " * 20})
+        (tmp_path / f"{number}.jsonl.gz").write_bytes(gzip.compress(line.encode()))
+    cache = ShardCache(tmp_path / "cache")
+    recipe = recipe_of(source_of(list_shards([f"{tmp_path}/*.gz"]), "a", 4096), cache=cache, context=8)
+    stream_of(recipe).get([0], 0, 1)
+
+    def unpacked() -> int:
+        return sum(not file.suffix for file in (tmp_path / "cache").rglob("*") if file.is_file())
+
+    until = time.monotonic() + 20
+    while unpacked() < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert unpacked() == 2, "the shard of the lane, and the next one"
+
+
 def test_batches_that_are_left_out_change_no_other(folder: Path) -> None:
     all_of_them, some = Ranks(folder, 2, "cut", BATCH), Ranks(folder, 2, "cut", BATCH)
     expected = [all_of_them.batch(step) for step in range(8)]
@@ -125,9 +207,7 @@ def test_batches_that_are_left_out_change_no_other(folder: Path) -> None:
 
 def test_rows_are_the_documents_end_to_end(folder: Path) -> None:
     """With one lane and one source: nothing is lost or doubled where rows meet."""
-    feed = feed_of(list_shards([f"{folder}/a-*.tar"]), "a", 3000)
-    mixture = Mixture([[(0, 1.0)]], seed=SEED, lanes=1)
-    stream = Stream([feed], mixture, lanes=1, batch=1, context=CONTEXT, seed=SEED, tolerance=NONE)
+    stream = stream_of(recipe_of(source_of(list_shards([f"{folder}/a-*.tar"]), "a", 3000)))
     text = bytearray()
     for position in range(400):
         row = stream.get([position], 0, 1).tokens[0].astype(np.uint8).tobytes()
@@ -141,10 +221,9 @@ def test_rows_are_the_documents_end_to_end(folder: Path) -> None:
 
 
 def test_whole_documents_stay_whole(folder: Path) -> None:
-    feed = feed_of(list_shards([f"{folder}/b-*.jsonl"]), "b", 1 << 20)
-    mixture = Mixture([[(0, 1.0)]], seed=SEED, lanes=1)
     length = 4 * max(len(words(n)) for n in range(1000, 1080))
-    stream = Stream([feed], mixture, lanes=1, batch=1, context=length - 1, seed=SEED, packing="whole", tolerance=NONE)
+    source = source_of(list_shards([f"{folder}/b-*.jsonl"]), "b", 1 << 20)
+    stream = stream_of(recipe_of(source, context=length - 1, packing="whole"))
     found: Counter[bytes] = Counter()
     padding = total = 0
     while sum(found.values()) < 80:
@@ -208,16 +287,16 @@ def test_weights_change_with_the_step() -> None:
 
 def test_lanes_must_divide_the_batch(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"expected a multiple of the run's 5 lanes \(data.lanes\), got 12"):
-        stream_of(folder, lanes=5)
+        mixed(folder, lanes=5)
     with pytest.raises(ValueError, match="the checkpoint has 3 lanes and 2 sources, and this run 12 and 2"):
-        stream_of(folder).load(0, np.zeros((3, 2, 4), np.int64))
+        stream_of(mixed(folder)).load(0, np.zeros((3, 2, 4), np.int64))
 
 
 def test_a_source_without_documents_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n\n")
-    feed = feed_of(list_shards([str(tmp_path / "empty.jsonl")]), "none", 1)
+    source = source_of(list_shards([str(tmp_path / "empty.jsonl")]), "none", 1)
     with pytest.raises(ValueError, match=f"none has no documents in {tmp_path}"):
-        Stream([feed], Mixture([[(0, 1.0)]], seed=1, lanes=2), lanes=2, batch=2, context=8, seed=1, tolerance=NONE)
+        recipe_of(source).check()
 
 
 @pytest.mark.parametrize("packing", ["cut", "whole"])
@@ -230,12 +309,8 @@ def test_damaged_documents_are_passed_over_at_any_place(tmp_path: Path, packing:
     said: list[str] = []
 
     def stream() -> Stream:
-        feed = feed_of(list_shards([str(tmp_path / "a.jsonl")]), "a", 1200)
-        mixture = Mixture([[(0, 1.0)]], seed=SEED, lanes=2)
-        tolerance = Tolerance(10**6, said.append)
-        return Stream(
-            [feed], mixture, lanes=2, batch=2, context=CONTEXT, seed=SEED, packing=packing, tolerance=tolerance
-        )
+        source = source_of(list_shards([str(tmp_path / "a.jsonl")]), "a", 1200)
+        return stream_of(recipe_of(source, lanes=2, batch=2, packing=packing, max_damaged=10**6), said.append)
 
     alone, again = stream(), stream()
     for position in range(400):
@@ -246,7 +321,8 @@ def test_damaged_documents_are_passed_over_at_any_place(tmp_path: Path, packing:
         again = stream()
         again.load(position + 1, states)
     assert states[:, 0, 0].min() > 10, "the lanes go on"
-    assert alone.num_damaged(0, 2) == again.num_damaged(0, 2) > 12
+    assert np.array_equal(alone.state(400, 0, 2)[1], states)
+    assert num_damaged(states) > 12, "each counts in each epoch"
     assert "a.jsonl, the line at byte 0" in said[0] or "a.jsonl, the line at byte" in said[0]
 
 
@@ -254,9 +330,8 @@ def test_too_many_damaged_documents_end_the_stream(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"other": "field"}\n' * 5000)
 
     def stream(most: int) -> Stream:
-        feed = feed_of(list_shards([str(tmp_path / "a.jsonl")]), "a", 4096)
-        mixture = Mixture([[(0, 1.0)]], seed=SEED, lanes=1)
-        return Stream([feed], mixture, lanes=1, batch=1, context=8, seed=SEED, tolerance=Tolerance(most))
+        source = source_of(list_shards([str(tmp_path / "a.jsonl")]), "a", 4096)
+        return stream_of(recipe_of(source, context=8, max_damaged=most))
 
     for most, text in (
         (0, r"data: 1 damaged document; expected 0 at most; .* --data.max-bad-samples: a.jsonl, the line at byte \d+"),
@@ -269,7 +344,6 @@ def test_too_many_damaged_documents_end_the_stream(tmp_path: Path) -> None:
 
 def test_text_that_is_not_utf8_is_damaged_in_every_kind(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"all work \xff\xfe")
-    feed = feed_of(list_shards([str(tmp_path / "a.txt")]), "a", 4096)
-    stream = Stream([feed], Mixture([[(0, 1.0)]], seed=1, lanes=1), lanes=1, batch=1, context=8, seed=1, tolerance=NONE)
+    stream = stream_of(recipe_of(source_of(list_shards([str(tmp_path / "a.txt")]), "a", 4096)))
     with pytest.raises(ValueError, match=r"a.txt: expected text in UTF-8"):
         stream.get([0], 0, 1)

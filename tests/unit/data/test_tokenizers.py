@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizer_files import byte_pairs
+from tokenizers import Tokenizer
 
 from mpitrain.config import ConfigError, DataConfig
 from mpitrain.data.tokenizers import Bytes, JsonTokenizer, load_tokenizer
@@ -36,6 +37,15 @@ def test_a_json_file(file: Path) -> None:
     assert JsonTokenizer(other).name != made.name
 
 
+def test_a_json_file_that_asks_for_short_texts(file: Path) -> None:
+    short = Tokenizer.from_file(str(file))
+    short.enable_truncation(4)
+    short.enable_padding(length=9)
+    short.save(str(file))
+    text = b"all work and no play" * 9
+    assert JsonTokenizer(file).decode(JsonTokenizer(file).encode(text)) == text
+
+
 def test_tokens_in_files_have_no_tokenizer_unless_it_is_named(file: Path) -> None:
     assert load_tokenizer(DataConfig(path=("a.npy",)), vocab=7) is None
     assert load_tokenizer(DataConfig(path=("a.npy",), tokenizer=str(file)), vocab=300) is not None
@@ -59,3 +69,14 @@ def test_what_is_refused(file: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             load_tokenizer(DataConfig(**words), vocab=vocab)
+
+
+def test_bytes_of_text_count_alike_for_all_tokenizers(tmp_path: Path, file: Path) -> None:
+    """A separator is one byte, and so is each byte of a character that the begin of a row cuts."""
+    documents = [text.encode() for text in TEXTS]
+    length = sum(map(len, documents)) + len(documents)
+    tokens = np.concatenate([JsonTokenizer(file).document(text) for text in documents])
+    assert JsonTokenizer(file).num_bytes(tokens) == length
+    of_bytes = JsonTokenizer(byte_pairs(tmp_path / "bytes.json", [], num_tokens=257))
+    tokens = np.concatenate([of_bytes.document(text) for text in documents])
+    assert [of_bytes.num_bytes(tokens[at:]) for at in range(length)] == list(range(length, 0, -1))

@@ -9,7 +9,7 @@ import pytest
 
 import ckpt
 from mpitrain.data import Batches
-from mpitrain.data.tokens import Tokens, open_tokens
+from mpitrain.data.tokens import MegatronWriter, Tokens, open_tokens, smallest_dtype
 
 
 def megatron(path: Path, documents: list[np.ndarray], code: int, dtype: str) -> Path:
@@ -21,6 +21,25 @@ def megatron(path: Path, documents: list[np.ndarray], code: int, dtype: str) -> 
     index = head + lengths.tobytes() + pointers.astype(np.int64).tobytes() + np.arange(len(documents) + 1).tobytes()
     path.with_suffix(".idx").write_bytes(index)
     return path
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "code", "dtype"), [(256, 1, "<u1"), (257, 8, "<u2"), (65536, 8, "<u2"), (65537, 4, "<i4")]
+)
+def test_writing_for_megatron(tmp_path: Path, num_tokens: int, code: int, dtype: str) -> None:
+    random = np.random.default_rng(0)
+    documents = [random.integers(0, num_tokens, length, np.int32) for length in (3, 1, 0, 2_000_000, 5)]
+    writer = MegatronWriter(tmp_path / "a.bin", smallest_dtype(num_tokens))
+    for document in documents:
+        writer.add(document)
+    assert not (tmp_path / "a.bin").exists()
+    writer.commit()
+    expected = megatron(tmp_path / "b.bin", documents, code, dtype)
+    assert (tmp_path / "a.bin").read_bytes() == expected.read_bytes()
+    assert (tmp_path / "a.idx").read_bytes() == expected.with_suffix(".idx").read_bytes()
+    assert len(open_tokens([str(tmp_path / "a.bin")], 0.0).train) == 2_000_009
+    MegatronWriter(tmp_path / "none.bin", np.dtype(np.uint16)).commit()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx", "b.bin", "b.idx"]
 
 
 @pytest.fixture
@@ -108,7 +127,7 @@ def two(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lost_index, r"a.bin cannot be read: No such file"),
+        (lost_index, r"a.idx cannot be read: No such file"),
         (other_index, r"a.idx: expected an index of Megatron-LM"),
         (cut_index, r"a.idx: the file is cut off: it has 45 bytes, and lists 2 sequences"),
         (floats, r"a.idx: expected version 1 and a dtype of integers, got version 1 and dtype 6"),

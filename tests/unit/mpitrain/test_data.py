@@ -176,6 +176,7 @@ def test_permute_is_a_bijection(num: int, keys: np.ndarray) -> None:
     images = permute(np.arange(num), num, keys)
     assert images.dtype == np.int64
     assert np.array_equal(np.sort(images), np.arange(num))
+    assert np.array_equal(images[:1], permute(np.arange(1), num, keys)), "all and one are computed in two ways"
 
 
 @settings(deadline=None)

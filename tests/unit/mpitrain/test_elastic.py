@@ -14,7 +14,8 @@ from mpitrain.config import parse
 from mpitrain.data.loading import Corpus
 from mpitrain.elastic import next_layout
 from mpitrain.elastic.lease import Lease, raise_lease, read_lease
-from mpitrain.train.batches import MicroBatch, RankBatches
+from mpitrain.train.batches.micro_batch import MicroBatch
+from mpitrain.train.batches.rank_batches import RankBatches
 
 MODEL = ("tp", "cp", "pp")
 SIZES = st.sampled_from([1, 1, 2, 3, 4, 6])

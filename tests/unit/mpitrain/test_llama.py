@@ -137,7 +137,7 @@ def test_transformers_llama_has_the_same_logits_and_gradients(kv_heads: int, the
 def test_products_of_rotated_vectors_depend_on_the_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(0))
     length = 100
-    rotation = Rotation(length, 16, 10000.0, torch.device("cpu"))
+    rotation = Rotation(torch.arange(length), 16, 10000.0)
     scores = (rotation(q.expand(1, 1, length, 16)) @ rotation(k.expand(1, 1, length, 16)).transpose(2, 3))[0, 0]
     for distance in (0, 1, 7, 60):
         found = scores.diagonal(-distance)
@@ -151,7 +151,7 @@ def test_products_of_rotated_vectors_depend_on_the_distance_alone() -> None:
 
 
 def test_positions_are_exact_to_float32_in_bfloat16() -> None:
-    rotation = Rotation(1000, 16, 10000.0, torch.device("cpu"))
+    rotation = Rotation(torch.arange(1000), 16, 10000.0)
     x = torch.randn(1, 2, 1000, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert rotation(x).dtype == torch.bfloat16
     assert torch.equal(rotation(x), rotation(x.float()).bfloat16())

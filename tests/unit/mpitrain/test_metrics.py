@@ -96,7 +96,7 @@ def test_a_skipped_step_is_said_and_no_number_is_null(tmp_path: Path) -> None:
     of_skipped, of_scaled = entries(tmp_path / "metrics.jsonl")
     assert of_skipped == {**METRICS.to_dict(), "loss": None, "grad_norm": None, "skipped": True}
     assert of_scaled == {**METRICS.to_dict(), "grad_norm": None, "loss_scale": 2.0**20, "skipped": True}
-    assert list(METRICS.to_dict()) == list(METRICS._fields[:-3])
+    assert list(METRICS.to_dict()) == list(METRICS._fields[:-4])
 
 
 def test_plain_lines_every_so_often(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -15,6 +16,7 @@ from mpitrain.models import (
     GPTConfig,
     LanguageModel,
     LlamaConfig,
+    Segments,
     TransformerConfig,
     build,
     decay_groups,
@@ -102,6 +104,26 @@ def test_no_token_sees_a_later_one(config: TransformerConfig) -> None:
     before, after = model(x), model(changed)
     torch.testing.assert_close(before[:, :5], after[:, :5], rtol=0, atol=1e-6)
     assert (before[:, 5:] - after[:, 5:]).abs().amax() > 1e-3
+
+
+def test_each_document_of_a_row_is_computed_as_if_it_were_alone(config: TransformerConfig) -> None:
+    """Logits, and the gradients of their sum with weights. 1e-5 is float32's rounding over two layers."""
+    model, x = make(config), tokens(3, 8)
+    numbers = np.array([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, -1, -1, -1, -1, -1], [0] * 8])  # -1: padding
+    lengths = [3, 5, 1, 2, 5, 8]
+    weights = torch.randn(24, config.vocab, generator=torch.Generator().manual_seed(1))
+
+    def grads(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad((logits * weights).sum(), list(model.parameters()))
+
+    packed = model(x, segments=Segments.of(numbers)).flatten(0, 1)
+    alone = torch.cat([model(document[None])[0] for document in x.flatten().split(lengths)])
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads(packed), grads(alone), rtol=1e-5, atol=1e-5)
+    assert (packed - model(x).flatten(0, 1)).abs().amax() > 1e-2
+    assert torch.equal(model(x, segments=Segments.of(numbers * 0)), model(x))
+    with pytest.raises(ValueError, match=r"segments: expected those of rows of shape \(3, 7\), got \(3, 8\)"):
+        model(x[:, :7], segments=Segments.of(numbers))
 
 
 def test_loss_is_the_mean_over_the_targets_that_count(config: TransformerConfig) -> None:

@@ -1,0 +1,1 @@
+"""The reading of documents: beside other libraries, and beside a training step."""

@@ -1,0 +1,94 @@
+"""Samples in tar files, such as images and pairs, as a map-style dataset."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from mpitrain.data.cache import ShardCache
+from mpitrain.data.documents import DamagedSampleError, kind_of
+from mpitrain.data.documents.reading import MappedFile
+from mpitrain.data.documents.tar import TarReader
+from mpitrain.data.shards import list_shards
+
+T = TypeVar("T")
+
+
+class _Index(NamedTuple):
+    """Where all samples are. `ends`: of each shard, among all samples. `begins`: the first byte of each sample in its shard."""
+
+    ends: np.ndarray
+    begins: np.ndarray
+
+
+class TarSamples(Generic[T]):
+    """The samples of tar files, as WebDataset names them: neighbouring files that are equal up to the first dot are one sample.
+
+        def decode(parts): return torch.from_numpy(np.load(io.BytesIO(parts["image.npy"]))), int(parts["cls"])
+        dataset = TarSamples("images/train-{000..127}.tar", decode)
+
+    The first use reads the headers of all files, to know where each sample begins: 8 bytes for each sample are kept. Copies in worker
+    processes have the same index. The files are mapped into memory, and not unpacked.
+
+    Args:
+        paths: shards: names with globs and brace ranges, or URLs; compressed ones, too. See docs/data.md.
+        decode: makes a sample of its parts: their bytes by what follows the first dot of their names, and its name as `__key__`, a str.
+            For worker processes it has to be a function at the top of a module.
+        cache, cache_bytes: the folder of this node for remote and compressed shards (None: $TMPDIR, else /tmp), and its limit. All
+            shards should fit.
+
+    Raises:
+        ValueError: no shard, or one that is no tar file.
+        DamagedSampleError: of one sample, `decode` has failed. The text names the sample.
+        OSError: a shard cannot be read.
+    """
+
+    def __init__(
+        self,
+        paths: str | Sequence[str],
+        decode: Callable[[dict[str, Any]], T],
+        *,
+        cache: str | None = None,
+        cache_bytes: int = 64 << 30,
+    ) -> None:
+        self._shards, self._decode = list_shards([paths] if isinstance(paths, str) else paths), decode
+        if other := [path for path in self._shards.paths if kind_of(path) != "tar"]:
+            raise ValueError(f"TarSamples: expected tar files, got {other[0]}")
+        self._cache = ShardCache(cache, limit_bytes=cache_bytes, checksums=self._shards.checksums)
+        self._files: dict[int, MappedFile] = {}
+        self._found: _Index | None = None
+
+    def __len__(self) -> int:
+        return int(self._index().ends[-1])
+
+    def __getitem__(self, number: int) -> T:
+        ends, begins = self._index()
+        if not 0 <= number < len(begins):
+            raise IndexError(f"TarSamples: expected a sample from 0 to {len(begins) - 1}, got {number}")
+        shard = int(np.searchsorted(ends, number, side="right"))
+        end = int(begins[number + 1]) if number + 1 < ends[shard] else None
+        file, begin = self._file(shard), int(begins[number])
+        cut = TarReader(file, begin=begin, end=end).cut(begin, file.size)
+        parts: dict[str, Any] = {**cut.parts(0), "__key__": cut.key(0).decode(errors="replace")}
+        try:
+            return self._decode(parts)
+        except Exception as error:
+            text = f"{cut.where(0)}: decode has raised {type(error).__name__}: {error}"
+            raise DamagedSampleError(text) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": {}}
+
+    def _index(self) -> _Index:
+        if self._found is None:
+            begins = [TarReader(self._file(shard)).begins for shard in range(len(self._shards.paths))]
+            self._found = _Index(np.cumsum([len(each) for each in begins]), np.concatenate(begins))
+        return self._found
+
+    def _file(self, shard: int) -> MappedFile:
+        """A shard, which stays mapped: on a network file system opening is slow."""
+        if shard not in self._files:
+            path = self._shards.paths[shard]
+            with self._cache.local(path, int(self._shards.sizes[shard])) as local:
+                self._files[shard] = MappedFile(local, path)
+        return self._files[shard]

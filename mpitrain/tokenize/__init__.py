@@ -1,0 +1,1 @@
+"""The commands `tokenizer train`, which makes a tokenizer of documents, and `tokenize`, which makes files of tokens of them."""

@@ -1,0 +1,151 @@
+"""Files of tokens by all ranks: the same ones as one process makes, also after an interruption, and errors on all ranks."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizer_files import byte_pairs
+
+from collectives import Communicator
+from mpitrain.config import DataConfig
+from mpitrain.data import engines
+from mpitrain.data.engines import Encode
+from mpitrain.data.loading import load_data, speed_up
+from mpitrain.data.tokenizers import JsonTokenizer, load_tokenizer
+from mpitrain.data.tokens import open_tokens
+from mpitrain.tokenize import documents
+from mpitrain.tokenize.job import Result, tokenize
+
+TEXTS = [f"document {number}: all work and no play, " * (number % 9 + 1) for number in range(200)]
+
+
+@pytest.fixture
+def config(comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
+    """One large shard and three small ones, in pieces of 4 kB."""
+    monkeypatch.setattr(documents, "_LEAST_PIECE_BYTES", 4000)
+    if comm.rank == 0:
+        lines = [json.dumps({"text": text}) for text in TEXTS]
+        for name, begin, end in (("a", 0, 170), ("b", 170, 180), ("c", 180, 190), ("d", 190, 200)):
+            (shared_tmp / f"{name}.jsonl").write_text("\n".join(lines[begin:end]))
+        byte_pairs(shared_tmp / "tokenizer.json", TEXTS[:9])
+    comm.barrier()
+    return DataConfig(path=(f"{shared_tmp}/*.jsonl",), tokenizer=str(shared_tmp / "tokenizer.json"))
+
+
+def tokens_of(folder: Path) -> list[int]:
+    """All tokens in the files of a folder."""
+    files = sorted(folder.glob("*.bin"))
+    found = open_tokens(list(map(str, files)), 0.0).train
+    return found.windows(np.array([0]), len(found))[0].tolist()  # type: ignore[no-any-return]
+
+
+def test_the_tokens_of_all_documents_in_order(config: DataConfig, comm: Communicator, shared_tmp: Path) -> None:
+    result = tokenize(config, shared_tmp / "out", comm)
+    tokenizer = JsonTokenizer(config.tokenizer)
+    expected = np.concatenate([tokenizer.document(text.encode()) for text in TEXTS]).tolist()
+    assert tokens_of(shared_tmp / "out") == expected
+    size = sum(map(len, TEXTS))
+    assert (result.whole.documents, result.whole.tokens, result.whole.text_bytes) == (200, len(expected), size)
+    assert result.own == result.whole and result.num_files > 9 and result.dtype == "uint16"
+    left = {path.suffix for path in (shared_tmp / "out").iterdir()}
+    assert left == {".bin", ".idx", ".json"}, "neither lock nor claims"
+
+
+def test_an_engine_of_a_run(
+    config: DataConfig, comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = JsonTokenizer(config.tokenizer)
+    encoded: list[bytes] = []
+
+    def equal(json: str) -> Encode:
+        return lambda text: encoded.append(text) or slow.encode(text)  # type: ignore[func-returns-value]
+
+    def unequal_in_the_data(json: str) -> Encode:
+        return lambda text: slow.encode(text)[: 5 if b"all work and no play" in text else None]
+
+    monkeypatch.setattr(engines, "ENGINES", {"wrong": unequal_in_the_data, "right": equal})
+    found = load_data(config, comm, batch=4)
+    tokenizer = load_tokenizer(config, vocab=300)
+    lines = speed_up(tokenizer, found, config, comm, seed=0)
+    assert [line.partition(":")[2][:17] for line in lines] == [" wrong is left ou", " right encodes th"]
+    assert tokenizer is not None and np.array_equal(tokenizer.document(b"some text")[:-1], slow.encode(b"some text"))
+    assert encoded[-1] == b"some text"
+    result = tokenize(config, shared_tmp / "out", comm)
+    num_encoded = sum(comm.all_gather_object(sum(text.startswith(b"document ") for text in encoded)))
+    assert num_encoded >= result.whole.documents
+
+
+def test_going_on_after_an_interruption(config: DataConfig, comm: Communicator, shared_tmp: Path) -> None:
+    out = shared_tmp / "out"
+    tokenize(config, out, comm)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    times = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    comm.barrier()
+    if comm.rank == 0:
+        (out / "data-000001.json").unlink()  # killed before the last of the files
+        for ending in ("bin", "idx", "json"):
+            (out / f"data-000003.{ending}").unlink()
+        (out / "data-000004.bin").write_bytes(before["data-000004.bin"][:-2])
+        (out / "data-000003.bin.part").write_bytes(b"some")
+        (out / ".claims").mkdir()
+        (out / ".claims/data-000003").touch()
+        (out / ".claims/failed").touch()
+    comm.barrier()
+    result = tokenize(config, out, comm)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    again = {path.name for path in out.glob("*.bin") if path.stat().st_mtime_ns != times[path.name]}
+    assert again == {"data-000001.bin", "data-000003.bin", "data-000004.bin"}
+    assert result.whole.documents == 200 and 0 < result.own.documents < 200
+    assert tokenize(config, out, comm).own.documents == 0
+
+
+def refused(config: DataConfig, out: Path, comm: Communicator, text: str) -> None:
+    comm.barrier()
+    with pytest.raises(ValueError, match=text):
+        tokenize(config, out, comm)
+    comm.barrier()
+
+
+def test_what_is_refused(config: DataConfig, comm: Communicator, shared_tmp: Path) -> None:
+    out = shared_tmp / "out"
+    refused(DataConfig(path=config.path), out, comm, r"data.tokenizer: expected the path of a tokenizer.json; ")
+    if comm.rank == 0:
+        byte_pairs(shared_tmp / "other.json", TEXTS[9:20])
+        (shared_tmp / "full").mkdir()
+        (shared_tmp / "full/notes.txt").touch()
+    refused(
+        config, shared_tmp / "full", comm, r"expected an empty folder or that of an earlier job, got .* with notes.txt"
+    )
+    tokenize(config, out, comm)
+    comm.barrier()
+    other = DataConfig(path=config.path, tokenizer=str(shared_tmp / "other.json"))
+    refused(other, out, comm, r"tokens of another job: its tokenizer was tokenizer.json \w+, and is other.json \w+ now")
+    if comm.rank == 0:
+        shutil.copy(shared_tmp / "a.jsonl", shared_tmp / "e.jsonl")
+    refused(config, out, comm, r"tokens of another job: its shards were others; take the same")
+    assert not (out / ".lock").exists()
+
+
+def test_damaged_documents(config: DataConfig, comm: Communicator, shared_tmp: Path) -> None:
+    if comm.rank == 0:
+        for name in ("a", "d"):
+            lines = (shared_tmp / f"{name}.jsonl").read_text().splitlines()
+            lines[5] = '{"text": 7}'
+            (shared_tmp / f"{name}.jsonl").write_text("\n".join(lines))
+    for most in (0, 1):
+        of_one = DataConfig(path=config.path, tokenizer=config.tokenizer, max_bad_samples=most)
+        text = rf"data: {most + 1} damaged documents?; expected {most} at most; "
+        refused(of_one, shared_tmp / "out", comm, text)
+    enough = DataConfig(path=config.path, tokenizer=config.tokenizer, max_bad_samples=2)
+    result: Result = tokenize(enough, shared_tmp / "out", comm)
+    assert (result.whole.documents, result.whole.damaged) == (198, 2)
+
+
+def test_a_shard_that_a_rank_cannot_read(config: DataConfig, comm: Communicator, shared_tmp: Path) -> None:
+    if comm.rank == 0:
+        (shared_tmp / "c.parquet").write_bytes(b"all work and no play")
+    with_parquet = DataConfig(path=(*config.path, f"{shared_tmp}/*.parquet"), tokenizer=config.tokenizer)
+    refused(with_parquet, shared_tmp / "out", comm, r"c.parquet: expected a Parquet file: ")
+    assert not list((shared_tmp / "out").glob("*.part"))

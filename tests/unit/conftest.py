@@ -1,0 +1,22 @@
+"""An S3 server for the tests that need one."""
+
+from collections.abc import Iterator
+
+import pytest
+from s3_server import S3Server, s3_server
+
+
+@pytest.fixture(scope="session")
+def running_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3(running_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server without faults that the environment names, with a bucket "bucket". All tests have the same one."""
+    for name, value in running_s3.environment.items():
+        monkeypatch.setenv(name, value)
+    running_s3.requests.clear()
+    yield running_s3
+    running_s3.meddle = lambda method, path: None
