@@ -164,7 +164,11 @@ class Trainer:
         different numbers of them.
         """
         config, began, comm_before = self.config, time.perf_counter(), self._comm_s()
-        batches = self.batches.of_step(self.step)
+        try:
+            batches = self.batches.of_step(self.step)
+        except (ValueError, OSError) as error:
+            self._save_the_steps_before(error)
+            raise
         data_s = time.perf_counter() - began
         # The ranks of `tp` and `pp` have the same targets: the sums of targets and of losses both count each target once for each.
         num_counted, num_padding = self._sum(
@@ -248,6 +252,14 @@ class Trainer:
             if self.metrics is not None:
                 self.metrics.check()
         self.marks.alive("training", self.step)
+
+    def _save_the_steps_before(self, error: Exception) -> None:
+        """Save the steps that are done, because the data of the next one cannot be read. Nothing of that step has changed the state."""
+        saved = self.run.checkpoint(self.step)
+        if collectives.on_all_ranks(error) and self.step and not on_rank0(self.comm, saved.exists):
+            self.save()
+            ckpt.wait()
+            error.add_note(f"saved {saved}; the same command goes on from there")
 
     def _collected(self) -> Collected:
         return saving.collect(

@@ -109,7 +109,7 @@ def test_another_run_may_have_other_documents(tmp_path: Path, shards: str) -> No
 
 def test_damaged_documents(tmp_path: Path) -> None:
     lines = [json.dumps({"text": "all work and no play " * 9}) for _ in range(30)]
-    lines[3] = lines[20] = '{"text": '
+    lines[0] = lines[15] = '{"text": '  # places that lanes come to after some steps
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     few = train(2, tmp_path / "run", f"{tmp_path}/a.jsonl", "--data.heldout", "0")
     said = error_line(few)
@@ -117,8 +117,11 @@ def test_damaged_documents(tmp_path: Path) -> None:
         str(few)
     )
     assert "data: left out: a.jsonl, the line at byte " in few.stderr, str(few)
+    saved = max((tmp_path / "run" / "checkpoints").iterdir())
+    num_done = len(losses(tmp_path / "run"))
+    assert num_done % 5 and saved.name == f"step-{num_done:08}", "the steps before the damaged document are saved"
     many = train(2, tmp_path / "run", f"{tmp_path}/a.jsonl", "--data.heldout", "0", "--data.max-bad-samples", "1000")
-    assert many.returncode == 0, str(many)
+    assert many.returncode == 0 and f"goes on from {saved}" in many.stdout, str(many)
 
 
 def test_files_of_tokens(tmp_path: Path) -> None:
