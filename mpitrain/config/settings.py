@@ -157,6 +157,11 @@ class DataConfig:
                 raise ConfigError(f"data.sources: expected different names, got {[source.name for source in sources]}")
 
     @property
+    def document_sources(self) -> tuple[SourceConfig, ...]:
+        """The sources of documents: data.sources, or the shards of data.path as one source."""
+        return self.sources or (SourceConfig("data", self.path, field=self.field),)
+
+    @property
     def has_tokens(self) -> bool:
         """Whether data.path names files of tokens."""
         return bool(self.path) and all(path.endswith(_OF_TOKENS) for path in self.path)

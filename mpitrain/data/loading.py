@@ -136,7 +136,7 @@ def speed_up(
 
 
 def _find_documents(config: DataConfig, comm: Communicator, batch: int) -> Documents:
-    settings = config.sources or (SourceConfig("data", config.path, field=config.field),)
+    settings = config.document_sources
     lanes = config.lanes or batch
 
     def listed(sources: Sequence[SourceConfig]) -> list[ShardList]:

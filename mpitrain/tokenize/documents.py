@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.config import ConfigError, DataConfig, SourceConfig
+from mpitrain.config import ConfigError, DataConfig
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.corpus import scan
 from mpitrain.data.documents import Cut, Kind, is_compressed
@@ -65,8 +65,7 @@ def find(config: DataConfig) -> list[Origin]:
     if config.has_tokens:
         raise ConfigError(f"data.path: expected text or shards of documents, got files of tokens: {config.path[0]}")
     if has_documents(config):
-        sources = config.sources or (SourceConfig("data", config.path, field=config.field),)
-        return [Origin(source.name, list_shards(source.path), source.field) for source in sources]
+        return [Origin(each.name, list_shards(each.path), each.field) for each in config.document_sources]
     files = scan(config.path, config.suffixes, heldout=0.0).train.pieces
     sizes = np.array([file.file_bytes for file in files], np.int64)
     shards = ShardList("", tuple(file.name for file in files), tuple(str(file.path) for file in files), sizes)
