@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpitrain.axes import mesh
     from mpitrain.init import initialize
+    from mpitrain.monitor.adding import Callback, log
+    from mpitrain.monitor.sinks import Sink
     from mpitrain.sharding import (
         EMA,
         CPUOffloadPolicy,
@@ -34,8 +36,10 @@ if TYPE_CHECKING:
 __all__ = [
     "EMA",
     "CPUOffloadPolicy",
+    "Callback",
     "GradScaler",
     "MixedPrecisionPolicy",
+    "Sink",
     "StagePlan",
     "checkpoint_activations",
     "clip_grad_norm_",
@@ -47,6 +51,7 @@ __all__ = [
     "load",
     "load_full_state_dict",
     "load_weights",
+    "log",
     "mesh",
     "num_parameters",
     "pipeline",
@@ -58,6 +63,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Callback": "monitor.adding",
+    "Sink": "monitor.sinks",
     "StagePlan": "stages",
     "export_weights": "weights",
     "full_state_dict": "weights.full_state",
@@ -65,6 +72,7 @@ _MODULES = {
     "load": "weights.state",
     "load_full_state_dict": "weights.full_state",
     "load_weights": "weights",
+    "log": "monitor.adding",
     "mesh": "axes",
     "pipeline": "stages",
     "save": "weights.state",

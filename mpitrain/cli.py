@@ -19,11 +19,17 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain bench [--peers none,ddp,fsdp]         compare the time of a step (under mpirun; --help shows more)
        python -m mpitrain bench recovery [--trials N]           time the next step after a kill, beside torchrun's (without mpirun)
        python -m mpitrain bench data                            time the reading of documents, beside other libraries (one process)
+       python -m mpitrain bench monitoring                      time sinks, report and watch (one process)
+       python -m mpitrain bench clocks [--minutes M]            prove how well traces align the clocks of hosts (under mpirun)
        python -m mpitrain bench --report FILE ...               combine the figures of several launches (one process, no mpirun)
        python -m mpitrain memory --np N [--nodes M] [--json]    predict the memory of a run with these settings (one process)
        python -m mpitrain plan --model M --ranks N --machine X  find the fastest layout of a large run (one process; --help shows more)
        python -m mpitrain plan --measure FILE | --compare FILE  measure this cluster for plans, and check them (under mpirun)
        python -m mpitrain chaos [CASE ...] [--trials N]         harm real jobs, and count how many do what is expected (without mpirun)
+       python -m mpitrain watch RUN                             see a run while it runs (one process; --help shows more)
+       python -m mpitrain report RUN [RUN ...]                  make a page of one or more runs (one process; --help shows more)
+       python -m mpitrain trace RUN --steps N                   trace the next steps of a run (one process; --help shows more)
+       python -m mpitrain profile RUN|settings                  say where the time of a step goes (with settings under mpirun)
        python -m mpitrain schedules check|show                  prove or draw the schedules of pipelines (one process)
        python -m mpitrain doctor [--run DIR] [--clean]          check the installation; under mpirun the cluster (--help shows more)
 """
@@ -37,10 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _in_one_process(_ALONE[command], words)
     if command == "bench" and words[:1] == ["data"]:
         return _in_one_process(_bench_data, words[1:])
+    if command == "bench" and words[:1] == ["monitoring"]:
+        return _in_one_process(_bench_monitoring, words[1:])
     if command == "bench" and "--report" in words:
         return _in_one_process(_report, words)
     if command == "plan" and not _has(words, "--measure", "--compare"):
         return _in_one_process(_plan, words)
+    if command == "profile" and words and not words[0].startswith("-"):
+        return _in_one_process(_profile, words)
     if command == "bench" and words[:1] == ["recovery"]:
         from mpitrain.bench.recovery.command import main as recovery_bench
 
@@ -60,14 +70,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command == "train":
             _train(words, comm, show_usage=asked_for_help)
+        elif command == "bench" and words[:1] == ["clocks"]:
+            from mpitrain.bench.clocks import main as clocks_bench
+
+            clocks_bench(words[1:], comm)
         elif command == "bench":
             from mpitrain.bench.command import main as bench
 
             bench(words, comm)
         elif command == "plan":
             _plan_on_ranks(words, comm)
+        elif command == "profile":
+            from mpitrain.monitor.profile.command import main as profile
+
+            profile(words, comm)
         elif command == "tokenize":
-            from mpitrain.tokenize.command import main as tokenize
+            from mpitrain.data.tokenize.command import main as tokenize
 
             tokenize(words, comm)
         elif command == "help":
@@ -76,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with comm.together():
                 raise ValueError(
                     f"unknown command {command!r}; expected train, elastic, tokenizer, tokenize, sample, bench, memory, plan, "
-                    "schedules, doctor or chaos"
+                    "watch, report, trace, profile, schedules, doctor or chaos"
                 )
     except Exception as error:
         if not collectives.on_all_ranks(error):
@@ -103,6 +121,11 @@ def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool
         settings = Path(config.run) / "config.toml"
         if config.train.eval_only and settings.exists():
             config = parse(words, from_toml(settings))  # evaluate with the run's own data and settings
+    if config.log.modules:
+        from mpitrain.monitor.adding import import_modules
+
+        with comm.together():
+            import_modules(config.log.modules)
     if config.train.elastic and not config.train.eval_only:
         if not (obstacle := recovery.obstacle()):
             from mpitrain.train.elastic import train
@@ -187,7 +210,7 @@ def _schedules(words: list[str]) -> int:
 
 
 def _tokenizer(words: list[str]) -> None:
-    from mpitrain.tokenize.command import train_tokenizer
+    from mpitrain.data.tokenize.command import train_tokenizer
 
     train_tokenizer(words)
 
@@ -196,6 +219,36 @@ def _chaos(words: list[str]) -> int:
     from mpitrain.chaos import command
 
     return command.main(words)
+
+
+def _watch(words: list[str]) -> int:
+    from mpitrain.monitor.watch import command
+
+    return command.main(words)
+
+
+def _page(words: list[str]) -> int:
+    from mpitrain.monitor.report import command
+
+    return command.main(words)
+
+
+def _trace(words: list[str]) -> int:
+    from mpitrain.monitor.trace import command
+
+    return command.main(words)
+
+
+def _profile(words: list[str]) -> int:
+    from mpitrain.monitor.profile import command
+
+    return command.of_run(words)
+
+
+def _bench_monitoring(words: list[str]) -> int:
+    from mpitrain.bench.monitoring.command import main as monitoring_bench
+
+    return monitoring_bench(words)
 
 
 def _bench_data(words: list[str]) -> int:
@@ -251,7 +304,10 @@ def _report(words: list[str]) -> None:
 _ALONE: dict[str, Callable[[list[str]], int | None]] = {
     "chaos": _chaos,
     "memory": _memory,
+    "report": _page,
     "sample": _sample,
     "schedules": _schedules,
     "tokenizer": _tokenizer,
+    "trace": _trace,
+    "watch": _watch,
 }

@@ -420,6 +420,12 @@ class Communicator:
         return shared is not None and shared.reads_private
 
     @property
+    def hidden_s(self) -> float:
+        """Seconds in which this process has communicated while its callers computed, so far, on all communicators. 0 without a progress
+        thread; NCCL's operations on a GPU are not counted."""
+        return self._queue.progress.of_process.hidden_s
+
+    @property
     def has_progress_thread(self) -> bool:
         """Whether a progress thread carries out asynchronous operations while the caller computes."""
         return self._queue.progress.on_thread

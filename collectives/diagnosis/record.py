@@ -10,7 +10,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count as counter
 from types import TracebackType
@@ -160,6 +160,44 @@ class Entry:
             self.fail(error)
 
 
+class KeptEntry(Entry):
+    """An entry of the time between `keep_all` and `keep_last`. A wait does not overwrite when the operation was entered."""
+
+    __slots__ = ("entered", "is_issued")
+
+    def __init__(self) -> None:
+        self.entered = 0.0
+        """The begin of an operation that was issued and for which a thread has waited later; else 0."""
+        self.is_issued = False
+        """Whether the operation was issued: no thread was in it until `wait`."""
+        _kept.append(self)
+
+    def issued(self) -> None:
+        self.is_issued = True
+        super().issued()
+
+    def wait(self) -> None:
+        self.entered = self.entered or self.begun
+        super().wait()
+
+
+_kept: list[KeptEntry] = []
+_make: Callable[[], Entry] = Entry  # the class of the next entry: so a trace costs nothing while there is none
+
+
+def keep_all() -> list[KeptEntry]:
+    """Keep each operation from now on, beside the ring. The list grows until `keep_last`, and belongs to the caller."""
+    global _kept, _make
+    _kept, _make = [], KeptEntry
+    return _kept
+
+
+def keep_last() -> None:
+    """Keep the last operations alone, in the ring."""
+    global _kept, _make
+    _kept, _make = [], Entry
+
+
 _NONE = Entry()  # stands for the latest entry of a Log without one
 _NONE.state = ENDED
 
@@ -177,7 +215,7 @@ def _keep(entry: Entry) -> None:
 
 
 def _begin(log: "Log", sequence: int, call: Signature, algorithm: str) -> Entry:
-    entry = Entry()
+    entry = _make()
     entry.number = number = _next_number()
     entry.log = log
     entry.sequence = sequence

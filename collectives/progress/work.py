@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 from collectives.diagnosis.record import Entry
@@ -78,6 +79,7 @@ class Arrived(Work):
         super().__init__()
         self._progress = progress
         self._meeting, self._count, self._entry, self._site = meeting, meeting.arrive(), entry, issued_here()
+        entry.issued()
         entry.leave()  # the record shows the barrier as unfinished only while the program waits for it
 
     def done(self) -> bool:
@@ -102,6 +104,13 @@ class Progress(ABC):
 
     def __init__(self) -> None:
         of_this_process.add(self)
+        self._carried_s = 0.0  # by progress threads
+        self._waited_s = 0.0  # for them
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds in which progress threads have carried out operations while no thread of the program waited for one."""
+        return self._carried_s - self._waited_s
 
     @property
     def of_process(self) -> "Progress":
@@ -296,14 +305,18 @@ class _Threaded(Queued):
 
     def _finish(self) -> None:
         self._progress.pending()
+        began = perf_counter()
         self._event.wait()
+        self._progress._waited_s += perf_counter() - began
 
     def hand_over(self) -> None:
         if not inside_package(self.issuer):
             self._finish()
 
     def carry_out(self) -> None:
+        began = perf_counter()
         self._end(self._operation)
+        self._progress._carried_s += perf_counter() - began
         del self._operation
         self._event.set()
 

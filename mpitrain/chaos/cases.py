@@ -120,6 +120,15 @@ def _flipped(name: str, words: str, num_ranks: int, every: int, *settings: str) 
     )  # fmt: skip
 
 
+def _slow(fault: str, cause: str, words: str) -> Case:
+    """A rank that takes 1.4 times as long, from some step on."""
+    settings = (*_ALONE, "--train.steps", "140")
+    launch = partial(checkout.mpirun, 2, elastic=False)
+    return Case(
+        fault, words, launch, 2, settings, harms.by_itself, verdicts.names_slow_rank(cause), 40, fault, needs_reference=False
+    )  # fmt: skip
+
+
 def _clean(name: str, words: str, launch: Launch, harm: Harmer, verdict: Verdict) -> Case:
     settings = (*_ELASTIC, "--train.steps", "2000", "--checkpoint.every", "500")
     return Case(name, words, launch, 4, settings, harm, verdict, 2000, seconds=1200.0, needs_reference=False)
@@ -171,6 +180,9 @@ CASES: Sequence[Case] = (
         "--parallel.stage", "0", "--train.batch", "3",
     ),
     _flipped("flip-shard", "a bit flipped in a shard before a checked step, 2 ranks", 2, 1),
+    _slow("slow-sleep", "blocked", "a rank slowed to 1.4 times by sleep, 2 ranks"),
+    _slow("slow-neighbour", "cpu", "a rank slowed to 1.4 times by a busy process on its core, 2 ranks"),
+    _slow("slow-data", "data", "a rank slowed to 1.4 times by slow data, 2 ranks"),
     _clean(
         "clean", "false alarms in 2,000 clean steps, 4 ranks", partial(checkout.mpirun, 4), harms.nothing, verdicts.is_silent
     ),

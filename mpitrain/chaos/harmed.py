@@ -9,16 +9,18 @@ A signal from outside cannot cause these faults.
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from collectives.launcher import environment_of_program
 from mpitrain.chaos.job import FAULT, HARM, OwnHarm
 from mpitrain.cli import main
 from mpitrain.train.trainer import Trainer
@@ -56,6 +58,51 @@ def _flip(trainer: Trainer, rng: np.random.Generator) -> None:
     bits[rng.integers(bits.size)] ^= np.array(1 << int(rng.integers(32)), np.uint32).view(np.int32)
 
 
+_SLOWER = 1.4
+"""The time of a slow rank, in times of its time before."""
+_NEIGHBOUR = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+os.nice(4)  # Linux's scheduler gives it 0.41 of the time of a process of nice value 0
+while os.getppid() == int(sys.argv[2]):
+    sum(range(10**5))
+"""
+
+
+def _slow_by_sleep(trainer: Trainer, rng: np.random.Generator) -> None:
+    """Sleep in each forward from now on."""
+    passes, seconds = cast(Any, trainer.passes), _extra_s(trainer)
+    forward = passes._loss
+
+    def slow(batch: Any) -> Any:
+        time.sleep(seconds)
+        return forward(batch)
+
+    passes._loss = slow
+
+
+def _slow_by_data(trainer: Trainer, rng: np.random.Generator) -> None:
+    """Wait for the data of each next step from now on."""
+    prepare, seconds = trainer.batches.prepare, _extra_s(trainer)
+
+    def slow(step: int) -> None:
+        time.sleep(seconds)
+        prepare(step)
+
+    trainer.batches.prepare = slow  # type: ignore[method-assign]
+
+
+def _slow_by_neighbour(trainer: Trainer, rng: np.random.Generator) -> None:
+    """Another process takes a part of this rank's core from now on."""
+    words = ["-c", _NEIGHBOUR, str(min(os.sched_getaffinity(0))), str(os.getpid())]
+    subprocess.Popen([sys.executable, *words], env=environment_of_program(), stdin=subprocess.DEVNULL)
+
+
+def _extra_s(trainer: Trainer) -> float:
+    """What makes a step as the last one so many times longer."""
+    return (_SLOWER - 1) * (trainer.monitor.clock.seconds["forward"] + trainer.monitor.clock.seconds["backward"])
+
+
 FAULTS: dict[str, Callable[[Trainer, np.random.Generator], None]] = {
     "sleep": _sleep,
     "stop": _stop,
@@ -63,6 +110,9 @@ FAULTS: dict[str, Callable[[Trainer, np.random.Generator], None]] = {
     "skip": _skip,
     "io": _read,
     "flip": _flip,
+    "slow-sleep": _slow_by_sleep,
+    "slow-data": _slow_by_data,
+    "slow-neighbour": _slow_by_neighbour,
 }
 
 

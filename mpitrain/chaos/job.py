@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ckpt.commit.owner import start_time
 from collectives.processes import stat_fields
-from mpitrain.elastic.events import read_events
+from mpitrain.monitor.record.events import read_events
 
 _MARK = "MPITRAIN_CHAOS_JOB"
 FAULT, HARM = "MPITRAIN_CHAOS_FAULT", "MPITRAIN_CHAOS_HARM"

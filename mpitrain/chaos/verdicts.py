@@ -3,6 +3,8 @@
 import datetime
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -14,8 +16,9 @@ from mpitrain.chaos.disk import free_up
 from mpitrain.chaos.harms import Harm
 from mpitrain.chaos.job import Job
 from mpitrain.elastic.copies.files import prefix
-from mpitrain.elastic.events import read_events
 from mpitrain.elastic.lease import read_lease
+from mpitrain.monitor.record.events import REGULAR, read_events
+from mpitrain.monitor.stragglers import CAUSES
 
 _TOLERANCE = 1e-5
 """Relative, of the losses of the ten steps from a recovery on: fewer ranks add in another order."""
@@ -182,7 +185,7 @@ def is_silent(facts: Facts, outcome: Outcome) -> str:
     if max(checks, float(said[2]) / 100) > _DEAREST:
         return f"checks and copies may take {_DEAREST:.0%} of the time each: {outcome.note}"
     wrong = _alarms(facts.job, r"|.*\b(?:spike|straggl)")
-    events = [event["event"] for event in read_events(facts.job.run)]
+    events = _faults(facts.job)
     return f"it reported {events}: {wrong[:5]}" if events or wrong else _of_remains(facts.job)
 
 
@@ -190,10 +193,41 @@ def names_stragglers_alone(facts: Facts, outcome: Outcome) -> str:
     """No fault is reported, but ranks that are slow."""
     if problem := _of_code(facts):
         return problem
-    events = [event["event"] for event in read_events(facts.job.run)]
+    events = _faults(facts.job)
     outcome.note = f"{len(facts.job.steps())} steps, {len(events)} stragglers"
     wrong = sorted({*events} - {"straggler"}) + _alarms(facts.job)
     return f"it reported {wrong}" if wrong else _of_remains(facts.job)
+
+
+def names_slow_rank(cause: str) -> Verdict:
+    """The run names the rank that was slowed down, and no other, with the cause. So do report, watch and profile.
+
+    `noticed_s`: from the first slow step on.
+    """
+
+    def verdict(facts: Facts, outcome: Outcome) -> str:
+        if problem := _of_code(facts):
+            return problem
+        found = facts.job.events("straggler")
+        outcome.note = "; ".join(f"rank {each['rank']}, {each['factor']:.2f} times, {each['cause']}" for each in found)
+        if {(each["rank"], each["cause"]) for each in found} != {(facts.harm.rank, cause)}:
+            return f"it named {outcome.note or 'none'}; expected rank {facts.harm.rank}, {cause}"
+        outcome.noticed_s = round(_seconds(found[0]["time"]) - facts.harm.at, 3)
+        page = facts.job.run / "report.html"
+        for words in (["report", "--out", str(page)], ["watch", "--once", "--width", "200"], ["profile"]):
+            command = [sys.executable, "-m", "mpitrain", words[0], str(facts.job.run), *words[1:]]
+            shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            text = " ".join((page.read_text() if words[0] == "report" else shown.stdout).split())
+            if shown.returncode or f"rank {facts.harm.rank}" not in text or CAUSES[cause] not in text:
+                return f"{words[0]} does not name the rank with its cause: {shown.stderr or shown.stdout}"
+        return _of_remains(facts.job)
+
+    return verdict
+
+
+def _faults(job: Job) -> list[str]:
+    """The events that a run without faults has not."""
+    return [event["event"] for event in read_events(job.run) if event["event"] not in REGULAR]
 
 
 def _alarms(job: Job, others: str = "") -> list[str]:

@@ -155,6 +155,8 @@ def _value(word: str, kind: Any) -> Any:
     """A flag's word as the value that TOML would give. A word that is no constant and no number stays a text."""
     if kind is str or (get_origin(kind) is Literal and isinstance(get_args(kind)[0], str)):
         return word
+    if kind == str | None:
+        return None if word.lower() == "none" else word
     if word.lower() in _CONSTANTS:
         return _CONSTANTS[word.lower()]
     for number in (int, float):

@@ -361,15 +361,51 @@ class CheckpointConfig:
         return int(self.files) if self.files.isdecimal() else self.files
 
 
+MOST_TRACED = 200
+"""Steps of a trace. It grows by some MB of memory a step."""
+
+
 @dataclass(frozen=True)
 class LogConfig:
-    """The lines that a run prints."""
+    """What a run prints and records: see docs/monitoring.md."""
 
     every: int = 10
-    """Steps between lines."""
+    """Steps between progress lines."""
+    sinks: tuple[Literal["csv", "tensorboard", "wandb", "trackio"], ...] = ()
+    """Where figures go beside the record of the run (metrics.jsonl, ranks.jsonl, events.jsonl), which is always written."""
+    project: str = "mpitrain"
+    """The project of the run in wandb and trackio."""
+    on_event: str | None = None
+    """A shell command that is run for each event, such as a spike or a failure, with the event as JSON on its standard input."""
+    layers_every: int = 0
+    """Steps between figures of each layer: norms of gradients and parameters, update ratios, shares of zeros, and the entropy of the
+    logits; 0: none."""
+    trace_steps: str | None = None
+    """The first and the last step of a trace, FIRST:LAST, such as 100:103."""
+    modules: tuple[str, ...] = ()
+    """Python modules or files that are imported at the start. They add metrics, sinks and callbacks by `mpitrain.log`."""
 
     def __post_init__(self) -> None:
         _expect("log.every", self.every, 1)
+        _expect("log.layers_every", self.layers_every, 0)
+        if len(set(self.sinks)) < len(self.sinks):
+            raise ConfigError(f"log.sinks: expected different sinks, got {' '.join(self.sinks)}")
+        if self.on_event is not None and not self.on_event.strip():
+            raise ConfigError("log.on_event: expected a shell command, got none")
+        if self.trace_steps is not None and self.traced is None:
+            raise ConfigError(
+                f"log.trace_steps: expected FIRST:LAST with 1 <= FIRST <= LAST, such as 100:103, got {self.trace_steps}"
+            )
+        if self.traced is not None and self.traced[1] - self.traced[0] >= MOST_TRACED:
+            raise ConfigError(f"log.trace_steps: expected at most {MOST_TRACED} steps, got {self.trace_steps}")
+
+    @property
+    def traced(self) -> tuple[int, int] | None:
+        """The first and the last step of `trace_steps`, from 1."""
+        first, _, last = (self.trace_steps or "").partition(":")
+        if first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last):
+            return int(first), int(last)
+        return None
 
 
 @dataclass(frozen=True)

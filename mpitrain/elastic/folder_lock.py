@@ -19,12 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt.commit.owner import FolderOwner, owner_of, signature, start_time
-from mpitrain.elastic.marks import LOCK, process_space
+from mpitrain.elastic.marks import LOCK, OLD_S, STALE_S, process_space
 
 BEAT_S = 5.0
-STALE_S = 30.0
-"""The time without a heartbeat after which a lock is stale. A shorter stall of the file system is harmless."""
-_OLD_S = 600.0  # more than the clocks of a cluster's hosts differ
 _SETTLE_S = 0.5  # for two jobs that take over the same stale lock at once
 
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
@@ -119,13 +116,13 @@ class FolderLock:
 
     def _await_death(self, holder: FolderOwner | None) -> None:
         """Return once the lock is stale; LockedError if it is not."""
-        if holder is not None and holder.place == process_space() and holder.start is not None:
-            if start_time(holder.pid) == holder.start:  # another process may have this pid by now
+        if holder is not None and _is_near(holder):
+            if not _has_ended(holder):
                 raise LockedError(describe(holder))
             return
         with contextlib.suppress(FileNotFoundError):
             before = _changed(self.path)
-            if self._file_system_time() - before > _OLD_S:
+            if self._file_system_time() - before > OLD_S:
                 return
             self._say(f"{self.path} is of {describe(holder)}: waiting up to {STALE_S:.0f} s for its sign of life")
             until = _now() + STALE_S
@@ -165,12 +162,51 @@ class FolderLock:
             mine.unlink(missing_ok=True)
 
 
+class Holder:
+    """The job that trains in `folder`, as another process sees it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self._beat, self._beaten = 0.0, _now()
+        self._seen = holder_of(self._path)
+
+    def __str__(self) -> str:
+        return describe(self._seen)
+
+    def is_gone(self) -> str | None:
+        """Why no job trains there: it has released its lock, its process has ended, or it gives no sign of life for 30 s. Else None."""
+        try:
+            beat = _changed(self._path)
+            self._seen = holder_of(self._path) or self._seen
+        except FileNotFoundError:
+            return f"{self._path} is not there"
+        except OSError:  # a file system that stalls is no end
+            return None
+        if self._seen is not None and _has_ended(self._seen):
+            return f"{describe(self._seen)} has ended without releasing {self._path}"
+        if beat != self._beat:
+            self._beat, self._beaten = beat, _now()
+        elif _now() - self._beaten > STALE_S:
+            return f"{describe(self._seen)} gives no sign of life"
+        return None
+
+
 def holder_of(path: Path) -> FolderOwner | None:
     """The holder of the lock at `path`; None without a lock, or if the file cannot be read."""
     try:
         return owner_of(path.read_bytes())
     except OSError:
         return None
+
+
+def _is_near(holder: FolderOwner) -> bool:
+    """Whether this process sees the holder's in /proc."""
+    return holder.place == process_space() and holder.start is not None
+
+
+def _has_ended(holder: FolderOwner) -> bool:
+    """Whether the process has ended for certain. Its start is compared, because another process may have the pid by now."""
+    return _is_near(holder) and start_time(holder.pid) != holder.start
 
 
 def new_token(job: str = "") -> str:

@@ -20,6 +20,10 @@ from typing import Any, Literal, NamedTuple
 ALIVE, DONE, LAUNCH = ".alive", ".done", ".launch"
 LOCK = ".lock"
 """The name of the file of elastic/folder_lock.py."""
+STALE_S = 30.0
+"""The time without a heartbeat after which that lock is stale. A shorter stall of the file system is harmless."""
+OLD_S = 600.0
+"""More than the clocks of a cluster's hosts differ: a lock without a heartbeat for so long is stale at once."""
 
 LAUNCH_VARIABLE = "MPITRAIN_LAUNCH"
 FOLDER_VARIABLE = "MPITRAIN_MARKS"

@@ -16,11 +16,9 @@ compare in a step with a spike, and in one that is not finite: a flipped bit of 
 import math
 import platform
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -33,7 +31,6 @@ from mpitrain.health.reports import Reports
 from mpitrain.health.resting import Resting
 from mpitrain.health.rewind import GoodStates, restore
 from mpitrain.health.spikes import Spike, Window
-from mpitrain.health.stragglers import IN_A_ROW, Stragglers
 
 
 class DesyncError(RuntimeError):
@@ -55,9 +52,8 @@ class Bad(NamedTuple):
 class Health:
     """The checks of one run on this rank. All methods are collective, with the same arguments on all ranks where not said otherwise.
 
-    `data`: the ranks that share a global batch. `seed_of`: ranks with the same number draw the same random numbers. `work`: ranks with
-    equal values do the same work on their rows. `numbers`: what else all ranks must have alike, as text. `sources`: where good states
-    are; a list that the caller may change.
+    `data`: the ranks that share a global batch. `seed_of`: ranks with the same number draw the same random numbers. `numbers`: what
+    else all ranks must have alike, as text. `sources`: where good states are; a list that the caller may change.
     """
 
     def __init__(
@@ -71,7 +67,6 @@ class Health:
         *,
         device: torch.device,
         seed_of: int,
-        work: tuple[int, ...],
         numbers: Callable[[], Mapping[str, str]],
         reports: Reports,
     ) -> None:
@@ -80,14 +75,11 @@ class Health:
         self._settings, self._reports = to_toml(config), reports
         self._saves_every = config.checkpoint.every
         self._data = data.broadcast_object(comm.rank)
-        told = comm.all_gather_object((platform.node(), work))
-        self._hosts = [host for host, _ in told]
+        self._hosts = comm.all_gather_object(platform.node())
         self._replicas, self._resting = Replicas(comm), Resting()
-        self._stragglers = Stragglers([its for _, its in told])
         threshold = config.train.spike_threshold or math.inf
         self._windows = Window("loss", threshold), Window("gradient norm", threshold, in_logs=True)
         self._versions: dict[str, int] = {}
-        self._times: deque[tuple[float, float]] = deque(maxlen=IN_A_ROW)  # seconds and rows of this rank's last steps
         self.sources: list[GoodStates] = []
         self.reached: dict[int, float] = {}
         """The steps whose states this job has saved, or begun from, each with the time at which it was there."""
@@ -95,8 +87,6 @@ class Health:
         self._rewinds = 0
         self._bad_since: int | None = None  # the first of the last steps, all of which were not taken
         self._dead_end: int | None = None  # the state to which the run went back, and from which it has taken no step
-        self.check_s = 0.0
-        """Seconds that the checks of the current step have taken on this rank, with the waits for other ranks."""
 
     # A step
 
@@ -114,8 +104,6 @@ class Health:
 
         `is_odd`: on some rank. `is_last`: the run saves and ends after this step. DesyncError or FlippedBitError, on all ranks.
         """
-        began = time.perf_counter()
-        self.check_s = 0.0
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         found = [
             window.judge(value) for window, value in zip(self._windows, (loss, grad_norm), strict=True)
@@ -134,24 +122,15 @@ class Health:
         elif is_finite:
             for window, value in zip(self._windows, (loss, grad_norm), strict=True):
                 window.accept(value)
-        self.check_s += time.perf_counter() - began
         return skips
 
-    def after_step(self, step: int, *, taken: bool, own_s: float, rows: int) -> None:
-        """After step number `step` (from 0), whether the optimizer took it or not.
-
-        `own_s`: the seconds in which this rank computed. `rows`: its rows of the global batch. Both are its own.
-        """
-        began = time.perf_counter()
+    def after_step(self, step: int, *, taken: bool) -> None:
+        """After step number `step` (from 0), whether the optimizer took it or not."""
         if taken:
             self._bad_since = self._dead_end = None
         elif self._bad_since is None:
             self._bad_since = step
         self._begin(step + 1)
-        self._times.append((own_s, rows))
-        if (step + 1) % IN_A_ROW == 0 and self._comm.size > 1:
-            self._find_stragglers(step + 1)
-        self.check_s += time.perf_counter() - began
 
     def _begin(self, step: int) -> None:
         if self._is_checked(step):
@@ -220,26 +199,6 @@ class Health:
             samples=list(interval), what={spike.what: spike._asdict() for spike in spikes},
         )  # fmt: skip
 
-    # Stragglers
-
-    def _find_stragglers(self, step: int) -> None:
-        mine = np.zeros((IN_A_ROW, 2))
-        if self._times:
-            mine[-len(self._times) :] = list(self._times)
-        everyones = np.empty((self._comm.size, *mine.shape))
-        self._comm.all_gather(everyones, mine)
-        count = len(self._times)  # the same on all ranks
-        self._times.clear()
-        for at in range(IN_A_ROW - count, IN_A_ROW):
-            for rank, steps, factor, seconds in self._stragglers.step(
-                everyones[:, at, 0].tolist(), everyones[:, at, 1].tolist()
-            ):
-                self._reports.tell(
-                    f"step {step}: {self._place(rank)} computes {factor:.2f} times as long as the other ranks, for {steps} steps "
-                    "in a row: is its core shared, or its processor hot?",
-                    "straggler", rank=rank, host=self._hosts[rank], cost_s=round(seconds, 3), step=step, factor=round(factor, 3),
-                )  # fmt: skip
-
     # Rewinds
 
     def may_go_back(self, step: int, why: str) -> Bad | None:
@@ -269,8 +228,6 @@ class Health:
         self._batches.leave_out([*before.get("left_out", ()), samples])
         self._rewinds = max(self._rewinds, before.get("rewinds", 0)) + 1
         self._bad_since, self._dead_end = None, step
-        self._times.clear()
-        self._stragglers.forget()
         now = time.perf_counter()
         cost_s = now - (max(self.reached.get(step, 0.0), self._copied.get(step, 0.0)) or began)
         self._copied.clear()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from mpitrain.elastic.events import NAME
+from mpitrain.monitor.record.events import NAME
 
 
 class Reports:

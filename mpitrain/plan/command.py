@@ -1,4 +1,4 @@
-"""`python -m mpitrain plan`: considers all layouts of a model on a machine, and compares the model of costs with published runs."""
+"""`python -m mpitrain plan`: considers all layouts of a model on a machine, and compares the cost model with published runs."""
 
 import argparse
 import json

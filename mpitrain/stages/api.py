@@ -3,6 +3,7 @@
 import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
@@ -29,7 +30,7 @@ from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.places import in_program, of_message
 from mpitrain.stages.plan import StagePlan
 from mpitrain.stages.records import Measured, Record, gathered
-from mpitrain.stages.schedules import Schedule, StageTimes, make_schedule
+from mpitrain.stages.schedules import Action, Schedule, StageTimes, make_schedule
 from mpitrain.stages.schedules.dividing import divide
 from mpitrain.stages.schedules.forwards import forwards
 from mpitrain.stages.tied import mark, ranks_of_params
@@ -154,6 +155,8 @@ class Pipeline:
         self._has_warmed_up = False
         self.communication_s = 0.0
         """Seconds that this rank has waited for results of other stages so far, in steps and evaluations."""
+        self.around: Callable[[Action], AbstractContextManager[Any]] = lambda action: nullcontext()
+        """Makes a context that is open while an action computes: for profiles."""
 
     def step(
         self,
@@ -245,6 +248,13 @@ class Pipeline:
         """The measured seconds of each kind of action by stage, and of a message: `Measured.times`. Collective."""
         return self.measured().times()
 
+    def forward_share(self) -> float:
+        """The share of forwards in the time of all actions of this rank in the last step."""
+        seconds = {"F": 0.0, "other": 0.0}
+        for action, begun, ended in self.actions():
+            seconds["F" if action.kind == "F" else "other"] += ended - begun
+        return seconds["F"] / (sum(seconds.values()) or 1.0)
+
     def draw(self, path: str | PathLike[str] | None) -> None:
         """Write a picture of the planned and the measured timeline to an SVG file. Collective.
 
@@ -254,6 +264,13 @@ class Pipeline:
         with self.comm.together("draw"):
             if self.comm.rank == 0 and path is not None:
                 Path(path).write_text(measured.svg())
+
+    def actions(self) -> list[tuple[Action, float, float]]:
+        """The actions of the last step on this rank, each with its begin and end in seconds of `time.perf_counter`."""
+        if not self._records:
+            return []
+        record, program = self._records[-1], self.schedule.program(self.comm.rank)
+        return list(zip(program, record.begun, record.ended, strict=True))
 
     def _keep(self, record: Record) -> None:
         """Keep the record of a step. The first step takes longer, so the second one replaces it."""
@@ -293,13 +310,17 @@ class Pipeline:
         if scale is not None and self.comm.rank != schedule.rank_of(schedule.num_stages - 1):
             scale(torch.zeros((), device=self._device))  # a scaler, such as torch's, begins with its first call
         self.communication_s += perf_counter() - began
-        return Run(self.stages, messages, program, calls, loss_of or _itself, last, scale)
+        of_program = (self.stages, messages, program, calls, loss_of or _itself, last, scale)
+        return Run(*of_program, waited=self._waited, around=self.around)
+
+    def _waited(self, seconds: float) -> None:
+        self.communication_s += seconds
 
     def _from_last_stage(self, run: Run) -> torch.Tensor:
         """The sum of the losses, on all ranks."""
         began = perf_counter()
         self.comm.broadcast(run.total, self.schedule.rank_of(self.schedule.num_stages - 1))
-        self.communication_s += run.waited_s + perf_counter() - began
+        self.communication_s += perf_counter() - began
         return run.total
 
     @property

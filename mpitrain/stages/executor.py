@@ -1,7 +1,7 @@
 """Runs the program of one rank on its stages: forwards, backwards, and the messages between them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +18,8 @@ from mpitrain.weight_gradients import Later, added_in_place, compute, waiting
 
 
 class Run:
-    """One step, or one evaluation. Arguments as in `Pipeline.step`; `program`: the actions of this rank."""
+    """One step, or one evaluation. Arguments as in `Pipeline.step`; `program`: the actions of this rank; `waited`: gets the seconds of
+    each wait for another rank's result, before the action that needs it; `around`: makes what is open while an action computes."""
 
     def __init__(
         self,
@@ -29,14 +30,16 @@ class Run:
         loss_of: Callable[[Any, int], torch.Tensor],
         last: Sequence[Mapping[str, Any]] | None = None,
         scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        waited: Callable[[float], None] = lambda seconds: None,
+        around: Callable[[Action], AbstractContextManager[Any]] = lambda action: nullcontext(),
     ) -> None:
+        self._waited, self._around = waited, around
         self._stages, self.messages, self._calls, self.program = stages, messages, calls, program
         self._loss_of, self._last, self._scale = loss_of, last, scale
         self.total = torch.zeros((), dtype=torch.float64)
         """The sum of the losses, on the rank of the last stage."""
         self.record = Record(perf_counter())
-        self.waited_s = 0.0
-        """Seconds of waiting for other ranks' results."""
         # The last action that computes gradients of weights, of each stage: then their hooks run.
         self._last_of_weights = set(
             {action.stage: at for at, action in enumerate(program) if action.kind in ("B", "W")}.values()
@@ -51,9 +54,9 @@ class Run:
         try:
             came = self._come(action)
             begun = perf_counter()
-            self.waited_s += begun - before
+            self._waited(begun - before)
             in_place = action.kind != "F" and at not in self._last_of_weights
-            with added_in_place() if in_place else nullcontext():
+            with self._around(action), added_in_place() if in_place else nullcontext():
                 self._compute(action, came)
         except Exception as error:
             error.add_note(places_of(self.program, at))

@@ -1,7 +1,7 @@
 """The modules that compute with parts of matrices. `tensor_parallel` changes the class of a plain module to one of these."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -137,10 +137,14 @@ class TensorRanks:
 
 def communication_s(model: nn.Module) -> float:
     """Seconds that this rank has spent in exchanges of a model's cut modules and in sums of gradients, with the waits for others."""
-    found = {getattr(module, "ranks", None) for module in model.modules()}
     parts = {part for param in model.parameters() if (part := part_of(param)) is not None}
-    in_exchanges = sum(ranks.exchange.seconds for ranks in found if isinstance(ranks, TensorRanks))
-    return in_exchanges + sum(part.seconds for part in parts)
+    return sum(exchange.seconds for exchange in exchanges_of(model)) + sum(part.seconds for part in parts)
+
+
+def exchanges_of(model: nn.Module) -> list[Exchange]:
+    """The exchanges of a model's cut modules, each once."""
+    found = {getattr(module, "ranks", None) for module in model.modules()}
+    return [ranks.exchange for ranks in found if isinstance(ranks, TensorRanks)]
 
 
 class RowLayer(nn.Module):
@@ -260,13 +264,19 @@ class PartOnce(nn.Module):
 
 
 class VocabularyCrossEntropy(nn.CrossEntropyLoss):
-    """A cross-entropy of logits with this rank's classes."""
+    """A cross-entropy of logits with this rank's classes. `observers`: see `mpitrain.models.loss.Observer`."""
 
     ranks: TensorRanks
     num_classes: int
+    observers: Sequence[Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]] = ()
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """(N, this rank's classes, ...), (N, ...) int64 -> the loss, the same on all ranks; see `cross_entropy`."""
+
+        def show(losses: torch.Tensor) -> None:
+            for observe in self.observers:
+                observe(input.detach(), target, losses)
+
         return cross_entropy(
             input,
             target,
@@ -275,4 +285,5 @@ class VocabularyCrossEntropy(nn.CrossEntropyLoss):
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
             reduction=self.reduction,  # type: ignore[arg-type]  # `cross_entropy` checks it
+            show=show,
         )

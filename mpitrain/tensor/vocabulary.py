@@ -1,5 +1,6 @@
 """An embedding and a cross-entropy whose vocabulary is cut over ranks. The logits of a token are never gathered."""
 
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,6 +12,7 @@ from mpitrain.parts import bounds
 from mpitrain.tensor.exchange import Exchange
 
 _CHUNK_ELEMENTS = 1 << 22  # of logits that are converted to the dtype of the loss at once
+_LEAST_EXPONENT = -1e4  # exp of it is 0, and so is its product with it: that of a rank without classes would be NaN
 
 
 class _CrossEntropy(Function):
@@ -80,6 +82,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
+    show: Callable[[torch.Tensor], object] | None = None,
 ) -> torch.Tensor:
     """`torch.nn.functional.cross_entropy` of logits whose classes are cut over the ranks of `comm`. Collective.
 
@@ -87,7 +90,8 @@ def cross_entropy(
     the same on all ranks. comm: the ranks, or their exchange, which then counts the time. num_classes: of all ranks together; rank r
     of R has classes `num_classes * r // R` to `num_classes * (r + 1) // R - 1`. Positions with the target `ignore_index` count nothing;
     on CPUs any other target out of range is an IndexError. The loss is in float32, or in float64 for float64 logits. It is the same on
-    all ranks, with "none" of the shape of `targets`, and with "mean" NaN if no position counts.
+    all ranks, with "none" of the shape of `targets`, and with "mean" NaN if no position counts. show: gets the loss of each position,
+    of the shape of `targets` and without gradients, whatever the reduction.
 
     Raises ValueError for logits without this rank's classes (such as gathered ones), for targets of another shape, for probabilities of
     classes as targets, and for another reduction.
@@ -103,9 +107,34 @@ def cross_entropy(
     each: torch.Tensor = _CrossEntropy.apply(
         rows, targets.reshape(-1), exchange, num_classes, ignore_index, label_smoothing
     )
+    if show is not None:
+        show(each.detach().view(targets.shape))
     if reduction == "none":
         return each.view(targets.shape)
     return each.sum() if reduction == "sum" else each.sum() / (targets != ignore_index).sum()
+
+
+@torch.no_grad()
+def entropy(logits: torch.Tensor, exchange: Exchange | None = None) -> torch.Tensor:
+    """The entropy of the distribution that each row of logits stands for, `-sum p log p` in nats. Collective if there is an `exchange`.
+
+    logits: (N, C) floating-point; with an exchange C classes of this rank, and the ranks exchange three numbers for each row. Returns
+    (N,) float32, or float64 for such logits, the same on all ranks.
+    """
+    own = torch.zeros(3, len(logits), dtype=_dtype_of_loss(logits), device=logits.device)
+    # Of each row, over this rank's classes: the largest logit, and with d = logit - largest the sums of exp(d) and of d exp(d).
+    own[0] = -torch.inf
+    for part in _chunks(logits) if logits.shape[1] else ():
+        x = logits[part].to(own.dtype, copy=True)
+        own[0, part] = largest = x.amax(1)
+        exps = x.sub_(largest[:, None]).exp()
+        own[1, part], own[2, part] = exps.sum(1), x.mul_(exps).sum(1)
+    everywhere = own[None] if exchange is None else exchange.gather(own[None], -3, exchange.comm.size)  # (R, 3, N)
+    below = everywhere[:, 0] - everywhere[:, 0].amax(0)
+    factor = below.exp()
+    total = (everywhere[:, 1] * factor).sum(0)
+    weighted = (everywhere[:, 2] * factor + everywhere[:, 1] * factor * below.clamp(min=_LEAST_EXPONENT)).sum(0)
+    return total.log() - weighted / total
 
 
 def _check(logits: torch.Tensor, targets: torch.Tensor, comm: Communicator, num_classes: int, reduction: str) -> None:

@@ -1,13 +1,16 @@
 """The hardware that a rank computes on: a GPU, or cores and threads."""
 
 import os
+import resource
 import time
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from collectives import Communicator
 from mpitrain.config import ParallelConfig
+from mpitrain.plan.measuring.memory import node_bytes
 from mpitrain.products import product
 
 
@@ -68,6 +71,27 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
         multiply(a, a.t())  # as in a linear layer; oneDNN takes 1.04 times as long for a @ a
         times.append(_now(device) - start)
     return 2 * n**3 / min(times)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The memory that this rank has now, with shared pages; on a GPU torch's peak."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        return int(os.pread(_statm(), 256, 0).split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_of_rank(device: torch.device, comm: Communicator) -> int:
+    """The bytes that this rank can have: its GPU's memory, or its share of the node's."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else node_bytes() // comm.node.size
+
+
+@cache
+def _statm() -> int:
+    """The file of this process's memory: to open it takes ten times as long as to read it."""
+    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _now(device: torch.device) -> float:

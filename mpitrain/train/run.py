@@ -1,16 +1,17 @@
 """A run's folder, and the start of a run: at step 0, or at a checkpoint.
 
 RUN/config.toml                     the settings in force
-RUN/metrics.jsonl                   one line per step
+RUN/metrics.jsonl                   one line per step: see monitor/record/metrics.py
+RUN/ranks.jsonl                     one line per step with the figures of all ranks: see monitor/record/ranks.py
 RUN/checkpoints/step-00000100/      see ckpt
-RUN/events.jsonl                    one line per failure, recovery and relaunch: see elastic/events.py
+RUN/events.jsonl                    one line per save, spike, failure, recovery, ...: see monitor/record/events.py
 RUN/failure.txt                     the report of the failure that ended the last job, if it failed
 RUN/.lock                           the job that trains in it: see folder_lock.py
 RUN/.lease                          of an elastic run: see elastic/lease.py
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ import ckpt
 import collectives
 from ckpt.saving.copies import further_places
 from ckpt.storage.catalog import reason_to_keep, step_of
+from collectives.launcher import environment_of_program
 from mpitrain.config import Config, ConfigError, FolderInUseError, to_toml
-from mpitrain.elastic.events import write_event
 from mpitrain.elastic.folder_lock import FolderLock, LockedError, new_token, owns
 from mpitrain.elastic.lease import Lease, raise_lease, read_lease
 from mpitrain.elastic.marks import LOCK, is_left_behind
+from mpitrain.monitor.record.alerts import Alerts
+from mpitrain.monitor.record.events import write_event
 
 
 class Run:
@@ -45,6 +48,12 @@ class Run:
         self.token = new_token(job)
         """Of rank 0's lock on the folder. The other ranks take it over, so that each knows whose the folder is."""
         self._lease: Lease | None = None  # of an elastic run
+        self.heard: Callable[[Mapping[str, Any]], object] = lambda event: None
+        """Gets each event that rank 0 has written."""
+        self.say: Callable[[str], object] = lambda line: None
+        """Prints a line on rank 0."""
+        self._on_event = config.log.on_event
+        self._alerts: Alerts | None = None  # from the first event on
         self.earlier: Lease | None = None
         """The last lease of an earlier run that `prepare` has moved aside."""
 
@@ -157,7 +166,9 @@ class Run:
     def write_event(self, event: str, **fields: Any) -> None:
         """Append an event to the folder's events, unless the folder `is_lost`. OSError if the file cannot be written."""
         if not self.is_lost():
-            write_event(self.folder, event, **fields)
+            written = write_event(self.folder, event, **fields)
+            self._alert(written)
+            self.heard(written)
 
     def may_report(self) -> bool:
         """Whether a report of this job belongs into the folder: no later launch and no other job has taken it over. For any rank."""
@@ -167,7 +178,22 @@ class Run:
 
     def write_failure_event(self, report: str) -> None:
         """Append an event about the failure that ends the job; any rank may do so. OSError if the file cannot be written."""
-        write_event(self.folder, "failure", problem=report.lstrip().partition("\n")[0])
+        self._alert(write_event(self.folder, "failure", problem=report.lstrip().partition("\n")[0]))
+
+    def _alert(self, event: Mapping[str, Any]) -> None:
+        """Run the command of log.on_event, if there is one."""
+        if self._on_event is None:
+            return
+        if self._alerts is None:
+            self._alerts = Alerts(
+                self._on_event, self.folder, lambda text: self.say(text), environment=environment_of_program()
+            )
+        self._alerts.tell(event)
+
+    def end_alerts(self) -> None:
+        """Wait a moment for the commands of the last events."""
+        if self._alerts is not None:
+            self._alerts.close()
 
     def is_free(self) -> bool:
         """Whether no job has locked the folder, so that a failure of this one before its own lock may be reported there."""

@@ -3,8 +3,6 @@
 import math
 import os
 import time
-from collections.abc import Callable
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,6 @@ import ckpt
 import collectives
 from ckpt.saving.mpio import mpio_error
 from collectives import Communicator, recovery
-from mpitrain import sharding, tensor
 from mpitrain.axes import mesh
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data.loading import load_data, speed_up
@@ -23,17 +20,22 @@ from mpitrain.data.tokenizers import load_tokenizer
 from mpitrain.elastic.marks import Marks, Reason, launch_number
 from mpitrain.health import Bad, DesyncError, Health, InitialState, Reports, StatesOnDisk
 from mpitrain.init import initialize
-from mpitrain.models import flops_per_token, num_parameters
-from mpitrain.parts import part_of
+from mpitrain.models import num_parameters
+from mpitrain.monitor.console import Terminal
+from mpitrain.monitor.record.lines import is_evaluated
+from mpitrain.monitor.record.metrics import StepMetrics
+from mpitrain.monitor.sinks import check_sinks
 from mpitrain.rank0 import on_rank0
 from mpitrain.train import random_states, saving, stop
+from mpitrain.train.batches.losses import SourceLosses
 from mpitrain.train.batches.rank_batches import RankBatches
 from mpitrain.train.endurance import Endurance, Inheritance, Lasting, StatesInMemory
 from mpitrain.train.evaluation import Evaluator
 from mpitrain.train.hardware import Hardware, matmul_flops_per_s, take_hardware
 from mpitrain.train.lr import learning_rate
-from mpitrain.train.metrics import MetricsFile, StepMetrics, Terminal, is_evaluated, memory_bytes
 from mpitrain.train.model import make_model, make_optimizer
+from mpitrain.train.observers import Observers
+from mpitrain.train.passes import CommunicationClock
 from mpitrain.train.run import Run
 from mpitrain.train.sampling import write
 from mpitrain.train.stepper import Stepper
@@ -58,6 +60,7 @@ class Trainer:
         with comm.together():
             check_ranks(config, comm.size)
         with comm.together():
+            check_sinks(config.log.sinks)
             # Each rank checks its node before the first collective operation that depends on the result.
             if config.parallel.device == "cuda" and not torch.cuda.is_available():
                 raise ConfigError("parallel.device: cuda was asked for, but torch sees no GPU here; choose auto or cpu")
@@ -102,19 +105,24 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config.optim)
         self.stepper = Stepper(self.model, self.optimizer, config)
         self.step = 0
-        self.metrics: MetricsFile | None = None  # on rank 0, while it trains
+        self._communication = CommunicationClock(self.model, self.passes)
+        self.observers = Observers(
+            config, comm, self.run, model=self.model, optimizer=self.optimizer, passes=self.passes, hardware=self.hardware,
+            sources=self.batches.sources, communication_s=self._communication.seconds, total=self._sum,
+        )  # fmt: skip
+        self.monitor, self._say = self.observers.monitor, self.observers.say
         self.marks = Marks(self.run.folder, active=comm.rank == 0, may_write=lambda: not self.run.is_lost())
         if lasting is not None and lasting.recovered is not None:
             self.marks.alive("recovering", self.step)
         self.evaluator = Evaluator(
-            config.train, self.batches, self.passes, total=self._sum, knows_text=self.tokenizer is not None,
-            is_alive=lambda: self.marks.alive("training", self.step),
+            config.train, self.batches, self.passes,
+            SourceLosses(self.model, self.batches.heldout_sources, figure="heldout_loss"),
+            total=self._sum, knows_text=self.tokenizer is not None, is_alive=lambda: self.marks.alive("training", self.step),
         )  # fmt: skip
-        self._own_comm_s = 0.0
         self._endurance = (
             Inheritance(config, comm, self.run)
             if lasting is None
-            else Endurance(config, comm, self.run, lasting, lambda text: self._say(text))
+            else Endurance(config, comm, self.run, lasting, self._say)
         )
         self._source = ""
         self._start_step = 0  # of the first checkpoint
@@ -122,13 +130,11 @@ class Trainer:
         # The ranks of `tp` have the same numbers; two stages of a pipeline have not.
         self._seed_of = self.data.rank + self.data.size * self.mesh["pp"].rank
         random_states.seed_all(config.train.seed, self._seed_of)
-        self._say: Callable[[str], object] = lambda text: None
         self._first_stepper = self.stepper.state_dict()
         self.health = self._make_health()
 
     def _make_health(self) -> Health:
         """The checks of silent faults."""
-        size = sum(prod(param.box.full_shape) for param in sharding.sharded_params(self.model))
         return Health(
             self.config,
             self.comm,
@@ -138,9 +144,8 @@ class Trainer:
             self.batches.train,
             device=self.hardware.device,
             seed_of=self._seed_of,
-            work=(self.mesh["pp"].rank, size),
             numbers=lambda: {"the stepper": str((self.stepper.state_dict(), self.stepper.loss_scale))},
-            reports=Reports(self.run.write_event, self.comm.rank, lambda text: self._say(text)),
+            reports=Reports(self.run.write_event, self.comm.rank, self._say),
         )
 
     def _report_into_folder(self) -> None:
@@ -163,13 +168,14 @@ class Trainer:
         The loss is the sum over the targets of the global batch that count, divided by their number. Ranks and micro-batches may have
         different numbers of them.
         """
-        config, began, comm_before = self.config, time.perf_counter(), self._comm_s()
+        config, observers, clock = self.config, self.observers, self.monitor.clock
+        observers.begin_step(self.step + 1)
         try:
             batches = self.batches.of_step(self.step)
         except (ValueError, OSError) as error:
             self._save_the_steps_before(error)
             raise
-        data_s = time.perf_counter() - began
+        clock.lap("data")
         # The ranks of `tp` and `pp` have the same targets: the sums of targets and of losses both count each target once for each.
         num_counted, num_padding = self._sum(
             sum(batch.num_counted for batch in batches), sum(batch.num_padding for batch in batches)
@@ -179,21 +185,26 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)
-        total = self.passes.train(batches, lambda loss: self.stepper.scale(loss * weight))
-        passed = time.perf_counter()
+        clock.lap("optimizer")
+        with observers.passing():
+            total = self.passes.train(batches, lambda loss: self.stepper.scale(loss * weight), clock)
         self.batches.prepare(self.step + 1)  # a GPU computes meanwhile
-        data_s += time.perf_counter() - passed
+        clock.lap("data")
+        observers.after_backward(self.stepper.loss_scale)
         grad_norm, loss_scale = self.stepper.clip(), self.stepper.loss_scale
+        clock.lap("optimizer")
         # One message sums the losses of the global batch, the requests to stop, whether rank 0 lost the folder, and odd norms.
         is_odd = self.health.is_odd(grad_norm)
-        total_loss, asked, lost, odd, num_damaged = self._sum(
-            total, stop.requested(), self.run.is_lost(), is_odd, self.batches.num_damaged()
+        total_loss, asked, lost, odd, num_damaged, *observed = self._sum(
+            total, stop.requested(), self.run.is_lost(), is_odd, self.batches.num_damaged(), *observers.values(batches)
         )
+        observers.met(observed, is_lost=lost > 0)
         mean = total_loss / num_counted if num_counted else math.nan
         if lost:
             self._check_lock()
         self.batches.check_damaged(int(num_damaged))
         skips = self.health.before_step(self.step, mean, grad_norm, is_odd=odd > 0, is_last=asked > 0)
+        clock.lap("check")
         try:
             taken = self.stepper.step(mean, grad_norm, number=self.step + 1, is_empty=not num_counted, skip=skips)
         except FloatingPointError as error:
@@ -201,27 +212,16 @@ class Trainer:
                 raise _GoBackError(bad) from error
             with self.comm.together():  # every rank has the same numbers
                 raise error from None
-        own_s = time.perf_counter() - began - (self._comm_s() - comm_before) - data_s - self.health.check_s
-        self.health.after_step(self.step, taken=taken, own_s=own_s, rows=sum(len(batch.tokens) for batch in batches))
+        clock.lap("optimizer")
+        self.health.after_step(self.step, taken=taken)
+        clock.lap("check")
         self.step += 1
-        step_s = time.perf_counter() - began
         tokens = config.train.batch * self.model.config.context
-        metrics = StepMetrics(
-            step=self.step,
-            loss=mean,
-            lr=lr,
-            grad_norm=grad_norm,
-            tokens_per_s=tokens / step_s,
-            step_s=step_s,
-            comm_s=self._comm_s() - comm_before,
-            data_s=data_s,
-            memory_bytes=memory_bytes(self.hardware.device),
-            mfu=tokens / step_s * flops_per_token(self.model.config) / self._peak_flops_per_s,
-            loss_scale=loss_scale,
-            check_s=self.health.check_s,
-            skipped=not taken,
+        metrics = observers.end_step(
+            self.step, loss=mean, lr=lr, grad_norm=grad_norm, loss_scale=loss_scale, skipped=not taken,
+            rows=sum(len(batch.tokens) for batch in batches),
             padding=num_padding / (tokens * self.comm.size / self.data.size) if self.batches.is_padded else None,
-        )
+        )  # fmt: skip
         return metrics, asked > 0
 
     def sample(self) -> str:
@@ -244,13 +244,13 @@ class Trainer:
 
     def save(self) -> None:
         """Save the state after the steps so far, perhaps in the background: see `ckpt.wait`."""
+        began = time.perf_counter()
         self._check_lock()
         self.marks.alive("saving", self.step)
-        saving.write(self.run.checkpoint(self.step), self._collected(), self.config.checkpoint, self.run.check_lock)
+        path = self.run.checkpoint(self.step)
+        saving.write(path, self._collected(), self.config.checkpoint, self.run.check_lock)
         self.health.saved(self.step)
-        with self.comm.together():
-            if self.metrics is not None:
-                self.metrics.check()
+        self.monitor.saved(path, time.perf_counter() - began)
         self.marks.alive("training", self.step)
 
     def _save_the_steps_before(self, error: Exception) -> None:
@@ -334,9 +334,7 @@ class Trainer:
         with self.comm.together():
             if step is None:
                 raise FloatingPointError(f"{error}; the run has no earlier state to go back to")
-            if self.metrics is not None:
-                self.metrics.close()
-                self.metrics = MetricsFile(self.run.metrics, steps_done=step)
+            self.observers.went_back(step)
         self._endurance.went_back(self.step, self._collected)
         if passes_over:
             self.save()  # else a crash would lead back to the newest checkpoint, which the run has passed over
@@ -346,37 +344,42 @@ class Trainer:
     def fit(self) -> None:
         """Train to the last step, or until a rank is asked to stop. Evaluate, save and report during the training."""
         config = self.config
-        terminal = Terminal(every=config.log.every, steps=config.train.steps) if self.comm.rank == 0 else None
-        self._say = terminal.say if terminal is not None else lambda text: None
+        is_rank0 = self.comm.rank == 0
+        self.observers.listen()
+        self.observers.terminal = Terminal(every=config.log.every, steps=config.train.steps) if is_rank0 else None
         try:
             if not config.train.eval_only:
                 with self.comm.together():
-                    if terminal is not None:
+                    if is_rank0:
                         self.run.lock(self._say)
                 self._report_into_folder()
                 self._begin()  # again: another job may have trained in the folder meanwhile
             self._restore()
             if config.train.eval_only:
-                self._say(str(self.evaluator.evaluate()))
+                self.monitor.reached(self.step)
+                evaluation = self.evaluator.evaluate()
+                self._say(str(evaluation))
+                self.monitor.evaluated(evaluation.metrics())
                 self._mark_end("finished")
             else:
-                self._mark_end("stopped" if self._fit(terminal) else "finished")
-        except DesyncError:  # on all ranks
+                self._mark_end("stopped" if self._fit() else "finished")
+        except DesyncError as error:  # on all ranks
             self._endurance.distrust()
+            self.monitor.failed(error)
             raise
-        except BaseException:
+        except BaseException as error:
             self._endurance.abandon()
+            if not recovery.ranks_were_lost():
+                self.monitor.failed(error)
             raise
         finally:
             self.batches.close()
-            if terminal is not None:
-                terminal.close()
-            if self.metrics is not None:
-                self.metrics.close()
+            self.observers.close(goes_on=recovery.ranks_were_lost())
             if recovery.ranks_were_lost():  # the ranks that are left take the folder over
                 self.run.let_go()
             else:
                 self.run.release()
+                self.run.end_alerts()
 
     def _restore(self) -> None:
         """Load the state from which the run continues, or set the initial values, and print the heading."""
@@ -404,7 +407,7 @@ class Trainer:
         # Its words alone: the copies would keep the memory of their files.
         self._source = str(copies or self.start or "its beginning")
 
-    def _fit(self, terminal: Terminal | None) -> bool:
+    def _fit(self) -> bool:
         """Returns whether the run was asked to stop before its last step."""
         config, rank0 = self.config, self.comm.rank == 0
         due = self.step > 0 and self.evaluator.is_due(self.step)
@@ -423,12 +426,12 @@ class Trainer:
                 if aside is not None:
                     self._say(f"the earlier run is now {aside}")
                 self.marks.begin()
-                self.metrics = MetricsFile(self.run.metrics, steps_done=self.step)
-                if config.resume == "auto" and self.metrics.num_cut and not is_recovery:
-                    self._say(
-                        f"the previous job did {self.metrics.num_cut} more steps, which no checkpoint has: they are done again. "
-                        "SIGUSR1 to mpirun, or Ctrl-C under mpirun/train, saves before the job ends"
-                    )
+            num_cut = self.monitor.open(self.step)
+            if rank0 and config.resume == "auto" and num_cut and not is_recovery:
+                self._say(
+                    f"the previous job did {num_cut} more steps, which no checkpoint has: they are done again. "
+                    "SIGUSR1 to mpirun, or Ctrl-C under mpirun/train, saves before the job ends"
+                )
         if not is_recovery:
             self.batches.read_heldout()
         self._endurance.begin(self._source, self.step)
@@ -436,13 +439,12 @@ class Trainer:
         with stop.interrupts_are_requests(rank=self.comm.rank):
             if owed:  # the previous job stopped between this step and its evaluation
                 self._evaluate_and_report()
-            stopped = self._train(terminal)
+            stopped = self._train()
         if self.step > begun_at:
             self._report_passes()
         if self.step > begun_at or self._is_in_copies_alone:
             self._say(f"saved {self.run.checkpoint(self.step)}")
-        if terminal is not None:
-            terminal.close()
+        self.observers.end_bar()
         if self.stepper.num_skipped:
             why = "their loss or gradient was not finite" + ", or a spike" * config.train.skip_spikes
             self._say(f"{self.stepper.num_skipped} of {self.step} steps were skipped: {why}")
@@ -455,17 +457,19 @@ class Trainer:
     def _mark_end(self, reason: Reason) -> None:
         """The mark of completion. A run that only evaluates changes nothing in its folder, unless its supervisor waits for the mark."""
         if not self.config.train.eval_only or launch_number():
+            if not self.config.train.eval_only:
+                self.monitor.end(reason)
             with self.comm.together():
                 self.marks.done(reason, self.step)
 
-    def _train(self, terminal: Terminal | None) -> bool:
+    def _train(self) -> bool:
         """The steps, and the last checkpoint; returns whether a rank was asked to stop."""
         config, device = self.config, self.hardware.device
         own = self._lasting.flops_per_s if self._lasting is not None else 0.0
         own = own or matmul_flops_per_s(device, getattr(torch, config.parallel.param_dtype))
         if self._lasting is not None:
             self._lasting.flops_per_s = own
-        self._peak_flops_per_s = self._sum(own)[0]
+        self.observers.begin(self.mesh, source=self._source, peak_flops_per_s=self._sum(own)[0])
         stopped = False
         start = None if self.start is None else (self.start, self._start_step)
         self.health.begin(self.step)
@@ -480,25 +484,25 @@ class Trainer:
         self.marks.alive("training", self.step)
         while self.step < config.train.steps and not stopped:
             self._endurance.before_step()
+            self.observers.before_step(self.step + 1)
             try:
                 metrics, stopped = self.train_step()
             except _GoBackError as error:
                 self._go_back(error.bad, error)
                 continue
             self.marks.alive("training", self.step)
-            if terminal is not None and self.metrics is not None:
-                self.run.check_lock()
-                self.metrics.write(metrics.to_dict())
-                terminal.step(metrics)
+            self.observers.after_step(self.step, metrics)
             if self.evaluator.is_due(self.step) and not stopped:
                 self._evaluate_and_report()
             if self._endurance.after_step(self.step, self._collected):
                 self.health.copied(self.step)
             last = self.step == config.train.steps
             if stopped or last:
+                self.observers.is_ending = True
                 self._save_last()
             elif config.checkpoint.every and self.step % config.checkpoint.every == 0:
                 self.save()
+        self.observers.end()
         return stopped
 
     def _save_last(self) -> None:
@@ -528,8 +532,7 @@ class Trainer:
     def _evaluate_and_report(self) -> None:
         found = self.evaluator.evaluate()
         self._check_lock()
-        if self.metrics is not None:
-            self.metrics.write({"step": self.step, **found.metrics()})
+        self.monitor.evaluated(found.metrics())
         self._say(f"step {self.step}  {found}")
 
     def _heading(self) -> str:
@@ -554,15 +557,6 @@ class Trainer:
     def _sum(self, *values: float) -> list[float]:
         """The sum of each value over the ranks, bit for bit the same on all ranks."""
         began = time.perf_counter()
-        total = self.comm.all_reduce(np.array(values, np.float64)).tolist()
-        self._own_comm_s += time.perf_counter() - began
+        total: list[float] = self.comm.all_reduce(np.array(values, np.float64)).tolist()
+        self._communication.more_s += time.perf_counter() - began
         return total
-
-    def _comm_s(self) -> float:
-        """Seconds that this rank has spent in communication, with the waits for other ranks."""
-        parts = {part for param in self.model.parameters() if (part := part_of(param)) is not None}
-        counted_twice = sum(
-            part.seconds for part in parts
-        )  # sums of gradients: in a reduction of `sharding`, and of `tensor`
-        of_model = sharding.communication_s(self.model) + tensor.communication_s(self.model) - counted_twice
-        return of_model + self.passes.communication_s() + self._own_comm_s

@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def need_matplotlib() -> None:
-    """UsageError if matplotlib cannot be imported. Called before a measurement."""
+def need_matplotlib(flag: str = "--plot") -> None:
+    """UsageError if matplotlib cannot be imported. Called before the work for the picture. `flag`: what asked for it."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install 'mpitrain[plot]', or leave out --plot") from None
+        raise UsageError(f"{flag} needs matplotlib: pip install 'mpitrain[plot]', or leave out {flag}") from None
 
 
 def new_figure(width: float, height: float) -> "Figure":

@@ -46,6 +46,14 @@ class _Segment:
     stride: int
 
 
+_shares: "weakref.WeakKeyDictionary[mmap.mmap, int]" = weakref.WeakKeyDictionary()  # bytes of each living mapping
+
+
+def mapped_share_bytes() -> int:
+    """This rank's share of all node memory that its process has mapped: of each mapping the Nth part, where N ranks have it."""
+    return sum(_shares.values())
+
+
 class NodeMemory:
     """The shared memory of the ranks of `mpi`, all on one node. Allocating is collective."""
 
@@ -102,6 +110,7 @@ class NodeMemory:
             if mpi.rank == 0:
                 Path(path).unlink(missing_ok=True)
         flat = np.frombuffer(mapping, np.uint8)
+        _shares[mapping] = length // mpi.size
         self._num_allocated += 1
         # The callback refers only to the list: a reference to this object would be a cycle.
         mapped = weakref.ref(mapping, partial(_tell, self._listeners))

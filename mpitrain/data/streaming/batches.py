@@ -37,8 +37,16 @@ class DocumentBatches(Positions):
 
     def get(self, step: int, lo: int, hi: int) -> Rows:
         """Rows lo to hi of the global batch of a step. A rank asks for the same rows of each step, in order: see Stream."""
-        firsts = np.arange(self._recipe.per_lane) * self.lanes
-        return self._stream.get((self.samples(step, firsts) // self.lanes).tolist(), lo, hi)
+        return self._stream.get(self._numbers(step), lo, hi)
+
+    @property
+    def sources(self) -> list[str]:
+        """The names of the sources."""
+        return [source.name for source in self._recipe.sources]
+
+    def sources_of(self, step: int, lo: int, hi: int) -> np.ndarray:
+        """The number of the source of each of these rows, without reading them."""
+        return self._recipe.sources_of(self._numbers(step), lo, hi)
 
     def states(self, step: int, lo: int, hi: int) -> tuple[int, np.ndarray]:
         """The states after `step` steps of this rank's lanes, and the number of the first one: see Stream.state."""
@@ -95,6 +103,12 @@ class DocumentBatches(Positions):
         """Go back to the begin of the run. After `go_on`."""
         self._begin(self._new)
 
+    def _numbers(self, step: int) -> list[int]:
+        """The numbers of the rows that each lane makes in a step."""
+        firsts = np.arange(self._recipe.per_lane) * self.lanes
+        numbers: list[int] = (self.samples(step, firsts) // self.lanes).tolist()
+        return numbers
+
     def _order(self) -> dict[str, Any]:
         """The settings that decide what the places in a state mean."""
         recipe = self._new
@@ -125,6 +139,7 @@ class HeldoutDocuments:
 
     def __init__(self, recipe: Recipe | None, num_batches: int, open_lanes: Callable[[Recipe], OpenLanes]) -> None:
         self.num_batches = num_batches
+        self._recipe = recipe
         self._rows: dict[tuple[int, int, int], Rows] = {}
         self._stream: Stream | None = None
         if recipe is not None:
@@ -139,3 +154,13 @@ class HeldoutDocuments:
             if len(self._rows) == self.num_batches:
                 self._stream = None  # the shards need not stay open
         return self._rows[index, lo, hi]
+
+    @property
+    def sources(self) -> list[str]:
+        """The names of the sources."""
+        return [] if self._recipe is None else [source.name for source in self._recipe.sources]
+
+    def sources_of(self, index: int, lo: int, hi: int) -> np.ndarray:
+        """The number of the source of each of these rows."""
+        assert self._recipe is not None
+        return self._recipe.sources_of([index], lo, hi)

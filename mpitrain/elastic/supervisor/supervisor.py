@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mpitrain.elastic.events import write_event
 from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
 from mpitrain.elastic.supervisor.agents import Agent, probe, sweep
 from mpitrain.elastic.supervisor.decisions import Next, Outcome, Policy, Progress, decide
@@ -24,6 +23,8 @@ from mpitrain.elastic.supervisor.limits import Limits, Watch
 from mpitrain.elastic.supervisor.remains import find_files, remove
 from mpitrain.elastic.supervisor.requests import Requests
 from mpitrain.elastic.supervisor.words import Command, resume_of
+from mpitrain.monitor.record.alerts import Alerts, command_of
+from mpitrain.monitor.record.events import write_event
 
 _LOOK_S = 0.1
 _HOSTS_S = 5.0  # between two looks for hosts, without which no launch is possible
@@ -288,7 +289,9 @@ class Supervisor:
 
     def _event(self, event: str, **fields: Any) -> None:
         with contextlib.suppress(OSError):  # a full disk
-            write_event(self.folder.path, event, launch=self.folder.launch, **fields)
+            written = write_event(self.folder.path, event, launch=self.folder.launch, **fields)
+            if (command := command_of(self.folder.path)) is not None:
+                Alerts(command, self.folder.path, say, environment=os.environ).tell(written)
 
     # The end
 

@@ -10,6 +10,7 @@ from collectives.bench.kit.turns import Seconds
 from mpitrain.axes import mesh
 from mpitrain.config import Config
 from mpitrain.models.sizes import TransformerConfig
+from mpitrain.monitor.gauges.phases import StepClock
 from mpitrain.train.batches.micro_batch import MicroBatch
 from mpitrain.train.model import make_model, make_optimizer
 from mpitrain.train.stepper import Stepper
@@ -33,6 +34,7 @@ class TrainedSteps:
         # As in the trainer: the mean over the targets of the data ranks.
         self.grad_norm = 0.0
         """Of the last step."""
+        self._clock = StepClock(lambda: 0.0)  # the passes ask for one
         self._weight = data.size / (config.train.batch * self._model.config.context)
 
     def turn(self, round_: int) -> Seconds:
@@ -40,7 +42,7 @@ class TrainedSteps:
         self._comm.mpi.Barrier()
         begun = perf_counter()
         self._optimizer.zero_grad(set_to_none=True)
-        total = self._passes.train(self._batches, lambda loss: self._stepper.scale(loss * self._weight))
+        total = self._passes.train(self._batches, lambda loss: self._stepper.scale(loss * self._weight), self._clock)
         self.grad_norm = self._stepper.clip()
         loss = self._comm.all_reduce(np.array([total])).item()
         self._stepper.step(loss, self.grad_norm, number=round_ + 1)

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from mpitrain.models.loss import num_counted
+from mpitrain.models.loss import IGNORED, num_counted
 from mpitrain.models.segments import Segments
 
 
@@ -13,7 +14,7 @@ class MicroBatch(NamedTuple):
     """Sequences of one forward: (B, L) int64 each, in host memory. Targets with -100 (`models.loss.IGNORED`) do not count.
 
     `segments`: the documents of the rows; None if attention goes over whole rows. `num_padding`: the tokens that only fill rows up.
-    `copy`: on a GPU, if it is on its way.
+    `copy`: on a GPU, if it is on its way. `sources`: (B,), the number of each row's source of data; None if it is not known.
     """
 
     tokens: torch.Tensor
@@ -21,11 +22,17 @@ class MicroBatch(NamedTuple):
     segments: Segments | None = None
     num_padding: int = 0
     copy: "_Copy | None" = None
+    sources: np.ndarray | None = None
 
     @property
     def num_counted(self) -> int:
         """The number of targets that count."""
         return int(num_counted(self.targets))
+
+    @property
+    def counted_by_row(self) -> torch.Tensor:
+        """The number of targets that count in each row: (B,) int64."""
+        return (self.targets != IGNORED).sum(1)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same sequences on a device."""
@@ -36,7 +43,7 @@ class MicroBatch(NamedTuple):
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
         """The same with other tensors."""
         segments = self.segments and self.segments.each(change)
-        return MicroBatch(change(self.tokens), change(self.targets), segments, self.num_padding)
+        return MicroBatch(change(self.tokens), change(self.targets), segments, self.num_padding, sources=self.sources)
 
 
 class _Copy(NamedTuple):

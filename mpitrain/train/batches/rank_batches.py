@@ -141,7 +141,8 @@ class RankBatches:
             return self.train.get(step, begin, end)
 
         def parts(rows: "np.ndarray | Rows") -> list[MicroBatch]:
-            batches = [self._micro_batch(rows[first:last]) for first, last in pairwise(cuts)]
+            sources = _sources_of(self.train, step, begin, end)
+            batches = [self._micro_batch(rows[first:last], sources[first:last]) for first, last in pairwise(cuts)]
             return batches if self._copies is None else [self._copies.begun(batch) for batch in batches]
 
         batches, error = self._read(read, parts, end - begin)
@@ -151,12 +152,24 @@ class RankBatches:
         """The micro-batch of evaluation batch `index`, 0 to `heldout.num_batches - 1`. Collective as `of_step`."""
         begin, end = self._rows(self.heldout.batch)
         batches, error = self._read(
-            lambda: self.heldout.get(index, begin, end), lambda rows: [self._micro_batch(rows)], end - begin
+            lambda: self.heldout.get(index, begin, end),
+            lambda rows: [self._micro_batch(rows, _sources_of(self.heldout, index, begin, end))],
+            end - begin,
         )
         with self._all.together() if self._may_fail else nullcontext():
             if error is not None:
                 raise error
         return batches[0]
+
+    @property
+    def sources(self) -> list[str]:
+        """The names of the sources of the training data: the numbers in `MicroBatch.sources` are their indices."""
+        return _names_of(self.train)
+
+    @property
+    def heldout_sources(self) -> list[str]:
+        """The names of the sources of the held-out data."""
+        return _names_of(self.heldout)
 
     def read_heldout(self) -> None:
         """Read the documents for evaluations now, so that an error of them costs no steps. Collective as `of_step`."""
@@ -268,7 +281,7 @@ class RankBatches:
         """The rows of a global batch that are this rank's: as many as each other rank's, or one more or less."""
         return batch * self._data.rank // self._data.size, batch * (self._data.rank + 1) // self._data.size
 
-    def _micro_batch(self, rows: "np.ndarray | Rows") -> MicroBatch:
+    def _micro_batch(self, rows: "np.ndarray | Rows", sources: np.ndarray) -> MicroBatch:
         array = rows if isinstance(rows, np.ndarray) else rows.tokens.astype(np.int64)
         if self._may_fail and array.size and not 0 <= array.min() <= array.max() < self._vocab:
             raise ValueError(
@@ -278,10 +291,21 @@ class RankBatches:
         tokens = torch.from_numpy(array)
         targets = tokens[:, 1:]
         if isinstance(rows, np.ndarray):
-            return MicroBatch(tokens[:, :-1], targets)
+            return MicroBatch(tokens[:, :-1], targets, sources=sources)
         seen, after = rows.segments[:, :-1], rows.segments[:, 1:]
         if rows.is_whole:
             # Whole documents do not go on in the next one, and padding is none.
             targets = targets.where(torch.from_numpy((seen == after) & (after >= 0)), IGNORED)
         segments = Segments.of(seen) if self._mask_documents else None
-        return MicroBatch(tokens[:, :-1], targets, segments, num_padding=int((seen < 0).sum()))
+        return MicroBatch(tokens[:, :-1], targets, segments, num_padding=int((seen < 0).sum()), sources=sources)
+
+
+def _names_of(batches: object) -> list[str]:
+    return batches.sources if isinstance(batches, DocumentBatches | HeldoutDocuments) else ["data"]
+
+
+def _sources_of(batches: object, index: int, begin: int, end: int) -> np.ndarray:
+    """The numbers of the sources of rows `begin` to `end` of a batch."""
+    if isinstance(batches, DocumentBatches | HeldoutDocuments) and len(batches.sources) > 1:
+        return batches.sources_of(index, begin, end)
+    return np.zeros(end - begin, np.int64)

@@ -1,5 +1,6 @@
 """Real jobs whose ranks are killed, stopped, or end by an error: the others go on in place, and the run ends as an undisturbed one."""
 
+import csv
 import json
 import os
 import re
@@ -102,7 +103,8 @@ def test_ranks_are_killed_one_after_another_until_too_few_are_left(start: Start,
 
     The same command goes on from the copies, and loses two ranks at once.
     """
-    job = start(4, "--train.min-ranks", "2")
+    seen = ("--train.min-ranks", "2", "--log.sinks", "csv", "tensorboard")
+    job = start(4, *seen)
     for number, (step, rank, by) in enumerate(((8, 1, signal.SIGKILL), (16, 0, signal.SIGTERM)), 1):
         reaches(job, step)
         kill(job, rank, by=by)
@@ -125,13 +127,18 @@ def test_ranks_are_killed_one_after_another_until_too_few_are_left(start: Start,
     for event, step in zip(job.events("restore"), (8, 16), strict=True):
         assert step - 5 < event["step"] <= step + 20, event
 
-    again = start(4, "--train.min-ranks", "2")
+    again = start(4, *seen)
     reaches(again, 36)
     begins = re.search(r"goes on from the copies of step (\d+) in node memory", again.output)
     assert begins and int(begins[1]) in (25, 30, 35), again.output
     kill(again, 0, 2)
     assert_ended_as(again, undisturbed)
     assert len(again.events("failure")) == 5, again.output
+    with (again.run / "metrics.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, STEPS + 1))
+    steps = [json.loads(line)["step"] for line in (again.run / "ranks.jsonl").read_text().splitlines()]
+    assert steps == sorted(set(steps)) and len(steps) > STEPS / 2  # a loss takes the last line with it
+    assert again.events("sink") == []
     assert again.events("shrink")[-1]["ranks"] == 2
 
 

@@ -76,8 +76,8 @@ def test_every_mistake_is_one_line(corpus: Path, tmp_path: Path) -> None:
         [*words, ["trian"]],
         [
             *(message.format(tmp=tmp_path) for _, message in MISTAKES),
-            "unknown command 'trian'; expected train, elastic, tokenizer, tokenize, sample, bench, memory, plan, schedules, "
-            "doctor or chaos",
+            "unknown command 'trian'; expected train, elastic, tokenizer, tokenize, sample, bench, memory, plan, watch, "
+            "report, trace, profile, schedules, doctor or chaos",
         ],
     )
     assert printed == []

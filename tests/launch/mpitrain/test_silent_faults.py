@@ -6,8 +6,7 @@ from pathlib import Path
 
 from launching import launch
 from main_job import command
-
-from mpitrain.elastic.events import read_events
+from run_events import faults
 
 FLIP = """
 import sys
@@ -37,6 +36,6 @@ def test_a_flipped_bit_ends_the_job(tmp_path: Path) -> None:
     said = f"mpitrain: error: step 30: rank 1 on {platform.node()}: bit 22 of an element (float32) of model/"
     assert result.stderr.count(said) == 1 and "Traceback" not in result.stderr, str(result)
     assert "step 29/60" in result.stdout and "step 30/60" not in result.stdout
-    event, end = read_events(tmp_path / "run")
+    event, end = faults(tmp_path / "run")
     assert (event["event"], event["rank"], event["step"]) == ("flipped_bit", 1, 30)
     assert end["event"] == "failure" and end["problem"].startswith(said), end

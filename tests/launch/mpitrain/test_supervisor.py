@@ -17,10 +17,10 @@ from extent import extent
 from hosts import need_namespaces
 from launching import ROOT, Result, is_open_mpi, job_environment, run
 from main_job import STEPS, command, losses, metrics
+from run_events import faults
 from slurm_packages import slurm_root
 
 from mpitrain.elastic import marks
-from mpitrain.elastic.events import read_events
 from mpitrain.elastic.folder_lock import FolderLock
 
 
@@ -77,7 +77,7 @@ def test_after_the_kill_of_mpirun_the_run_goes_on_as_if_undisturbed(
     assert result.stderr.rstrip().endswith(f"elastic: the run is finished after step {STEPS}"), str(result)
     assert losses(folder) == losses(whole_run(2)), "bit for bit: the same ranks from a checkpoint"
     assert processes_of(folder) == {}
-    failure, relaunch = read_events(folder)
+    failure, relaunch = faults(folder)
     assert (failure["event"], relaunch["event"], relaunch["launch"]) == ("failure", "relaunch", 2)
     assert 20 < relaunch["step"] <= STEPS and 0 < relaunch["cost_s"] < 60
 
@@ -161,7 +161,7 @@ def test_after_the_loss_of_a_host_the_run_goes_on_on_the_other(
     assert "elastic: launch 2 on host2:1, 1 ranks" in result.stderr, str(result)
     # 2 ranks add in another order than one does
     assert losses(folder) == pytest.approx(losses(whole_run(2)), rel=1e-4)
-    relaunch = read_events(folder)[-1]
+    relaunch = faults(folder)[-1]
     assert (relaunch["event"], relaunch["hosts"]) == ("relaunch", ["host2"])
     # The lock of the dead holder is broken, so that the other host does not wait for its sign of life.
     assert "sign of life" not in result.stdout, str(result)

@@ -13,10 +13,10 @@ from mpitrain.config import DataConfig
 from mpitrain.data import engines
 from mpitrain.data.engines import Encode
 from mpitrain.data.loading import load_data, speed_up
+from mpitrain.data.tokenize import documents
+from mpitrain.data.tokenize.job import Result, tokenize
 from mpitrain.data.tokenizers import JsonTokenizer, load_tokenizer
 from mpitrain.data.tokens import open_tokens
-from mpitrain.tokenize import documents
-from mpitrain.tokenize.job import Result, tokenize
 
 TEXTS = [f"document {number}: all work and no play, " * (number % 9 + 1) for number in range(200)]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from run_events import faults
 from small_trainers import Make, flip, in_step, maker
 
 from collectives import Communicator
 from mpitrain.elastic.copies.files import complete_copies
-from mpitrain.elastic.events import read_events
 from mpitrain.elastic.lease import read_lease
 from mpitrain.health import DesyncError
 from mpitrain.sharding import sharded_params
@@ -76,7 +76,7 @@ def test_a_bit_of_a_copy_flips_in_any_step(comm: Communicator, make: Make, args:
     num_copies = comm.size if "stage 0" in " ".join(args).replace("--parallel.stage 0", "stage 0") else 2
     is_clear = "from the majority" in said
     assert is_clear == (num_copies > 2), said
-    event = read_events(trainer.run.folder)[-1]
+    event = faults(trainer.run.folder)[-1]
     assert event["event"] == "desync" and wrong in event["ranks"] and platform.node() in event["hosts"]
     assert event["rank"] == (wrong if is_clear else None)
 
@@ -207,7 +207,7 @@ CLEAN_ON_4 = [
 def test_no_false_alarm(make: Make, args: tuple[str, ...]) -> None:
     trainer = make("run", 12, "--train.check-every", "2", *args)
     trainer.fit()
-    assert read_events(trainer.run.folder) == []
+    assert faults(trainer.run.folder) == []
     compared: list[Any] = trainer.health._replicas._plan
     has_copies = any(arg in ("--parallel.copies", "--parallel.tensor", "--parallel.pipeline") for arg in args)
     assert bool([its for its in compared if its.rows.name.startswith("model/")]) == has_copies

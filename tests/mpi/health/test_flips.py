@@ -4,10 +4,10 @@ import platform
 
 import pytest
 import torch
+from run_events import faults
 from small_trainers import Make, flip, in_step
 
 from collectives import Communicator
-from mpitrain.elastic.events import read_events
 from mpitrain.health import FlippedBitError
 from mpitrain.train.trainer import Trainer
 
@@ -51,7 +51,7 @@ def test_a_bit_flips_in_a_checked_step(comm: Communicator, make: Make, storage: 
     label = f"model/{name}" if what == "model" else f"optimizer/{what}/{name}"
     where = f"rank {wrong} on {platform.node()}"
     assert said.startswith(f"step 8: {where}: bit 13 of an element (float32) of {label} changed"), said
-    event = read_events(trainer.run.folder)[-1]
+    event = faults(trainer.run.folder)[-1]
     assert (event["event"], event["rank"], event["step"]) == ("flipped_bit", wrong, 8)
 
 
@@ -77,4 +77,4 @@ def test_what_an_unchecked_step_does_not_show(comm: Communicator, make: Make) ->
     trainer = make("run", 8, *CHECKED)
     in_step(trainer, 2, lambda: flip(largest(trainer)[1], 0, bit=5) if comm.rank == 1 else None)
     trainer.fit()
-    assert read_events(trainer.run.folder) == []
+    assert faults(trainer.run.folder) == []

@@ -8,13 +8,13 @@ from typing import Any, cast
 import pytest
 import torch
 from checkpoints import tensors
+from run_events import faults
 from small_trainers import Make
 
 import ckpt
 from collectives import Communicator
 from mpitrain.elastic.copies.files import complete_copies
 from mpitrain.elastic.copies.holding import remove_all
-from mpitrain.elastic.events import read_events
 from mpitrain.elastic.lease import read_lease
 from mpitrain.train.batches.micro_batch import MicroBatch
 from mpitrain.train.passes import WholePasses
@@ -60,7 +60,7 @@ def test_the_data_of_a_bad_step_are_left_out(comm: Communicator, make: Make, sav
     assert dict(seen)[5] == 5 * BATCH and dict(seen)[6] == 7 * BATCH and dict(seen)[11] == 12 * BATCH
     assert [line["step"] for line in lines(trainer.run.folder)] == list(range(1, 13))
     assert trainer.stepper.num_skipped == 0
-    (event,) = read_events(trainer.run.folder)
+    (event,) = faults(trainer.run.folder)
     assert event["event"] == "rewind" and event["to_step"] == back_to and event["steps"] == [7, 7]
     assert event["samples"] == [bad, bad + BATCH] and 0 < event["cost_s"] < 100 and "loss nan" in event["why"]
     meta = ckpt.open(ckpt.latest(trainer.run.checkpoints)).meta
@@ -87,7 +87,7 @@ def test_an_elastic_run_goes_back_to_the_newest_of_copies_and_checkpoints(
     seen = poison(trainer, {bad * BATCH + 5})
     trainer.fit()
     assert seen[bad : bad + 2] == [(bad, bad * BATCH), (back_to, (back_to + (back_to == bad)) * BATCH)]
-    (event,) = read_events(trainer.run.folder)
+    (event,) = faults(trainer.run.folder)
     assert event["to_step"] == back_to and 0 < event["cost_s"] < 100
     clean = make("clean", 12, *SAVES)
     clean.batches.train.leave_out([(bad * BATCH, (bad + 1) * BATCH)])
@@ -105,7 +105,7 @@ def test_a_second_rewind_goes_back_to_the_copy_after_the_first_one(comm: Communi
     trainer = make("run", 12, "--train.elastic", "true", "--train.copy-every", "3", *SAVES, "--train.max-rewinds", "2")
     poison(trainer, {7 * BATCH + 5, 8 * BATCH + 5})
     trainer.fit()
-    assert [event["to_step"] for event in read_events(trainer.run.folder)] == [6, 6]
+    assert [event["to_step"] for event in faults(trainer.run.folder)] == [6, 6]
     clean = make("clean", 12, *SAVES)
     clean.batches.train.leave_out([(7 * BATCH, 9 * BATCH)])
     clean.fit()
@@ -128,7 +128,7 @@ def test_a_resume_keeps_what_was_left_out(make: Make) -> None:
     poison(rest, samples)
     rest.fit()
     assert outcome(rest) == outcome(whole)
-    assert [event["samples"] for event in read_events(rest.run.folder)] == [[72, 84], [108, 120]]
+    assert [event["samples"] for event in faults(rest.run.folder)] == [[72, 84], [108, 120]]
     last = make("part", 20, *args)
     poison(last, {16 * BATCH})
     with pytest.raises(FloatingPointError, match=r"step 15: loss nan, .*no step was taken"):  # no rewind is left
@@ -142,7 +142,7 @@ def test_steps_that_may_be_skipped_come_first(make: Make) -> None:
     seen = poison(trainer, {5 * BATCH, 6 * BATCH, 9 * BATCH, 10 * BATCH})
     with pytest.raises(FloatingPointError, match=r"step 9: loss nan, .*after 1 skipped steps.*no step was taken"):
         trainer.fit()
-    (event,) = read_events(trainer.run.folder)
+    (event,) = faults(trainer.run.folder)
     assert event["steps"] == [6, 7] and event["samples"] == [5 * BATCH, 7 * BATCH] and event["to_step"] == 4
     assert seen[7][0] == 4 and seen[8] == (5, 7 * BATCH)
 
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_leads_nowhere_is_passed_over(make: Make) -> None:
 
     trainer.save = spoil_and_save  # type: ignore[method-assign]
     trainer.fit()
-    assert [event["to_step"] for event in read_events(trainer.run.folder)] == [4, 2]
+    assert [event["to_step"] for event in faults(trainer.run.folder)] == [4, 2]
     assert all(param.isfinite().all() for param in trainer.model.parameters())
 
 
@@ -183,7 +183,7 @@ def test_a_crash_after_such_a_rewind_does_not_lead_back(make: Make) -> None:
         save()
 
     def step_until_the_second_rewind() -> tuple[Any, bool]:
-        if len(read_events(trainer.run.folder)) == 2 and trainer.step == 2:
+        if len(faults(trainer.run.folder)) == 2 and trainer.step == 2:
             raise KeyError("a crash")
         return train_step()
 
@@ -205,5 +205,5 @@ def test_fp16_goes_back_with_its_scale(make: Make) -> None:
     trainer = make("run", 8, *halves, "--train.max-rewinds", "1")
     poison(trainer, {3 * BATCH})
     trainer.fit()
-    (event,) = read_events(trainer.run.folder)
+    (event,) = faults(trainer.run.folder)
     assert event["to_step"] == 0 and trainer.stepper.loss_scale == 65536.0 and trainer.stepper.num_skipped == 0

@@ -101,6 +101,26 @@ def test_the_ring_keeps_the_newest_and_never_loses_an_open_one() -> None:
     assert [op.number for op in open_operations()] == [stuck.number]
 
 
+def test_a_trace_keeps_all_operations() -> None:
+    """Beyond the ring, with the begin of an issued operation before a thread waited; and none before and after."""
+    log = Log([0])
+    log.enter("barrier").leave()
+    kept = record.keep_all()
+    issued = log.enter("all_reduce")
+    issued.issued()
+    for _ in range(record.NUM_SLOTS + 10):
+        log.enter("barrier").leave()
+    entered = issued.begun
+    issued.wait()
+    issued.leave()
+    record.keep_last()
+    log.enter("barrier").leave()
+    assert [entry.sequence for entry in kept] == list(range(2, record.NUM_SLOTS + 13))
+    assert (kept[0].entered, kept[0].is_issued, kept[1].is_issued) == (entered, True, False)
+    assert kept[0].entered < kept[0].begun <= kept[0].ended
+    assert [op.sequence for op in last_operations()][-1] == record.NUM_SLOTS + 13, "the ring goes on"
+
+
 def test_an_issued_operation_is_open_again_also_where_the_ring_has_overtaken_it() -> None:
     log = Log([0])
     entries = [log.enter_pair("irecv", 0, tag) for tag in range(3)]

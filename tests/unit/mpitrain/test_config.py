@@ -96,7 +96,11 @@ def test_forms_of_flags(argv: list[str], expected: Config) -> None:
         (["--train.eval-evry", "3"], "unknown setting --train.eval-evry: did you mean --train.eval-every?"),
         (["--conf", "x"], "unknown setting --conf: did you mean --config?"),
         (["--qqqqq"], "unknown setting --qqqqq: --help shows all settings"),
-        (["--log"], "unknown setting --log: log is a section; its settings are --log.every"),
+        (
+            ["--log"],
+            "unknown setting --log: log is a section; its settings are --log.every, --log.layers-every, "
+            "--log.modules, --log.on-event, --log.project, --log.sinks, --log.trace-steps",
+        ),
         (["--model", "smal"], "model.size: expected one of tiny, small, medium, large, xl, got 'smal'"),
         (["train"], "unexpected 'train': settings are given as --section.name value"),
         (["--train.steps"], "--train.steps: expected a whole number after it, got nothing"),

@@ -1,4 +1,4 @@
-"""Spikes and stragglers: found where they are, and never in clean series, also with heavy tails."""
+"""Spikes: found where they are, and never in clean series, also with heavy tails."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.config import TrainConfig
-from mpitrain.health import stragglers
 from mpitrain.health.spikes import FEWEST, MOST_IN_A_ROW, Window
-from mpitrain.health.stragglers import IN_A_ROW, LEAST_S, Stragglers
 
 THRESHOLD = TrainConfig().spike_threshold
 
@@ -81,67 +79,3 @@ def test_a_window_goes_on_from_its_state() -> None:
     assert rest.state() == whole.state()
     rest.load(())
     assert rest.state() == [0]
-
-
-# Stragglers
-
-
-def names(found: list[stragglers.Straggler]) -> list[int]:
-    return [each.rank for each in found]
-
-
-def test_a_slow_rank_is_named_once_for_each_episode() -> None:
-    watch = Stragglers(["a"] * 4)
-    slow, usual = [1.0, 1.0, 1.3, 1.0], [1.0, 1.02, 1.2, 0.98]
-    said = [watch.step(slow, [3] * 4) for _ in range(3 * IN_A_ROW)]
-    assert [bool(found) for found in said] == [step == IN_A_ROW - 1 for step in range(3 * IN_A_ROW)]
-    (found,) = said[IN_A_ROW - 1]
-    assert (found.rank, found.steps) == (2, IN_A_ROW) and found.factor == pytest.approx(1.3)
-    assert found.seconds == pytest.approx(0.3 * IN_A_ROW)
-    assert watch.step(usual, [3] * 4) == []
-    assert [names(watch.step(slow, [3] * 4)) for _ in range(IN_A_ROW)] == [[]] * (IN_A_ROW - 1) + [[2]]
-
-
-def test_short_steps_take_at_least_some_seconds() -> None:
-    watch = Stragglers(["a"] * 2)
-    steps = next(step for step in range(1, 10**4) if watch.step([0.01, 0.02], [1, 1]))
-    assert steps in (round(LEAST_S / 0.02), round(LEAST_S / 0.02) + 1)  # a sum of floats
-
-
-def test_ranks_of_other_stages_are_not_compared() -> None:
-    """The first stage has twice the work. One of its ranks is slow even so."""
-    watch = Stragglers([(0, 5), (0, 5), (1, 3), (1, 3)])
-    found = [watch.step([2.0, 3.0, 1.0, 1.0], [3] * 4) for _ in range(IN_A_ROW)]
-    assert names(found[-1]) == [1] and not any(found[:-1])
-    alone = Stragglers([0, 1, 2])
-    assert not any(alone.step([1.0, 9.0, 1.0], [3] * 3) for _ in range(50))
-
-
-@given(st.lists(st.integers(1, 5), min_size=2, max_size=5), st.floats(0, 1), st.integers(0, 4))
-def test_unequal_rows_are_no_straggler_and_hide_none(rows: list[int], fixed: float, slow: int) -> None:
-    """Each rank takes a fixed time, and a time for each of its rows."""
-    seconds = [fixed + (1 - fixed) * count for count in rows]
-    watch = Stragglers([0] * len(rows))
-    assert not any(watch.step(seconds, rows) for _ in range(2 * IN_A_ROW))
-    rank = slow % len(rows)
-    seconds[rank] = 1.3 * max(
-        fixed + (1 - fixed) * max(rows), rows[rank] * max(s / r for s, r in zip(seconds, rows, strict=True))
-    )
-    watch.forget()
-    found = [names(watch.step([10 * s for s in seconds], rows)) for _ in range(IN_A_ROW)]
-    assert found[-1] == [rank]
-
-
-@pytest.mark.parametrize("noise", ["normal", "heavy"])
-def test_noise_makes_no_straggler(noise: str) -> None:
-    rng = np.random.default_rng(0)
-    watch = Stragglers([0] * 4)
-    for _ in range(20_000):
-        extra = rng.standard_normal(4) * 0.2 if noise == "normal" else rng.pareto(1.5, 4) * 0.2
-        assert watch.step(np.abs(1 + extra).tolist(), [3] * 4) == []
-
-
-def test_times_that_were_not_measured_name_no_rank() -> None:
-    watch = Stragglers([0, 0])
-    assert not any(watch.step([1.0, 0.0], [3, 3]) for _ in range(50))
-    assert not any(watch.step([1.0, -0.1], [3, 3]) for _ in range(50))

@@ -1,4 +1,4 @@
-"""The planner's model of costs beside what papers measured. The limits are those of docs/plan.md."""
+"""The planner's cost model beside what papers measured. The limits are those of docs/plan.md."""
 
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path

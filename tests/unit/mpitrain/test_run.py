@@ -11,9 +11,9 @@ import pytest
 import ckpt
 from mpitrain.config import Config, ConfigError, from_toml
 from mpitrain.config.settings import CheckpointConfig
-from mpitrain.elastic.events import read_events
 from mpitrain.elastic.lease import Lease, as_text, first_number, raise_lease
 from mpitrain.elastic.marks import DONE, Marks
+from mpitrain.monitor.record.events import read_events
 from mpitrain.train.run import Run
 
 

@@ -12,7 +12,6 @@ from launching import is_open_mpi, job_environment
 
 from collectives import launcher
 from mpitrain.elastic import marks
-from mpitrain.elastic.events import read_events
 from mpitrain.elastic.marks import Alive, Done, Marks
 from mpitrain.elastic.supervisor import hosts, words
 from mpitrain.elastic.supervisor.agents import choose_agent, parse_agent, probe, sweep
@@ -20,6 +19,7 @@ from mpitrain.elastic.supervisor.decisions import Outcome, Policy, Progress, dec
 from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import Host
 from mpitrain.elastic.supervisor.limits import Limits, Watch
+from mpitrain.monitor.record.events import read_events
 
 ROOT = Path(__file__).parents[3]
 TRAIN = ("python", "-m", "mpitrain", "--run", "a/b", "-x", "1")

@@ -11,10 +11,10 @@ import pytest
 from mpitrain.config import DataConfig, SourceConfig
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.documents import checked_text
+from mpitrain.data.tokenize.command import train_tokenizer
+from mpitrain.data.tokenize.documents import cuts_of, find, pieces_of
+from mpitrain.data.tokenize.training import train
 from mpitrain.data.tokenizers import JsonTokenizer
-from mpitrain.tokenize.command import train_tokenizer
-from mpitrain.tokenize.documents import cuts_of, find, pieces_of
-from mpitrain.tokenize.training import train
 
 TEXTS = [f"document {number}: all work and no play, " * (number % 5 + 1) for number in range(60)]
 

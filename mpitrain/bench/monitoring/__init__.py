@@ -1,0 +1,1 @@
+"""`python -m mpitrain bench monitoring`: the costs of sinks, and the commands that show a run."""

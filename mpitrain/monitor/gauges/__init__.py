@@ -1,0 +1,1 @@
+"""Clocks of a step, memory by kind, and the hardware of a rank and its node."""

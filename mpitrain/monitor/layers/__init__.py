@@ -1,0 +1,1 @@
+"""Figures of a model by layer, on requested steps."""

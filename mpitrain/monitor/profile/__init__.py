@@ -1,0 +1,1 @@
+"""`python -m mpitrain profile`: where the time of a step goes, and what to try."""

@@ -1,0 +1,198 @@
+"""`profile RUN`: what the record of a run tells of its steps, and the layers of RUN/profile.json if it is there. No torch, no MPI."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import RenderableType
+
+from collectives.bench.kit.tables import plural
+from mpitrain.config import Config, ConfigError, from_toml
+from mpitrain.monitor.profile.advice import Advised, advised
+from mpitrain.monitor.profile.fitting import figures_of
+from mpitrain.monitor.profile.memory_kinds import Held
+from mpitrain.monitor.profile.parts import Parts
+from mpitrain.monitor.profile.sentences import sentences
+from mpitrain.monitor.profile.table import of_layers, of_memory, of_ranks
+from mpitrain.monitor.reading.run import Event, RunRecord, read_run
+from mpitrain.monitor.reading.tables import Array, Table
+from mpitrain.monitor.record.metrics import PARTS
+from mpitrain.plan.machine import Machine
+from mpitrain.plan.measuring.memory import node_bytes
+
+_MOST_STEPS = 1000
+PROFILE = "profile.json"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the record of a run tells. `notes`: what it does not tell, and why."""
+
+    parts: Parts
+    found: list[str]
+    advice: Advised | None
+    notes: list[str]
+
+
+def recorded(record: RunRecord, machine: Machine | None = None) -> Recorded:
+    """The last steps of a run. ValueError if it has done none."""
+    notes = [*record.notes]
+    config, last = _config(record, notes), _last_rows(record)
+    num_ranks = last.num_ranks or 1
+    parts = _parts(last, config, notes)
+    found = [*_stragglers(last.events), *sentences(parts)]
+    if parts.num_ranks == 1 and last.num_ranks != 1:
+        found = [
+            *_stragglers(last.events),
+            "Waits are not known: the record has no figures of all ranks (ranks.jsonl).",
+        ]
+    advice = None
+    if config is not None and any(parts.of("passes", "forward")):
+        fields = last.begun
+        num_nodes = len(set(fields.get("hosts") or [None]))
+        is_cpu = fields.get("device", "cpu") == "cpu"
+        flops = fields.get("flops_per_s")
+        if machine is None and (flops is None or not is_cpu):
+            notes.append("what to try: the record does not tell the machine; --machine NAME|FILE gives it")
+        else:
+            memory = fields.get("memory_bytes_of_rank")
+            if memory is None and machine is None:
+                notes.append("what to try: the record does not tell the memory of a rank, so this host's was taken")
+            memory = memory or node_bytes() / max(num_ranks // num_nodes, 1)
+            own_flops = (flops or num_ranks * 1e12) / num_ranks
+            figures = figures_of(parts, own_flops, num_nodes, memory=memory, is_cpu=is_cpu)
+            advice = advised(config, num_ranks, figures, machine)
+    return Recorded(parts, found, advice, notes)
+
+
+def tables_of_run(folder: str, machine: Machine | None) -> tuple[Recorded, list[RenderableType]]:
+    """What `profile RUN` shows. ValueError or OSError for a folder that has no steps, or a file that cannot be read."""
+    record = read_run(folder)
+    of = recorded(record, machine)
+    tables: list[RenderableType] = [of_layers(of.parts, every_block=False)]
+    if of.parts.num_ranks > 1:
+        tables.append(of_ranks(of.parts))
+    layers = Path(folder) / PROFILE
+    if layers.is_file():
+        tables += _saved(layers)
+    else:
+        of.notes.append(
+            f"by layer: mpirun -np {record.num_ranks or 'N'} python -m mpitrain profile --config {folder}/config.toml --json {layers}"
+        )
+    return of, tables
+
+
+def _saved(path: Path) -> Iterator[RenderableType]:
+    """The tables of a profile that `--json` wrote."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        parts = Parts(**saved["parts"])
+        held = [Held(**each) for each in saved["memory"]]
+        yield from (of_layers(parts, every_block=False, of=f"{path.name}: "), of_memory(held, every_block=False))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: expected the file of profile --json, got {error!r}; remove it or write it again"
+        ) from None
+
+
+def _config(record: RunRecord, notes: list[str]) -> Config | None:
+    try:
+        return from_toml(record.folder / "config.toml")
+    except ConfigError as error:
+        notes.append(f"what to try: {error}")
+        return None
+
+
+class _Rows(NamedTuple):
+    """The last steps with the same ranks: rows of a table."""
+
+    table: Table
+    rows: Array
+    begun: Mapping[str, Any]
+    """The fields of the event with which they began; empty if there is none."""
+    events: list[Event]
+    """From it on, for ranks have other numbers before it."""
+    num_ranks: int | None
+    """Of the run in these steps; None if it is not known."""
+    num_columns: int
+    """Ranks with figures: all, or rank 0 alone."""
+
+    def of(self, name: str, rows: Array) -> Array:
+        """The figures of some rows, (rows, num_columns); NaN where a figure is not known."""
+        if (column := self.table.columns.get(name)) is None:
+            return np.full((len(rows), self.num_columns), np.nan)
+        return column[rows].reshape(len(rows), -1)[:, : self.num_columns]
+
+
+def _last_rows(record: RunRecord) -> _Rows:
+    """The steps after the last begin that has some: after a recovery a run may have fewer ranks, with other numbers."""
+    table = record.ranks if "forward_s" in record.ranks.columns else record.steps
+    if not len(table) or "step_s" not in table.columns:
+        raise ValueError(f"{record.folder}: expected the record of at least one step, got none")
+    first, fields, events = 0, dict[str, Any](), record.events
+    for at, event in enumerate(record.events):
+        if event.kind == "begin" and event.step is not None and event.step < table.step[-1]:
+            first, fields, events = event.step, dict(event.fields), record.events[at:]
+    # The first steps after a start take longer.
+    rows = np.flatnonzero(table.step > first + 3)[-_MOST_STEPS:]
+    rows = rows if len(rows) else np.arange(len(table))[-1:]
+    num_ranks = fields.get("ranks") or record.num_ranks
+    num_columns = table.columns["step_s"].reshape(len(table), -1).shape[1]
+    return _Rows(table, rows, fields, events, num_ranks, min(num_columns, num_ranks or num_columns))
+
+
+def _parts(last: _Rows, config: Config | None, notes: list[str]) -> Parts:
+    """The mean of those of the last steps that took a middle time, of all ranks where they are known, else of rank 0."""
+    table, rows = last.table, last.rows
+    step_s = last.of("step_s", rows)
+    whole = ~np.isnan(step_s).any(axis=1)
+    rows, step_s = (rows[whole], step_s[whole]) if whole.any() else (rows[-1:], np.nan_to_num(step_s[-1:]))
+    order = np.argsort(step_s.max(axis=1))
+    rows = rows[order[len(order) // 4 : len(order) - len(order) // 4]]
+    num_ranks = step_s.shape[1]
+
+    def means(name: str) -> Array:
+        means: Array = np.nan_to_num(last.of(name, rows)).mean(axis=0, dtype=np.float64)
+        return means
+
+    layers: dict[str, dict[str, list[float]]] = {}
+    for name, part in PARTS.items():
+        if part != "communication" and any(own := means(name)):
+            layer, kind = ("passes", part) if part in ("forward", "backward") else (part, "own work")
+            layers.setdefault(layer, {})[kind] = own.tolist()
+    stages = _stages(config, num_ranks)
+    comm = np.nan_to_num(last.of("comm_s", rows)).astype(np.float64)
+    least = np.stack([comm[:, [s == stage for s in stages]].min(axis=1) for stage in stages], axis=1)
+    if num_ranks > 1:
+        layers["communication"] = {
+            "transfer": least.mean(axis=0).tolist(),
+            "wait": (comm - least).mean(axis=0).tolist(),
+        }
+    else:
+        layers["communication"] = {"transfer": comm.mean(axis=0).tolist()}
+    known = np.sum([row for kinds in layers.values() for row in kinds.values()], axis=0)
+    layers["other"] = {"own work": np.maximum(means("step_s") - known, 0).tolist()}
+    if not any("forward" in kinds for kinds in layers.values()):
+        notes.append("forward and backward: the record is of an older version, and has no figures of them")
+    if num_ranks == 1 and (last.num_ranks or 1) > 1:
+        notes.append("the figures are those of rank 0")
+    known_cpu = {name: means(f"{name}_s").tolist() for name in ("cpu", "delay") if f"{name}_s" in table.columns}
+    return Parts(layers, stages, len(rows), hidden=means("comm_hidden_s").tolist(), **known_cpu)
+
+
+def _stages(config: Config | None, num_ranks: int) -> list[int]:
+    """The stages of a pipeline are farthest apart."""
+    count = config.parallel.pipeline if config is not None and num_ranks % config.parallel.pipeline == 0 else 1
+    return [rank * count // num_ranks for rank in range(num_ranks)]
+
+
+def _stragglers(events: Sequence[Event]) -> Iterator[str]:
+    """The slow ranks that the run itself has found, each with its last words."""
+    last = {event.rank: event for event in events if event.kind == "straggler"}
+    for rank, event in sorted(last.items(), key=lambda item: item[0] or 0):
+        count = sum(each.kind == "straggler" and each.rank == rank for each in events)
+        words = str(event.fields.get("words") or f"rank {rank} was slow, cause: {event.fields.get('cause', 'unknown')}")
+        yield f"Slow rank {rank}, found {plural(count, 'time')}, last at step {event.step}: {words}"

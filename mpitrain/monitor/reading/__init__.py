@@ -1,0 +1,1 @@
+"""Reads the record of a run again, without torch and MPI."""

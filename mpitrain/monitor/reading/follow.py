@@ -1,0 +1,58 @@
+"""The new lines of a file that another process writes, perhaps on another host: see `Follower`."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from mpitrain.monitor.reading.lines import BLOCK_BYTES, Line, decode
+
+_TAIL_BYTES = 256
+
+
+class News(NamedTuple):
+    """What one read has found."""
+
+    lines: list[Line]
+    is_anew: bool
+    """The file was cut, replaced or removed: all lines of earlier reads are void."""
+    has_more: bool
+    """The file has more lines already."""
+
+
+class Follower:
+    """Reads a file of lines of JSON as it grows. The file may appear later; a last line is read when it is complete.
+
+    A resume cuts the file, and the steps that are done again may have made it longer than before until the next look. So the last bytes
+    that were read are compared each time. The file is opened for each read: NFS checks then whether its copy is still valid.
+    """
+
+    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
+        """`last_bytes`: the first read begins so many bytes before the end; None: at the beginning."""
+        self._path, self._last_bytes = path, last_bytes
+        self._offset, self._tail = 0, b""
+
+    def read(self) -> News:
+        """The lines since the last read, at most a block of them. Raises OSError."""
+        was_read = self._offset > 0
+        try:
+            file = self._path.open("rb")
+        except (FileNotFoundError, NotADirectoryError):
+            self._offset, self._tail = 0, b""
+            return News([], was_read, False)
+        with file:
+            file.seek(self._offset - len(self._tail))
+            is_anew = was_read and file.read(len(self._tail)) != self._tail
+            if is_anew or not was_read:
+                self._offset, self._tail = self._beginning(file.seek(0, 2)), b""
+            file.seek(self._offset)
+            block = file.read(BLOCK_BYTES)
+            text = block[: block.rfind(b"\n") + 1]
+            if not text and len(block) == BLOCK_BYTES:
+                text = block  # no line is so long: it is damaged, and left out
+            if text:
+                self._offset += len(text)
+                self._tail = text[-_TAIL_BYTES:]
+            return News(decode(text), is_anew, len(block) == BLOCK_BYTES)
+
+    def _beginning(self, size: int) -> int:
+        """Where to begin in a file of this size. The rest of a line there is no object, so `decode` leaves it out."""
+        return 0 if self._last_bytes is None else max(size - self._last_bytes, 0)

@@ -1,0 +1,1 @@
+"""`python -m mpitrain report`: one HTML file about one or more runs."""

@@ -1,0 +1,72 @@
+"""A run in Weights & Biases. It is called by program.py alone."""
+
+import json
+import os
+from contextlib import suppress
+from typing import Any
+
+from mpitrain.monitor.sinks.sink import About
+
+
+class WandbRun:
+    """The run in the project `About.project`. Its files are in RUN/wandb. W&B's own variables apply, such as WANDB_MODE=offline.
+
+    W&B numbers rows by itself, and cannot take rows back. A step that is computed again after a crash has the same bits, so its row is
+    left out: `RUN/wandb.rows` has the losses of the rows that W&B has. If the loss is another one, W&B gets a second row of the step.
+    """
+
+    def __init__(self, about: About, run_id: str) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        self._run = wandb.init(
+            project=about.project,
+            name=about.folder.name,
+            id=run_id,
+            resume="allow",
+            dir=about.folder,
+            config=_nested(about.settings),
+            settings=wandb.Settings(console="off"),
+        )
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        path = about.folder / "wandb.rows"
+        self._earlier: set[str] = set()
+        with suppress(FileNotFoundError):
+            self._earlier = {line for line in path.read_text().splitlines() if _step_of(line) > about.steps_done}
+        self._rows = path.open("w", buffering=1)
+        self._rows.writelines(f"{line}\n" for line in sorted(self._earlier, key=_step_of))
+
+    def log(self, step: int, figures: dict[str, float]) -> None:
+        """See Tool."""
+        row = json.dumps([step, figures.get("loss"), figures.get("heldout_loss")])
+        if row in self._earlier:
+            return
+        self._run.log({"step": step, **figures})
+        self._rows.write(row + "\n")
+
+    def alert(self, title: str, text: str) -> None:
+        """See Tool."""
+        self._run.alert(title, text, level="WARN")
+
+    def finish(self, *, is_ok: bool) -> None:
+        """See Tool."""
+        self._run.finish(exit_code=0 if is_ok else 1)
+        self._rows.close()
+
+
+def _nested(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings by section, as W&B shows them."""
+    nested: dict[str, Any] = {}
+    for name, setting in settings.items():
+        section, _, key = name.rpartition(".")
+        (nested.setdefault(section, {}) if section else nested)[key] = setting
+    return nested
+
+
+def _step_of(row: str) -> int:
+    """The step of a line of wandb.rows; 0 if a kill has cut the line."""
+    try:
+        return int(json.loads(row)[0])
+    except (ValueError, LookupError, TypeError):
+        return 0

@@ -1,0 +1,1 @@
+"""Timelines of all ranks in some steps."""

@@ -1,0 +1,1 @@
+"""`python -m mpitrain watch`: a live view of a run."""

@@ -1,0 +1,11 @@
+"""The events of a run that is tested."""
+
+from pathlib import Path
+from typing import Any
+
+from mpitrain.monitor.record.events import REGULAR, read_events
+
+
+def faults(folder: Path) -> list[dict[str, Any]]:
+    """The events that a run without faults has not."""
+    return [event for event in read_events(folder) if event["event"] not in REGULAR]

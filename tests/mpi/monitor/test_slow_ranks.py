@@ -1,0 +1,66 @@
+"""Slow ranks of real runs."""
+
+import platform
+import time
+from typing import Any
+
+import pytest
+from run_events import faults
+from small_trainers import Make
+
+from collectives import Communicator
+from mpitrain.monitor import stragglers
+from mpitrain.train.trainer import Trainer
+
+LAYOUTS = [
+    pytest.param((), "blocked", marks=pytest.mark.ranks(1, 2), id="ZeRO"),
+    pytest.param((), "data", marks=pytest.mark.ranks(2), id="slow data"),
+    pytest.param(
+        ("--parallel.pipeline", "2", "--parallel.tensor", "2", "--train.accumulate", "2", "--model.layers", "3"),
+        "blocked",
+        marks=pytest.mark.ranks(4),
+        id="pipeline of cut stages",
+    ),
+]
+
+
+def slow_down(trainer: Trainer, steps: range, seconds: float, cause: str) -> None:
+    """This rank takes longer in these steps (from 0)."""
+    owner, name = (trainer.batches, "prepare") if cause == "data" else (trainer.passes, "train")
+    call = getattr(owner, name)
+
+    def later(*args: Any) -> Any:
+        if trainer.step in steps:
+            time.sleep(seconds)
+        return call(*args)
+
+    setattr(owner, name, later)
+
+
+@pytest.mark.parametrize(("args", "cause"), LAYOUTS)
+def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(
+    comm: Communicator,
+    make: Make,
+    args: tuple[str, ...],
+    cause: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The last rank sleeps in 30 steps. A rank alone has nobody to compare itself with."""
+    monkeypatch.setattr(stragglers, "LEAST_S", 1.0)
+    trainer = make("run", 44, *args)
+    slow = comm.size - 1
+    if comm.rank == slow:
+        slow_down(
+            trainer, range(5, 35), 0.03 * comm.size, cause
+        )  # more than ranks that share a core wait for each other
+    trainer.fit()
+    events = faults(trainer.run.folder)
+    if comm.size == 1:
+        assert events == []
+        return
+    (event,) = events
+    assert (event["event"], event["rank"], event["host"]) == ("straggler", slow, platform.node())
+    assert event["factor"] > stragglers.FACTOR and event["cost_s"] > 0.5 and event["cause"] == cause
+    if comm.rank == 0:
+        assert f"rank {slow} on {platform.node()} takes " in capsys.readouterr().out

@@ -1,0 +1,114 @@
+"""The record of a run, read again: whole, torn, old, empty, and of many ranks."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpitrain.bench.monitoring.recorded_runs import BEGAN, write_run
+from mpitrain.monitor.reading import lines
+from mpitrain.monitor.reading.run import read_run
+from mpitrain.monitor.reading.smoothing import smoothed
+
+
+def test_the_whole_record(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "a", steps=120, ranks=3, skipped=[7], sources=["web"], layers_every=50, save_every=40, evaluate_every=60,
+        events=[{"event": "new kind", "step": 30, "more": {"x": 1}}],
+    )  # fmt: skip
+    run = read_run(folder)
+    assert run.name == "a" and run.num_ranks == 3 and run.notes == []
+    assert run.steps.step.tolist() == list(range(1, 121))
+    written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    written = [line for line in written if "heldout_loss" not in line]
+    for name in ("loss", "step_s", "time", "loss/web", "skipped"):
+        expected = [np.nan if line.get(name) is None else float(line[name]) for line in written]
+        np.testing.assert_array_equal(run.steps.columns[name], expected)
+    assert np.isnan(run.steps.columns["loss"][6]) and run.steps.columns["skipped"][6] == 1
+    assert "grad_norm/head" not in run.steps.columns and "heldout_loss" not in run.steps.columns
+    assert run.layers.step.tolist() == [50, 100] and np.isfinite(run.layers.columns["logit_entropy"]).all()
+    assert run.evaluations.step.tolist() == [60, 120] and "heldout_bits_per_byte" in run.evaluations.columns
+    assert run.ranks.columns["comm_s"].shape == (120, 3) and len(run.summaries) == 0
+    ranks = [json.loads(line)["ranks"]["comm_s"] for line in (folder / "ranks.jsonl").read_text().splitlines()]
+    np.testing.assert_array_equal(run.ranks.columns["comm_s"], np.float32(ranks))
+    assert np.isnan(run.gauges.columns["gpu_watts"]).all() and (run.gauges.columns["cpu_percent"] > 50).all()
+    assert [event.kind for event in run.events] == ["begin", "skip", "new kind", *["save"] * 3, "end"]
+    assert run.events[2].fields["more"] == {"x": 1} and run.events[0].time == BEGAN
+    assert run.settings["optim.lr"] == 0.003 and run.settings["resume"] == "auto"
+    assert run.checkpoints == [40, 80, 120]
+
+
+def test_many_ranks_have_summaries(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", steps=250, ranks=70))
+    assert (
+        run.num_ranks == 70 and run.ranks.step.tolist() == [100, 200] and run.ranks.columns["step_s"].shape == (2, 70)
+    )
+    busy = run.summaries.columns["backward_s"]
+    assert busy.shape == (250, 4) and (busy[:, 0] <= busy[:, 1]).all() and (busy[:, 1] <= busy[:, 2]).all()
+    assert run.ranks.columns["backward_s"][0].argmax() == busy[99, 3]
+
+
+def test_torn_lines_and_steps_that_were_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block ends within a line, and a number of ranks, a kind of value and a set of names changes."""
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 64)
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "loss": 4.5, "note": "text", "new": [1]}\n{"step": 2, "loss": 4.0}\n{"step": 3, "loss": 3.5}\n'
+        b'\xff\n[]\nnull\n{"step": "x"}\n{"step": 2, "loss": null, "later": 1}\n{"step": 3, "loss": 3.25}\n\n{"step": 4, "lo'
+    )
+    (folder / "ranks.jsonl").write_text(
+        '{"step": 1, "ranks": {"step_s": [1, 2, 3], "odd": "x"}}\n{"step": 2, "ranks": {"step_s": [1, null]}}\n'
+        '{"step": 3, "ranks": {"comm_s": [1, 2]}, "gauges": null}\n{"step": 4, "ran'
+    )
+    (folder / "events.jsonl").write_text('{"event": "failure", "time": "no time"}\n{"event": "sa')
+    (folder / "config.toml").write_text("[optim\n")
+    run = read_run(folder)
+    assert run.steps.step.tolist() == [1, 2, 3] and len(run.evaluations) == 0
+    np.testing.assert_array_equal(run.steps.columns["loss"], [4.5, np.nan, 3.25])
+    np.testing.assert_array_equal(run.steps.columns["later"], [np.nan, 1, np.nan])
+    assert "note" not in run.steps.columns and "new" not in run.steps.columns
+    np.testing.assert_array_equal(run.ranks.columns["step_s"], [[1, 2, 3], [1, np.nan, np.nan], [np.nan] * 3])
+    assert run.ranks.columns.keys() == {"step_s", "comm_s"} and run.num_ranks == 2
+    assert [(event.kind, event.step) for event in run.events] == [("failure", None)]
+    assert len(run.notes) == 1 and "config.toml cannot be read" in run.notes[0]
+
+
+def test_an_old_run_and_one_without_a_step(tmp_path: Path) -> None:
+    old = read_run(write_run(tmp_path / "old", steps=30, is_old=True, save_every=10))
+    assert len(old.steps) == 30 and len(old.ranks) == 0 and np.isnan(old.time).all() and old.num_ranks is None
+    assert [event.step for event in old.events] == [10, 20, 30]
+    none = read_run(write_run(tmp_path / "none", steps=0))
+    assert len(none.steps) == 0 and len(none.time) == 0 and none.num_ranks == 2
+    assert none.last("begin") is not None and none.last("save") is None
+
+
+def test_an_event_without_a_step_belongs_to_the_last_step_before_it(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", steps=50)
+    at = read_run(folder).time[29] + 0.01
+    with (folder / "events.jsonl").open("a") as file:
+        stamp = np.datetime64(int(at * 1e6), "us")
+        file.write(json.dumps({"time": f"{stamp}+00:00", "event": "relaunch"}) + "\n")
+        file.write(json.dumps({"time": "2001-01-01T00:00:00+00:00", "event": "early"}) + "\n")
+    assert [event.step for event in read_run(folder).events[-2:]] == [30, 0]
+
+
+def test_a_folder_of_no_run(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"expected the folder of a run, with .* got a folder without them; give the folder that --run"
+    ):
+        read_run(tmp_path)
+    with pytest.raises(ValueError, match="got no such folder"):
+        read_run(tmp_path / "none")
+
+
+def test_means_over_neighbours() -> None:
+    line = np.arange(50.0)
+    np.testing.assert_allclose(smoothed(line, 7), line, atol=1e-12)  # a falling loss is not shifted
+    line[20] = np.nan
+    assert np.isnan(smoothed(line, 3)).nonzero()[0].tolist() == [20]
+    spike = np.zeros(9)
+    spike[4] = 3.0
+    np.testing.assert_allclose(smoothed(spike, 1), [0, 0, 0, 1, 1, 1, 0, 0, 0])
+    assert len(smoothed(np.zeros(0), 3)) == 0
