@@ -1,6 +1,7 @@
 """Jitted collectives under the command that users type: a plain mpirun, which may bind each rank to one core."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -84,9 +85,9 @@ print(np.asarray(y))
     )
     result = plain(script, timeout_s=60)
     assert result.returncode == 124 and result.stdout.count("computed") == 2, str(result)
-    assert "s in JAX (rank 0): #0 standing still before an operation begins; the deadline is 2 s" in result.stderr, str(
-        result
-    )
+    # Both ranks come to the deadline. The one that is first ends the job.
+    said = r"s in JAX \(rank [01]\): #0 standing still before an operation begins; the deadline is 2 s"
+    assert re.search(said, result.stderr), str(result)
     assert result.stderr.count("in no operation, main thread at") in (1, 2), str(result)
     assert "perhaps a callback of the program waits" in result.stderr, str(result)
 
