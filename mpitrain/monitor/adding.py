@@ -132,18 +132,14 @@ def log(
     for name, value in (figures or {}).items():
         if not isinstance(name, str) or not name or not name.isprintable():
             raise TypeError(f"log: expected names that can be printed, got {name!r}")
+        if name in RESERVED:
+            raise ValueError(f"log: {name!r} is a figure of the run itself; choose another name, such as my/{name}")
         try:
-            number = float(value)
+            Added.figures[name] = float(
+                "text" if isinstance(value, str) else value
+            )  # a text that looks like a number is none
         except (TypeError, ValueError, OverflowError, RuntimeError):
             raise TypeError(f"log: expected names with numbers, got {name!r}: {type(value).__name__}") from None
-        if name in RESERVED or isinstance(value, str):
-            problem = f"{name!r} is a figure of the run itself; choose another name, such as my/{name}"
-            raise (
-                ValueError(f"log: {problem}")
-                if name in RESERVED
-                else TypeError(f"log: expected names with numbers, got {name!r}: str")
-            )
-        Added.figures[name] = number
     if sink is not None:
         Added.sinks.append(sink)
     if callback is not None:

@@ -52,7 +52,7 @@ class Output:
 
     def evaluation(self, entry: Mapping[str, Any]) -> None:
         """The figures of an evaluation, with its number of steps."""
-        self._figures.write(entry)
+        self._write(self._figures, entry)
         step, figures = _without_step(entry)
         self._to_sinks(lambda sink: sink.evaluation(step, figures))
 
